@@ -7,12 +7,20 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.installed
 STAMP := $(VENV)/.installed-dev
 ENVS := $(VENV)/.installed-envs
+INTEGRATIONS := $(VENV)/.installed-integrations
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --build-constraint constraints.txt
 SGLANG := .venv-sglang
 SGLANG_CPU := services/inference/engine/sglang_cpu
+VLLM := .venv-vllm
+VLLM_SERVER := services/inference/engine/vllm_server
+VERIFIERS := .venv-verifiers
+RACE := .venv-race
+SKYPILOT := .venv-skypilot
 # One OpenMP thread per process: several small processes share the cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
+# Tests start hundreds of processes; each would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 UNEXERCISED := $(VENV)/.not-exercised
 RECIPE ?= recipes/quickstart
 SEED ?= 1
@@ -43,12 +51,25 @@ $(ENVS): $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --editable '.[envs]'
 	@touch $@
 
+install-integrations: $(INTEGRATIONS) ## add W&B, trackio, OpenTelemetry, PEFT, Anthropic's client, MCP, reasoning-gym and gymnasium, which tests use
+
+$(INTEGRATIONS): $(STAMP)
+	$(PIP) --editable '.[integrations]'
+	@touch $@
+
+install-verifiers: $(VERIFIERS)/.installed ## make .venv-verifiers: the package verifiers, whose pins exclude ours
+
+$(VERIFIERS)/.installed: services/common/verifiers/constraints.txt
+	$(PYTHON) -m venv --clear $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< verifiers
+	@touch $@
+
 lock: ## resolve every version that make installs, newest first, into constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)-lock
 	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check uv
 	@# pip installs, setuptools and cmake build: no package requires them.
 	printf 'pip\nsetuptools\ncmake\n' | $(VENV)-lock/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
-		--extra dev --extra envs --no-annotate --custom-compile-command 'make lock' --output-file constraints.txt pyproject.toml -
+		--extra dev --extra envs --extra integrations --extra docs --no-annotate --custom-compile-command 'make lock' --output-file constraints.txt pyproject.toml -
 	rm -rf $(VENV)-lock
 
 quickstart: $(RUNTIME) ## set up, train the calculator for a few minutes, draw the reward curve
@@ -57,17 +78,18 @@ quickstart: $(RUNTIME) ## set up, train the calculator for a few minutes, draw t
 run: $(RUNTIME) ## run RECIPE=recipes/...
 	$(BIN)/millrace run $(RECIPE)
 
-# More workers than cores: tests wait for processes and deadlines more than they compute. Slow tests of one file share
-# runs, so they stay on one worker, and files with many of them come first.
+# More workers than cores: tests wait for processes and deadlines more than they compute. Tests of one file share fixtures
+# and runs, so they stay on one worker; tests/order.py has the files that take longest begin first.
+TESTS := $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP) ## set up and run every test
 	@# The = keeps pytest from taking the file, once it is there, for the place of the tests.
 	@rm -f $(UNEXERCISED)
-	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 4 --not-exercised-to=$(UNEXERCISED)
-	$(BIN)/python -m pytest -q -m 'slow and not gpu and not recipes and not sglang' -n 4 --dist loadfile --not-exercised-to=$(UNEXERCISED)
+	$(TESTS) -m 'not gpu and not recipes and not sglang and not vllm' --not-exercised-to=$(UNEXERCISED)
 	@$(BIN)/python -m tests.not_exercised $(UNEXERCISED)
 
 test-fast: $(STAMP) ## the tests that take seconds
-	$(BIN)/python -m pytest -q -m 'not slow and not gpu and not recipes and not sglang' -n 4
+	$(TESTS) -m 'not slow and not gpu and not recipes and not sglang and not vllm'
 
 test-recipes: $(STAMP) ## run every recipe's whole loop with --profile tiny, one after another
 	$(BIN)/python -m pytest -q -m recipes
@@ -83,7 +105,25 @@ $(SGLANG)/.installed: $(SGLANG_CPU)/requirements.txt
 	@touch $@
 
 test-sglang: $(STAMP) ## the tests that need the true SGLang server, on a CPU
-	@tests/sglang/stage.sh $(BIN)/python $(SGLANG)
+	@tests/server_stage.sh SGLang $(BIN)/python $(SGLANG)
+
+vllm-env: $(VLLM)/.installed ## make .venv-vllm: the true vLLM server on a CPU
+
+$(VLLM)/.installed: $(VLLM_SERVER)/requirements.txt
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement $<
+	@touch $@
+
+test-vllm: $(STAMP) ## the tests that need the true vLLM server, on a CPU
+	@tests/server_stage.sh vLLM $(BIN)/python $(VLLM)
+
+test-skypilot: $(STAMP) $(SKYPILOT)/.installed ## the tests that need SkyPilot, in an environment of its own
+	MILLRACE_SKYPILOT_PYTHON=$(CURDIR)/$(SKYPILOT)/bin/python MILLRACE_REQUIRE=skypilot $(BIN)/python -m pytest -q tests/unit/cli/test_deploy_clusters.py
+
+$(SKYPILOT)/.installed:
+	$(PYTHON) -m venv $(SKYPILOT)
+	$(SKYPILOT)/bin/python -m pip install --quiet --disable-pip-version-check skypilot==0.14.1
+	@touch $@
 
 lint: $(STAMP) ## ruff, mypy, import-linter, buf
 	$(BIN)/ruff check .
@@ -107,10 +147,31 @@ bench: $(STAMP) ## run every benchmark briefly, one after another; those that fa
 chaos: $(STAMP) ## kill, stop, flip and cut everything in a small run for 15 minutes, and audit what is left
 	@$(BIN)/python benchmarks/chaos.py
 
+race-env: $(RACE)/.installed ## make .venv-race: TRL on a CPU, the other side of benchmarks/race.py
+
+$(RACE)/.installed: benchmarks/race_requirements.txt
+	$(PYTHON) -m venv --clear $(RACE)
+	$(RACE)/bin/python -m pip install --quiet --no-deps --requirement $<
+	@touch $@
+
+race: $(STAMP) race-env ## run what is missing of docs/race.md, Millrace and TRL in turns on two cores, and draw it
+	$(BIN)/python benchmarks/race.py
+
+profile: $(STAMP) ## run RECIPE=recipes/... and say where its time goes, per process and per stage
+	$(BIN)/python benchmarks/where_time_goes.py $(RECIPE)
+
 study: $(STAMP) ## measure what is missing of docs/study.md, an hour or two in all on one core, and draw it
 	$(BIN)/python benchmarks/study.py
 
-clean: ## remove the virtual environments, caches and runs
-	rm -rf $(VENV) $(SGLANG) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+docs: $(VENV)/.installed-docs ## build the documentation into build/site; a warning or a broken link is an error
+	@# The theme announces its own end of life on each run.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-.PHONY: help install quickstart run test test-fast test-recipes test-gpu sglang-env test-sglang lint format protos bench chaos study clean
+$(VENV)/.installed-docs: $(RUNTIME)
+	$(PIP) --editable '.[docs]'
+	@touch $@
+
+clean: ## remove the virtual environments, caches and runs
+	rm -rf $(VENV) $(SGLANG) $(VLLM) $(VERIFIERS) $(RACE) $(SKYPILOT) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+.PHONY: help install install-integrations install-verifiers quickstart run test test-fast test-recipes test-gpu sglang-env test-sglang vllm-env test-vllm test-skypilot lint format protos bench chaos race-env race profile study docs clean

@@ -1,4 +1,4 @@
-"""What each fault of ``chaos.py`` does to a ``World``, and how long its process takes to come back. One method for a kind."""
+"""The faults of ``chaos.py``: each method injects one kind into a ``World`` and measures the time to recovery."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from _chaos_schedule import Fault, Kind
-from _chaos_world import LEASE_S, POLICY, World
-
-from services.common.rpc.health import is_serving
+from benchmarks._chaos_schedule import Fault, Kind
+from benchmarks._chaos_world import LEASE_S, POLICY, World
+from services.common.rpc.client.health import is_serving
 from services.orchestrator.journal import records
-from services.orchestrator.journal.index import INDEX_FILE, Row
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.segments import segment_path
+from services.orchestrator.journal.storage.index import INDEX_FILE, Row
+from services.orchestrator.journal.storage.segments import segment_path
 
 T = TypeVar("T")
 
@@ -60,7 +59,8 @@ class Faults:
         }
 
     def do(self, fault: Fault) -> bool:
-        """Do a fault, wait until the run takes another step, and its pause; False when it does not go on."""
+        """Inject a fault, wait for the next step of the run, and for the pause of the schedule; False if the run does
+        not continue."""
         try:
             self._do[fault.kind](fault.draw)
             self.done[fault.kind.value] += 1
@@ -74,14 +74,14 @@ class Faults:
     # -- kills ----------------------------------------------------------------------------------------------------------
 
     def _kill_trainer(self, draw: float) -> None:
-        """Training again: a version is published that was not there when it was dead."""
+        """Training again: a version newer than the kill is published."""
         began = time.monotonic()
         self._world.send("trainer", signal.SIGKILL)
         self._goes_on()
         self.resumes["trainer"].append(time.monotonic() - began)
 
     def _kill_orchestrator(self, draw: float) -> None:
-        """Serving again: it answers what a run is doing."""
+        """Serving again: the process answers status calls of a run."""
         world, began = self._world, time.monotonic()
         gone = world.send("orchestrator", signal.SIGKILL)
         world.wait_for(lambda: world.pid("orchestrator") != gone, GOES_ON_S, "the restart of the orchestrator")
@@ -189,7 +189,7 @@ def chosen(among: Sequence[T], draw: float) -> T:
 
 
 def flip(file: Path, draw: float, offset: int = 0, length: int = 0) -> None:
-    """Flip one bit of a file, or of a span of it."""
+    """Flip one bit of a file, or of a span of the file."""
     size = length or file.stat().st_size
     place = offset + int(draw * size)
     with file.open("r+b", buffering=0) as opened:

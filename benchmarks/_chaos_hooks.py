@@ -1,10 +1,10 @@
-"""What ``chaos.py`` puts into processes of a run, and no process of a user has: a clock that jumps, and a list of acknowledgements.
+"""Hooks that ``chaos.py`` puts into processes of a run: a clock that jumps, and a list of acknowledgements.
 
     python -m benchmarks._chaos_hooks MODULE ARGUMENTS     runs a module as ``python -m`` would, with the hooks
 
-Importing this module installs the hooks. They look at the environment at each call, so that a forked process has its own:
-``CHAOS_CLOCKS`` is a directory in which a file named by a pid holds seconds that this process's ``time.time`` is wrong by;
-``CHAOS_ACKS`` one in which each process appends the slots whose records were acknowledged as accepted.
+Importing this module installs the hooks. They look at the environment at each call, so that a forked process has its
+own: ``CHAOS_CLOCKS`` is a directory in which a file named by a pid holds seconds that this process's ``time.time`` is
+wrong by; ``CHAOS_ACKS`` one in which each process appends the slots of accepted records.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _install_clock() -> None:
 
 def _install_acknowledgements() -> None:
     from services.common.pb import pool_pb2
-    from services.inference.trajectory_sender import TrajectorySender
+    from services.inference.rpc.trajectory_sender import TrajectorySender
 
     original = TrajectorySender._acknowledge
 
@@ -69,12 +69,12 @@ def _install_acknowledgements() -> None:
 
 
 def share_of_digits(task: Any, completion: str) -> float:
-    """A reward that differs between the answers of a model that has learnt nothing yet."""
+    """A reward that differs between the answers of an untrained model."""
     return sum(character.isdigit() for character in completion) / max(1, len(completion))
 
 
 def install() -> None:
-    """Once in a process, and in what it forks."""
+    """Once in a process, and in its forks."""
     global _installed
     if not _installed:
         _install_clock()

@@ -1,7 +1,7 @@
-"""The seeded schedule of ``chaos.py``: which fault comes next, to whom, and for how long. Pure: it starts and kills nothing.
+"""The seeded schedule of ``chaos.py``: which fault comes next, at which process, and for how long. Pure.
 
-Kinds are dealt like cards: every kind comes once before any comes again, so that a short run has as many kinds as it has
-faults, and a long one has them evenly.
+Kinds are dealt like cards: every kind comes once before any comes again, so that a short run has as many kinds as it
+has faults, and a long one has them evenly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.StrEnum):
-    """What is done to a run."""
+    """The kinds of faults."""
 
     KILL_TRAINER = "kill trainer"
     KILL_ORCHESTRATOR = "kill orchestrator"
@@ -25,7 +25,7 @@ class Kind(enum.StrEnum):
     STOP_ORCHESTRATOR = "stop orchestrator past all leases"
     CUT_CONNECTIONS = "cut connections"
     HALF_OPEN = "half-open connections"
-    LOSE_ORDERS = "lose what the orchestrator sends"
+    LOSE_ORDERS = "lose the orchestrator's messages"
     FULL_DISK = "full disk"
     CLOCK_FORWARD = "clock jumps forward"
     CLOCK_BACK = "clock jumps back"
@@ -42,7 +42,7 @@ MEASURED = (Kind.KILL_TRAINER, Kind.KILL_ORCHESTRATOR, Kind.KILL_REPLICA)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One entry of the schedule. ``draw`` in [0, 1) chooses among what there is when it comes: replica, byte, record."""
+    """One entry of the schedule. ``draw`` in [0, 1) chooses among the present replicas, bytes or records."""
 
     kind: Kind
     draw: float

@@ -1,10 +1,10 @@
-"""A small real run for ``chaos.py``, with handles for its faults: every service as a process of its own, started, watched and
-started again by the launcher's own code.
+"""A small real run for ``chaos.py``, with handles for its faults: every service as a process of its own, started,
+watched and started again by the launcher's own code.
 
     orchestrator, gateway, trainer with its publisher, replicas a and b  <- launcher's plan and ``Processes``
     replica far, behind a TCP proxy; replicas that come and go           <- beside it, from the same fork server
 
-The run directory lies on a small tmpfs where the machine grants one. Nothing here decides which fault comes when.
+The run directory lies on a small tmpfs where the machine grants one. The schedule of faults is elsewhere.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from services.cli.fork_server import MODULES, ForkServer, Process
-from services.cli.orchestrator_client import OrchestratorClient
-from services.cli.plan import ProcessSpec, inference_process, orchestrator_address, plan, with_free_ports
-from services.cli.processes import Processes
-from services.cli.run import WATCH_S
-from services.common.config.loading import load_recipe, save_resolved
+from services.cli.plan.specs import ProcessSpec, inference_process, orchestrator_address, plan, with_free_ports
+from services.cli.run.fork_server import MODULES, ForkServer, Process
+from services.cli.run.launch import WATCH_S
+from services.cli.run.processes import Processes
+from services.cli.watch.orchestrator_client import OrchestratorClient
+from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.errors import InfrastructureError, MillraceError
 from services.common.pb import run_pb2
+from services.common.system.child import module_command, module_in
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve().parent
@@ -43,6 +44,8 @@ SMALL = [
     f"policies.{POLICY}.batch.dynamic_sampling=false",
     f"policies.{POLICY}.trainer.export_final=false",
     "run.steps=1000000",
+    "run.until=null",
+    "evaluation.every=0",
     "evaluation.at_start=false",
     "evaluation.at_end=false",
     "warm_start={}",
@@ -57,16 +60,16 @@ SMALL = [
 
 
 def fork_server(folder: Path) -> ForkServer:
-    """With the hooks of this benchmark in what it forks; for several runs, one after the other."""
+    """With the hooks of this benchmark in its forks; for several runs, one after the other."""
     modules = [*MODULES, "benchmarks._chaos_hooks"]
     return ForkServer(folder / "fork-server.stderr", modules, {"CHAOS_HOOKS": "1", "PYTHONPATH": str(ROOT)})
 
 
 class World:
-    """One run. ``start`` returns when it is ready; ``close`` ends everything that it has started."""
+    """One run. ``start`` returns when the run is ready; ``close`` ends all its processes."""
 
     def __init__(self, folder: Path, name: str, forks: ForkServer, settings: list[str], *, disk_mib: int = 0) -> None:
-        """``disk_mib``: of a small disk for the run's directory; 0 leaves it where ``folder`` is."""
+        """``disk_mib``: of a small disk for the run's directory; 0 keeps ``folder``."""
         self.folder = folder / name
         self.run_dir = self.folder / "run"
         self.acks, self.clocks = self.folder / "acks", self.folder / "clocks"
@@ -107,11 +110,13 @@ class World:
 
     def _hooked(self, spec: ProcessSpec) -> ProcessSpec:
         # In the fork server the hooks are installed, and nothing happens when they are again.
-        argv = spec.argv if spec.forked == "always" else (spec.argv[0], "-m", "benchmarks._chaos_hooks", *spec.argv[2:])
+        module, arguments = module_in(spec.argv)
+        hooked = module_command("benchmarks._chaos_hooks", module, *arguments)
+        argv = spec.argv if spec.forked == "always" else hooked
         return replace(spec, argv=argv, env={**spec.env, **self.environment})
 
     def _watch(self) -> None:
-        """What the launcher does while it follows a run, as often."""
+        """The work of the launcher while following a run, at the same interval."""
         while not self._stopping.wait(WATCH_S):
             with self._lock:
                 try:
@@ -136,7 +141,7 @@ class World:
         self.client.close()
 
     def unmount(self, keep: bool) -> None:
-        """Give the small disk back; ``keep`` leaves a copy of the run beside it."""
+        """Remove the small disk; ``keep`` leaves a copy of the run next to the mount."""
         if self.small_disk:
             if keep:
                 shutil.copytree(self.run_dir, self.folder / "kept")
@@ -156,7 +161,7 @@ class World:
         return found.policies[0].version if found is not None else -2
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-        """Seconds until the condition held; raises ``RuntimeError`` naming what did not happen."""
+        """Seconds until the condition held; raises ``RuntimeError`` with the name of the condition."""
         began = time.monotonic()
         while not condition():
             if self.died:
@@ -167,7 +172,7 @@ class World:
         return time.monotonic() - began
 
     def acknowledged(self) -> set[str]:
-        """Slots whose records replicas were told are durable, whatever has become of these replicas."""
+        """Slots with acknowledged records, also of replicas that have ended."""
         return {line for file in self.acks.iterdir() for line in file.read_text().splitlines()}
 
     # -- handles ------------------------------------------------------------------------------------------------------
@@ -217,14 +222,14 @@ class World:
         return name
 
     def dismiss(self, name: str) -> None:
-        """kill -9 a replica that was invited. The launcher's code clears it away."""
+        """kill -9 an invited replica. The launcher's code removes the rest."""
         guest = self.guests.pop(name)
         with contextlib.suppress(ProcessLookupError):
             os.kill(guest.pid, signal.SIGKILL)
 
     def start_proxy(self) -> str:
         """A proxy in front of the orchestrator; returns its address."""
-        from _processes import free_port
+        from benchmarks._processes import free_port
 
         port, target = free_port(), self.recipe.orchestrator.port
         command = [sys.executable, str(HERE / "_stall_proxy.py"), str(port), str(target), str(self.folder / "proxy")]

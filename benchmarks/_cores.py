@@ -1,24 +1,25 @@
 """Which process of a benchmark runs on which cores.
 
 A process may use fewer cores than its machine has, and they need not be numbered from 0 (taskset, containers). Shared by
-the scripts of this folder; it measures nothing itself.
+the scripts of this folder.
 """
 
 from __future__ import annotations
 
 import os
 
-from services.common.cores import num_cores
+from services.common.system.cores import num_cores
 
 
 def pin(count: int) -> float:
-    """Keep this process, and all that it starts from now on, on its first ``count`` cores; returns how many it has then."""
+    """Keep this process and its later children on the first ``count`` cores; returns the number of cores."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: max(1, count)])
     return num_cores()
 
 
 def split(num_parts: int, at_most: int) -> list[list[int]]:
-    """Cores for each of several processes, ``at_most`` each and as many for each; the last ones share what does not suffice.
+    """Cores for each of several processes, ``at_most`` each and as many for each; the last ones share the rest if there
+    are too few.
 
     Three parts of two cores are ``[[0], [1], [1]]``.
     """

@@ -1,6 +1,6 @@
-"""Attempts to get in, one per (door, visitor), and whether the door held. Knows what a refusal looks like, and no service.
+"""Attempts to get in, one per (door, visitor), and whether the door held. Knows the forms of a refusal, but no service.
 
-A door is an RPC, an HTTP route or the bulk socket; a visitor is what is shown to it. An attempt is *refused* only by a
+A door is an RPC, an HTTP route or the bulk socket; a visitor is a set of credentials. An attempt is *refused* only by a
 refusal: UNAUTHENTICATED or PERMISSION_DENIED, 401 or 403 of the access check, a handshake or a connection that fails. A
 time-out, or any other answer, means that the visitor was in.
 """
@@ -18,8 +18,7 @@ import grpc
 import zmq
 import zmq.asyncio
 
-from services.common.transfer.bulk_curve import speak_to
-from services.common.transfer.bulk_frames import TICKET_BYTES, BulkRequest, Kind, Operation, decode_answer
+from services.common.transfer.bulk_socket import TICKET_BYTES, BulkRequest, Kind, Operation, decode_answer, speak_to
 
 REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE)
 _CALL_S = 3.0
@@ -31,7 +30,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the attempts."""
+    """The outcomes of the attempts."""
 
     tried: Counter[str] = field(default_factory=Counter)  # by visitor
     refused: Counter[str] = field(default_factory=Counter)
@@ -62,9 +61,11 @@ class Door:
     streams_out: bool
 
 
-async def knock(channel: grpc.aio.Channel, door: Door, metadata: Metadata = ()) -> tuple[bool, str]:
-    """Call with an empty message: (refused, what was told)."""
-    deadline = _STREAM_S if door.streams_in or door.streams_out else _CALL_S
+async def knock(
+    channel: grpc.aio.Channel, door: Door, metadata: Metadata = (), patience: float = 1.0
+) -> tuple[bool, str]:
+    """Call with an empty message: (refused, answer). ``patience``: times the usual deadline."""
+    deadline = patience * (_STREAM_S if door.streams_in or door.streams_out else _CALL_S)
     try:
         if door.streams_out:
             if door.streams_in:  # nothing is written: a refusal in the middle of it would be told as another error
@@ -98,7 +99,7 @@ async def visit(url: str, method: str, context: ssl.SSLContext | None, token: st
 
 
 async def ask_bulk(endpoint: str, server_key: bytes | None, ticket: bytes | None) -> tuple[bool, str]:
-    """One request for bytes over ZeroMQ. Silence is a refusal here: CURVE says nothing to strangers."""
+    """One request for bytes over ZeroMQ. Silence is a refusal here: CURVE does not answer unknown keys."""
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
@@ -119,7 +120,7 @@ async def ask_bulk(endpoint: str, server_key: bytes | None, ticket: bytes | None
 
 
 def summary(tally: Tally, shown: int = 20) -> dict[str, object]:
-    """For the report: counts, and what went wrong."""
+    """For the report: counts and failures."""
     return {
         "tried": tally.tried.total(),
         "refused": tally.refused.total(),

@@ -1,4 +1,4 @@
-"""Sends hostile requests to one service over gRPC and counts what came of them.
+"""Sends hostile requests to one service over gRPC and counts the outcomes.
 
 A status other than INTERNAL and UNKNOWN is an answer. INTERNAL and UNKNOWN are bugs: the requests that brought them are
 kept, to be sent again.
@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-from _hostile import Hostile, Rpc
+
+from benchmarks._hostile import Hostile, Rpc
 
 BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _OWN_WORDS = "Internal error from Core"  # grpc.aio's client, for a stream that was ended while it still wrote
@@ -33,7 +34,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A connection and what is shown on it, by the path of the RPC."""
+    """A connection and its credentials, by the path of the RPC."""
 
     channel: grpc.aio.Channel
     metadata: Callable[[str], Metadata] = lambda path: ()
@@ -44,7 +45,7 @@ Connect = Callable[[], Line]
 
 @dataclass(slots=True)
 class Outcome:
-    """What a service did with what it was sent."""
+    """The reactions of a service to its requests."""
 
     sent: int = 0
     codes: Counter[str] = field(default_factory=Counter)  # by "Method CODE"
@@ -65,8 +66,8 @@ class Outcome:
 async def fuzz(
     connect: Connect, rpcs: Sequence[Rpc], hostile: Hostile, count: int, *, at_once: int = 16, seed: int = 0
 ) -> Outcome:
-    """``count`` requests over ``rpcs`` in turn. A channel that is told to come back later is replaced by another one, which
-    has limits of its own where nobody vouches for it."""
+    """``count`` requests over ``rpcs`` in turn. A channel that is told to come back later is replaced by another one,
+    which has limits of its own without authentication."""
     outcome = Outcome()
     numbers = iter(range(count))
     rng = random.Random(seed)
@@ -93,7 +94,7 @@ async def fuzz(
 
 
 async def call(line: Line, rpc: Rpc, requests: Sequence[bytes]) -> tuple[grpc.StatusCode, str]:
-    """Send, read what comes, and tell how it ended."""
+    """Send, read the answer, and return the outcome."""
     channel, options = line.channel, {"metadata": line.metadata(rpc.path), "timeout": _SHORT_S.get(rpc.name, _CALL_S)}
     try:
         if rpc.streams_in:

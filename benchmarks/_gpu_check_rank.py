@@ -1,4 +1,4 @@
-"""One rank of ``gpu_check.py``: loads a model by shards, trains a few steps in each way, and says what it took.
+"""One rank of ``gpu_check.py``: loads a model by shards, trains a few steps in each way, and reports time and memory.
 
 torchrun --nproc-per-node R benchmarks/_gpu_check_rank.py MODEL_DIR OUT.json --device cuda --steps 3 --tokens 8192
 """
@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.common.config.losses import M2po
-from services.common.config.optimizer import OptimizerConfig
-from services.common.models import named_weights
-from services.common.process import run_and_leave
-from services.common.types import MinibatchTotals, RankBatch, Segment, Sequence, StopReason, TrainingSequence
-from services.trainer.model import load_policy_model
-from services.trainer.optimizer import PolicyOptimizer
-from services.trainer.sharding import Ranks, init_ranks, leave_ranks, local_rows
-from services.trainer.step import TrainStep
-from services.trainer.usage import peak_flops
+from services.common.config.training.losses import M2po
+from services.common.config.training.optimizer import OptimizerConfig
+from services.common.records.types import MinibatchTotals, RankBatch, Segment, Sequence, StopReason, TrainingSequence
+from services.common.system.child import run_and_leave
+from services.common.text.huggingface import named_weights
+from services.trainer.model.optimizer import PolicyOptimizer
+from services.trainer.model.policy_model import load_policy_model
+from services.trainer.ranks.sharding import Ranks, init_ranks, leave_ranks, local_rows
+from services.trainer.step.train_step import TrainStep
+from services.trainer.step.usage import peak_flops
 
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {},

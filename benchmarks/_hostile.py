@@ -1,9 +1,10 @@
 """Hostile requests for every RPC: seeded, made from the descriptors, sent as raw bytes.
 
-Three kinds, mixed: what the schema allows with values that nobody means (extremes, NaN, unknown enum values, wrong-length
-arrays, JSON nested too deep), what the schema does not allow (wrong wire types, unknown fields, broken UTF-8), and bytes
-that were cut, flipped or repeated. ``known`` has values that exist at the server under test, by field name, so that many
-requests get past the first check. Used by the benchmark of the doors and by tests; it judges nothing.
+Three kinds, mixed: requests that the schema allows, with invalid values (extremes, NaN, unknown enum values,
+wrong-length arrays, JSON nested too deep), requests that the schema does not allow (wrong wire types, unknown fields,
+broken UTF-8), and bytes that were cut, flipped or repeated. ``known`` has values that exist at the server under test,
+by field name, so that many requests get past the first check. Used by the benchmark of the doors and by tests; the
+caller judges.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _JSONS: tuple[bytes, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Rpc:
-    """One method, as the wire knows it."""
+    """One method of the wire."""
 
     path: str  # "/millrace.v1.RunService/GetRun"
     request: Descriptor
@@ -89,7 +90,7 @@ class Hostile:
         return b"\x07" + data if rpc.path in self.spared else data  # wire type 7 does not exist
 
     def message(self, descriptor: Descriptor) -> bytes:
-        """One request of this type, or something like one."""
+        """One request of this type, or a similar one."""
         chance = self._random.random()
         data = self._fields(descriptor, hostility=0.05 if chance < 0.4 else 0.35)
         if chance > 0.75:

@@ -1,6 +1,6 @@
-"""What no policy should write and any policy may: a seeded stream of malformed, huge and misplaced actions.
+"""A seeded stream of malformed, huge and misplaced actions, as any policy may write.
 
-Nothing here is an action that earns a reward in any world: what is paid for one of these was not earned. Shared by the
+No action here earns a reward in any world: a reward for one of these is a fault of the world. Shared by the
 benchmark ``worlds_hostile`` and its tests.
 """
 
@@ -71,7 +71,7 @@ def _long(draw: random.Random) -> str:
 
 
 def _bomb(draw: random.Random) -> str:
-    """What makes an expression that goes back over its text go back often."""
+    """A text on which a backtracking expression backtracks often."""
     piece = draw.choice(
         ["Action: search[", "[", "a[", "Action:  ", "action:", "ACTION:", "<tool_call>", "Action:\n", "]"]
     )
@@ -120,22 +120,22 @@ def _prefixed(draw: random.Random) -> str:
 
 
 def bodies(num: int, seed: int) -> Iterator[tuple[str, bytes]]:
-    """Paths of a task server and bodies that are no request of it, or one out of its turn."""
+    """Paths of a task server, with bodies that are no request, or a request out of its turn."""
     draw = random.Random(seed)
     paths = [
         "interact", "start_sample", "cancel", "calculate_overall", "episode/start", "episode/step", "episode/cancel",
-        "rooms/episode/step", "no such/episode/start", "%ff/episode/start", "clean_session",
+        "household_toy/episode/step", "no such/episode/start", "%ff/episode/start", "clean_session",
     ]  # fmt: skip
     for _ in range(num):
         value = draw.choice(_VALUES)
         body = draw.choice(
             [
-                f'{{"name": "rooms", "index": {value}}}',
-                '{"name": "rooms", "index": 1}',
+                f'{{"name": "household_toy", "index": {value}}}',
+                '{"name": "household_toy", "index": 1}',
                 f'{{"session_id": {value}, "agent_response": {{"status": "normal", "content": "look"}}}}',
                 f'{{"session_id": {draw.randrange(20)}, "agent_response": {{"content": {value}}}}}',
                 f'{{"session_id": {draw.randrange(20)}, "agent_response": {{"status": {value}, "content": "x"}}}}',
-                f'{{"name": "rooms", "results": [{{"result": {{"reward": {value}}}}}, {{"result": {value}}}]}}',
+                f'{{"name": "household_toy", "results": [{{"result": {{"reward": {value}}}}}, {{"result": {value}}}]}}',
                 f'{{"sample_id": {value}, "config": {value}}}',
                 f'{{"episode_id": {value}, "action": {{"type": "text", "content": "look"}}}}',
                 f'{{"episode_id": "x", "action": {value}}}',

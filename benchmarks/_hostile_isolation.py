@@ -1,4 +1,4 @@
-"""For ``judge_hostile``: what one program can do to the others' time, and the tiers that this user can have."""
+"""For ``judge_hostile``: the effect of one program on the others' time, and the tiers available to this user."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ time.sleep(2.5)
 
 
 async def slowed(pool: SandboxPool) -> dict[str, Any]:
-    """Milliseconds of a neighbour's small program, beside nothing and beside seven processes with 60,000 mappings."""
+    """Milliseconds of a neighbour's small program, alone and beside seven processes with 60,000 mappings."""
     alone = await _median_ms(pool)
     limits = ExecutionLimits(wall_s=4.0)
     busy = asyncio.create_task(pool.run(ExecutionRequest(code=_MAPPINGS, limits=limits)))

@@ -13,7 +13,7 @@ class _Four:
 
 
 class Maze:
-    """In gymnasium's style, with counted actions. It pays for nothing."""
+    """In gymnasium's style, with counted actions, without rewards."""
 
     action_space = _Four()
 
@@ -27,7 +27,7 @@ class Maze:
 
 
 class Careless:
-    """Fails at every action, in one of the ways that a class has: each is to lose its episode and nothing else."""
+    """Fails at every action, in one of the ways that a class has: each must lose its own episode only."""
 
     def __init__(self, context: EnvironmentContext) -> None:
         self._returns: tuple[Any, ...] = (None, ("", 1.0), StepResult(reward=float("nan")), StepResult(observation=5))  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
     python _interpreter_per_job.py worker REDIS_URI
     python _interpreter_per_job.py api REDIS_URI PORT NUM_WORKERS
 
-It speaks as much of Code Judge's schema as the benchmark needs; it limits and isolates nothing.
+Implements the part of Code Judge's schema that the benchmark needs, without limits and without isolation.
 """
 
 from __future__ import annotations

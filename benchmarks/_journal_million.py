@@ -1,9 +1,10 @@
-"""A run directory whose journal holds as many trajectories as asked for, written fast; shared by the scripts of this folder.
+"""A run directory with a journal of a given number of trajectories, written fast; shared by the scripts of this folder.
 
-The run is real in its kinds and their order: task groups of 8, an observation and a verdict each, batches of 128 sequences,
-closed task groups and a version per batch, the orchestrator's state every 50 versions; at its end some task groups wait in
-the buffer and some are being played. Trajectories are small (10 prompt tokens, 24 sampled ones). Records are written by the
-journal's own segment writer and codec, without its queue; the payload of one kind differs in names and numbers alone.
+The run is real in its kinds and their order: task groups of 8, an observation and a verdict each, batches of 128
+sequences, closed task groups and a version per batch, the orchestrator's state every 50 versions; at its end some task
+groups wait in the buffer and some are being played. Trajectories are small (10 prompt tokens, 24 sampled ones). Records
+are written by the journal's own segment writer and codec, without its queue; the payload of one kind differs in names
+and numbers alone.
 
     run_dir = Path(folder); write_million(run_dir, num_trajectories=1_000_000, port=free_port())
     python benchmarks/_journal_million.py FOLDER [--trajectories 1000000]
@@ -21,9 +22,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from services.common.config.loading import save_resolved, validate
-from services.common.fates import ClosedReason, GroupFate
-from services.common.types import (
+from services.common.config.reading.loading import save_resolved, validate
+from services.common.records.fates import ClosedReason, GroupFate
+from services.common.records.types import (
     MinibatchTotals,
     Purpose,
     Sampling,
@@ -36,10 +37,9 @@ from services.common.types import (
     WeightVersion,
 )
 from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.files import Files
-from services.orchestrator.journal.frames import Packer, write_header
-from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, MemberFate, Verdict
-from services.orchestrator.journal.segments import SegmentWriter
+from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict, MemberFate
+from services.orchestrator.journal.storage.frames import Packer, write_header
+from services.orchestrator.journal.storage.segment_set import Files, SegmentWriter
 
 POLICY = "model0"
 RUN_ID = "benchmark"
@@ -152,7 +152,7 @@ class _Run:
             self._writer.line(records.VERDICT, name, self._verdict.replace(_NAME, name.encode()))
 
     def train(self, numbers: range) -> None:
-        """A batch of these task groups, and the version that it makes."""
+        """A batch of these task groups, and its version."""
         self._step += 1
         batch = _batch([f"{_name(number)}/{index}/0" for number in numbers for index in range(GROUP_SIZE)], self._step)
         self._writer.record(records.BATCH, records.batch_key(POLICY, self._step), records.batch_to_json(batch))
@@ -209,11 +209,11 @@ def _trajectory(name: str, index: int, random: np.random.Generator) -> Trajector
     return Trajectory(task_group_id=name, index=index, sequences=(sequence,), reward=float(index % 2), replica_id="a")
 
 
-def _verdict() -> Verdict:
+def _verdict() -> GroupVerdict:
     members = tuple(
         MemberFate(index=index, position=0, num_tokens=24, fate=GroupFate.KEPT) for index in range(GROUP_SIZE)
     )
-    return Verdict(
+    return GroupVerdict(
         policy=POLICY, role="agent", attempt=0, num_sequences=GROUP_SIZE, num_kept=GROUP_SIZE, mean=0.5, std=0.5,
         outcome=GroupFate.KEPT, members=members,
     )  # fmt: skip

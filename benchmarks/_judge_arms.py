@@ -1,7 +1,7 @@
-"""Judges that speak Code Judge's HTTP schema, each with four workers: ours over Redis, ours embedded, the public one, or one
-of our own that starts an interpreter per job.
+"""Judges that speak Code Judge's HTTP schema, each with four workers: ours over Redis, ours embedded, the public one,
+or one of our own that starts an interpreter per job.
 
-Each arm is a few processes of its own and a port; nothing here measures.
+Each arm is a few processes of its own and a port. No measurement here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 
 import aiohttp
 
-from services.common.process import DIE_WITH_PARENT
-from tests.integration.envgateway.queue.processes import ROOT, free_port
+from services.common.system.child import DIE_WITH_PARENT
+from tests.integration.envgateway.queue.processes import ROOT
 from tests.integration.envgateway.queue.redis_server import RedisServer
+from tests.ports import free_port
 
 NUM_WORKERS = 4
 TIME_LIMIT_S = 10
@@ -45,7 +46,7 @@ class Arm:
         return self._redis.uri
 
     def start_process(self, arguments: list[str], cwd: Path = ROOT, **variables: str) -> None:
-        """In a session of its own, so that all it starts can be ended with it."""
+        """In a session of its own, so that all its children can be ended with the session."""
         left_out = ("REDIS_URI", "REDIS_URL", "MAX_WORKERS", "CODE_JUDGE_PORT", "ENVGATEWAY_PORT", "PYTHONPATH")
         kept = {name: value for name, value in os.environ.items() if name not in left_out}
         with (self._dir / "log").open("ab") as log:
@@ -98,18 +99,22 @@ async def ours(over_redis: bool) -> Arm:
             [sys.executable, "-m", "services.envgateway.worker"],
             REDIS_URI=redis_uri, MAX_WORKERS=str(NUM_WORKERS), ALLOW_TIER_0="1",
         )  # fmt: skip
-    arm.start_process([sys.executable, "-m", "services.envgateway"], MAX_WORKERS=str(NUM_WORKERS), **gateway)
+    command = [sys.executable, "-m", "services.envgateway"]
+    if not over_redis:  # every program is run; workers remember nothing
+        command += ["--recipe", str(ROOT / "recipes" / "quickstart"), "--set", "envgateway.judge.verdicts=0"]
+        gateway["MAX_EXECUTION_TIME"] = "10"
+    arm.start_process(command, MAX_WORKERS=str(NUM_WORKERS), **gateway)
     return await arm.wait_until_ready()
 
 
 def peer_python(checkout: Path) -> str:
-    """What runs the peer itself: its own environment where it has one. Programs run under ours in either case."""
+    """The interpreter of the peer itself: its own environment, if any. Programs run under ours in either case."""
     own = checkout / ".venv" / "bin" / "python"
     return os.environ.get("CODE_JUDGE_PYTHON") or (str(own) if own.exists() else sys.executable)
 
 
 async def code_judge(checkout: Path) -> Arm:
-    """The public judge as its README starts it, with one API process as ours."""
+    """The public judge, started as in its README, with one API process as ours."""
     arm = Arm("code-judge")
     variables: dict[str, Any] = {
         "REDIS_URI": arm.start_redis(), "MAX_WORKERS": str(NUM_WORKERS), "PYTHON_EXECUTOR_PATH": sys.executable,

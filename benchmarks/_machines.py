@@ -3,10 +3,10 @@
     node0 10.77.0.1 ---- cable ---- 10.77.0.2 node1
 
 A machine is a set of Linux namespaces held by a process that is the first of its pid namespace, so a machine that is
-switched off loses all its processes at once, as by kill -9, and says goodbye to nobody. Each has its own loopback, its own
-/dev/shm (so that nobody takes it for the same host) and its own directory, which the other does not see. Needs root,
-`ip`, `unshare` and `nsenter`, and `iptables` where packets are to vanish. Shared by scripts of this folder and by tests; it
-measures nothing itself.
+switched off loses all its processes at once, as by kill -9, without closing connections. Each has its own loopback, its
+own /dev/shm (so that no process takes both for one host) and its own directory, invisible to the other. Needs
+root, `ip`, `unshare` and `nsenter`, and `iptables` where packets are to vanish. Shared by scripts of this folder and by
+tests.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Machine:
         )
 
     def do(self, *command: str) -> str:
-        """Run a command of the system there to its end; raises when it fails."""
+        """Run a command of the system there to its end; raises on failure."""
         done = self._run(*command)
         assert done.returncode == 0, f"{self.name}: {' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -157,7 +157,7 @@ class TwoMachines:
         self.switch_on_node1()
 
     def switch_on_node1(self) -> None:
-        """Also after it was switched off; the cable is then a new one, with the same addresses."""
+        """Also after the machine was switched off; the cable is then a new one, with the same addresses."""
         self.node1.switch_on(self._hosts)
         self.node1.do("mount", "--bind", str(self.node0.directory), str(self._away))
         self.node1.do("mount", "-t", "tmpfs", "none", str(self.node0.directory))

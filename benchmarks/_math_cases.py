@@ -1,6 +1,6 @@
-"""Answers of real rows inside free-form completions, and traps, by seed: what benchmarks/math_reward.py grades.
+"""Cases for benchmarks/math_reward.py, by seed: answers of real rows inside free-form completions, and traps.
 
-A case has the reference answer, a completion, and what a strict grader must say of it where that is known.
+A case has the reference answer, a completion, and the verdict of a strict grader, if known.
 """
 
 from __future__ import annotations

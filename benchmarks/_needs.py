@@ -1,6 +1,6 @@
-"""What a benchmark needs of its machine beyond Python: each function returns None, or what is missing and how to get it.
+"""Requirements of a benchmark beyond Python: each function returns None, or the missing part with the remedy.
 
-The answers are reasons for ``left_out`` (``_report.py``). Shared by the scripts of this folder; it measures nothing itself.
+The answers are reasons for ``left_out`` (``_report.py``). Shared by the scripts of this folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def why_no_rows(data: Path | None, paths: Iterable[str]) -> str | None:
 
 
 def why_not(name: str) -> str | None:
-    """One of the needs of tests (``tests/needs.py``), such as "redis-server": reason, and what adds it."""
+    """One of the needs of tests (``tests/needs.py``), such as "redis-server": reason and remedy."""
     from tests.needs import NEEDS
 
     need = NEEDS[name]

@@ -7,20 +7,20 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from _oracle_losses import compared, section
-from _oracle_run import Tokens, run_loss, without
-from _oracle_vectors import Adapter, Answer, Case, Values, judge
 
-from services.common.config.algorithm import AlgorithmConfig
-from services.common.config.policy import OverlongPenaltyConfig
-from services.common.types import MinibatchTotals, Segment, StopReason, TrainingSequence
-from services.common.types import Sequence as TokenSequence
+from benchmarks._oracle_losses import compared, section
+from benchmarks._oracle_run import Tokens, run_loss, without
+from benchmarks._oracle_vectors import Adapter, Answer, Case, Values, judge
+from services.common.config.training.algorithm import AlgorithmConfig
+from services.common.config.training.policy import OverlongPenaltyConfig
+from services.common.records.types import MinibatchTotals, Segment, StopReason, TrainingSequence
+from services.common.records.types import Sequence as TokenSequence
 from services.orchestrator.buffer.shaping import overlong_penalty as penalty_of
-from services.orchestrator.groups import statistics
-from services.trainer.algorithms.advantages import Moments, normalize, sequence_advantages
-from services.trainer.algorithms.aggregation import aggregate
-from services.trainer.algorithms.gae import at_last_token, discounted_sums, gae
-from services.trainer.algorithms.value_loss import value_loss
+from services.orchestrator.state.groups import statistics
+from services.trainer.algorithms.advantages.gae import at_last_token, discounted_sums, gae
+from services.trainer.algorithms.advantages.sequences import Moments, normalize, sequence_advantages
+from services.trainer.algorithms.base import aggregate
+from services.trainer.algorithms.losses.value_loss import value_loss
 
 VERL_EPS = 1e-8  # verl has it under the root, added to the variance
 
@@ -29,7 +29,7 @@ EPS_UNDER_THE_ROOT = (
     "verl adds 1e-8 to the variance, here eps is added to the deviation: it shows where rewards hardly spread"
 )
 UNCAPPED = "AReaL's penalty goes on growing beyond max_tokens, here it ends at factor, as in DAPO's paper"
-FALLEN = "prime-rl drops a token whose probability fell although the teacher wants it back, dppo goes by the advantage's sign"
+FALLEN = "prime-rl drops a token when its probability fell against the teacher's advantage, dppo goes by the advantage's sign"
 
 
 def stamped(case: Case) -> list[TrainingSequence]:
@@ -51,7 +51,7 @@ def stamped(case: Case) -> list[TrainingSequence]:
 
 
 def differing(case: Case, outputs: dict[str, Values], left_out: Sequence[int], reason: str) -> Answer:
-    """The reason stands only where everything but the elements ``left_out`` agrees."""
+    """The reason holds only if all elements but ``left_out`` agree."""
     rest = {name: without(v, left_out) if isinstance(v, Sequence) else v for name, v in outputs.items()}
     alike = judge(case, Answer(outputs=rest)).agrees
     return Answer(

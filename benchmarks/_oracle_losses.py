@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from _oracle_run import LossOnCase, Tokens, run_loss, without
-from _oracle_vectors import Adapter, Answer, Case, Values
 from pydantic import TypeAdapter
 
-from services.common.config.algorithm import AlgorithmConfig
-from services.common.config.losses import ImportanceSettings, LossConfig, Tis
-from services.common.types import MinibatchTotals
-from services.trainer.algorithms.aggregation import aggregate
-from services.trainer.algorithms.base import TokenBatch
-from services.trainer.algorithms.importance import importance_weights, truncated, weight_sum
-from services.trainer.algorithms.kl import kl_per_token
+from benchmarks._oracle_run import LossOnCase, Tokens, run_loss, without
+from benchmarks._oracle_vectors import Adapter, Answer, Case, Values
+from services.common.config.training.algorithm import AlgorithmConfig
+from services.common.config.training.losses import ImportanceSettings, LossConfig, Tis
+from services.common.records.types import MinibatchTotals
+from services.trainer.algorithms.base import TokenBatch, aggregate
+from services.trainer.algorithms.losses.importance import importance_weights, truncated, weight_sum
+from services.trainer.algorithms.losses.kl import kl_per_token
 
 _SECTION: TypeAdapter[Any] = TypeAdapter(LossConfig)
 
@@ -47,7 +46,7 @@ def clip(case: Case) -> dict[str, Any]:
 
 
 def compared(case: Case, found: LossOnCase, counts: Mapping[str, str] | None = None, **more: Values) -> Answer:
-    """Loss, gradient and, where the oracle has it, the loss of each token; ``counts``: its name -> ours."""
+    """Loss, gradient and, if the oracle has one, the loss of each token; ``counts``: its name -> ours."""
     outputs: dict[str, Values] = {"loss": found.loss, "gradient": found.gradient}
     if "per_token_loss" in case.outputs:
         outputs["per_token_loss"] = found.per_token_loss
@@ -176,7 +175,7 @@ def probability_mask(case: Case) -> Answer:
 
 
 def reinforce(case: Case) -> Answer:
-    """With importance weights of the policy it is ``cispo``; they are compared too."""
+    """With importance weights of the policy this is ``cispo``; the weights are compared too."""
     level = case.settings.get("weight_level")
     if level is None:
         return compared(case, run_loss(case, section(case, "reinforce")))
@@ -205,7 +204,8 @@ def _weights(case: Case, config: AlgorithmConfig, new: str) -> list[float]:
 
 
 def rejection(case: Case) -> Answer:
-    """verl has no importance weight there and divides by what is kept; AReaL weighs and divides by all trained tokens."""
+    """verl has no importance weight there and divides by the kept tokens; AReaL weighs and divides by all trained
+    tokens."""
     is_verl = case.oracle == "verl"
     level = "none" if is_verl else "sequence_mean" if _is_sequence_ratio(case) else "token"
     config = section(

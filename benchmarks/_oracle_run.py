@@ -1,4 +1,4 @@
-"""Runs a policy loss of the trainer on the tokens of an oracle's case, as a training step runs it on a minibatch."""
+"""Runs a policy loss of the trainer on the tokens of an oracle's case, as a training step does on a minibatch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from _oracle_vectors import Case
 
-from services.common.config.algorithm import AlgorithmConfig
-from services.common.types import MinibatchTotals
+from benchmarks._oracle_vectors import Case
+from services.common.config.training.algorithm import AlgorithmConfig
+from services.common.records.types import MinibatchTotals
 from services.trainer.algorithms import algorithm_of
-from services.trainer.algorithms.aggregation import aggregate
-from services.trainer.attention import Documents
-from services.trainer.credit import with_teacher
-from services.trainer.micro_batches import MicroTensors
-from services.trainer.minibatch_context import MinibatchContext, minibatch_context
-from services.trainer.sharding import Ranks
+from services.trainer.algorithms.base import aggregate
+from services.trainer.model.documents import Documents, Targets
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.credit import with_teacher
+from services.trainer.step.micro_batches import MicroTensors
+from services.trainer.step.minibatch_context import MinibatchContext, minibatch_context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOnCase:
-    """Per-token lists have an entry for every token of the case, 0 where it is not trained."""
+    """Per-token lists have an entry for every token of the case, 0 for an untrained one."""
 
     loss: float
     gradient: list[float]
@@ -64,7 +64,7 @@ class Tokens:
 
 
 def run_loss(case: Case, config: AlgorithmConfig, *, parts: int = 1) -> LossOnCase:
-    """``parts``: micro-batches into which the sequences are dealt; the answer must not depend on it."""
+    """``parts``: micro-batches into which the sequences are dealt; the answer must not depend on ``parts``."""
     tokens, algorithm = Tokens.of(case), algorithm_of(config)
     logprobs = tokens.input("logprobs").requires_grad_()
     proximal = tokens.input("proximal")
@@ -114,7 +114,7 @@ def _micro_batch(tokens: Tokens, own: torch.Tensor, config: AlgorithmConfig) -> 
         token_ids=torch.zeros(count, dtype=torch.int64),
         position_ids=torch.zeros(count, dtype=torch.int64),
         documents=Documents.from_offsets(np.array([0, count])),
-        target_positions=torch.arange(count),
+        targets=Targets(torch.arange(count), torch.zeros(count, dtype=torch.int64)),
         behaviour=tokens.input("behaviour")[own],
         advantages=tokens.input("advantages")[own],
         weight_versions=torch.zeros(count, dtype=torch.int64),
@@ -122,5 +122,6 @@ def _micro_batch(tokens: Tokens, own: torch.Tensor, config: AlgorithmConfig) -> 
         sequence_index=sequence,
         num_sequences=int(sequence.max()) + 1 if count else 0,
         is_dummy=False,
+        num_given_tokens=count,
         teacher=None if config.distillation is None else tokens.input("reference")[own],
     )

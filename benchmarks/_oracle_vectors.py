@@ -1,10 +1,10 @@
 """Cases of published RL code, and how far our answers are from theirs: used by oracle_vectors.py and by the tests.
 
-A file of MILLRACE_DATA_ROOT/oracle_vectors is one algorithm. An adapter runs one of its cases through the real functions of
-the trainer and gives an ``Answer``. ``judge`` compares it with what the oracle answered:
+A file of MILLRACE_DATA_ROOT/oracle_vectors is one algorithm. An adapter runs one of its cases through the real
+functions of the trainer and gives an ``Answer``. ``judge`` compares both answers:
 
     agrees      every output is within the case's tolerance of the oracle's
-    by design   it is not, and the adapter gives the reason; one that agrees all the same is a mistake of ours
+    by design   different, and the adapter gives the reason; agreement in spite of a reason is a fault of the adapter
     differs     neither: a defect
 """
 
@@ -96,10 +96,10 @@ def judge(case: Case, answer: Answer) -> Verdict:
     """The largest difference over the outputs that the answer names.
 
     Raises:
-        ValueError: the answer names nothing, a name that the oracle lacks, or another number of values.
+        ValueError: the answer has no name, a name that the oracle lacks, or another number of values.
     """
     if not answer.outputs:
-        raise ValueError(f"{case.title}: nothing to compare")
+        raise ValueError(f"{case.title}: no values to compare")
     worst, where = 0.0, ""
     for name, ours in answer.outputs.items():
         difference = _difference(case, name, ours)

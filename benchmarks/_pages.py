@@ -1,7 +1,7 @@
-"""Requests that a page in a browser can cause, or that can be read in two ways, as bytes; and who must be refused for them.
+"""Requests that a page in a browser can cause, or that can be read in two ways, as bytes; and the callers to refuse.
 
-An attempt is refused by a status of the listener's checks. Each is sent with everything else that a right caller shows, so
-that nothing but the one fault can be why.
+An attempt is refused by a status of the listener's checks. Each is sent with everything else that a right caller shows,
+so that the fault alone can be the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 REFUSALS = (400, 403, 405, 415, 421)
 _CALL_S = 5.0
-_BODY = b'{"type": "python", "solution": "print(1)", "name": "rooms", "index": 1, "messages": []}'
+_BODY = b'{"type": "python", "solution": "print(1)", "name": "household_toy", "index": 1, "messages": []}'
 _FOREIGN = (
     "evil.test",
     "127.0.0.1.evil.test",
@@ -77,7 +77,7 @@ def faulty(method: str, path: str, host: str, *, any_host: bool) -> Iterator[Req
 
 
 def faultless(method: str, path: str, host: str) -> Request:
-    """The same without a fault; its body may still not be what the route wants."""
+    """The same without a fault; its body may still be invalid for the route."""
     headers = {"Host": host, **(_JSON if method == "POST" else {})}
     return Request(
         name="", method=method, target=path, headers=tuple(headers.items()), body=b"{}" if method == "POST" else b""
@@ -85,7 +85,7 @@ def faultless(method: str, path: str, host: str) -> Request:
 
 
 async def send(address: str, request: Request, context: ssl.SSLContext | None, token: str | None) -> tuple[bool, str]:
-    """(refused, what was told)."""
+    """(refused, answer)."""
     host, _, port = address.rpartition(":")
     name = host if context is not None else None
     async with asyncio.timeout(_CALL_S):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +20,13 @@ import numpy as np
 from services.common.aio import TaskOwner
 from services.common.errors import DeadlineError, InfrastructureError, LeaseLostError, MillraceError
 from services.common.pb import pool_pb2, pool_pb2_grpc, training_pb2, training_pb2_grpc, trajectory_pb2, weights_pb2
-from services.common.rpc.channel import channel, translated_errors
-from services.common.serde import interval_to_proto
+from services.common.rpc.client.channel import channel, translated_errors
+from services.common.wire.records import interval_to_proto
+from services.inference.rpc.trajectory_sender import LINGER_S, take_message
 
 REPORT_EVERY_S = 0.5
 RETRY_S = 0.1
+NUM_PROMPT_TOKENS = 4
 
 Reward = Callable[[pool_pb2.RunTaskGroup, int], float]
 
@@ -39,12 +42,13 @@ def digest_of(policy: str, number: int) -> str:
 
 @dataclass(slots=True)
 class Rollouts:
-    """What a scripted rollout looks like."""
+    """The shape of a scripted rollout."""
 
     num_tokens: int = 32
     latency_s: float = 0.0
     reward: Reward = alternating_reward
     seed: int = 0
+    latency_of_source_s: Mapping[str, float] = field(default_factory=dict)  # instead, by source of tasks
     _pieces: tuple[bytes, bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,6 +56,10 @@ class Rollouts:
         ids = rng.integers(0, 50_000, self.num_tokens).astype("<i4")
         logprobs = -rng.exponential(1.0, self.num_tokens).astype("<f4")
         self._pieces = (ids.tobytes(), logprobs.tobytes())
+
+    def seconds(self, order: pool_pb2.RunTaskGroup) -> float:
+        """How long the rollouts of a task group take."""
+        return self.latency_of_source_s.get(order.source, self.latency_s)
 
     def trajectory(
         self, order: pool_pb2.RunTaskGroup, index: int, held: dict[str, weights_pb2.WeightVersion], started_at: float
@@ -67,7 +75,11 @@ class Rollouts:
             sequence = trajectory.sequences.add(
                 policy=policy, role="agent", reward=reward, stop_reason=trajectory_pb2.STOP_REASON_STOP
             )
-            sequence.segments.add(source=trajectory_pb2.TOKEN_SOURCE_ENVIRONMENT, token_ids=ids[:16], weight_version=-1)
+            sequence.segments.add(
+                source=trajectory_pb2.TOKEN_SOURCE_ENVIRONMENT,
+                token_ids=ids[: 4 * NUM_PROMPT_TOKENS],
+                weight_version=-1,
+            )
             sequence.segments.add(
                 source=trajectory_pb2.TOKEN_SOURCE_POLICY,
                 token_ids=ids,
@@ -102,7 +114,7 @@ class ScriptedReplica:
         self.num_tokens = 0
         self.drained = asyncio.Event()
         self.fetch = True  # take announced versions
-        self._unacknowledged: dict[tuple[str, int], pool_pb2.StreamTrajectoriesRequest] = {}
+        self._unacknowledged: dict[tuple[str, int], pool_pb2.NumberedRecord] = {}
         self._known: set[tuple[str, int]] = set()
         self._running: dict[str, int] = {}
         self._emission: list[tuple[float, float]] = []
@@ -169,27 +181,26 @@ class ScriptedReplica:
         self._known.update((order.task_group_id, i) for i in new)
         if new:
             self._running[order.task_group_id] = len(new)
-            if self.rollouts.latency_s:
+            if self.rollouts.seconds(order):
                 self._tasks.start(self._play(order, new), "replica.play")
             else:
                 self._finish(order, new, time.time())
 
     async def _play(self, order: pool_pb2.RunTaskGroup, indices: list[int]) -> None:
         started_at = time.time()
-        await asyncio.sleep(self.rollouts.latency_s)
+        await asyncio.sleep(self.rollouts.seconds(order))
         self._finish(order, indices, started_at)
 
     def _finish(self, order: pool_pb2.RunTaskGroup, indices: list[int], started_at: float) -> None:
         self._running.pop(order.task_group_id, None)
         for index in indices:
             trajectory = self.rollouts.trajectory(order, index, self.held, started_at)
-            self.put(pool_pb2.StreamTrajectoriesRequest(trajectory=trajectory))
+            self.put(pool_pb2.NumberedRecord(trajectory=trajectory))
         self.num_tokens += self.rollouts.num_tokens * len(indices)
         self._emission.append((started_at, time.time()))
 
-    def put(self, record: pool_pb2.StreamTrajectoriesRequest) -> None:
-        """Send a record until it is acknowledged."""
-        record.replica_id, record.incarnation = self.replica_id, self.incarnation
+    def put(self, record: pool_pb2.NumberedRecord) -> None:
+        """Send a record until its acknowledgement."""
         body = record.trajectory if record.HasField("trajectory") else record.failure
         slot = (body.task_group_id, body.index)
         self._unacknowledged[slot] = record
@@ -214,14 +225,20 @@ class ScriptedReplica:
         while True:
             await new.wait()
             new.clear()
-            batch, self._to_send = self._to_send, []
-            for slot in batch:
+            slots, self._to_send = self._to_send, []
+            waiting: deque[pool_pb2.NumberedRecord] = deque()
+            for slot in slots:
                 record = self._unacknowledged.get(slot)
                 if record is not None:
                     number += 1
                     sent[number] = slot
                     record.record_number = number
-                    yield record
+                    waiting.append(record)
+            while waiting:
+                yield pool_pb2.StreamTrajectoriesRequest(
+                    replica_id=self.replica_id, incarnation=self.incarnation, records=take_message(waiting)
+                )
+            await asyncio.sleep(LINGER_S)  # as a replica does
 
     async def _report(self) -> None:
         while not self.drained.is_set():
@@ -248,7 +265,7 @@ class ScriptedReplica:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A batch as one rank got it."""
+    """A batch, as received by one rank."""
 
     header: training_pb2.BatchHeader
     sequences: tuple[training_pb2.TrainingSequence, ...]
@@ -291,7 +308,7 @@ class ScriptedTrainer:
         await self.train(range(max(welcome.newest_version, 0) + 1, num_steps + 1))
 
     async def train(self, steps: Iterable[int]) -> None:
-        """Of a trainer that has joined: joined twice, it would be two that take each other's place without end."""
+        """Of a trainer that has joined: two joined clients would replace each other without end."""
         for step in steps:
             self.pulled[step] = await self.pull(step)
             began = time.time()
@@ -303,7 +320,7 @@ class ScriptedTrainer:
         self, seconds: float, warm_up: int = 1, warm: Callable[[], None] = lambda: None
     ) -> tuple[int, float]:
         """Pull and publish step after step for so long; sequences pulled and seconds, both after ``warm_up`` steps, at
-        whose end ``warm`` is called."""
+        then ``warm`` is called."""
         count, begin, step = 0, 0.0, 0
         while not begin or time.perf_counter() - begin < seconds:
             step += 1
@@ -329,11 +346,11 @@ class ScriptedTrainer:
         header: training_pb2.BatchHeader | None = None
         sequences = []
         call = self.stub.PullBatch(request, timeout=timeout_s)
-        while (response := await call.read()) is not grpc.aio.EOF:
+        while isinstance(response := await call.read(), training_pb2.PullBatchResponse):
             if response.HasField("header"):
                 header = response.header
-            elif response.HasField("sequence"):
-                sequences.append(response.sequence)
+            elif response.HasField("chunk"):
+                sequences += response.chunk.sequences
             else:
                 assert response.footer.num_sequences == len(sequences)
         if header is None:

@@ -1,10 +1,10 @@
 """The plain scheme of moving weights, for comparison, and a raw file sender: a process of its own, and its receiver.
 
-As the systems compared with do it: one thread compares the new tensors with the old ones, every change goes as a 32-bit
-index and a bf16 value, all of it over one TCP stream once all is encoded; the receiver reads its model file, applies the
-changes, rewrites the whole file beside it and renames it, and the engine then loads that file. Nothing is verified. The
-file lies in /dev/shm, which is kinder than a disk. The compare exists twice: ``torch``, as those systems write it, and
-``numpy``, which is four times faster.
+As in the compared systems: one thread compares the new tensors with the old ones, every change goes as a 32-bit
+index and a bf16 value, all over one TCP stream after encoding; the receiver reads its model file, applies
+the changes, writes a complete new file and renames the result, and the engine then loads that file. No digest is
+verified. The file lies in /dev/shm, which is faster than a disk. The compare exists twice: ``torch``, as those systems
+write it, and ``numpy``, which is four times faster.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class PlainSender:
         self._ask("load", str(path))
 
     def send_delta(self, compare: str) -> None:
-        """Begin: compare the two versions held, then send to whoever connects."""
+        """Begin: compare the two versions held, then send to each client."""
         self._pipe.send(("delta", compare))
 
     def send_file(self) -> None:
-        """Begin: the newest version's tensors by sendfile, to whoever connects."""
+        """Begin: the newest version's tensors by sendfile, to each client."""
         self._pipe.send(("file", ""))
 
     def done(self) -> float:
-        """Wait until it has sent; returns the seconds of comparing."""
+        """Wait for the end of sending; returns the seconds of comparing."""
         return float(self._pipe.recv())
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ def _fill(connection: socket.socket, buffer: memoryview) -> None:
 
 
 class PlainReceiver:
-    """A model file, and an engine's tensors that are loaded from it."""
+    """A model file, and an engine's tensors loaded from the file."""
 
     def __init__(self, specs: Iterable[TensorSpec], path: Path) -> None:
         self.entries: tuple[TensorEntry, ...] = lay_out(specs)
@@ -142,12 +142,12 @@ class PlainReceiver:
         self.engine = {entry.name: torch.zeros(entry.num_elements, dtype=torch.int16) for entry in self.entries}
 
     def start_from(self, snapshot: Snapshot) -> None:
-        """Write the file of the first version, and load it."""
+        """Write and load the file of the first version."""
         self._write(np.frombuffer(snapshot.data, dtype=np.uint8)[: snapshot.manifest.size_bytes])
         self._load()
 
     def take(self, address: tuple[str, int]) -> None:
-        """Receive the changes, rewrite the file, load it into the engine."""
+        """Receive the changes, rewrite the file, load the file into the engine."""
         with socket.create_connection(address) as connection:
             head = bytearray(_SIZE.size)
             _fill(connection, memoryview(head))

@@ -1,9 +1,9 @@
 """The other arm of the orchestrator benchmark: a hub that is polled over HTTP and moves pickled arrays.
 
-Written after how such hubs work: rollout workers poll for a task and post each finished sequence as a pickle; the trainer
-polls until a batch is there and posts its new version; the hub holds everything in memory behind one lock, with the same
-staleness quota as ours. Connections are kept alive and nothing is made durable, which favours this arm. Pickle goes
-between this benchmark's own processes on loopback only, and nowhere else in the tree.
+Written after how such hubs work: rollout workers poll for a task and post each finished sequence as a pickle; the
+trainer polls until a batch is there and posts its new version; the hub holds everything in memory behind one lock, with
+the same staleness quota as ours. Connections are kept alive and no record is made durable, which favours this arm.
+Pickle goes between this benchmark's own processes on loopback only, and nowhere else in the tree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes of the project beside a benchmark. Shared by the scripts of this folder; it measures nothing itself."""
+"""Processes of the project beside a benchmark. Shared by the scripts of this folder."""
 
 from __future__ import annotations
 
@@ -34,3 +34,23 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def tree_cpu_s(pid: int) -> float:
+    """User and system seconds of a process and all its descendants, the ended ones that were waited for included."""
+    ticks, pending = 0, [pid]
+    while pending:
+        each = Path("/proc") / str(pending.pop())
+        try:
+            fields = (each / "stat").read_text().rpartition(")")[2].split()
+            for task in (each / "task").iterdir():
+                pending += map(int, (task / "children").read_text().split())
+        except (FileNotFoundError, ProcessLookupError):  # it has ended, and its parent has its time
+            continue
+        ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def thread_cpu_s(pid: int) -> float:
+    """Seconds on a core of a process's first thread."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9

@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import structlog
-from _weight_versions import POLICY, RUN
 
+from benchmarks._weight_versions import POLICY, RUN
+from services.common.records.types import FetchPlan, Sampling, WeightVersion
 from services.common.rpc.server import Server
-from services.common.transfer.serving import add_weight_service
-from services.common.types import FetchPlan, Sampling, WeightVersion
+from services.common.transfer.servicer import add_weight_service
 from services.inference.engine.base import GenerationRequest
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.weights.fetcher import SourceFetcher
@@ -44,7 +44,7 @@ class Receiver:
         self.address = self._pipe.recv()
 
     def reset(self) -> None:
-        """Hold nothing again."""
+        """Drop all versions."""
         self._pipe.send(("reset",))
         self.address = self._pipe.recv()
 
@@ -52,7 +52,7 @@ class Receiver:
         self._pipe.send(("offer", version, plan))
 
     def serving(self, timeout_s: float) -> tuple[float, tuple[str, ...]]:
-        """When it served what it was offered, and who the bytes came from."""
+        """The time at which the offered version was served, and the sources of the bytes."""
         if not self._pipe.poll(timeout_s):
             raise TimeoutError(f"a receiver did not serve the version within {timeout_s:g} s")
         at, sources = self._pipe.recv()

@@ -1,8 +1,8 @@
-"""What every benchmark prints last: one JSON object with name, ours, theirs, ratio and spread, and where it was measured.
+"""The last line of every benchmark: one JSON object with name, ours, theirs, ratio, spread and facts about the machine.
 
-``cores`` are those that the benchmark ran on, ``load`` is the machine's average over a minute when it began, of whatever
-else ran there included: no figure should be read without the two. ``left_out`` names what could not be measured on this
-machine, and why. Shared by the scripts of this folder; it measures nothing itself.
+``cores`` are those that the benchmark ran on, ``load`` is the machine's average over a minute when it began, other
+processes included: read no figure without the two. ``left_out`` names the parts that could not be measured on this
+machine, and why. Shared by the scripts of this folder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.common.cores import num_cores
+from services.common.system.cores import num_cores
 
 EVERYTHING = "everything"  # the key of ``left_out`` when nothing was measured
 
@@ -22,7 +22,7 @@ _CORES, _LOAD = num_cores(), os.getloadavg()[0]
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Median, and half the distance between the smallest and largest value relative to it."""
+    """Median, and half the distance between the smallest and largest value relative to the median."""
     middle = statistics.median(values)
     return middle, (max(values) - min(values)) / 2 / middle if middle else 0.0
 
@@ -35,16 +35,16 @@ def report(
 
 
 def report_facts(name: str, *, left_out: Mapping[str, str] | None = None, cores: float = _CORES, **facts: Any) -> None:
-    """The same for what is no comparison of two figures.
+    """The same for a result that does not compare two figures.
 
-    ``left_out`` has the reason by what was not measured. ``cores`` is given by a script that pins its processes.
+    ``left_out`` has the reason by part that was not measured. ``cores`` is given by a script that pins its processes.
     """
     line = {"name": name, **facts, "cores": cores, "load": _LOAD, "left_out": dict(left_out or {})}
     print(json.dumps({key: _rounded(value) for key, value in line.items()}), flush=True)
 
 
 def report_nothing(name: str, reason: str) -> None:
-    """Nothing can be measured on this machine."""
+    """This machine allows no measurement."""
     report(name, None, None, None, None, left_out={EVERYTHING: reason})
 
 

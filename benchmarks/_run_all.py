@@ -26,7 +26,7 @@ _KEYS = {"name", "cores", "load", "left_out"}
 
 
 def scripts(folder: Path = HERE) -> list[Path]:
-    """Every script that measures; the names of what they share begin with an underscore."""
+    """Every script that measures; names of shared modules begin with an underscore."""
     return sorted(path for path in folder.glob("*.py") if not path.name.startswith("_"))
 
 
@@ -45,7 +45,7 @@ def run_all(paths: Iterable[Path], arguments: Sequence[str], limit_s: float = LI
 
 
 def _run(path: Path, arguments: Sequence[str], limit_s: float) -> str:
-    """Why it failed; empty when it is well. Its output is passed on as it comes."""
+    """Why the script failed; empty on success. Its output is passed on line by line."""
     lines: list[str] = []
     with subprocess.Popen(
         [sys.executable, str(path), *arguments],
@@ -80,7 +80,7 @@ def _pass_on(process: subprocess.Popen[str], lines: list[str]) -> None:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """What it left behind, too."""
+    """Also its remaining children."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from _peers import ScriptedTrainer
-from _processes import ROOT, free_port
-from _weight_versions import POLICY, RUN, VersionMaker, model_specs
 
-from services.cli.keyring import Keyring
-from services.common.config.loading import save_resolved, validate
+from benchmarks._peers import ScriptedTrainer
+from benchmarks._processes import ROOT, free_port
+from benchmarks._weight_versions import POLICY, RUN, VersionMaker, model_specs
+from services.cli.keys.keyring import Keyring
+from services.common.config.reading.loading import save_resolved, validate
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.rpc.channel import channel
+from services.common.rpc.client.channel import channel
 from services.common.security import identity
 from services.common.security.bundle import VARIABLE
 from services.common.security.roles import Role
@@ -39,7 +39,7 @@ _MODULES = {
     "orchestrator": ("services.orchestrator", "--run-dir={folder}"),
     "envgateway": ("services.envgateway", "--run-dir={folder}"),
     "publisher": (
-        "services.trainer.publisher", f"--run-id={RUN}", f"--policy={POLICY}", "--port={port}", "--run-dir={folder}",
+        "services.trainer.publish.publisher", f"--run-id={RUN}", f"--policy={POLICY}", "--port={port}", "--run-dir={folder}",
     ),
     "inference": ("services.inference", "--orchestrator={orchestrator}", "--name=a", "--replica-id=healthy"),
 }  # fmt: skip
@@ -62,13 +62,13 @@ class Services:
         return (self.folder / f"{name}.out").read_text(errors="replace")
 
     def holding(self, role: Role) -> identity.Identity | None:
-        """Who holds the keys of a role; None where there are none."""
+        """The holder of the keys of a role; None without keys."""
         if self.keys is None:
             return None
         return identity.load(self.keys.folder / "trainer" if role is Role.PUBLISHER else self.keys.folder, role)
 
     async def start(self) -> None:
-        """Returns when every service says that it is ready."""
+        """Returns when every service reports readiness."""
         ports = {name: free_port() for name in (*_MODULES, *_GROUPS)}
         self.addresses = {name: f"127.0.0.1:{ports[name]}" for name in self.names}
         self.http = {name: f"127.0.0.1:{ports[name]}" for name in _GROUPS}
@@ -136,7 +136,7 @@ class Services:
 
 @contextmanager
 def prepared(folder: Path, **settings: Any) -> Iterator[Services]:
-    """Services to ``start``, whose processes end with the block."""
+    """Services to ``start``; their processes end with the block."""
     services = Services(folder, **settings)
     try:
         yield services
@@ -161,7 +161,7 @@ def _recipe(folder: Path, ports: dict[str, int]) -> dict[str, Any]:
         "envgateway": {
             "port": ports["envgateway"],
             "http": {"port": ports["judge"]},
-            "task_server": {"port": ports["task_server"], "environments": {"rooms": {"end": 10}}},
+            "task_server": {"port": ports["task_server"], "environments": {"household_toy": {"end": 10}}},
             "sandbox": {
                 "num_slots": 2, "num_live": 2, "wall_time_s": 1.0, "prewarm_scientific": False, "allow_tier_0": True,
             },

@@ -1,6 +1,6 @@
 """A workflow and a reward that can be told to misbehave, for ``stalls.py``: by files in the directory STALL_SWITCHES.
 
-engine     the engine is paused and never resumed        deadlock   reward functions wait for a lock that nobody frees
+engine     the engine is paused and never resumed        deadlock   reward functions wait for a lock that is never freed
 constant   every reward is the same                      failing    every reward function raises
 programs   programs sleep, so that they fill the sandbox
 """
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.types import Task
+from services.common.records.types import Task
 from services.inference.workflows.base import Outcome, WorkflowContext
 from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
 
@@ -33,7 +33,7 @@ class HookedSettings(SingleTurnSettings):
 
 
 class Hooked(SingleTurn):
-    """``single_turn`` with switches, and a program at the gateway where the settings ask for it."""
+    """``single_turn`` with switches, and a program at the gateway if the settings name one."""
 
     Settings = HookedSettings
 

@@ -1,10 +1,10 @@
-"""A TCP proxy that can be told to lose, hold or slow down what passes, for ``stalls.py``.
+"""A TCP proxy that loses, holds or slows down bytes on command, for ``stalls.py``.
 
     python benchmarks/_stall_proxy.py LISTEN_PORT TARGET_PORT MODE_FILE
 
-The mode file holds one word: ``pass``; ``drop-down`` (nothing reaches who dialled) or ``hold`` (nothing passes in either
-direction, as in a half-open connection); ``slow-up`` (one byte a second from who dialled). Going back to ``pass`` closes the
-connections, whose streams have holes.
+The mode file holds one word: ``pass``; ``drop-down`` (no byte reaches the client) or ``hold`` (no byte passes in either
+direction, as in a half-open connection); ``slow-up`` (one byte a second from the client). Going back to ``pass``
+closes the connections; their streams have holes.
 """
 
 from __future__ import annotations

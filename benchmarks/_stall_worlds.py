@@ -1,8 +1,8 @@
-"""Small runs of real processes that ``stalls.py`` injects stalls into: what each consists of, and how it is started.
+"""Small runs of real processes that ``stalls.py`` injects stalls into: the parts of each, and how each is started.
 
-An orchestrator, a replica with the scripted engine, where asked a gateway (with Redis and a worker), a stand-in or a real
-trainer with two ranks and its publisher; proxies where something is to be lost on the way. No launcher: nobody starts again
-what dies.
+An orchestrator, a replica with the scripted engine, where asked a gateway (with Redis and a worker), a stand-in or a
+real trainer with two ranks and its publisher; proxies where bytes are to be lost on the way. No launcher: no process is
+restarted.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.cli.orchestrator_client import OrchestratorClient
-from services.cli.plan import warm_start_commands
-from services.common.config.loading import save_resolved, validate
+from services.cli.plan.specs import warm_start_commands
+from services.cli.watch.orchestrator_client import OrchestratorClient
+from services.common.config.reading.loading import save_resolved, validate
 from services.common.errors import MillraceError
 from services.common.pb import run_pb2
 from tests.needs import installed
@@ -36,7 +36,7 @@ ROOT = HERE.parent
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a world consists of."""
+    """The parts of a world."""
 
     name: str
     gateway: bool = False
@@ -102,9 +102,9 @@ class World:
             )
 
     def wait_until_healthy(self, versions: int = 3, seconds: float = 9.0) -> set[tuple[str, str]]:
-        """So many versions and seconds into the run, with nothing that stands still: what is normal has been seen.
+        """So many versions and seconds into the run, without a stall: the detector has learnt the normal times.
 
-        Returns what was named meanwhile.
+        Returns the stalls reported meanwhile.
         """
         deadline, since = time.monotonic() + READY_S, None
         told: set[tuple[str, str]] = set()
@@ -151,9 +151,9 @@ class World:
         if name in self.processes:
             return self.processes[name].pid
         for pid, words, environment in _below(self.processes["trainer"].pid):
-            if name == "publisher" and "services.trainer.publisher" in words:
+            if name == "publisher" and "services.trainer.publish.publisher" in words:
                 return pid
-            is_rank = "services.trainer" in words and "services.trainer.publisher" not in words
+            is_rank = "services.trainer" in words and "services.trainer.publish.publisher" not in words
             if is_rank and environment.get("RANK", "") == name.removeprefix("rank"):
                 return pid
         raise RuntimeError(f"no process {name} in {self.shape.name}")

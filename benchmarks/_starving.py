@@ -1,10 +1,11 @@
-"""The ring in virtual time, over the orchestrator's own quota, groups, buffer and late rule: who is trained, and how old.
+"""The ring in virtual time, over the orchestrator's own quota, groups, buffer and late rule: which rollouts are
+trained, and at which age.
 
     quota open, slots free -> task group -> rollouts of drawn lengths -> Experience -> batch -> training step -> version
 
-One replica of many slots samples a constant number of tokens per second and takes each version at once, in the middle of
-rollouts; one trainer takes a constant time per step. Nothing is random but the lengths, which come from the seed: the
-same case gives the same figures on any machine. Lengths are in tokens. Shared by the scripts of this folder.
+One replica of many slots samples a constant number of tokens per second and takes each version at once, in the middle
+of rollouts; one trainer takes a constant time per step. Only the lengths are random, and come from the seed: the same
+case gives the same figures on any machine. Lengths are in tokens. Shared by the scripts of this folder.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Literal
 
 import numpy as np
 
-from services.common.config.policy import BatchConfig
-from services.common.fates import TOO_OLD
-from services.common.types import (
+from services.common.config.training.policy import BatchConfig
+from services.common.records.fates import TOO_OLD
+from services.common.records.types import (
     Purpose,
     RolloutFailure,
     Sampling,
@@ -34,9 +35,9 @@ from services.common.types import (
     TokenSource,
     Trajectory,
 )
-from services.orchestrator.experience import Experience
-from services.orchestrator.groups import Outcome, TaskGroup, split_sequence_id
-from services.orchestrator.late import LateGroups
+from services.orchestrator.buffer.late_groups import LateGroups
+from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.state.groups import Outcome, TaskGroup, split_sequence_id
 
 POLICY = "model0"
 TOKENS_PER_S = 100.0
@@ -78,7 +79,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """What became of one rollout, in tokens."""
+    """The fate of one rollout, in tokens."""
 
     length: int  # if it was, or had been, played to its end
     num_sampled: int
@@ -129,7 +130,7 @@ class Ring:
         self._case = case
         self._draw = DISTRIBUTIONS[case.distribution]
         self._rng = random.Random(f"{case.distribution}/{case.seed}")
-        self._experience = Experience({POLICY: case.config()}, 1_000_000, Counter(), self._closed)
+        self._experience = ExperiencePipeline({POLICY: case.config()}, 1_000_000, Counter(), self._closed)
         self._late = LateGroups(POLICY, case.config(), self._experience, self._cancel, lambda: self._now)
         self._now = 0.0
         self._events: list[tuple[float, int, str, int]] = []  # (when, tie, task group or "", slot)

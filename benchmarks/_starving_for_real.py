@@ -1,7 +1,8 @@
-"""A case of ``_starving.py`` in real time: the orchestrator as a process, a replica with long tails, a trainer that pauses.
+"""A case of ``_starving.py`` in real time: the orchestrator as a process, a replica with long tails, a trainer that
+pauses.
 
-Everything is seen from outside: lengths and cancellations at the replica, what is trained in the batches that are pulled.
-Shared by the scripts of this folder; it measures nothing itself.
+All facts are observed from outside: lengths and cancellations at the replica, trained rollouts in the pulled batches.
+Shared by the scripts of this folder.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from bisect import bisect_right
 from collections import Counter
 from pathlib import Path
 
-from _peers import Rollouts, ScriptedReplica, ScriptedTrainer
-from _processes import free_port, kill, orchestrator
-from _starving import DISTRIBUTIONS, POLICY, TOKENS_PER_S, Case, Fate, Outcomes
-
-from services.common.config.loading import save_resolved, validate
+from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from benchmarks._processes import free_port, kill, orchestrator
+from benchmarks._starving import DISTRIBUTIONS, POLICY, TOKENS_PER_S, Case, Fate, Outcomes
+from services.common.config.reading.loading import save_resolved, validate
 from services.common.pb import pool_pb2, trajectory_pb2, weights_pb2
-from services.orchestrator.groups import split_sequence_id
+from services.orchestrator.state.groups import split_sequence_id
 
 LONGEST_WAIT_S = 180.0  # for one training step
 MOST_MORE_STEPS = 400  # after the window, until what was issued in it is decided
@@ -85,7 +85,7 @@ class LongTailReplica(ScriptedReplica):
                 logprobs=bytes(4 * count),
                 weight_version=version,
             )
-        self.put(pool_pb2.StreamTrajectoriesRequest(trajectory=trajectory))
+        self.put(pool_pb2.NumberedRecord(trajectory=trajectory))
 
     def _counts(self, began: float, length: int) -> list[tuple[int, int]]:
         """(version, tokens) of a rollout that began then."""
@@ -103,7 +103,7 @@ class LongTailReplica(ScriptedReplica):
 async def play(case: Case) -> tuple[Outcomes, int]:
     """The outcomes, and how many rollouts of the window were not decided when the run was ended.
 
-    Not for ``mask``: whether a sequence that it left out would still be trained cannot be seen from outside.
+    Not for ``mask``: whether a left-out sequence would still be trained cannot be observed from outside.
     """
     if case.late == "mask":
         raise ValueError("late: mask is played in virtual time only")
@@ -155,7 +155,7 @@ async def _train(case: Case, replica: LongTailReplica, trainer: ScriptedTrainer)
 
 
 def _lost(case: Case, replica: LongTailReplica, key: tuple[str, int], version: int) -> bool:
-    """Nothing of it can be trained any more, by the rule of its mode."""
+    """No token of the rollout can be trained any more, by the rule of its mode."""
     return case.late == "drop" and version - replica.born[key[0]] > case.max_staleness
 
 

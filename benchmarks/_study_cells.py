@@ -1,8 +1,9 @@
-"""The cells of the study: what is trained, under which settings, and the file that keeps what was measured.
+"""The cells of the study: their settings, and the file of their results.
 
-A cell is one training run: (part, arm, staleness, seed). Part ``losses`` is a controlled staleness per loss, part ``late``
-the ring in virtual time per ``batch.late``. One JSON line per finished cell; a line counts only while the digest of its
-settings is that of the cell, so that a changed setting is measured again. Shared by ``study.py`` and its tests.
+A cell is one training run: (part, arm, staleness, seed). Part ``losses`` is a controlled staleness per loss, part
+``late`` the ring in virtual time per ``batch.late``. One JSON line per finished cell; a line counts only while the
+digest of its settings is that of the cell, so that a changed setting is measured again. Shared by ``study.py`` and its
+tests.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from _virtual_player import POLICY
-from _virtual_ring import Pace, RingCurve, Tail, VirtualRing
-from _virtual_training import Curve, World, train_at_staleness
 
-from services.common.config.loading import load_recipe
+from benchmarks._virtual_player import POLICY
+from benchmarks._virtual_ring import Pace, RingCurve, Tail, VirtualRing
+from benchmarks._virtual_training import Curve, World, train_at_staleness
+from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
-from services.trainer.metrics import StepMetrics
+from services.trainer.step.metrics import StepMetrics
 from services.trainer.warm_start import make_starting_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
+# Part of design 1, and so of no digest: the quickstart's warm start has a schedule for another batch size.
+_WARM_START_SCHEDULE = {"learning_rate": 3e-3, "betas": [0.9, 0.98], "warmup_share": 0.0}
 DESIGN = 1  # of the harness: a change that moves the curves counts up, and every cell is measured again
 
 # Every loss with the settings of its paper, or the default where the paper has none. All have GRPO's advantages.
@@ -60,7 +63,7 @@ LATE_LOSS = "m2po"  # of part ``late``: the default of the recipes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """What all cells share."""
+    """The settings that all cells share."""
 
     steps: int = 48
     batch_size: int = 64
@@ -78,7 +81,7 @@ class Study:
     pace: Pace = field(default_factory=Pace)
 
     def cells(self, parts: Seq[str]) -> Iterator[Cell]:
-        """Seeds outermost: what is done at any time is a whole design with fewer seeds."""
+        """Seeds outermost: the finished cells always form a whole design with fewer seeds."""
         for seed in self.seeds:
             if "losses" in parts:
                 for staleness in self.staleness:
@@ -125,7 +128,7 @@ def digest_of(settings: Mapping[str, Any]) -> str:
 
 
 class Results:
-    """The lines of a file, by cell. A line that was cut off while it was written counts as not there."""
+    """The lines of a file, by cell. An incomplete last line is ignored."""
 
     def __init__(self, path: Path, study: Study) -> None:
         self._path = path
@@ -156,7 +159,7 @@ class Results:
         return cell in self._rows
 
     def rows(self, part: str) -> list[dict[str, Any]]:
-        """What was measured of a part, of the cells that the study has."""
+        """The results of a part, for the cells of the study."""
         return [self._rows[cell] for cell in self._study.cells([part]) if cell in self._rows]
 
     def add(self, cell: Cell, values: Mapping[str, Any]) -> None:
@@ -169,14 +172,16 @@ class Results:
 
 
 def recipe_of(settings: Mapping[str, Any]) -> Recipe:
+    schedule = {f"warm_start.{POLICY}.{key}": value for key, value in _WARM_START_SCHEDULE.items()}
     overrides = [
-        f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in settings["overrides"].items()
+        f"{key}={yaml.safe_dump(value, default_flow_style=True)}"
+        for key, value in {**schedule, **settings["overrides"]}.items()
     ]
     return load_recipe(ROOT / "recipes" / "quickstart", overrides, environment={})
 
 
 def world_of(study: Study, cell: Cell, cache: Path) -> World:
-    """The recipe of a cell and its starting checkpoint, made unless ``cache`` has it."""
+    """The recipe of a cell and its starting checkpoint, made unless in ``cache``."""
     settings = study.settings(cell)
     recipe = recipe_of(settings)
     warm_start = {key: value for key, value in settings["overrides"].items() if key.startswith("warm_start")}
@@ -207,7 +212,7 @@ def _of_curve(curve: Curve) -> dict[str, Any]:
 
 
 def _clipped_share(step: StepMetrics) -> float | None:
-    """Share of the trained tokens whose gradient the loss takes away; CISPO's: whose weight it truncates."""
+    """Share of the trained tokens without a gradient because of the loss; for CISPO, with a truncated weight."""
     return step.algorithm.get("clipped_share", step.algorithm.get("truncated_share"))
 
 

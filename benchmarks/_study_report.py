@@ -1,4 +1,4 @@
-"""The tables and pictures of the study, from the rows of its result file. Pure but for the files it writes."""
+"""The tables and pictures of the study, from the rows of its result file. Pure but for writing the files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.cli import drawing
-from services.cli.plot import _STYLE
+from services.cli.console import drawing
+from services.cli.inspect.pictures.runs import _STYLE
 
 Row = dict[str, Any]
 
@@ -217,7 +217,7 @@ def _save(pyplot: Any, figure: Any, path: Path) -> None:
 
 
 def put_into(document: Path, name: str, table: str) -> None:
-    """Replace what stands between ``<!-- NAME -->`` and ``<!-- end of NAME -->`` in a document.
+    """Replace the text between ``<!-- NAME -->`` and ``<!-- end of NAME -->`` in a document.
 
     Raises:
         ValueError: the document has no such place.

@@ -1,6 +1,6 @@
-"""The two-node recipe on two machines (``_machines``), as people start it: node 0 prints, node 1 executes what was printed.
+"""The two-node recipe on two machines (``_machines``), started by hand: node 0 prints commands, node 1 executes these.
 
-Inference a runs on node 1, everything else on node 0. Shared by scripts of this folder and by tests; it measures nothing.
+Inference a runs on node 1, all other processes on node 0. Shared by scripts of this folder and by tests.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from benchmarks._machines import Machine, TwoMachines
+from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 
@@ -29,12 +30,13 @@ SETTINGS = (
     "envgateway.sandbox.allow_tier_0=true",  # root in a container: what the tiny model writes are lines of a script
     "evaluation.at_end=false",
     "evaluation.every=0",
+    "run.until=null",
 )
 DELTAS = ("policies.model0.weights.transfer=delta", "policies.model1.weights.transfer=delta")
 
 
 class TwoNodeRun:
-    """``start``, ``paste``, look; ``stop`` ends what is still there. ``output`` of each node lies in the directory."""
+    """``start``, ``paste``, look; ``stop`` ends the remaining processes. ``output`` of each node lies in the directory."""
 
     def __init__(self, machines: TwoMachines, directory: Path, *settings: str, recipe: str = RECIPE) -> None:
         self.machines = machines
@@ -49,7 +51,7 @@ class TwoNodeRun:
         self._started: list[subprocess.Popen[str]] = []
 
     def start(self) -> None:
-        """``millrace run`` on node 0; returns when it has printed what node 1 needs."""
+        """``millrace run`` on node 0; returns when the commands for node 1 are printed."""
         arguments = [part for setting in self._settings for part in ("--set", setting)]
         command = ["run", self._recipe, "--profile", "tiny", *arguments]
         self.node0 = self.millrace(self.machines.node0, *command, output="node0")
@@ -58,13 +60,13 @@ class TwoNodeRun:
         )
 
     def printed(self) -> list[str]:
-        """The lines that node 0 printed for node 1: what to do, then the commands."""
+        """The lines that node 0 printed for node 1: instructions, then commands."""
         lines = self.output("node0").splitlines()
         begin = next((n for n, line in enumerate(lines) if line.startswith("paste on node 1")), len(lines))
         return lines[begin : begin + 3]
 
     def paste(self, *edits: tuple[str, str]) -> None:
-        """Execute on node 1 exactly what was printed, but for ``edits`` (old, new)."""
+        """Execute on node 1 exactly the printed lines, but for ``edits`` (old, new)."""
         script = "\n".join(self.printed()[1:])
         for old, new in edits:
             assert old in script
@@ -76,7 +78,7 @@ class TwoNodeRun:
         return self._popen(machine, [sys.executable, "-m", "services.cli", *arguments], output, variables)
 
     def ask(self, command: str, role: str = "operator") -> str:
-        """Run a command for people on node 0, with the keys of a role; returns what it said. Raises when it fails."""
+        """Run a command for people on node 0, with the keys of a role; returns its output. Raises on failure."""
         recipe = json.loads((self.run_dir / "recipe.json").read_text())
         address = f"{recipe['orchestrator']['host']}:{recipe['orchestrator']['port']}"
         keys = str(self.run_dir / "keys" / role)
@@ -108,13 +110,15 @@ class TwoNodeRun:
         return [row for line in lines if line.endswith(b"}") and (row := orjson.loads(line))["kind"] == kind]
 
     def is_member(self, replica: str) -> bool:
-        """Whether the orchestrator holds it for a member of the pool: it has joined, and its lease has not ended since."""
+        """Whether the replica is a member of the orchestrator's pool: joined, with a valid lease."""
         member = False
         for file in sorted((self.run_dir / "logs").glob("orchestrator*.jsonl")):
             for line in file.read_bytes().splitlines():
-                if b'"event":"replica.joined"' in line or b'"event":"replica.lease_lost"' in line:
+                if any(
+                    b'"event":"%b"' % event.encode() in line for event in (LogEvent.REPLICA_JOINED, LogEvent.LEASE_LOST)
+                ):
                     row = orjson.loads(line)
-                    member = row["event"] == "replica.joined" if row["replica"] == replica else member
+                    member = row["event"] == LogEvent.REPLICA_JOINED if row["replica"] == replica else member
         return member
 
     def steps(self) -> int:
@@ -130,7 +134,7 @@ class TwoNodeRun:
         return sorted((self.machines.node1.checkout / "runs" / "two-node1" / "logs").glob("*.jsonl"))
 
     def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> float:
-        """Seconds until it held. Raises when the run on node 0 ends before."""
+        """Seconds until the condition held. Raises when the run on node 0 ends before."""
         begin = time.monotonic()
         while not condition():
             ended = self.node0 is None or self.node0.poll() is not None
@@ -150,7 +154,7 @@ class TwoNodeRun:
         return self.wait_for(brought, f"a trajectory of {replica}")
 
     def wait_until_lost(self, replica: str) -> float:
-        """Seconds until its lease has ended; at once where it had ended before, as on a machine with too much to do."""
+        """Seconds until the end of its lease; 0 if the lease had ended before, as on an overloaded machine."""
         return self.wait_for(lambda: not self.is_member(replica), f"the end of {replica}'s lease")
 
     def stop(self) -> None:
@@ -168,7 +172,7 @@ class TwoNodeRun:
 
 
 def slots_with_two_records(run: TwoNodeRun) -> int:
-    """Slots that the journal holds twice: none, whatever was lost."""
+    """Slots that the journal holds twice: none, whichever records were lost."""
     counts = Counter((row["task_group_id"], row["index"]) for row in run.records())
     return sum(count > 1 for count in counts.values())
 

@@ -1,11 +1,12 @@
-"""Rollouts in virtual time, in one thread: the torch engine's core and the real ``tool_use`` workflow, with a calculator.
+"""Rollouts in virtual time, in one thread: the torch engine's core and the real ``tool_use`` workflow, with a
+calculator.
 
     workflow coroutine --awaits--> a generation: the engine's core, one decoding step per tick
                        --awaits--> a tool call: answered after as many ticks as its latency says
 
 A tick is one decoding step. No asyncio, no threads, no clock: the same seeds give the same tokens, log-probabilities,
-versions and ticks. Weight updates come between two ticks, as in the engine's own thread. It knows nothing about groups,
-batches or training. Shared by the scripts of this folder; it measures nothing itself.
+versions and ticks. Weight updates come between two ticks, as in the engine's own thread. Independent of groups, batches
+and training. Shared by the scripts of this folder.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from typing import Any
 import xxhash
 
 from recipes.quickstart.reward import boxed_answer
-from services.common.chat import Chat
-from services.common.models import load_model, named_weights
-from services.common.types import Sampling, Task, Trajectory
+from services.common.records.types import Sampling, Task, Trajectory
+from services.common.text.chat import Chat
+from services.common.text.huggingface import load_model, named_weights
 from services.inference.engine.base import Generation, GenerationRequest, KvPolicy
-from services.inference.engine.core import Core, Entry
-from services.inference.engine.decoder import Decoder
-from services.inference.engine.slots import SlotTable
+from services.inference.engine.torch.core import Core, Entry
+from services.inference.engine.torch.decoder import Decoder
+from services.inference.engine.torch.slots import SlotTable
 from services.inference.engine.weight_update import WeightUpdate
-from services.inference.workflows.base import Execution, ExecutionStatus, Outcome, Reward, Workflow, WorkflowContext
+from services.inference.workflows.base import Execution, Outcome, Reward, RunStatus, Workflow, WorkflowContext
 
 POLICY = "model0"
 
@@ -64,7 +65,7 @@ class _Generate:
 
 @dataclass(frozen=True, slots=True)
 class _Pause:
-    """Awaited by a workflow; gives nothing, so many ticks later."""
+    """Awaited by a workflow; returns so many ticks later."""
 
     ticks: int
 
@@ -116,10 +117,10 @@ class _Calculator:
             await _Pause(ticks)
         found = _CALCULATION.fullmatch(code)
         if found is None:
-            return Execution(status=ExecutionStatus.RUNTIME_ERROR, stderr="SyntaxError")
+            return Execution(status=RunStatus.RUNTIME_ERROR, stderr="SyntaxError")
         left, operator, right = int(found[1]), found[2], int(found[3])
         value = {"+": left + right, "-": left - right, "*": left * right}[operator]
-        return Execution(status=ExecutionStatus.OK, stdout=f"{value}\n")
+        return Execution(status=RunStatus.OK, stdout=f"{value}\n")
 
     async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
         return Reward(value=boxed_answer(task.data, completion))
@@ -184,7 +185,7 @@ class VirtualPlayer:
         self._resume(rollout, None)
 
     def cancel(self, task_group_id: str, index: int) -> None:
-        """End a rollout; nothing comes of it. One that is not played (any more) is left as it is."""
+        """End a rollout without a result. A rollout that is not played (any more) is ignored."""
         rollout = self._playing.pop((task_group_id, index), None)
         if rollout is None:
             return
@@ -193,7 +194,7 @@ class VirtualPlayer:
             self._core.abort(rollout.request_id)
 
     def tick(self) -> list[Trajectory]:
-        """One decoding step, and what it and the tools that answer by now bring: finished rollouts, in order."""
+        """One decoding step; returns the rollouts that this step and the answered tools finish, in order."""
         if self._core.has_work:
             self._core.step()
         self.now += 1

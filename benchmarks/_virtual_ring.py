@@ -1,13 +1,13 @@
 """The asynchronous ring in virtual time: replica, orchestrator's experience and trainer in one thread, deterministic.
 
     admission open --task group--> player (a token per tick, tool calls of a long-tailed latency)
-        --trajectories--> Experience: groups, filter, buffer --late rule, batch--> trainer step (a constant number of ticks)
-        --version--> player, between two ticks: what is being played goes on under the new weights
+        --trajectories--> Experience: groups, filter, buffer --late rule, batch--> trainer step (a constant number of
+        ticks) --version--> player, between two ticks: running rollouts go on under the new weights
 
-Admission, buffer, what is late, batch assembly, sampling and training are the real ones; time is counted in ticks, one decoding
-step each. So staleness arises as in a run, and the same settings and seed give the same curve. A tool call takes
-``Tail.short_ticks`` times a Pareto draw, for multiplications ``Tail.long_ticks``: what takes long is of one kind, and has
-something of its own to teach. Shared by the scripts of this folder; it measures nothing itself.
+Admission, buffer, late rule, batch assembly, sampling and training are the real ones; time is counted in ticks, one
+decoding step each. So staleness arises as in a run, and the same settings and seed give the same curve. A tool call
+takes ``Tail.short_ticks`` times a Pareto draw, for multiplications ``Tail.long_ticks``: long rollouts are of one kind,
+which only they can teach. Shared by the scripts of this folder.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from _virtual_player import POLICY, Latency, mean_reward, operator_of, seed_of
-from _virtual_training import World, rank_batch, slots_of
-
-from services.common.fates import TOO_OLD
-from services.common.types import RankBatch, RolloutFailure, Task, Trajectory
-from services.orchestrator.experience import Experience
-from services.orchestrator.groups import Outcome, TaskGroup
-from services.orchestrator.late import LateGroups
+from benchmarks._virtual_player import POLICY, Latency, mean_reward, operator_of, seed_of
+from benchmarks._virtual_training import World, rank_batch, slots_of
+from services.common.records.fates import TOO_OLD
+from services.common.records.types import RankBatch, RolloutFailure, Task, Trajectory
+from services.orchestrator.buffer.late_groups import LateGroups
+from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.state.groups import Outcome, TaskGroup
 
 LONG = "times"  # the operator whose tool calls take long
 NUM_EVALUATED = 192
@@ -95,7 +94,7 @@ class VirtualRing:
         self._player = world.player(pace.num_slots, tail.latency())
         self._judge = world.player(NUM_EVALUATED)
         self._counters: Counter[str] = Counter()
-        self._experience = Experience({POLICY: world.batch}, world.recipe.run.steps, self._counters)
+        self._experience = ExperiencePipeline({POLICY: world.batch}, world.recipe.run.steps, self._counters)
         self._late = LateGroups(
             POLICY, world.batch, self._experience, self._cancel, clock=lambda: float(self._player.now)
         )
@@ -161,7 +160,7 @@ class VirtualRing:
             del self._groups[group.id]
 
     def _cancel(self, groups: Seq[TaskGroup]) -> None:
-        """End the open slots of groups whose results could only be dropped."""
+        """End the open slots of groups that could only be dropped."""
         for group in groups:
             for index in group.unresolved:
                 self._player.cancel(group.id, index)

@@ -4,7 +4,7 @@
 
 The batch of step k is sampled by version max(0, k - 1 - s): every trained token is exactly s versions old once there are
 such versions (the controlled design of M2PO, arXiv 2510.01161). Version 0 therefore plays s + 1 batches. Deterministic on
-a CPU: the same settings and seed give the same bits. Shared by the scripts of this folder; it measures nothing itself.
+a CPU: the same settings and seed give the same bits. Shared by the scripts of this folder.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _virtual_player import POLICY, Latency, Slot, VirtualPlayer, at_once, mean_reward, seed_of
 
+from benchmarks._virtual_player import POLICY, Latency, Slot, VirtualPlayer, at_once, mean_reward, seed_of
 from recipes.quickstart.task import problems
-from services.common.chat import Chat
 from services.common.config.recipe import Recipe
-from services.common.models import load_tokenizer
-from services.common.types import Purpose, RankBatch, Sampling, Task, TaskGroupOrder, Trajectory
-from services.inference.workflows.tool_use import ToolUse, ToolUseSettings
-from services.orchestrator.batches import Batch
+from services.common.records.types import Purpose, RankBatch, Sampling, Task, TaskGroupOrder, Trajectory
+from services.common.text.chat import Chat
+from services.common.text.huggingface import load_tokenizer
+from services.inference.workflows.tools.tool_use import ToolUse, ToolUseSettings
 from services.orchestrator.buffer.assembly import assemble
-from services.orchestrator.groups import AdvantageGroup, TaskGroup, advantage_groups
-from services.orchestrator.orders import sampling_of
-from services.trainer.metrics import StepMetrics
+from services.orchestrator.buffer.batches import Batch
+from services.orchestrator.state.groups import AdvantageGroup, TaskGroup, advantage_groups
+from services.orchestrator.tasks.orders import sampling_of
+from services.trainer.ranks.sharding import Ranks
 from services.trainer.setup import build_step
-from services.trainer.sharding import Ranks
+from services.trainer.step.metrics import StepMetrics
 
 NUM_HELD_OUT = 256  # problems of an evaluation, the same for every run
 
 
 class World:
-    """What the runs of one recipe share: its starting checkpoint, workflow, problems, and how players are built."""
+    """Shared by the runs of one recipe: its starting checkpoint, workflow, problems, and how players are built."""
 
     def __init__(self, recipe: Recipe, checkpoint: Path) -> None:
         self.recipe = recipe

@@ -1,4 +1,4 @@
-"""Who tries the doors: everybody who should be refused, and the right roles, with tokens or with certificates."""
+"""The visitors that try the doors: callers to refuse, and the right roles, with tokens or with certificates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from services.cli.keyring import CA_KEY, TOKEN_KEY, Keyring
+from services.cli.keys.keyring import CA_KEY, TOKEN_KEY, Keyring
 from services.common.rpc.credentials import channel_options
 from services.common.security import certificates, tokens
 from services.common.security.bundle import CA, CERTIFICATE, KEY
@@ -24,7 +24,7 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """What is shown at a door, and whether that should open it."""
+    """The credentials at a door, and whether they should be accepted."""
 
     name: str
     is_guest: bool
@@ -51,7 +51,7 @@ class Visitors:
         self._expired = {role: self._old(role) for role in Role}
 
     def of(self, what: str) -> Iterator[Visitor]:
-        """Everybody who tries one door, named as in the table of permissions; guests come last."""
+        """All visitors of one door, named as in the table of permissions; guests come last."""
         right = sorted(allowed(what), key=lambda role: role.value)
         kind = "certificate" if self._keys.client_certificates else "token"
         yield Visitor(f"no {kind}", is_guest=False)

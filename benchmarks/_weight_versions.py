@@ -1,7 +1,7 @@
 """Synthetic weight versions of a transformer's shape: bf16 values, and from each version to the next about 1% changed.
 
 Nine in ten changed elements move to the neighbouring bf16 value and the rest by two to four, as fp32 masters do that
-are trained with a small learning rate. Shared by the benchmarks of weights; it measures nothing itself.
+are trained with a small learning rate. Shared by the benchmarks of weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class VersionMaker:
         self._last: Snapshot | None = None
 
     def write(self) -> tuple[Path, Manifest]:
-        """The next version, from 1 on. The publisher removes files that it no longer keeps."""
+        """The next version, from 1 on. The publisher removes older files."""
         number = self._last.manifest.version + 1 if self._last is not None else 1
         with SnapshotWriter.create(
             run_id=RUN, policy=POLICY, version=number, specs=self.specs, directories=(self._directory,)

@@ -1,9 +1,9 @@
-"""What the zero-gradient audit costs a training step: seconds of the step with it, and of the audit alone.
+"""Measures the cost of the zero-gradient audit: seconds of a training step with the audit, and of the audit alone.
 
-A whole RL step (M2PO, two minibatches, packed, forward, backward, update) over a tiny model, as in ``trainer_packing.py``:
-the smaller the model, the larger the audit's share. *Alone* times the audit's own calls inside the same steps, which says
-more than the difference of two noisy steps: the share is their sum over the rest of the step. Also the ratio of whole steps
-without and with it, interleaved.
+A whole RL step (M2PO, two minibatches, packed, forward, backward, update) over a tiny model, as in
+``trainer_packing.py``: the smaller the model, the larger the audit's share. *Alone* times the audit's own calls inside
+the same steps, which says more than the difference of two noisy steps: the share is their sum over the rest of the
+step. Also the ratio of whole steps without and with the audit, interleaved.
 
     python benchmarks/audit_cost.py [--quick] [--threads 1] [--seed 7]
 """
@@ -18,19 +18,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from _report import median_and_spread, report
-from _workload import MODELS, Workload
-from trainer_packing import MAX_TOKENS, build_model
 
-import services.trainer.step as step_module
-from services.common.config.losses import M2po
-from services.common.config.optimizer import OptimizerConfig
-from services.common.types import MinibatchTotals, RankBatch, Segment, Sequence, StopReason, TrainingSequence
-from services.trainer.audit import GradientAudit
-from services.trainer.model import build_policy_model
-from services.trainer.optimizer import PolicyOptimizer
-from services.trainer.sharding import Ranks
-from services.trainer.step import TrainStep
+import services.trainer.step.train_step as step_module
+from benchmarks._report import median_and_spread, report
+from benchmarks._workload import MODELS, Workload
+from benchmarks.trainer_packing import MAX_TOKENS, build_model
+from services.common.config.training.losses import M2po
+from services.common.config.training.optimizer import OptimizerConfig
+from services.common.records.types import MinibatchTotals, RankBatch, Segment, Sequence, StopReason, TrainingSequence
+from services.trainer.model.optimizer import PolicyOptimizer
+from services.trainer.model.policy_model import build_policy_model
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.audit import GradientAudit
+from services.trainer.step.train_step import TrainStep
 
 MINIBATCHES = 2
 
@@ -109,7 +109,7 @@ def draw_batch(workload: Workload, vocab_size: int, seed: int) -> RankBatch:
 
 
 class NoAudit(GradientAudit):
-    """Nothing is looked at and nothing kept."""
+    """An audit that does no work."""
 
     @staticmethod
     def view(logprobs: torch.Tensor) -> torch.Tensor:

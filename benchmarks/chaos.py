@@ -1,19 +1,18 @@
 """Is anything lost, done twice or computed otherwise when everything that can fail fails?
 
-A small real run (orchestrator, gateway, trainer, publisher, replicas; a model of 0.36 M parameters whose rollouts call the
-gateway) with ``run.deterministic`` goes through a seeded schedule of faults (``_chaos_schedule.py``). Then its journal is
-audited against the acknowledgements that replicas got, and the same run is made again without faults: every version that
-both published must have the same digest. At last a run that is asynchronous, as runs are by default, is played with a
-kill -9 of a replica every 10 s, in turn with stretches without.
+A small real run (orchestrator, gateway, trainer, publisher, replicas; a model of 0.36 M parameters whose rollouts call
+the gateway) with ``run.deterministic`` goes through a seeded schedule of faults (``_chaos_schedule.py``). Then its
+journal is audited against the acknowledgements that replicas got, and the same run is made again without faults: every
+version that both published must have the same digest. At last a run that is asynchronous, as runs are by default, is
+played with a kill -9 of a replica every 10 s, in turn with stretches without.
 
     faults         done, by kind
     lost, twice    acknowledged slots and trained sequences without a record; slots, batches, sequences in batches, versions
                    that are there twice
-    audit          other violations by rule (services/orchestrator/audit.py)
-    bit_identical  every version of the faulty run has the digest that it has without faults; ``steps_compared``
+    audit          other violations by rule (services/orchestrator/journal/audit.py)
+    bit_identical  every version of the faulty run has the digest of the run without faults; ``steps_compared``
     goodput        trained sequences per second with kills, as a share of those without
-    resume_p95_s   by killed process, from the kill: the trainer until it has published a new version, the others until they
-                   serve; medians beside it
+    resume_p95_s   by killed process, from the kill: the trainer until its next published version, the others until they serve; with medians
     stuck          faults after which the run did not go on; empty is good
 
     python benchmarks/chaos.py [--quick] [--minutes N | --hours N] [--seed N] [--kinds KIND ...] [--keep]
@@ -36,16 +35,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from _chaos_faults import Faults
-from _chaos_schedule import Kind, schedule
-from _chaos_world import DISK_MIB, DISK_MIB_PER_HOUR, FAR, POLICY, ROOT, World, fork_server
-from _needs import why_not
-from _report import report_facts
-
-from services.cli.fork_server import ForkServer
-from services.common.config.loading import load_recipe
-from services.orchestrator.audit import Findings, Rule, audit
+from benchmarks._chaos_faults import Faults
+from benchmarks._chaos_schedule import Kind, schedule
+from benchmarks._chaos_world import DISK_MIB, DISK_MIB_PER_HOUR, FAR, POLICY, ROOT, World, fork_server
+from benchmarks._needs import why_not
+from benchmarks._report import report_facts
+from services.cli.run.fork_server import ForkServer
+from services.common.config.reading.loading import load_recipe
 from services.orchestrator.journal import records
+from services.orchestrator.journal.audit import Findings, Rule, audit
 from services.orchestrator.journal.reader import JournalReader
 
 DETERMINISTIC = [
@@ -143,7 +141,7 @@ def _starting_checkpoint(folder: Path) -> Path:
 
 
 def _storm(world: World, seed: int, kinds: Iterable[Kind], seconds: float) -> tuple[Faults, Findings, dict[int, str]]:
-    """The run with faults, audited: what was done, what was found, and the digests of its versions."""
+    """The run with faults, audited: the faults, the findings, and the digests of its versions."""
     faults = Faults(world)
     try:
         world.start()

@@ -1,9 +1,11 @@
-"""What a checkpoint costs: seconds to save, to verify and to load it, and its bytes, against torch.distributed.checkpoint.
+"""Measures the cost of a checkpoint: seconds to save, verify and load, and bytes, against torch.distributed.checkpoint.
 
-``ours`` is what the trainer does: safetensors and a manifest of digests, all synced to the disk, read back before the
-oldest goes; verified before it is loaded. ``theirs`` is ``dcp.save`` and ``dcp.load`` of the same model and optimizer,
-which sync nothing, keep no digests and unpickle what they load. Both in turn, in one process, on one disk. ``fsync_s`` is
-what of ``save_s`` is spent waiting for the disk; ``read_s`` is what reading the files alone takes, the bound of verifying.
+``ours`` is the trainer's way: safetensors and a manifest of digests, all synced to the disk, read back before the
+oldest goes; verified before loading. ``theirs`` is ``dcp.save`` and ``dcp.load`` of the same model and optimizer,
+which do not sync, keep no digests and unpickle the files. Both in turn, in one process, on one disk. ``fsync_s``
+is the part of ``save_s`` spent waiting for the disk; ``read_s`` is the time of reading the files alone, the bound of
+verifying. ``pause_s`` is the time that training waits for a checkpoint that is written while training goes on: the copy
+to host memory. ``background_s`` is the time until that one is durable.
 
     python benchmarks/checkpoint_cost.py [--quick] [--directory DIR]
 """
@@ -24,16 +26,16 @@ from typing import Any
 import structlog
 import torch
 import torch.distributed.checkpoint as dcp
-from _report import median_and_spread, report
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks._report import median_and_spread, report
 from services.common.checkpoints.directory import find_damage, read_manifest
-from services.common.config.optimizer import OptimizerConfig
-from services.trainer.checkpoint import CheckpointIdentity, Checkpoints
-from services.trainer.model import PolicyModel, build_policy_model
-from services.trainer.optimizer import PolicyOptimizer
-from services.trainer.sharding import Ranks
+from services.common.config.training.optimizer import OptimizerConfig
+from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.model.optimizer import PolicyOptimizer
+from services.trainer.model.policy_model import PolicyModel, build_policy_model
+from services.trainer.ranks.sharding import Ranks
 
 RANKS = Ranks.single()
 
@@ -86,9 +88,13 @@ def ours(directory: Path, model: PolicyModel, optimizer: PolicyOptimizer) -> dic
     manifest = read_manifest(path)
     verify_s = timed(lambda: find_damage(path, list(manifest.files)))
     load_s = timed(lambda: checkpoints.load(1, model, optimizer))
+    own_read_s = read_s(path)
+    size = float(size_of(path))
+    pause_s = timed(lambda: checkpoints.begin(2, model, optimizer))
+    background_s = pause_s + timed(checkpoints.finish)
     return {
-        "save_s": save_s, "fsync_s": syncs.seconds, "verify_s": verify_s, "load_s": load_s, "read_s": read_s(path),
-        "bytes": float(size_of(path)),
+        "save_s": save_s, "pause_s": pause_s, "background_s": background_s, "fsync_s": syncs.seconds, "verify_s": verify_s, "load_s": load_s, "read_s": own_read_s,
+        "bytes": size,
     }  # fmt: skip
 
 
@@ -122,7 +128,7 @@ def size_of(path: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
-    parser.add_argument("--quick", action="store_true", help="a model of 24 instead of 54 million parameters")
+    parser.add_argument("--quick", action="store_true", help="a model of 24 instead of 130 million parameters")
     parser.add_argument(
         "--directory", type=Path, help="on the disk to measure; left out, the system's for temporary files"
     )
@@ -130,7 +136,7 @@ def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")  # that there is one process
     torch.set_num_threads(1)
-    model, optimizer = trained(*((512, 5) if arguments.quick else (768, 6)))
+    model, optimizer = trained(*((512, 5) if arguments.quick else (1024, 9)))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     arms: dict[str, Any] = {"ours": ours, "theirs": theirs}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
@@ -153,11 +159,12 @@ def main() -> None:
     report(
         "checkpoint_cost", mine["save_s"], other["save_s"], mine["save_s"] / other["save_s"], spread,
         num_parameters=num_parameters, bytes=mine["bytes"], their_bytes=other["bytes"],
-        save_s=mine["save_s"], fsync_s=mine["fsync_s"], load_s=mine["load_s"], verify_s=mine["verify_s"],
+        save_s=mine["save_s"], pause_s=mine["pause_s"], background_s=mine["background_s"], fsync_s=mine["fsync_s"], load_s=mine["load_s"], verify_s=mine["verify_s"],
         read_s=mine["read_s"], their_save_s=other["save_s"], their_load_s=other["load_s"],
         ratios={
             "save": mine["save_s"] / other["save_s"],
             "save_without_fsync": (mine["save_s"] - mine["fsync_s"]) / other["save_s"],
+            "pause_to_save": mine["pause_s"] / mine["save_s"],
             "load": mine["load_s"] / other["load_s"],
             "verify_to_read": mine["verify_s"] / mine["read_s"],
         },

@@ -1,10 +1,10 @@
-"""What does Code Judge's own test suite say of our HTTP interface?
+"""Runs Code Judge's own test suite against our HTTP interface.
 
-Takes tests/test_main.py of a checkout of Code Judge as it is, and runs it against a gateway of ours with four slots: only
-the client fixture is another. ``ours`` is the share that passes, and ``differ`` names the tests that do not, with the
-assertion. Two differ on purpose: they want the text "Suicide from timeout." on the standard output of a program that was
-stopped, which is Code Judge's own prologue speaking; here stdout is the program's, and why it was stopped is said in
-``reason`` and in stderr.
+Takes tests/test_main.py of a checkout of Code Judge as it is, and runs it against a gateway of ours with four slots:
+only the client fixture is another. ``ours`` is the share that passes, and ``differ`` names the tests that do not, with
+the assertion. Two differ on purpose: they want the text "Suicide from timeout." on the standard output of a program
+that was stopped, which is Code Judge's own prologue speaking; here stdout is the program's, and the reason of the stop
+is in ``reason`` and in stderr.
 
     python benchmarks/code_judge_suite.py --peer CHECKOUT
 """
@@ -18,12 +18,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from _needs import why_not
-from _report import report, report_nothing
+from benchmarks._needs import why_not
+from benchmarks._report import report, report_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, SandboxConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig, HttpConfig, JudgeMemoryConfig, SandboxConfig
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 
@@ -61,7 +61,8 @@ def test_client():
 
 async def measure(suite: Path) -> None:
     sandbox = SandboxConfig(num_slots=4, wall_time_s=_LIMIT_S, cpu_time_s=_LIMIT_S)
-    config = EnvGatewayConfig(port=0, sandbox=sandbox, http=HttpConfig(port=0))
+    judge = JudgeMemoryConfig(verdicts=0)  # each program is run
+    config = EnvGatewayConfig(port=0, sandbox=sandbox, judge=judge, http=HttpConfig(port=0))
     gateway = Gateway(config, SandboxPool.start_before_threads(sandbox))
     await gateway.start()
     try:
@@ -78,7 +79,7 @@ async def measure(suite: Path) -> None:
 
 
 async def _run_suite(suite: Path, base: str) -> str:
-    """What pytest prints."""
+    """The output of pytest."""
     with tempfile.TemporaryDirectory() as folder:
         _prepare(Path(folder), suite, base)
         command = [

@@ -22,20 +22,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _report import median_and_spread, report
-from _workload import MODELS, Workload
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from services.common.types import Sampling
+from benchmarks._report import median_and_spread, report
+from benchmarks._workload import MODELS, Workload
+from services.common.records.types import Sampling
 from services.inference.engine.base import GenerationRequest
-from services.inference.engine.torch_engine import TorchEngine
+from services.inference.engine.torch.engine import TorchEngine
 
 BATCH = 64
 
 
 @dataclass
 class Cost:
-    """Wall and CPU seconds, added up over what ran under ``counting``."""
+    """Wall and CPU seconds, summed over the blocks of ``counting``."""
 
     wall: float = 0.0
     cpu: float = 0.0
@@ -111,7 +111,7 @@ def run_theirs(model: Any, prompts: list[list[int]], lengths: list[int], seed: i
 
 
 def useful_share(lengths: list[int]) -> float:
-    """Share of the row-steps of the sorted batches that make a token somebody asked for; 1 at equal lengths."""
+    """Share of the row-steps of the sorted batches that make a requested token; 1 at equal lengths."""
     ordered = sorted(lengths)
     batches = [ordered[start : start + BATCH] for start in range(0, len(ordered), BATCH)]
     return sum(lengths) / sum(len(batch) * batch[-1] for batch in batches)

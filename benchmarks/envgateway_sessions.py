@@ -1,44 +1,45 @@
-"""What does the gateway add to a turn, with thousands of live episodes?
+"""Measures the time that the gateway adds to a turn, with thousands of live episodes.
 
-A gateway process holds 5,000 episodes of the environment `rooms`. Turns arrive open loop, 200 a second at random moments
-(Poisson, by seed), each to the next episode in a shuffled order; an episode that ends is closed and replaced. Latency counts
-from the moment a turn was due, so a turn that waits for another is not flattered.
+A gateway process holds 5,000 episodes of the environment `household_toy`. Turns arrive open loop, 200 a second at
+random moments (Poisson, by seed), each to the next episode in a shuffled order; an episode that ends is closed and
+replaced. Latency counts from the moment a turn was due, so a turn that waits for another is not flattered.
 
     theirs  the environment's own `step`, called directly in this process, on the same schedule
     ours    StepEpisode over gRPC to the gateway process
 
-Both sides alternate in one run. ``ours`` and ``theirs`` are the medians over the repeats of each side's 99th percentile, in
-milliseconds; ``added_p99_ms`` is the median over the repeats of their difference, and may be 5 at most.
+Both sides alternate in one run. ``ours`` and ``theirs`` are the medians over the repeats of each side's 99th
+percentile, in milliseconds; ``added_p99_ms`` is the median over the repeats of their difference, and may be 5 at most.
 
-    python benchmarks/envgateway_sessions.py [--quick] [--sessions 5000] [--rate 200] [--seconds 15] [--repeats 3] [--seed 1]
+    python benchmarks/envgateway_sessions.py [--quick] [--sessions 5000] [--rate 200] [--seconds 15] [--repeats 3]
+    [--seed 1]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
+import gc
 import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
-from _report import median_and_spread, report
+
+from benchmarks._gateway import gateway
+from benchmarks._report import median_and_spread, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.rpc.channel import channel
-from services.envgateway.envs.rooms.environment import RoomsEnvironment
+from services.common.rpc.client.channel import channel
+from services.envgateway.envs.household_toy.environment import HouseholdToyEnvironment
 
-ROOT = Path(__file__).resolve().parent.parent
 LIMIT_MS = 5.0
 CREATED_AT_ONCE = 64
 TIMEOUT_S = 30.0
@@ -47,20 +48,20 @@ SETTINGS = {"max_turns": 10_000}  # random play ends an episode when it happens 
 
 @dataclass(slots=True)
 class Session:
-    """One episode, as its client knows it."""
+    """One episode, at its client."""
 
     number: int
     episode_id: str = ""
     turn: int = 0
     actions: list[str] | None = None
-    environment: RoomsEnvironment | None = None
+    environment: HouseholdToyEnvironment | None = None
 
 
 class Direct:
     """The environment itself."""
 
     async def begin(self, session: Session) -> None:
-        session.environment = RoomsEnvironment(None)  # type: ignore[arg-type]
+        session.environment = HouseholdToyEnvironment(None)  # type: ignore[arg-type]
         start = await session.environment.reset({"index": session.number, "environment": SETTINGS}, 0)
         session.turn, session.actions = 0, list(start.admissible_actions)
 
@@ -77,12 +78,12 @@ class Direct:
 class Remote:
     """The same over gRPC."""
 
-    def __init__(self, stub: pb_grpc.EnvironmentServiceStub) -> None:
+    def __init__(self, stub: pb_grpc.EnvironmentServiceAsyncStub) -> None:
         self._stub = stub
 
     async def begin(self, session: Session) -> None:
         task = orjson.dumps({"index": session.number, "environment": SETTINGS})
-        request = pb.CreateEpisodeRequest(environment="rooms", task_json=task)
+        request = pb.CreateEpisodeRequest(environment="household_toy", task_json=task)
         start = await self._stub.CreateEpisode(request, timeout=TIMEOUT_S)
         session.episode_id, session.turn, session.actions = start.episode_id, 0, list(start.admissible_actions)
 
@@ -97,42 +98,6 @@ class Remote:
 
 
 Side = Direct | Remote
-
-
-@asynccontextmanager
-async def gateway(sessions: int) -> AsyncIterator[str]:
-    """A gateway process; its address."""
-    settings = {
-        "port": 0,
-        "max_episodes": 2 * sessions,
-        "episode_lease_s": 600,
-        "sandbox.num_slots": 1,
-        "sandbox.allow_tier_0": "true",
-        "sandbox.prewarm_scientific": "false",
-    }
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.envgateway", "--recipe", str(ROOT / "recipes" / "quickstart")),
-        *(part for name, value in settings.items() for part in ("--set", f"envgateway.{name}={value}")),
-        stderr=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stderr is not None
-    address = ""
-    async with asyncio.timeout(60):
-        while not address:
-            line = (await process.stderr.readline()).decode()
-            if not line:
-                raise RuntimeError("the gateway did not start")
-            if "server.ready" in line:
-                address = next(word.partition("=")[2] for word in line.split() if word.startswith("address="))
-    reading = asyncio.create_task(process.stderr.read(), name="read the gateway's log")
-    try:
-        yield address
-    finally:
-        process.terminate()
-        await process.wait()
-        await reading
 
 
 async def fill(side: Side, sessions: list[Session]) -> float:
@@ -185,7 +150,14 @@ def percentile(values: list[float], share: float) -> float:
 
 async def measure(sessions: int, rate: float, seconds: float, repeats: int, seed: int) -> None:
     draw = random.Random(seed)
-    async with gateway(sessions) as address:
+    settings = {
+        "max_episodes": 2 * sessions,
+        "episode_lease_s": 600,
+        "sandbox.num_slots": 1,
+        "sandbox.allow_tier_0": "true",
+        "sandbox.prewarm_scientific": "false",
+    }
+    async with gateway(settings) as (address, _):
         connection = channel(address)
         remote, direct = Remote(pb_grpc.EnvironmentServiceStub(connection)), Direct()
         far, near = ([Session(number) for number in range(sessions)] for _ in range(2))
@@ -198,6 +170,8 @@ async def measure(sessions: int, rate: float, seconds: float, repeats: int, seed
             (ours, lambda: play(remote, far, rate, seconds, draw)),
         ]
         await play(remote, far, rate, 1.0, draw)  # connections, imports, caches
+        gc.collect()
+        gc.freeze()  # the clients and the worlds that stand beside them: no pause of this process is the gateway's
         for repeat in range(repeats):
             for latencies, run in sides if repeat % 2 else reversed(sides):
                 latencies.append(await run())

@@ -1,8 +1,8 @@
-"""What does an evaluation during training cost the training, and what becomes of rollouts?
+"""Measures the cost of an evaluation during training, and its effect on rollouts.
 
-Rollouts are scripted and take as long as they take, trainers are stand-ins without work: training is as fast as replicas
-play, so whatever an evaluation takes from it shows. Two ways, each without and with evaluations that follow each other
-without a pause, interleaved:
+Rollouts are scripted and take as long as they take, trainers are stand-ins without work: training is as fast as
+replicas play, so the cost of an evaluation is visible. Two ways, each without and with evaluations that follow
+each other without a pause, interleaved:
 
     spare   four replicas, evaluation.engines 1: one whole replica is pinned, three train (capacity given: 1/4)
     share   one replica, evaluation.share 0.25: a quarter of its slots, not pinned (capacity given: 1/4)
@@ -26,12 +26,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _cores import pin
-from _peers import Rollouts, ScriptedReplica, ScriptedTrainer
-from _processes import ROOT, free_port, kill, orchestrator
-from _report import median_and_spread, report
-
-from services.common.config.loading import save_resolved, validate
+from benchmarks._cores import pin
+from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from benchmarks._processes import ROOT, free_port, kill, orchestrator
+from benchmarks._report import median_and_spread, report
+from services.common.config.reading.loading import save_resolved, validate
 
 WAYS = {"spare": 4, "share": 1}  # replicas
 CAPACITY = 0.25
@@ -85,7 +84,7 @@ def main() -> None:
 
 
 def _run(num_replicas: int, seconds: float, every: int) -> tuple[float, list[dict[str, Any]], int]:
-    """Sequences trained per second, finished evaluations, and rollouts that somebody cancelled."""
+    """Sequences trained per second, finished evaluations, and cancelled rollouts."""
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         port = free_port()
         _write_recipe(Path(folder), port, every)

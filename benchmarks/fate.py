@@ -1,9 +1,9 @@
-"""How fast ``millrace fate`` reads a long run, and that its memory does not grow with it: rollouts per second.
+"""How fast ``millrace fate`` reads a long run, and that memory does not grow with the run: rollouts per second.
 
-Writes the journal of a run through the real ``Journal`` (task groups of 8, 200 to 400 tokens each, a third of the groups
-dropped for equal rewards, batches of 128, a version per batch), then reads it in a fresh process: seconds and peak memory
-beyond that of the same process on a journal a quarter as long. ``theirs`` is the same journal without lengths in its
-verdicts, as earlier releases wrote it: then every trajectory has to be read.
+Writes the journal of a run through the real ``Journal`` (task groups of 8, 200 to 400 tokens each, a third of the
+groups dropped for equal rewards, batches of 128, a version per batch), then reads it in a fresh process: seconds and
+peak memory beyond that of the same process on a journal a quarter as long. ``theirs`` reads every trajectory of the same
+journal, which would be needed if verdicts did not hold the lengths of sequences, and adds up its tokens alone.
 
     python benchmarks/fate.py [--quick] [--seed 7]
 """
@@ -16,16 +16,15 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _report import report
 
-from services.common.fates import ClosedReason, GroupFate
-from services.common.types import (
+from benchmarks._report import report
+from services.common.records.fates import ClosedReason, GroupFate
+from services.common.records.types import (
     MinibatchTotals,
     Purpose,
     Sampling,
@@ -38,7 +37,7 @@ from services.common.types import (
     WeightVersion,
 )
 from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, MemberFate, Verdict
+from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict, MemberFate
 from services.orchestrator.journal.writer import Journal
 
 GROUP_SIZE = 8
@@ -47,7 +46,7 @@ BATCH = 128
 READ = """
 import json, resource, sys, time
 from pathlib import Path
-from services.cli.fate.reading import read_fates
+from services.cli.inspect.fate.reading import read_fates
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 began = time.perf_counter()
 found = read_fates(Path(sys.argv[1]))
@@ -55,6 +54,21 @@ seconds = time.perf_counter() - began
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 rollouts = found.total("p").issued_rollouts
 print(json.dumps({"seconds": seconds, "grown_kib": grown, "rollouts": rollouts, "broken": len(found.failed_checks)}))
+"""
+
+READ_ALL = """
+import json, sys, time
+from pathlib import Path
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.records import TRAJECTORY
+began, tokens, rollouts = time.perf_counter(), 0, 0
+reader = JournalReader(Path(sys.argv[1]) / "journal")
+for row in reader.select("r.kind = ?", (TRAJECTORY,), lambda row: row.kind == TRAJECTORY):
+    for sequence in reader.load(row)["sequences"]:
+        tokens += sum(segment["num_tokens"] for segment in sequence["segments"])
+    rollouts += 1
+seconds = time.perf_counter() - began
+print(json.dumps({"seconds": seconds, "rollouts": rollouts}))
 """
 
 
@@ -66,21 +80,21 @@ def main() -> None:
     num_rollouts = 8_000 if options.quick else 48_000
     with tempfile.TemporaryDirectory() as scratch:
         runs = {
-            name: asyncio.run(write_run(Path(scratch) / name, count, lengths, options.seed))
-            for name, count, lengths in (
-                ("ours", num_rollouts, True), ("a quarter", num_rollouts // 4, True), ("theirs", num_rollouts, False),
-            )
-        }  # fmt: skip
-        found = {name: read(run) for name, run in runs.items()}
+            name: asyncio.run(write_run(Path(scratch) / name, count, options.seed))
+            for name, count in (("ours", num_rollouts), ("a quarter", num_rollouts // 4))
+        }
+        found = {name: read(run, READ) for name, run in runs.items()}
+        theirs = read(runs["ours"], READ_ALL)
         size_mb = sum(p.stat().st_size for p in runs["ours"].rglob("*") if p.is_file()) / 1e6
     for name, result in found.items():
         assert result["broken"] == 0, f"{name}: the sums do not come out"
-    speed = {name: result["rollouts"] / result["seconds"] for name, result in found.items()}
+    assert theirs["rollouts"] == found["ours"]["rollouts"]
+    speed = {name: result["rollouts"] / result["seconds"] for name, result in {**found, "theirs": theirs}.items()}
     more_kib = found["ours"]["grown_kib"] - found["a quarter"]["grown_kib"]
     more_rollouts = found["ours"]["rollouts"] - found["a quarter"]["rollouts"]
     print(
         f"{found['ours']['rollouts']} rollouts, {size_mb:.0f} MB: {found['ours']['seconds']:.2f} s; from trajectories "
-        f"{found['theirs']['seconds']:.2f} s; {1024 * more_kib / more_rollouts:.0f} bytes of memory per rollout more"
+        f"{theirs['seconds']:.2f} s; {1024 * more_kib / more_rollouts:.0f} bytes of memory per rollout more"
     )
     report(
         "fate", speed["ours"], speed["theirs"], speed["ours"] / speed["theirs"], None,
@@ -90,15 +104,15 @@ def main() -> None:
     )  # fmt: skip
 
 
-def read(run: Path) -> dict[str, Any]:
+def read(run: Path, code: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", READ, str(run)], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True, timeout=300
     )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-async def write_run(run: Path, num_rollouts: int, lengths: bool, seed: int) -> Path:
+async def write_run(run: Path, num_rollouts: int, seed: int) -> Path:
     random = np.random.default_rng(seed)
     journal = Journal(run / "journal")
     journal.start()
@@ -114,7 +128,6 @@ async def write_run(run: Path, num_rollouts: int, lengths: bool, seed: int) -> P
             key = rollouts.trajectory_key(name, trajectory.index)
             journal.submit(records.TRAJECTORY, key, partial(rollouts.trajectory_to_json, trajectory))
         verdict = _verdict(played, GroupFate.EQUAL_REWARDS if equal else GroupFate.KEPT)
-        verdict = verdict if lengths else replace(verdict, members=())
         journal.submit(records.VERDICT, name, partial(records.verdicts_to_json, name, [verdict]))
         if equal:
             _close(journal, name, ClosedReason.NOTHING_TO_TRAIN)
@@ -153,12 +166,12 @@ def _trajectory(name: str, index: int, version: int, random: np.random.Generator
     return Trajectory(task_group_id=name, index=index, sequences=(sequence,), reward=float(index % 2))
 
 
-def _verdict(played: list[Trajectory], fate: GroupFate) -> Verdict:
+def _verdict(played: list[Trajectory], fate: GroupFate) -> GroupVerdict:
     members = tuple(
         MemberFate(index=t.index, position=0, num_tokens=t.sequences[0].num_trained_tokens, fate=fate) for t in played
     )
     num_kept = len(played) if fate is GroupFate.KEPT else 0
-    return Verdict(
+    return GroupVerdict(
         policy="p", role="agent", attempt=0, num_sequences=len(played), num_kept=num_kept, mean=0.5, std=0.5,
         outcome=fate, members=members,
     )  # fmt: skip

@@ -1,7 +1,9 @@
-"""What works on this machine's GPU, and how fast: a Qwen3-architecture model with random weights, nothing downloaded.
+"""Checks the parts that need this machine's GPU, and their speed: a Qwen3-architecture model with random weights.
 
     engine     the torch engine on the device: log-probabilities against a forward pass on the same device, before and
                after a weight update; tokens generated per second
+    head       log-probabilities and gradients of the vocabulary head alone, at the vocabulary of Qwen3: bfloat16 operands
+               as training has them, against float32 products of the same numbers
     trainer    FSDP2 ranks under torchrun (NCCL on GPUs, gloo on a CPU): loading by shards, then training steps in float32
                and with bfloat16 compute, with each attention kernel, and with optimizer and reference in host memory
 
@@ -10,13 +12,13 @@ Run it on a machine with a GPU and put the last line into docs/gpu.md:
     python benchmarks/gpu_check.py --device cuda
     python benchmarks/gpu_check.py --device cuda --ranks 8
 
-On a CPU the same code runs with a small model, so that it is known to work when a GPU is at hand; its speeds mean
-nothing then:
+On a CPU the same code runs with a small model, as a test of the code before a GPU is at hand; its speeds have no
+meaning then:
 
     python benchmarks/gpu_check.py --quick --device cpu [--ranks 2]
 
 ``ours`` is the trainer's tokens per second with bfloat16 compute, ``theirs`` the same with SDPA document by document;
-``problems`` lists what is not as it should be, and the exit code is 1 when there is something.
+``problems`` lists the deviations; the exit code is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -35,14 +37,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from _report import median_and_spread, report
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from services.common.models import named_weights
-from services.common.types import Sampling
+from benchmarks._report import median_and_spread, report
+from services.common.records.types import Sampling
+from services.common.text.huggingface import named_weights
 from services.inference.engine.base import Generation, GenerationRequest
-from services.inference.engine.torch_engine import TorchEngine
+from services.inference.engine.torch.decoder import Stepping
+from services.inference.engine.torch.engine import TorchEngine
 from services.inference.engine.weight_update import WeightUpdate
+from services.trainer.model.logprobs import token_logprobs
 
 SIZES: dict[str, dict[str, int]] = {
     # The shape of Qwen3-0.6B with a smaller vocabulary.
@@ -51,7 +55,12 @@ SIZES: dict[str, dict[str, int]] = {
     "quick": {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
               "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
 }  # fmt: skip
+HEADS = {
+    "gpu": {"vocabulary": 151_936, "hidden": 4096, "tokens": 16_384},  # Qwen3-8B's head, one micro-batch
+    "quick": {"vocabulary": 151_936, "hidden": 32, "tokens": 64},
+}
 GAP = {"float32": 2e-3, "bfloat16": 0.25}  # of log-probabilities: another order of sums, in that type
+HEAD_GAP, HEAD_GRADIENT_GAP = 1e-3, 1e-2  # another order of sums; TF32's 10 bits
 RANK_SCRIPT = Path(__file__).with_name("_gpu_check_rank.py")
 TRAINER_TIMEOUT_S = 900
 
@@ -62,13 +71,16 @@ def build(size: str, seed: int = 0) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
-async def check_engine(size: str, device: str, dtype: torch.dtype, num_requests: int, repeats: int) -> dict[str, Any]:
+async def check_engine(
+    size: str, device: str, dtype: torch.dtype, num_requests: int, repeats: int, stepping: Stepping
+) -> dict[str, Any]:
     """Largest gap of log-probabilities to a forward pass before and after an update, and the speed."""
     first, second = build(size).to(dtype), build(size, seed=1).to(dtype)
     vocabulary = SIZES[size]["vocab_size"]
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocabulary, size=int(n)).tolist() for n in rng.integers(16, 128, size=num_requests)]
-    engine = TorchEngine(build(size).to(dtype), num_slots=num_requests, context_length=512, device=device)
+    served = build(size).to(dtype)
+    engine = TorchEngine(served, num_slots=num_requests, context_length=512, device=device, stepping=stepping)
     await engine.start()
     speeds, gaps = [], []
     try:
@@ -104,8 +116,40 @@ def gap(model: Any, prompt: list[int], made: Generation) -> float:
     return float(np.abs(chosen - np.concatenate([segment.logprobs for segment in made.segments])).max())
 
 
+def check_head(size: str, device: str, repeats: int) -> dict[str, Any]:
+    """Seconds of a forward and backward pass in each type, and how far bfloat16 operands are from float32 products."""
+    shape = HEADS[size]
+    generator = torch.Generator(device).manual_seed(0)
+    numbers = {"generator": generator, "device": device, "dtype": torch.bfloat16}
+    hidden = torch.randn(shape["tokens"], shape["hidden"], **numbers)  # type: ignore[call-overload]
+    weight = torch.randn(shape["vocabulary"], shape["hidden"], **numbers) * shape["hidden"] ** -0.5  # type: ignore[call-overload]
+    targets = torch.randint(shape["vocabulary"], (shape["tokens"],), generator=generator, device=device)
+    said: dict[str, Any] = dict(shape)
+    results = {}
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
+        operands = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        seconds = []
+        for _ in range(repeats + 1):
+            began = time.perf_counter()
+            logprobs, _ = token_logprobs(operands[0], operands[1], targets)
+            gradients = torch.autograd.grad(logprobs.sum(), operands)
+            float(logprobs[0].detach()) + float(gradients[0][0, 0])  # waits for the device
+            seconds.append(time.perf_counter() - began)
+        results[name] = [tensor.detach().float() for tensor in (logprobs, *gradients)]
+        said[f"{name}_s"], said[f"{name}_spread"] = median_and_spread(seconds[1:])
+        # Logits twice, the gradients of hidden states and weights once each.
+        products = 4 * 2 * shape["tokens"] * shape["vocabulary"] * shape["hidden"]
+        said[f"{name}_tflops"] = products / said[f"{name}_s"] / 1e12
+    (half, *half_gradients), (plain, *gradients) = results["bfloat16"], results["float32"]
+    said["gap"] = float((half - plain).abs().max())
+    said["gradient_gap"] = max(
+        float((one - other).norm() / other.norm()) for one, other in zip(half_gradients, gradients, strict=True)
+    )
+    return said
+
+
 def check_trainer(model: Path, options: argparse.Namespace, steps: int, tokens: int) -> dict[str, Any]:
-    """What the first of the ranks said; raises ``RuntimeError`` with the last words of the ranks."""
+    """The output of the first rank; raises ``RuntimeError`` with the last output of the ranks."""
     out = model / f"ranks{options.ranks}.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
     command += [str(RANK_SCRIPT), str(model), str(out), "--device", options.device]
@@ -119,12 +163,17 @@ def check_trainer(model: Path, options: argparse.Namespace, steps: int, tokens: 
     return said
 
 
-def problems(engine: dict[str, dict[str, Any]], trainer: dict[str, Any]) -> list[str]:
+def problems(engine: dict[str, dict[str, Any]], head: dict[str, Any], trainer: dict[str, Any]) -> list[str]:
     found = [
-        f"engine in {dtype}: {name} is {said[name]:.2g}, more than {GAP[dtype]:g}"
-        for dtype, said in engine.items()
-        for name in ("gap_before", "gap_after_update")
-        if said[name] > GAP[dtype]
+        f"engine in {way}: {name} is {said[name]:.2g}, more than {limit:g}"
+        for way, said in engine.items()
+        for name, limit in ((gap_name, GAP[way.partition("_")[0]]) for gap_name in ("gap_before", "gap_after_update"))
+        if not said[name] <= limit
+    ]
+    found += [
+        f"head: {name} between bfloat16 and float32 operands is {head[name]:.2g}, more than {limit:g}"
+        for name, limit in (("gap", HEAD_GAP), ("gradient_gap", HEAD_GRADIENT_GAP))
+        if not head[name] <= limit
     ]
     plain, half, by_runs, offloaded = (
         trainer[way] for way in ("float32", "bfloat16", "bfloat16_sdpa", "bfloat16_offload")
@@ -142,29 +191,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=int, default=1, help="trainer ranks; on cuda one per GPU")
-    parser.add_argument("--quick", action="store_true", help="a small model; what a CPU can do in a minute")
-    parser.add_argument("--peak-tflops", type=float, help="of a device that services/trainer/usage.py does not know")
+    parser.add_argument("--quick", action="store_true", help="a small model; a minute on a CPU")
+    parser.add_argument(
+        "--peak-tflops", type=float, help="of a device that services/trainer/step/usage.py does not know"
+    )
     options = parser.parse_args()
     size = "quick" if options.quick or options.device == "cpu" else "gpu"
     torch.set_num_threads(1)
     small = size == "quick"
     dtypes = {"float32": torch.float32} | ({"bfloat16": torch.bfloat16} if options.device == "cuda" else {})
+    ways: tuple[Stepping, ...] = ("eager", "graph", "compiled") if options.device == "cuda" else ("eager",)
     engine = {
-        name: asyncio.run(check_engine(size, options.device, dtype, 8 if small else 64, 1 if small else 3))
+        name if way == "eager" else f"{name}_{way}": asyncio.run(
+            check_engine(size, options.device, dtype, 8 if small else 64, 1 if small else 3, way)
+        )
         for name, dtype in dtypes.items()
+        for way in ways
     }
+    head = check_head(size, options.device, 1 if small else 5)
     if options.device == "cuda":
         torch.cuda.empty_cache()  # the ranks want it
     with tempfile.TemporaryDirectory(prefix="millrace-gpu-check-") as directory:
         build(size).save_pretrained(directory)
         trainer = check_trainer(Path(directory), options, 2 if small else 5, 2048 if small else 32_768)
-    wrong = problems(engine, trainer)
+    wrong = problems(engine, head, trainer)
     gpu = torch.cuda.get_device_name(0) if options.device == "cuda" else None
     ours, theirs = trainer["bfloat16"]["tokens_per_s"], trainer["bfloat16_sdpa"]["tokens_per_s"]
     report(
         "gpu_check", ours=ours, theirs=theirs, ratio=ours / theirs, spread=engine["float32"]["spread"],
         device=options.device, gpu=gpu, torch=torch.__version__, at=datetime.now(UTC).strftime("%Y-%m-%d"),
-        size=size, engine=engine, trainer=trainer, problems=wrong,
+        size=size, engine=engine, head=head, trainer=trainer, problems=wrong,
     )  # fmt: skip
     return 1 if wrong else 0
 

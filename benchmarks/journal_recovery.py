@@ -1,14 +1,16 @@
-"""What a journal loses when its index or its segments are damaged, how fast it comes back, and how large it is.
+"""Measures the losses of a journal with a damaged index or segments, its recovery time and its size.
 
 * index: removed, truncated, emptied, of an earlier time (alone and beside a later -wal file), without its -wal file,
   random bytes, of another directory; after each the journal is opened as a start does, and every record must be there.
-* segments: each is cut, and a bit in it flipped, at 200 places (with --quick 60), with the index and without it. Records
-  that hold the changed bytes are damaged; ``lost_records`` counts those beyond, ``starts_refused`` starts that failed.
+* segments: each is cut, and one of its bits flipped, at 200 places (with --quick 60), with the index and without it.
+  Records that hold the changed bytes are damaged; ``lost_records`` counts those beyond, ``starts_refused`` starts that
+  failed.
 * restart: the orchestrator itself, in a process of its own, on the journal of a million trajectories (with --quick
-  100,000, and what they add to an empty run's seconds is scaled): until it answers, with its index and without one.
+  100,000, and their time beyond an empty run's is scaled): until the first answer, with its index and without one.
   Other load of the machine is in the seconds; ``cpu_s`` are those of the process alone.
-* size: bytes per token on disk, index included, of trajectories of 1,000 and 16,384 tokens (Zipf-like ids of a vocabulary
-  of 150,000, float32 log-probabilities), and processor time per token to write and read one, against plain JSON lists.
+* size: bytes per token on disk, index included, of trajectories of 1,000 and 16,384 tokens (Zipf-like ids of a
+  vocabulary of 150,000, float32 log-probabilities), and processor time per token to write and read one, against plain
+  JSON lists.
 
     python benchmarks/journal_recovery.py [--quick] [--seed 7]
 """
@@ -18,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import random
 import shutil
 import socket
@@ -34,18 +35,18 @@ import numpy as np
 import orjson
 import structlog
 import xxhash
-from _journal_million import write_million
-from _processes import free_port, kill, orchestrator
-from _report import report_facts
 
+from benchmarks._journal_million import write_million
+from benchmarks._processes import free_port, kill, orchestrator, tree_cpu_s
+from benchmarks._report import report_facts
 from services.common.errors import MillraceError
-from services.common.types import Segment, Sequence, StopReason, Trajectory
+from services.common.records.types import Segment, Sequence, StopReason, Trajectory
 from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.frames import Packer, Unpacker, checksum_of, write_header
-from services.orchestrator.journal.index import INDEX_FILE
-from services.orchestrator.journal.keeper import IndexKeeper
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.segments import segment_path, sizes_in
+from services.orchestrator.journal.storage.frames import Packer, Unpacker, checksum_of, write_header
+from services.orchestrator.journal.storage.index import INDEX_FILE
+from services.orchestrator.journal.storage.index_keeper import IndexKeeper
+from services.orchestrator.journal.storage.segments import segment_path, sizes_in
 from services.orchestrator.journal.writer import Journal
 
 MILLION = 1_000_000
@@ -100,13 +101,13 @@ def main() -> None:
 
 
 class Trial:
-    """Counts what starts after damage find."""
+    """Counts the findings of starts after damage."""
 
     def __init__(self) -> None:
         self.starts = self.refused = self.lost = self.damaged = self.untold = 0
 
     def start(self, directory: Path, expected: set[str], damaged: set[str]) -> None:
-        """Open the journal as a start does. ``damaged`` are keys of records whose bytes were changed."""
+        """Open the journal as a start does. ``damaged`` are keys of records with changed bytes."""
         self.starts += 1
         self.damaged += len(damaged)
         try:
@@ -336,7 +337,7 @@ def read_plain(line: Mapping[str, Any]) -> list[Any]:
 
 
 def measure_restart(run_dir: Path, num_trajectories: int, seed: int) -> dict[str, float]:
-    """Seconds from the start of the process until it answers, and its largest resident memory."""
+    """Seconds from the start of the process to its first answer, and its largest resident memory."""
     port = free_port()
     began = time.perf_counter()
     num_records = write_million(run_dir, num_trajectories, port, seed)
@@ -358,7 +359,7 @@ def restart(run_dir: Path, port: int) -> tuple[float, float, float]:
             assert process.poll() is None, "the orchestrator did not start"
             assert time.perf_counter() - began < RESTART_DEADLINE_S, "the orchestrator does not answer"
             time.sleep(0.02)
-        return time.perf_counter() - began, cpu_s(process), peak_mb(process)
+        return time.perf_counter() - began, tree_cpu_s(process.pid), peak_mb(process)
     finally:
         kill([process])
 
@@ -369,12 +370,6 @@ def answers(port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def cpu_s(process: subprocess.Popen[bytes]) -> float:
-    """Processor time so far, all threads, user and system."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_mb(process: subprocess.Popen[bytes]) -> float:

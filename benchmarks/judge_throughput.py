@@ -5,19 +5,25 @@ Three judges serve Code Judge's HTTP interface at once, and are loaded in turns:
     ours        one gateway, one worker with four slots, Redis
     embedded    one gateway that runs programs itself, four slots
     theirs      code-judge 0.0.5 from the checkout that --peer or CODE_JUDGE_DIR names (one API process, four workers,
-                Redis; CODE_JUDGE_PYTHON or its .venv runs it); without one, workers of our own that start an interpreter
-                per job over Redis. The JSON says which (key peer). Programs run under this interpreter in all of them.
+                Redis; CODE_JUDGE_PYTHON or its .venv runs it); without one, workers of our own that start an
+                interpreter per job over Redis. The JSON says which (key peer). Programs run under this interpreter in
+                all of them.
 
     single      programs that print their input, each a POST /run of its own, from 32 connections
     batch       the same in one POST /run/long-batch
     sympy       a batch of programs that import sympy and print one of its numbers
     algebra     a batch of programs that import sympy and expand a square
 
-Every answer is checked. Four workers on fewer cores take turns, on both sides alike. ``ours`` and ``theirs`` are jobs per second of the batch, ``ratio`` is the smallest of the ratios
-on trivial programs; ``sympy_ratio`` and ``algebra_ratio`` stand beside it. Figures are medians of interleaved repeats.
+Every answer is checked. Four workers on fewer cores take turns, on both sides alike. ``ours`` and ``theirs`` are jobs
+per second of the batch, ``ratio`` is the smallest of the ratios on trivial programs; ``sympy_ratio`` and
+``algebra_ratio`` are beside the main ratio. Figures are medians of interleaved repeats.
 
-Then the lanes: p99 of an interactive call (POST /run) while nothing else runs, and while 10,000 batch jobs that sleep 50 ms
-wait; ``added_p99_ms`` is the difference, for ours over Redis and embedded.
+Then the lanes: p99 of an interactive call (POST /run) on an idle gateway, and while 10,000 batch jobs that sleep
+50 ms wait; ``added_p99_ms`` is the difference, for ours over Redis and embedded.
+
+Then the cost of our judge, in milliseconds of CPU over the gateway and all of its sandbox: ``cpu_ms_per_case``, the
+dearer of two kinds of passed cases (stdin and calls) of programs with ten of them, ``cpu_ms_per_case_apart`` where each
+case is a process of its own, and ``cpu_ms_per_reward`` of completions for recipes/quickstart-code.
 
     python benchmarks/judge_throughput.py [--quick] [--peer DIR] [--repeats 5]
 """
@@ -26,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
 import sys
@@ -35,13 +42,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from _needs import why_not
-from _report import median_and_spread, report, report_nothing
+
+from benchmarks._needs import why_not
+from benchmarks._report import median_and_spread, report, report_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from _judge_arms import NUM_WORKERS, Arm, code_judge, interpreter_per_job, ours
+from benchmarks._judge_arms import NUM_WORKERS, Arm, code_judge, interpreter_per_job, ours
 
+_COST_SCRIPT = str(Path(__file__).resolve().parent / "_judge_cost.py")
 _CONNECTIONS = 32  # as many rollouts have a tool call under way
 _SYMPY = "import sympy\nprint(sympy.Integer(input()) + 1)"
 _ALGEBRA = "import sympy\nx = sympy.Symbol('x')\nprint(sympy.expand((x + int(input())) ** 2))"
@@ -172,10 +181,24 @@ async def lanes(arm: Arm, num_calls: int) -> dict[str, float]:
     }  # fmt: skip
 
 
+async def cpu_costs(num_programs: int) -> dict[str, float]:
+    """The figures of ``_judge_cost``."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, _COST_SCRIPT, str(num_programs), stdout=asyncio.subprocess.PIPE
+    )
+    said, _ = await asyncio.wait_for(process.communicate(), 300)
+    if process.returncode:
+        raise RuntimeError(f"{_COST_SCRIPT} ended with {process.returncode}")
+    costs: dict[str, float] = json.loads(said.splitlines()[-1])
+    return costs
+
+
 async def measure(arguments: argparse.Namespace) -> None:
     repeats = 2 if arguments.quick else arguments.repeats
     seconds = 1.0 if arguments.quick else 2.0
     num_calls = 150 if arguments.quick else 400
+    costs = await cpu_costs(100 if arguments.quick else 400)
+    print("CPU ms: " + ", ".join(f"{name} {cost:.2f}" for name, cost in costs.items()))
     arms: list[Arm] = []
     try:
         arms.append(await ours(over_redis=True))
@@ -217,6 +240,9 @@ async def measure(arguments: argparse.Namespace) -> None:
         },
         lanes=latencies,
         added_p99_ms=max(latency["added_p99_ms"] for latency in latencies.values()),
+        cpu_ms_per_case=max(costs["stdin"], costs["call"]),
+        cpu_ms_per_case_apart=costs["apart"],
+        cpu_ms_per_reward=costs["reward"],
         num_workers=NUM_WORKERS,
     )
 

@@ -23,12 +23,12 @@ import sys
 import time
 from pathlib import Path
 
-from _needs import why_no_rows, why_not
-from _report import report, report_nothing
+from benchmarks._needs import why_no_rows, why_not
+from benchmarks._report import report, report_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from services.common.config.envgateway import SandboxConfig
+from services.common.config.processes.envgateway import SandboxConfig
 from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.verdicts import check, rows
 

@@ -1,17 +1,20 @@
 """Is the math reward right, strict and quick? Against Math-Verify called directly, in one run.
 
 - Agreement: answers of MATH-500, AIME, AMC and MATH train inside free-form completions (boxed, prose, plain words,
-  reformulated, wrong, none; made by seed) are graded by the reward and by Math-Verify called directly: its own defaults, and
-  once more with boxed answers first, as the reward reads them. Must agree on at least 99%.
-- Traps: numbers that are near (10001 for 10000, 203.9999999 for 204) and bare lists that end in the right number. Not one
-  may be called right.
+  reformulated, wrong, none; made by seed) are graded by the reward and by Math-Verify called directly: its own
+  defaults, and once more with boxed answers first, as the reward reads them. Must agree on at least 99%.
+- Traps: numbers that are near (10001 for 10000, 203.9999999 for 204) and bare lists that end in the right number. Not
+  one may be called right.
 - Classes: written answers by class (tests/integration/envgateway/math_pairs.py), false positives and negatives of each.
-- Throughput: the pool of workers, every case through Math-Verify (the reward's own short cuts off), against one Math-Verify
-  in this process times the number of workers. sympy's caches are off on both sides (--sympy-cache leaves them on), and each
-  repeat has cases that neither side has seen before, so that nothing is answered from memory; the sides take turns. Other work on the machine lowers it: see ``load``, and ``cpu_ratio``,
-  the CPU time of one Math-Verify over that of the pool, owner included, which says what is left of it on idle cores. ``throughput_ratio`` is ours / (workers x theirs).
+- Throughput: the pool of workers, every case through Math-Verify (the reward's own short cuts off), against one
+  Math-Verify in this process times the number of workers. sympy's caches are off on both sides (--sympy-cache leaves
+  them on), and each repeat has cases that neither side has seen before, so that no answer comes from memory; the sides
+  take turns. Other work on the machine lowers the figure: see ``load``, and ``cpu_ratio``, the CPU time of one
+  Math-Verify over that of the pool, owner included: the ratio to expect on idle cores. ``throughput_ratio``
+  is ours / (workers x theirs).
 
-The rows are read from the folder that MILLRACE_DATA_ROOT (or --data) names: math500/, aime24/, aime25/, amc23/, math_train/.
+The rows are read from the folder that MILLRACE_DATA_ROOT (or --data) names: math500/, aime24/, aime25/, amc23/,
+math_train/.
 
     python benchmarks/math_reward.py [--quick] [--data DIR] [--workers 2] [--cases 6000] [--per-repeat 2000] [--seed 1]
 """
@@ -29,16 +32,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from _math_cases import ROWS, Case, completions, traps
-from _needs import why_no_rows
-from _report import median_and_spread, report, report_nothing
+from benchmarks._math_cases import ROWS, Case, completions, traps
+from benchmarks._needs import why_no_rows
+from benchmarks._report import median_and_spread, report, report_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from services.common.config.envgateway import MathRewardConfig
-from services.common.cores import num_cores
-from services.envgateway.rewards.math import MathReward
-from services.envgateway.rewards.math_pool import MathPool
+from services.common.config.processes.envgateway import MathRewardConfig
+from services.common.system.cores import num_cores
+from services.envgateway.rewards.math.pool import MathPool
+from services.envgateway.rewards.math.reward import MathReward
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
 from services.envgateway.sandbox.bare import procfs
 from tests.integration.envgateway.math_pairs import pairs
@@ -49,7 +52,7 @@ _SHOWN = 12
 
 
 class Direct:
-    """Math-Verify as anybody would call it, in this process."""
+    """Math-Verify by its public call, in this process."""
 
     def __init__(self) -> None:
         logging.disable(logging.WARNING)
@@ -146,9 +149,9 @@ def _cpu_s(pool: MathPool) -> float:
 
 
 async def throughput(pool: MathPool, direct: Direct, cases: list[Case], repeats: int, workers: int) -> dict[str, Any]:
-    """Interleaved repeats over fresh cases; the first slice warms both sides up and counts for nothing.
+    """Interleaved repeats over fresh cases; the first slice warms both sides up and does not count.
 
-    Slices are long, because at the end of each one worker after the other has nothing left to do.
+    Slices are long, because at the end of each the workers become idle one after the other.
     """
     size = len(cases) // (repeats + 1)
     ours, theirs, ratios, cpu_ratios = [], [], [], []

@@ -1,11 +1,11 @@
-"""Compares every loss, mask and advantage with what published RL code answers on the same small batches.
+"""Compares every loss, mask and advantage with the answers of published RL code on the same small batches.
 
     python benchmarks/oracle_vectors.py [ALGORITHM ...] [--quick]
 
-Reads MILLRACE_DATA_ROOT/oracle_vectors: answers of verl, AReaL, AstraFlow, RLinf and prime-rl on seeded random batches. For
-each algorithm: how many of its cases agree within the oracle's own tolerance, how many differ by design, with the reason, and
-the largest difference of those that agree, relative to max(1, |theirs|). It exits with 1 when one differs without a
-reason, or when a file has no adapter. ``--quick`` changes nothing: the whole takes seconds.
+Reads MILLRACE_DATA_ROOT/oracle_vectors: answers of verl, AReaL, AstraFlow, RLinf and prime-rl on seeded random batches.
+For each algorithm: how many of its cases agree within the oracle's own tolerance, how many differ by design, with the
+reason, and the largest difference of those that agree, relative to max(1, |theirs|). It exits with 1 when one differs
+without a reason, or when a file has no adapter. ``--quick`` has no effect: the whole takes seconds.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from _oracle_advantages import ADAPTERS as ADVANTAGES
-from _oracle_losses import ADAPTERS as LOSSES
-from _oracle_vectors import Adapter, Verdict, algorithms, cases, folder, judge
-from _report import EVERYTHING, report_facts
+from benchmarks._oracle_advantages import ADAPTERS as ADVANTAGES
+from benchmarks._oracle_losses import ADAPTERS as LOSSES
+from benchmarks._oracle_vectors import Adapter, Verdict, algorithms, cases, folder, judge
+from benchmarks._report import EVERYTHING, report_facts
 
 NAME = "oracle_vectors"
 ADAPTERS: dict[str, Adapter] = {**LOSSES, **ADVANTAGES}
 
 
 def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """What the last line says of one algorithm."""
+    """The last line's entry of one algorithm."""
     agreeing = [v for v in verdicts if v.agrees]
     reasons: dict[str, int] = {}
     for verdict in verdicts:

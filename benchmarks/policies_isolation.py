@@ -1,12 +1,13 @@
-"""Do policies that are trained in one run slow each other down?
+"""Measures whether policies that are trained in one run slow each other down.
 
 Four policies share an orchestrator and a replica, each task group played by one of them (``rollout.policies: apart``).
-Trainers are stand-ins that sleep through a step, 4x different in speed, and rollouts are scripted: what is measured is the
-ring, not a model. For each policy: its steps per second together, over its steps per second in a run of its own (ratio).
+Trainers are stand-ins that sleep through a step, 4x different in speed, and rollouts are scripted: the ring is
+measured, not a model. For each policy: its steps per second together, over its steps per second in a run of its own
+(ratio).
 
     solo       one run per policy, the same settings
     together   all four in one run
-    killed     all four; the fastest trainer is killed half way: what the others do afterwards, over what they did before
+    killed     all four; the fastest trainer is killed half way: speed of the others afterwards, over their speed before
 
     python benchmarks/policies_isolation.py [--quick] [--cores 2]
 """
@@ -23,13 +24,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _cores import pin
-from _peers import Rollouts, ScriptedReplica, ScriptedTrainer
-from _processes import ROOT, free_port, orchestrator, spawn
-from _processes import kill as kill_all
-from _report import median_and_spread, report
-
-from services.common.config.loading import save_resolved, validate
+from benchmarks._cores import pin
+from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from benchmarks._processes import ROOT, free_port, orchestrator, spawn
+from benchmarks._processes import kill as kill_all
+from benchmarks._report import median_and_spread, report
+from services.common.config.reading.loading import save_resolved, validate
 
 STEP_S = {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}
 BATCH, GROUP_SIZE, NUM_TOKENS = 32, 8, 64

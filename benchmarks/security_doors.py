@@ -1,18 +1,20 @@
-"""Tries every door of every service with the wrong keys and with the right ones, then sends hostile messages through them.
+"""Tries every door of every service with the wrong keys and with the right ones, then sends hostile messages through
+them.
 
-*Doors.* Four services start with a run's keys: orchestrator, inference, weight publisher, gateway. The RPCs are those that
-each server's reflection lists, the HTTP routes those that the judge, the task server and the endpoint register. Each is
-tried without keys, with every wrong role, with expired keys, with another run's, with those of a run of the same name, and
-in plain text; first with run tokens, then (services started anew) with client certificates. The bulk plane (ZeroMQ) is
-tried without CURVE, with another server's key, and without a ticket. Every right role tries too, and must get in.
+*Doors.* Four services start with a run's keys: orchestrator, inference, weight publisher, gateway. The RPCs are those
+that each server's reflection lists, the HTTP routes those that the judge, the task server and the endpoint register.
+Each is tried without keys, with every wrong role, with expired keys, with another run's, with those of a run of the
+same name, and in plain text; first with run tokens, then (services started anew) with client certificates. The bulk
+plane (ZeroMQ) is tried without CURVE, with another server's key, and without a ticket. Every right role tries too, and
+must get in.
 
-*Pages.* Each HTTP route, the metrics' too, gets what a web page can send (a foreign Host, Origin, Sec-Fetch-Site, types of
-forms, OPTIONS, WebSockets) and what can be read in two ways: with a right caller's keys, and from services without keys.
-Without the fault the same request must pass.
+*Pages.* Each HTTP route, the metrics' too, gets the requests that a web page can send (a foreign Host, Origin,
+Sec-Fetch-Site, types of forms, OPTIONS, WebSockets) and requests that can be read in two ways: with a right caller's
+keys, and from services without keys. Without the fault the same request must pass.
 
-*Fuzzing.* Seeded hostile requests (``_hostile.py``) go to every RPC as a role that may call it: extremes, wrong types,
-broken UTF-8, wrong lengths, nesting, cut and flipped bytes. Nothing may crash, no answer may be INTERNAL or UNKNOWN, memory
-must stay bounded. StopRun only gets what cannot be parsed: it would do what it is for.
+*Fuzzing.* Seeded hostile requests (``_hostile.py``) go to every RPC, in a permitted role: extremes, wrong types,
+broken UTF-8, wrong lengths, nesting, cut and flipped bytes. No process may crash, no answer may be INTERNAL or UNKNOWN,
+memory must stay bounded. StopRun only gets unparsable requests: others would stop the service.
 
 Keys of the last line: ``tried`` = ``refused``; ``admitted`` = ``admitted_expected``; ``fuzzed``, ``crashes``,
 ``internal_errors`` (answers, and failures in the services' logs), ``rss_growth_mib`` by service.
@@ -31,28 +33,29 @@ import time
 from pathlib import Path
 from typing import Any
 
-import _pages
 import grpc
-from _doors import Door, Tally, ask_bulk, knock, summary, visit
-from _fuzzing import Line, Outcome, fuzz, resident_mib
-from _hostile import Hostile, all_rpcs
-from _report import report
-from _secure_services import Services, prepared
-from _visitors import Visitor, Visitors
-from _weight_versions import POLICY, RUN
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from services.cli.keyring import Keyring
-from services.common.config.envgateway import HttpConfig
-from services.common.config.environments import TaskServerConfig
-from services.common.config.services import EndpointConfig
+from benchmarks import _pages
+from benchmarks._doors import Door, Tally, ask_bulk, knock, summary, visit
+from benchmarks._fuzzing import Line, Outcome, fuzz, resident_mib
+from benchmarks._hostile import Hostile, all_rpcs
+from benchmarks._report import report
+from benchmarks._secure_services import Services, prepared
+from benchmarks._visitors import Visitor, Visitors
+from benchmarks._weight_versions import POLICY, RUN
+from services.cli.keys.keyring import Keyring
+from services.common.config.processes.envgateway import HttpConfig
+from services.common.config.processes.environments import TaskServerConfig
+from services.common.config.processes.services import EndpointConfig
 from services.common.pb import status_pb2, status_pb2_grpc, weights_pb2, weights_pb2_grpc
 from services.common.security.permissions import allowed
 from services.common.security.roles import Role
+from services.common.telemetry.log_events import LogEvent
 
-QUICK, FULL = 4_000, 100_000
+QUICK, FULL = 1_500, 100_000
 RSS_BOUND_MIB = 256.0
 _STOPPING = "/millrace.v1.RunService/StopRun"
 Guest = tuple[str, Door, Visitor]  # address first
@@ -121,13 +124,17 @@ async def _run(count: int, seed: int, only: str | None) -> tuple[Tally, dict[str
 
 
 async def _try_rpcs(services: Services, visitors: Visitors, tally: Tally) -> list[Guest]:
-    """All that must be refused; returns who must be let in, and where."""
+    """All attempts that must be refused; returns those that must be accepted."""
     guests: list[Guest] = []
     room = asyncio.Semaphore(8)
 
     async def attempt(name: str, door: Door, visitor: Visitor) -> None:
         async with room, visitors.channel(services.addresses[name], visitor) as channel:
             refused, told = await knock(channel, door, visitor.metadata())
+            if told.startswith(
+                grpc.StatusCode.DEADLINE_EXCEEDED.name
+            ):  # let in, or a machine too busy to refuse in time
+                refused, told = await knock(channel, door, visitor.metadata(), patience=10.0)
         tally.intruder(visitor.name, f"{name} {door.path}", told, refused)
 
     for name, address in services.addresses.items():
@@ -139,7 +146,7 @@ async def _try_rpcs(services: Services, visitors: Visitors, tally: Tally) -> lis
 
 
 async def _let_in(guests: list[Guest], visitors: Visitors, tally: Tally) -> None:
-    """Comes last, because they are obeyed: who may stop the run stops it."""
+    """Comes last, because these calls are obeyed: the role that may stop the run does so."""
     for address, door, visitor in sorted(guests, key=lambda guest: guest[1].path == _STOPPING):
         async with visitors.channel(address, visitor) as channel:
             refused, told = await knock(channel, door, visitor.metadata())
@@ -171,7 +178,7 @@ async def _try_routes(services: Services, visitors: Visitors, tally: Tally) -> N
             context = visitors.context(visitor)
             for method, path in routes:
                 scheme = "https" if visitor.tls else "http"
-                url = f"{scheme}://{services.http[group]}{path.replace('{task}', 'rooms')}"
+                url = f"{scheme}://{services.http[group]}{path.replace('{task}', 'household_toy')}"
                 refused, told = await visit(url, method, context, visitor.token)
                 if visitor.is_guest:
                     tally.guest(f"{visitor.name} at {method} {url}", told, refused)
@@ -187,7 +194,7 @@ async def _try_pages(services: Services, visitors: Visitors | None, tally: Tally
         token = guest.token if guest is not None else None
         address = services.http[group]
         for method, path in routes:
-            asked = path.replace("{task}", "rooms")
+            asked = path.replace("{task}", "household_toy")
             for request in _pages.faulty(method, asked, address, any_host=visitors is not None):
                 refused, told = await _pages.send(address, request, context, token)
                 tally.intruder(f"page: {request.name}", f"{request.method} {group} {asked}", told, refused)
@@ -204,7 +211,7 @@ def _routes() -> dict[str, list[tuple[str, str]]]:
     from services.inference.endpoint.server import EndpointServer
 
     nothing: Any = None
-    served = {"environments": {"rooms": {"end": 10}}}
+    served = {"environments": {"household_toy": {"end": 10}}}
     servers: dict[str, Any] = {
         "judge": HttpServer(HttpConfig(port=0), "127.0.0.1", nothing, nothing),
         "task_server": TaskServer(TaskServerConfig(port=0, **served), "127.0.0.1", nothing, _NoEnvironments(), 1.0),  # type: ignore[arg-type]
@@ -288,7 +295,7 @@ def _figures(warm: Outcome, outcome: Outcome, alive: bool, growth: float, log: s
         "fuzzed": warm.sent + outcome.sent,
         "rpcs": len({key.partition(" ")[0] for key in codes}),
         "crashes": int(not alive),
-        "internal_errors": warm.num_bugs + outcome.num_bugs + log.count("rpc.failed"),
+        "internal_errors": warm.num_bugs + outcome.num_bugs + log.count(LogEvent.RPC_FAILED),
         "rss_growth_mib": growth,
         "answers": by_code,
         "bugs": [f"{path} {told} {request[:60].hex()}" for path, told, request in bugs[:5]],
@@ -317,7 +324,7 @@ _KNOWN = {
     "run_id": [RUN],
     "replica_id": ["r1", "r2"],
     "incarnation": ["i1", "i2"],
-    "environment": ["rooms", "single_step", "tool", "tools"],
+    "environment": ["household_toy", "single_step", "tool", "tools"],
     "reward": ["math", "boxed", "code"],
     "language": ["python", "cpp", ""],
     "code": ["print(1)", "1/0", "def f(x): return x"],

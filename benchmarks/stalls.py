@@ -1,24 +1,25 @@
-"""Is everything that can stand still named, and nothing that is merely slow?
+"""Checks that each kind of stall is reported, and that slow components are not.
 
-Small runs of real processes are brought to a standstill in more than twenty ways: processes are stopped (SIGSTOP) or killed
-for good, connections lose one direction, are held half open or read at one byte a second, the disk is filled, threads
-deadlock, an engine stops decoding, Redis and workers go away, rewards are all alike or all fail, the data runs out. Each must
-be named by its component and its cause within 30 s; then it is mended, and must be named no more before the next one.
+Small runs of real processes are brought to a standstill in more than twenty ways: processes are stopped (SIGSTOP) or
+killed for good, connections lose one direction, are held half open or read at one byte a second, the disk is filled,
+threads deadlock, an engine stops decoding, Redis and workers go away, rewards are all alike or all fail, the data runs
+out. Each must be named by its component and its cause within 30 s; then the fault is removed, and must be reported no
+more before the next one.
 
-Beside them a run goes on in which everything is slow (generations, rewards, steps) and healthy: whatever is named there, or
-elsewhere before the first injection, is a false alarm.
+Beside them a run goes on with slow and healthy parts (generations, rewards, steps): a stall named there, or elsewhere
+before the first injection, is a false alarm.
 
     injected, named    stalls; those whose expected (component, cause) was named in time
     seconds            from the injection to the name: median, and the longest
     false_alarms       names in healthy runs
     nothing_else_named injections during which no other name was told
-    each               what was expected, what was named, and after how long
+    each               the expected stall, the reported one, and the time between
 
-Three worlds run side by side for each core, on four cores all of them: some fifty processes and 4 GiB, about a minute and a
-half with --quick; on two cores with a load of 12 four minutes. Redis needs a redis-server, a full disk the right to mount a
-small tmpfs: ``left_out`` names the worlds that a machine has not what they need for.
+Three worlds run side by side for each core, on four cores all of them: some fifty processes and 4 GiB, four minutes on
+two cores. ``--quick`` injects one stall into each of six worlds, within a minute. Redis needs a redis-server, a full
+disk the right to mount a small tmpfs: ``left_out`` names the worlds with requirements that a machine lacks.
 
-    python benchmarks/stalls.py [--quick] [--only NAME ...] [--keep]
+    python benchmarks/stalls.py [--quick] [--rounds 1] [--only NAME ...] [--keep]
 """
 
 from __future__ import annotations
@@ -31,25 +32,33 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from _needs import why_not
-from _peers import ScriptedTrainer
-from _report import report_facts
-from _stall_worlds import Shape, Step, World
-
-from services.cli.silence import Silence
-from services.common.cores import num_cores
+from benchmarks._needs import why_not
+from benchmarks._peers import ScriptedTrainer
+from benchmarks._report import report_facts
+from benchmarks._stall_worlds import Shape, Step, World
+from services.cli.watch.orchestrator_liveness import OrchestratorLiveness
 from services.common.errors import MillraceError
+from services.common.system.cores import num_cores
 
 NAMED_WITHIN_S = 30.0
 MENDED_WITHIN_S = 60.0
 AGAIN_AFTER_S = 4.0  # between two injections, healthy
+QUICK = (
+    "ranks",
+    "network",
+    "half-open",
+    "replica",
+    "learning",
+    "orchestrator",
+)  # worlds of which --quick injects the first stall
+SLOW_S, QUICK_SLOW_S = 240.0, 40.0  # of the healthy run beside them
 WORLDS_PER_CORE = 3  # side by side; with more the start of others takes so long that a world is not ready in time
 
 Pair = tuple[str, str]
@@ -61,7 +70,7 @@ class Injection:
     expected: tuple[Pair, ...]  # any of them
     inject: Step
     mend: Step | None = None  # None: the last of its world
-    look: Callable[[World, Silence], set[Pair]] | None = None
+    look: Callable[[World, OrchestratorLiveness], set[Pair]] | None = None
 
 
 @dataclass(kw_only=True)
@@ -103,19 +112,19 @@ def proxied(name: str, which: str, mode: str, *expected: Pair) -> Injection:
     )
 
 
-def _by_the_cli(world: World, silence: Silence) -> set[Pair]:
-    """The orchestrator cannot name itself: whoever watches it does."""
+def _by_the_cli(world: World, liveness: OrchestratorLiveness) -> set[Pair]:
+    """The orchestrator cannot report itself: its watcher does."""
     try:
         world.client.get_run()
     except MillraceError:
-        silence.missed()
+        liveness.missed()
     else:
-        silence.answered()
-    return {(stall.component, stall.cause)} if (stall := silence.stall) is not None else set()
+        liveness.answered()
+    return {(stall.component, stall.cause)} if (stall := liveness.stall) is not None else set()
 
 
 def _end_failures(world: World) -> None:
-    """The run may have paused itself meanwhile, until somebody has looked at it."""
+    """The run may have paused itself meanwhile, until a person resumes the run."""
     world.switch("failing", False)
     world.client.resume()
 
@@ -228,7 +237,8 @@ SLOW = Shape(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="each stall once, a minute of the slow run")
+    parser.add_argument("--quick", action="store_true", help="one stall in each of six worlds")
+    parser.add_argument("--rounds", type=int, default=1, help="how often each stall is injected")
     parser.add_argument("--only", nargs="*", default=[], help="names of worlds; `slow` is the healthy one")
     parser.add_argument("--keep", action="store_true", help="leave the run directories")
     parser.add_argument("--trainer", help=argparse.SUPPRESS)
@@ -238,9 +248,11 @@ def main() -> None:
         return
     results: list[Result] = []
     false_alarms: list[str] = []
-    left_out = _left_out(options.only)
-    for _ in range(1 if options.quick else 3):
-        _round(options, left_out, results, false_alarms, slow_s=40.0 if options.quick else 240.0)
+    worlds = _chosen(options)
+    left_out = _left_out(shape for shape, _ in worlds)
+    worlds = [(shape, injections) for shape, injections in worlds if f"world {shape.name}" not in left_out]
+    for _ in range(options.rounds):
+        _round(options, worlds, results, false_alarms)
     seconds = [result.seconds for result in results if result.seconds is not None]
     report_facts(
         "stalls",
@@ -267,9 +279,15 @@ def main() -> None:
     )
 
 
-def _left_out(only: list[str]) -> dict[str, str]:
-    """Names of worlds that this machine has not what they need for, and why."""
-    asked = [shape for shape, _ in WORLDS if not only or shape.name in only]
+def _chosen(options: argparse.Namespace) -> list[tuple[Shape, list[Injection]]]:
+    names = options.only or (QUICK if options.quick else [shape.name for shape, _ in WORLDS])
+    num = 1 if options.quick else None
+    return [(shape, injections[:num]) for shape, injections in WORLDS if shape.name in names]
+
+
+def _left_out(shapes: Iterable[Shape]) -> dict[str, str]:
+    """Names of worlds with requirements that this machine lacks, and why."""
+    asked = list(shapes)
     no_redis = why_not("redis-server") if any(shape.redis for shape in asked) else None
     no_tmpfs = why_not("tmpfs") if any(shape.small_disk for shape in asked) else None
     reasons = {
@@ -280,10 +298,9 @@ def _left_out(only: list[str]) -> dict[str, str]:
 
 def _round(
     options: argparse.Namespace,
-    left_out: Collection[str],
+    worlds: Sequence[tuple[Shape, list[Injection]]],
     results: list[Result],
     false_alarms: list[str],
-    slow_s: float,
 ) -> None:
     at_once = threading.Semaphore(max(1, int(WORLDS_PER_CORE * num_cores())))
 
@@ -293,9 +310,9 @@ def _round(
 
     threads = [
         threading.Thread(target=in_turn, args=(shape, injections, results, false_alarms, options.keep))
-        for shape, injections in WORLDS
-        if (not options.only or shape.name in options.only) and f"world {shape.name}" not in left_out
+        for shape, injections in worlds
     ]
+    slow_s = QUICK_SLOW_S if options.quick else SLOW_S
     if not options.only or "slow" in options.only:
         # The first, so that the stalls of others go on beside it.
         threads.insert(0, threading.Thread(target=_be_slow, args=(slow_s, false_alarms, options.keep)))
@@ -329,13 +346,13 @@ def _try(shape: Shape, injections: list[Injection], results: list[Result], false
 
 
 def _one(world: World, injection: Injection, result: Result) -> None:
-    silence = Silence(world.client.address, pid=lambda: world.processes["orchestrator"].pid)
-    silence.answered()
+    liveness = OrchestratorLiveness(world.client.address, pid=lambda: world.processes["orchestrator"].pid)
+    liveness.answered()
     injection.inject(world)
     began = time.monotonic()
     while time.monotonic() - began < NAMED_WITHIN_S:
         if injection.look is not None:
-            found = injection.look(world, silence)
+            found = injection.look(world, liveness)
         else:
             progress = world.progress()
             found = {(s.component, s.cause) for s in progress.stalls} if progress is not None else set()

@@ -1,10 +1,11 @@
-"""Does a rollout that takes long reach the gradient? What is trained, by length, in the four modes of ``batch.late``.
+"""Measures the share of trained rollouts by length, in the four modes of ``batch.late``.
 
-Rollouts of mean 0.9 s with long tails (Pareto alpha 1.6, log-normal sigma 0.5 and 0.9), task groups of 8, batches of 64,
-128 slots, training steps of 0.9 s; ``max_staleness`` 1, 2, 4 and 8. Played in virtual time over the orchestrator's own
-quota, buffer and late rule (``_starving.py``), so the figures are the same on any machine. Counted are the rollouts that
-were issued in a window of steps, and the run goes on until the last of them is decided: one that was cut would lose its
-longest ones. Two cases are played again by a real orchestrator process with scripted peers, three times as fast.
+Rollouts of mean 0.9 s with long tails (Pareto alpha 1.6, log-normal sigma 0.5 and 0.9), task groups of 8, batches of
+64, 128 slots, training steps of 0.9 s; ``max_staleness`` 1, 2, 4 and 8. Played in virtual time over the orchestrator's
+own quota, buffer and late rule (``_starving.py``), so the figures are the same on any machine. Counted are the rollouts
+that were issued in a window of steps, and the run goes on until the last of them is decided: one that was cut would
+lose its longest ones. Two cases are played again by a real orchestrator process with scripted peers, three times as
+fast.
 
     untrained_share       of the sampled tokens, those that were not trained
     p_trained_above_p99   of the tokens of rollouts longer than 99%, the trained share
@@ -29,13 +30,12 @@ from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from _cores import pin
-from _report import report_facts
-from _starving import DISTRIBUTIONS, Case, Late, Ring
-from _starving_for_real import play
-
-from services.common.config.policy import BatchConfig
-from services.common.cores import num_cores
+from benchmarks._cores import pin
+from benchmarks._report import report_facts
+from benchmarks._starving import DISTRIBUTIONS, Case, Late, Ring
+from benchmarks._starving_for_real import play
+from services.common.config.training.policy import BatchConfig
+from services.common.system.cores import num_cores
 
 STALENESS = (1, 2, 4, 8)
 LEAST_STALENESS = 2  # of the worst of the default mode

@@ -2,8 +2,8 @@
 
 Part ``losses`` trains the quickstart's calculator with each loss on batches that are exactly 0, 2, 8 or 32 versions old
 (``_virtual_training.py``); part ``late`` runs the asynchronous ring in virtual time with long-tailed tool calls
-(``_virtual_ring.py``). Finished cells are kept, so an interrupted study goes on where it stood, and a changed setting is
-measured again. ``docs/study.md`` says what came of it; its tables and pictures are written by this script.
+(``_virtual_ring.py``). Finished cells are kept, so an interrupted study continues, and a changed setting is measured
+again. ``docs/study.md`` has the results; its tables and pictures are written by this script.
 
     make study
     python benchmarks/study.py [--part losses | --part late] [--quick | --tune] [--results FILE] [--docs DIR]
@@ -22,9 +22,10 @@ from typing import Any
 
 import structlog
 import transformers
-from _report import report_facts
-from _study_cells import LOSSES, ROOT, Cell, Results, Study, measure
-from _study_report import (
+
+from benchmarks._report import report_facts
+from benchmarks._study_cells import LOSSES, ROOT, Cell, Results, Study, measure
+from benchmarks._study_report import (
     area,
     by_cell,
     collapsed,
@@ -36,7 +37,7 @@ from _study_report import (
     losses_table,
     put_into,
 )
-from _virtual_ring import Pace
+from benchmarks._virtual_ring import Pace
 
 PARTS = ("losses", "late")
 RATES = (3e-4, 1e-3, 3e-3)  # of --tune
@@ -47,7 +48,7 @@ QUICK = Study(
 
 
 def run(study: Study, parts: Seq[str], results: Results, cache: Path) -> int:
-    """Measure what is missing; returns how many cells that was."""
+    """Measure the missing cells; returns their number."""
     cells = list(study.cells(parts))
     missing = [cell for cell in cells if cell not in results]
     print(
@@ -61,7 +62,7 @@ def run(study: Study, parts: Seq[str], results: Results, cache: Path) -> int:
 
 
 def write_documents(results: Results, docs: Path) -> None:
-    """Tables into ``study.md`` where it is, pictures beside it."""
+    """Write tables into ``study.md``, and pictures into its folder."""
     losses, late = results.rows("losses"), results.rows("late")
     tables: dict[str, str] = {}
     if losses:
@@ -117,9 +118,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a few cells of a few steps, into a folder that is removed"
     )
-    parser.add_argument(
-        "--tune", action="store_true", help="compare learning rates for GRPO at staleness 0, and nothing else"
-    )
+    parser.add_argument("--tune", action="store_true", help="only compare learning rates for GRPO at staleness 0")
     parser.add_argument("--part", choices=PARTS, help="one of the two")
     parser.add_argument("--seeds", type=int, help="fewer seeds than the study's")
     parser.add_argument("--losses", nargs="+", choices=sorted(LOSSES), help="fewer losses than the study's")

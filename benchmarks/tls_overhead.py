@@ -1,18 +1,18 @@
-"""What TLS and a token with each call cost: every number is taken plain and secured in turn, in one run on one machine.
+"""Measures the cost of TLS and of a token with each call: plain and secured in turn, in one run on one machine.
 
-* *control*: ``ReportReplica`` calls of a real size (2 KiB), 16 at a time, per second, to a real orchestrator whose limits are
-  set out of reach.
-* *commands*: messages of 1 KiB per second of one stream from a server that does nothing else: the bare cost of a message,
+* *control*: ``ReportReplica`` calls of a real size (2 KiB), 16 at a time, per second, to a real orchestrator whose
+  limits are set out of reach.
+* *commands*: messages of 1 KiB per second of one stream from a server without other work: the bare cost of a message,
   shown beside the others, because no run sends a thousandth as many.
-* *trajectories*: sequences of 1,000 policy tokens, as in ``orchestrator_throughput.py``, per second from issue to pulled batch:
-  a real orchestrator that journals before it acknowledges, a scripted replica that streams trajectories, a scripted trainer
-  that pulls and publishes. Beside it the same with ``--tokens``: encryption costs by the byte, about a nanosecond for each
-  end, so longer sequences show more of it.
+* *trajectories*: sequences of 1,000 policy tokens, as in ``orchestrator_throughput.py``, per second from issue to
+  pulled batch: a real orchestrator that journals before each acknowledgement, a scripted replica that streams
+  trajectories, a scripted trainer that pulls and publishes. Also the same with ``--tokens``: encryption costs by the
+  byte, about a nanosecond for each end, so longer sequences show more of the cost.
 * *weights*: GB/s of a snapshot from a real publisher, over gRPC (plain, TLS) and over ZeroMQ (plain, CURVE). Beside the
-  others: weights may take another way where this matters, and are verified by digest whatever the way.
+  others: weights may take another way where this matters, and are verified by digest in every way.
 
-``ratio`` is the lower one of control and trajectories, secured over plain; ``ours`` and ``theirs`` are trajectories secured
-and plain. Each is the median over interleaved rounds; ``spread`` half their range.
+``ratio`` is the lower one of control and trajectories, secured over plain; ``ours`` and ``theirs`` are trajectories
+secured and plain. Each is the median over interleaved rounds; ``spread`` half their range.
 
     python benchmarks/tls_overhead.py [--quick] [--tokens 4000] [--weights-mib 256]
 """
@@ -32,24 +32,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from _peers import Rollouts, ScriptedReplica, ScriptedTrainer
-from _processes import ROOT, free_port, kill
-from _report import median_and_spread, report
-from _secure_services import Services, prepared
-from _weight_versions import POLICY, RUN
-
-from services.cli.keyring import Keyring
-from services.common.config.loading import save_resolved, validate
-from services.common.cores import num_cores
+from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from benchmarks._processes import ROOT, free_port, kill
+from benchmarks._report import median_and_spread, report
+from benchmarks._secure_services import Services, prepared
+from benchmarks._weight_versions import POLICY, RUN
+from services.cli.keys.keyring import Keyring
+from services.common.config.reading.loading import save_resolved, validate
 from services.common.pb import pool_pb2, pool_pb2_grpc
+from services.common.records.types import WeightVersion
 from services.common.rpc import limits
-from services.common.rpc.channel import channel
+from services.common.rpc.client.channel import channel
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.bundle import VARIABLE
 from services.common.security.roles import Role
-from services.common.types import WeightVersion
-from services.inference.weights.fetch import fetch
+from services.common.system.cores import num_cores
+from services.inference.weights.fetcher import SourceFetcher
 
 AT_ONCE = 16
 BATCH = 256
@@ -185,7 +184,7 @@ async def _first_version(role: str, port: int) -> None:
 
 
 async def _stay(stub: Any, welcome: asyncio.Event) -> None:
-    """A member of the pool, whose reports count."""
+    """A member of the pool; its reports count."""
     hello = pool_pb2.JoinPoolRequest(replica_id="a", incarnation="1", num_slots=1)
     async for _ in stub.JoinPool(hello, wait_for_ready=True):
         welcome.set()
@@ -220,7 +219,7 @@ async def _commands(stub: Any, seconds: float) -> float:
 
 
 def _real_report() -> pool_pb2.ReportReplicaRequest:
-    """As a replica with a hundred rollouts sends it."""
+    """A report of a replica with a hundred rollouts."""
     request = pool_pb2.ReportReplicaRequest(
         replica_id="a", incarnation="1", num_free_slots=28, num_generated_tokens=10**9
     )
@@ -336,7 +335,7 @@ async def _fetched(publisher: Services, transport: str) -> float:
     version = WeightVersion(policy=POLICY, number=1, digest=publisher.digest, sources=(address,))
     with identity.used(publisher.holding(Role.INFERENCE)):
         begin = time.perf_counter()
-        got = await fetch(address, RUN, version, None, transports=[transport])
+        got = await SourceFetcher(lambda: RUN, [transport]).fetch(version, None, None)
         return got.payload.size_bytes / (time.perf_counter() - begin) / 1e9
 
 

@@ -1,11 +1,12 @@
-"""What it costs the ring that records say what their rollouts did and when: sequences per second with and without.
+"""Measures the cost of recording the phases of rollouts: sequences per second with and without.
 
-The real orchestrator, a real inference service with the scripted engine (so that nothing hides the bookkeeping behind a
+The real orchestrator, a real inference service with the scripted engine (so that no work hides the bookkeeping behind a
 model), real gRPC, every record journaled; a scripted trainer pulls batches of 256 and publishes at once. *With*:
-`rollout.timing` as it is by default, several phases for each rollout. *Without*: `rollout.timing=false`. Interleaved, from
-the second batch on. Also processor time of orchestrator and replica per sequence, which tells more than throughput does on
-a machine that others use, too; bytes of journal per sequence; microseconds per phase of a rollout's clock; and microseconds
-that one record takes from its rollout's clock over the wire into the journal's line, alone in this process (best of many).
+`rollout.timing` on, its default, several phases for each rollout. *Without*: `rollout.timing=false`. Interleaved,
+from the second batch on. Also processor time of orchestrator and replica per sequence, which tells more than throughput
+does on a machine that others use, too; bytes of journal per sequence; microseconds per phase of a rollout's clock; and
+microseconds that one record takes from its rollout's clock over the wire into the journal's line, alone in this process
+(best of many).
 
 Two workloads: `at once` (the engine answers at once: the worst case, all that is done is bookkeeping) and `paced` (each
 request takes as long as 200 tokens at 400 per second: where rollouts wait for tokens, as they do).
@@ -28,19 +29,20 @@ from typing import Any
 
 import numpy as np
 import orjson
-from _peers import ScriptedTrainer
-from _processes import free_port, kill, orchestrator, spawn
-from _report import median_and_spread, report
 
-from services.common.config.loading import save_resolved, validate
+from benchmarks._peers import ScriptedTrainer
+from benchmarks._processes import free_port, kill, orchestrator, spawn
+from benchmarks._report import median_and_spread, report
+from services.common.config.reading.loading import save_resolved, validate
 from services.common.pb import trajectory_pb2
-from services.common.serde import trajectory_from_proto, trajectory_to_proto
-from services.common.types import Segment, Sequence, StopReason, Trajectory
-from services.inference.timing import RolloutClock
-from services.orchestrator.journal.frames import header_bytes
+from services.common.records.phases import PhaseKind
+from services.common.records.types import Segment, Sequence, StopReason, Trajectory
+from services.common.wire.records import trajectory_from_proto, trajectory_to_proto
+from services.inference.rollouts.timing import RolloutClock
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import TRAJECTORY
 from services.orchestrator.journal.rollouts import trajectory_to_json
+from services.orchestrator.journal.storage.frames import header_bytes
 
 GROUP_SIZE = 8
 BATCH = 256
@@ -112,7 +114,7 @@ def _phase_us() -> float:
         clock = RolloutClock(enabled=True)
         begin = time.perf_counter()
         for _ in range(number):
-            with clock.phase("step") as phase:
+            with clock.phase(PhaseKind.STEP) as phase:
                 phase.detail = "turn 1, reward 0"
         best = min(best, (time.perf_counter() - begin) / number)
     return best * 1e6
@@ -126,7 +128,7 @@ def _record_us(timing: bool) -> float:
 
     def once() -> None:
         clock = RolloutClock(time.time(), enabled=timing)
-        with clock.phase("generate", "model0") as phase:
+        with clock.phase(PhaseKind.GENERATE, "model0") as phase:
             phase.segments = (said,)
         made = Trajectory(
             task_group_id="abc123-00000001", index=0, sequences=(sequence,), reward=1.0, timing=clock.timing()

@@ -1,8 +1,9 @@
 """Memory and time of a rank that loads a model: by shards against whole, then sharded.
 
-Both start from the same checkpoint in bfloat16 and end with the same float32 shards. ``theirs`` is what every rank would
-do otherwise: transformers' ``from_pretrained``, then FSDP2's ``fully_shard``, which gives back all but the shard.
-Memory is what the process grew by at its highest (resident, the mapped checkpoint included), of the rank that took most.
+Both start from the same checkpoint in bfloat16 and end with the same float32 shards. ``theirs`` is the way in which
+every rank would do otherwise: transformers' ``from_pretrained``, then FSDP2's ``fully_shard``, which gives back all but
+the shard. Memory is the largest growth of the process (resident, the mapped checkpoint included), of the rank with the
+largest one.
 
     python benchmarks/trainer_loading.py [--quick] [--ranks 3]
 """
@@ -21,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _report import median_and_spread, report
 from transformers import AutoModelForCausalLM, Qwen3Config
+
+from benchmarks._report import median_and_spread, report
 
 MIB = 1 << 20
 TIMEOUT_S = 120
@@ -35,10 +37,10 @@ def high_water() -> int:
 
 
 def one_rank(way: str, small: Path, path: Path) -> None:
-    """Load, and print what it took; a small model goes first, so that imports and pools are not counted."""
-    from services.common.models import load_model
-    from services.trainer.model import build_policy_model, load_policy_model
-    from services.trainer.sharding import init_ranks, leave_ranks
+    """Load, and print time and memory; a small model goes first, so that imports and pools are not counted."""
+    from services.common.text.huggingface import load_model
+    from services.trainer.model.policy_model import build_policy_model, load_policy_model
+    from services.trainer.ranks.sharding import init_ranks, leave_ranks
 
     torch.set_num_threads(1)
     ranks = init_ranks(timeout_s=TIMEOUT_S, device="cpu")

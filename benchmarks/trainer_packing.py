@@ -1,13 +1,17 @@
 """Trained tokens per second: packed micro-batches (ours) against padded ones (theirs), forward and backward.
 
 Same model and weights, same sequences, same number of threads, same budget of tokens per micro-batch (padding counts
-towards it: it takes the memory), same loss (the mean log-probability of the response tokens) through the same chunked
-head over the response tokens only, same norms. So the ratio shows what packing and its attention give, nothing else.
+towards this limit, because they take the memory), same loss (the mean log-probability of the response tokens) through
+the same chunked head over the response tokens only, same norms. So the ratio shows the gain of packing and its
+attention alone.
 
 * ours: first-fit decreasing, documents end to end, attention per document.
 * theirs: rows in random order, right-padded to the longest of their micro-batch, transformers' sdpa attention with an
   attention mask.
 * theirs, sorted: the same with rows sorted by length first, the best that padding can do; reported beside the ratio.
+
+Then groups: eight documents of each prompt, with the prompt computed once for the group and once for each document.
+Only the prompt is shared: responses are drawn token by token, so no two begin alike. Key ``groups``.
 
 Prompts and responses are those of ``engine_throughput.py``. Only real tokens count. Each repetition runs every arm in
 turn; the loss of all arms must agree.
@@ -19,23 +23,26 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from _report import median_and_spread, report
-from _workload import MODELS, Workload
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from services.trainer.logprobs import token_logprobs
-from services.trainer.micro_batches import forward, pack_for_ranks
-from services.trainer.model import build_policy_model
-from services.trainer.norms import speed_up_norms
-from services.trainer.packing import Document
-from services.trainer.sharding import Ranks
+from benchmarks._report import median_and_spread, report
+from benchmarks._workload import MODELS, Workload
+from services.trainer.data import prefixes
+from services.trainer.data.packing import Document, pack
+from services.trainer.model.logprobs import token_logprobs
+from services.trainer.model.norms import speed_up_norms
+from services.trainer.model.policy_model import build_policy_model
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.micro_batches import forward, pack_for_ranks
 
 MAX_TOKENS = 4096
+GROUP = 8
 Step = Callable[[], float]  # forward and backward over all sequences; the loss
 
 
@@ -55,6 +62,29 @@ def draw_documents(workload: Workload, vocab_size: int, seed: int) -> list[Docum
         )
         for prompt, length in zip(prompts, lengths, strict=True)
     ]
+
+
+def draw_groups(workload: Workload, vocab_size: int, seed: int) -> list[Document]:
+    """``GROUP`` documents for each prompt; as many documents as the workload has requests."""
+    alone, random = draw_documents(workload, vocab_size, seed), np.random.default_rng(seed + 2)
+    prompts = [d.token_ids[~d.loss_mask] for d in alone[::GROUP]]
+    documents = []
+    for index, document in enumerate(alone):
+        ids = np.concatenate([prompts[index // GROUP], document.token_ids[document.loss_mask]])
+        mask = np.arange(len(ids)) >= len(prompts[index // GROUP])
+        documents.append(Document.supervised(ids.astype(np.int32), mask))
+    return [documents[i] for i in random.permutation(len(documents))]
+
+
+@contextmanager
+def sharing(share: bool) -> Iterator[None]:
+    """Whether documents with a shared prefix are packed so that the prefix is computed once."""
+    least = prefixes.WORTHWHILE
+    prefixes.WORTHWHILE = least if share else 2.0  # no document shares more than all of its tokens
+    try:
+        yield
+    finally:
+        prefixes.WORTHWHILE = least
 
 
 def packed(model: Any, documents: list[Document]) -> Step:
@@ -142,6 +172,33 @@ def compare(model_name: str, workload: Workload, seed: int, repetitions: int) ->
     }  # fmt: skip
 
 
+def compare_groups(model_name: str, workload: Workload, seed: int, repetitions: int) -> dict[str, Any]:
+    documents = draw_groups(workload, MODELS[model_name]["vocab_size"], seed)
+    num_tokens = sum(d.num_tokens for d in documents)
+    step = packed(build_model(model_name, seed), documents)
+    cpu: dict[bool, list[float]] = {True: [], False: []}
+    losses, computed = {}, {}
+    for repetition in range(repetitions + 1):  # the first pays for allocations
+        for share, seconds in cpu.items():
+            with sharing(share):
+                computed[share] = sum(batch.num_tokens for batch in pack(documents, MAX_TOKENS))
+                started = time.process_time()
+                losses[share] = step()
+                if repetition:
+                    seconds.append(time.process_time() - started)
+    assert abs(losses[True] - losses[False]) < 1e-4 * abs(losses[False]), f"the arms disagree: {losses}"
+    ratio, spread = median_and_spread([b / a for a, b in zip(cpu[True], cpu[False], strict=True)])
+    shared, unshared = (num_tokens / median_and_spread(cpu[share])[0] for share in (True, False))
+    print(
+        f"{model_name:11s} groups of {GROUP}: shared {shared:7.0f}  unshared {unshared:7.0f} tokens per CPU second  "
+        f"ratio {ratio:.2f} ±{spread:.0%}  computed {computed[True]:,} of {num_tokens:,} tokens"
+    )
+    return {
+        "model": model_name, "tokens": num_tokens, "computed_shared": computed[True],
+        "computed_unshared": computed[False], "shared": shared, "unshared": unshared, "ratio": ratio, "spread": spread,
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="fewer sequences: at most 60 s")
@@ -153,11 +210,13 @@ def main() -> None:
     num_requests, repetitions = (48, 2) if options.quick else (128, options.repetitions)
     workload = Workload(name="log-normal", num_requests=num_requests, median=96, sigma=1.0, longest=1024)
     results = [compare(name, workload, options.seed, repetitions) for name in MODELS]
+    short = Workload(name="groups", num_requests=num_requests, median=32, sigma=1.0, longest=1024)
+    groups = [compare_groups(name, short, options.seed, repetitions) for name in MODELS]
     head = results[0]
     report(
         "trainer_packing", head["ours"], head["theirs"], head["ratio"], head["spread"],
         unit="tokens/s, forward and backward", seed=options.seed, threads=options.threads, max_tokens=MAX_TOKENS,
-        targets={"log-normal": 1.8}, workloads=results,
+        targets={"log-normal": 1.8}, workloads=results, groups=groups,
     )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-"""What the record of truncated sampling costs: bytes per token, engine tokens per second, seconds of the trainer's head.
+"""Measures the cost of the record of truncated sampling: bytes per token, engine tokens per second, seconds of the
+trainer's head.
 
 * bytes: sets that top-k 50 and top-p .95 keep of synthetic logits over 150,000 tokens, packed as a segment carries them
   and as the journal writes them, beside the 8 bytes of a token's id and log-probability. Logits are normal; their
-  deviation is drawn per token so that entropies spread over what language models show, from certain to 8 nats.
+  deviation is drawn per token so that entropies spread over the range of language models, from 0 to 8 nats.
 * engine: the torch engine's tokens per second by CPU time, top-k 50 and top-p .95, with the record (ours) and without
   (theirs), and without truncation.
 * head: forward and backward of the trainer's chunked head over 150,000 tokens, with sets (ours) and without (theirs).
@@ -22,17 +23,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from _report import median_and_spread, report_facts
-from _workload import MODELS
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from services.common.kept_tokens import KeptSets, pack, unpack
-from services.common.types import Sampling
+from benchmarks._report import median_and_spread, report_facts
+from benchmarks._workload import MODELS
+from services.common.records.kept_tokens import KeptSets, pack, unpack
+from services.common.records.types import Sampling
 from services.inference.engine.base import GenerationRequest
-from services.inference.engine.sampler import SamplingRows, sample
-from services.inference.engine.torch_engine import TorchEngine
-from services.trainer.drawn import Drawn, KeptBlocks
-from services.trainer.logprobs import token_logprobs
+from services.inference.engine.torch.engine import TorchEngine
+from services.inference.engine.torch.sampler import SamplingRows, sample
+from services.trainer.model.drawn import Drawn, KeptBlocks
+from services.trainer.model.logprobs import token_logprobs
 
 VOCAB = 150_000
 BATCH = 64

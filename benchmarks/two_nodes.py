@@ -2,16 +2,17 @@
 
     python benchmarks/two_nodes.py [--quick]
 
-Two machines are made of namespaces on this one (`_machines.py`): node 0 starts the two-node recipe with a tiny model and
-prints what node 1 needs; node 1 executes what was printed, and its inference service a plays beside b on node 0. Then
-node 1 is lost: its cable is out; its incoming packets vanish while its own still arrive (half-open connections); all its
-processes are killed at once. Each time the script measures, beginning with the loss, the seconds until the next training
-step and until the work of a has been given away (`orchestrator.lease_s`), and, beginning with the return, those until a
-brings a trajectory again. At the end the journal is searched for slots with two records, and for slots given up.
+Two machines are made of namespaces on this one (`_machines.py`): node 0 starts the two-node recipe with a tiny model
+and prints commands for node 1; node 1 executes these, and its inference service a plays beside b on node 0. Then node 1
+is lost: its cable is out; its incoming packets vanish while its own still arrive (half-open connections); all its
+processes are killed at once. Each time the script measures, beginning with the loss, the seconds until the next
+training step and until the work of a has been given away (`orchestrator.lease_s`), and, beginning with the return,
+those until a brings a trajectory again. At the end the journal is searched for slots with two records, and for slots
+given up.
 
 The last line is a JSON object. `ours` are the median seconds from return to contributing; there is no other system's
-figure beside it (`theirs` 0). Needs root, and iptables for the half-open connections; without them it says
-what it left out (`left_out`) and ends with 0.
+comparison (`theirs` 0). Needs root, and iptables for the half-open connections; without them the script reports the
+missing parts (`left_out`) and ends with 0.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ import tempfile
 import time
 from pathlib import Path
 
+from services.common.telemetry.log_events import LogEvent
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _needs import why_not
-from _report import report, report_nothing
-
 from benchmarks._machines import two_machines
+from benchmarks._needs import why_not
+from benchmarks._report import report, report_nothing
 from benchmarks._two_nodes import DELTAS, TwoNodeRun, failures, slots_with_two_records
 
 LEASE_S = 5.0
 
 
 class Losses:
-    """What is measured of each loss."""
+    """The figures of each loss."""
 
     def __init__(self, run: TwoNodeRun, away_s: float, there_s: float) -> None:
         self.run = run
@@ -92,7 +94,7 @@ def measure(directory: Path, rounds: int) -> None:
                 losses.back("pasted again")
             run.ask("stop")
             assert run.node0 is not None and run.node0.wait(120) == 0, run.output("node0")
-            transfers = run.events("weights.updated", run.logs_of_node1())
+            transfers = run.events(LogEvent.WEIGHTS_UPDATED, run.logs_of_node1())
         finally:
             run.stop()
         brought = run.trajectories()

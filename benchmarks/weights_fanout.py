@@ -1,16 +1,16 @@
-"""One version to sixteen replicas: what the publisher sends, and how long it takes until everybody serves it.
+"""Sends one version to sixteen replicas: measures the bytes of the publisher, and the time until all serve the version.
 
 Each sender (the publisher, and every replica that relays) may send so many bytes per second in all, such that one copy
 takes 8 s (2 s with --quick). The replicas are processes with the real updater, relay and weight service, a scripted
 engine, and a mirror that starts empty; the plan is the orchestrator's. Arms, in one run:
 
 - alone: one replica fetches from the publisher;
-- together: sixteen with the plan: each relays one stripe. egress_ratio is what the publisher sent over the payload,
-  time_ratio the time until all serve it over the time of one alone;
+- together: sixteen with the plan: each relays one shard. egress_ratio is the publisher's bytes over the payload,
+  time_ratio the time until all serve the version over the time of one alone;
 - directly: replicas fetch from the publisher without a plan, as most systems do (with --quick six of them);
 - killed: together, and one relay is killed -9 in mid-transfer; the others must finish;
 - far: one replica behind a proxy with a 300 ms round trip and the bandwidth of one payload in 2 s: tokens per second
-  of its engine while it follows versions, over a replica that follows them directly (throughput_ratio).
+  of its engine while following versions, over a replica that follows them directly (throughput_ratio).
 
     python benchmarks/weights_fanout.py [--quick] [--receivers 16] [--seed 5]
 """
@@ -28,18 +28,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import structlog
-from _needs import why_no_room
-from _receivers import Receiver
-from _report import report, report_nothing
-from _slow_link import SlowLink
-from _weight_versions import POLICY, RUN, VersionMaker, model_specs
 
-from services.common.config.policy import WeightsConfig
+from benchmarks._needs import why_no_room
+from benchmarks._receivers import Receiver
+from benchmarks._report import report, report_nothing
+from benchmarks._slow_link import SlowLink
+from benchmarks._weight_versions import POLICY, RUN, VersionMaker, model_specs
+from services.common.config.training.policy import WeightsConfig
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.types import FetchPlan, WeightVersion
-from services.orchestrator.fanout import FanOut
-from services.orchestrator.fanout import Receiver as Wanting
-from services.trainer.publisher_process import PublisherProcess
+from services.common.records.types import FetchPlan, WeightVersion
+from services.orchestrator.dispatch.announcer import FanOut
+from services.orchestrator.dispatch.announcer import Receiver as Wanting
+from services.trainer.publish.publisher_process import PublisherProcess
 
 MIB = 1 << 20
 _COPIES = 8  # two publishers, each with three versions kept and one being written
@@ -52,7 +52,7 @@ class Publisher:
         self._directory = tempfile.TemporaryDirectory(prefix="millrace-bench-", dir="/dev/shm")
         self._maker = VersionMaker(model_specs(size_bytes), Path(self._directory.name), seed)
         self.size_bytes = self._maker.size_bytes
-        config = WeightsConfig(port=0, keep_versions=3, send_bytes_per_s=send_bytes_per_s)
+        config = WeightsConfig(port=0, transfer="delta", keep_versions=3, send_bytes_per_s=send_bytes_per_s)
         self._process = PublisherProcess(run_id=RUN, policy=POLICY, config=config)
         self._process.start()
 
@@ -113,7 +113,7 @@ def fetch_all(
 
 
 def follow(receiver: Receiver, publisher: Publisher, source: str, seconds: float) -> float:
-    """Tokens per second of a replica that is offered a version every second, wherever it is."""
+    """Tokens per second of a replica, at any place, that is offered a version every second."""
     began, tokens = time.time(), receiver.num_tokens()
     while time.time() - began < seconds:
         version = replace(publisher.publish(), sources=(source,))

@@ -1,16 +1,18 @@
-"""What a new version costs generation: the pause of a swap, and tokens per second with a publish every second.
+"""Measures the cost of a new version for generation: the pause of a swap, and tokens per second with a publish every
+second.
 
-A publisher process publishes a version with about 1% of the weights changed, every second. The torch engine generates all
-the while; its thread has a core of its own, fetching, verifying and the event loop have another, the publisher a third. With
-two cores the publisher is on the second, with one core everything is on it: kept_share then holds what publishing takes.
+A publisher process publishes a version with about 1% of the weights changed, every second. The torch engine generates
+all the while; its thread has a core of its own, fetching, verifying and the event loop have another, the publisher a
+third. With two cores the publisher is on the second, with one core all are on that core: kept_share then includes the
+cost of publishing.
 
-- pause: the gap between the ends of the two decoding steps around a swap (kept KV cache), against one decoding step plus a
-  scatter of the same changes into the same tensors, measured in the same run.
+- pause: the gap between the ends of the two decoding steps around a swap (kept KV cache), against one decoding step
+  plus a scatter of the same changes into the same tensors, measured in the same run.
 - kept_share: tokens/s with a publish every second over tokens/s without, windows taken in turns.
-- recompute_ratio: what a swap costs when the KV cache of live requests is recomputed, over prefilling those tokens.
+- recompute_ratio: the cost of a swap that recomputes the KV cache of live requests, over prefilling those tokens.
 - thrown_away: tokens that were sampled and not delivered; 0 unless the plain arm is meant.
 
-The plain arm does what synchronous systems do: abort everything, load the whole state dict, start the prompts again.
+The plain arm is the way of synchronous systems: abort all requests, load the whole state dict, start the prompts again.
 
     python benchmarks/weights_pause.py [--quick] [--seed 3]
 """
@@ -37,23 +39,23 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
-from _cores import split
-from _report import median_and_spread, report
-from _weight_versions import POLICY, RUN, VersionMaker
-from _workload import MODELS
 
-from services.common.config.policy import WeightsConfig
-from services.common.models import named_weights
-from services.common.types import Sampling, WeightVersion
+from benchmarks._cores import split
+from benchmarks._report import median_and_spread, report
+from benchmarks._weight_versions import POLICY, RUN, VersionMaker
+from benchmarks._workload import MODELS
+from services.common.config.training.policy import WeightsConfig
+from services.common.records.types import Sampling, WeightVersion
+from services.common.text.huggingface import named_weights
 from services.common.weights.manifest import TensorSpec
 from services.inference.engine.base import FinishReason, GenerationRequest, KvPolicy
-from services.inference.engine.torch_engine import TorchEngine
+from services.inference.engine.torch.engine import TorchEngine
 from services.inference.engine.weight_update import WeightUpdate
 from services.inference.weights.fetcher import SourceFetcher
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.relay import Relay
 from services.inference.weights.updater import WeightUpdater
-from services.trainer.publisher_process import PublisherProcess
+from services.trainer.publish.publisher_process import PublisherProcess
 
 SLOTS = 32
 PROMPT = 64
@@ -68,7 +70,9 @@ MODEL = "small"
 def _publish_on_request(pipe: Connection, specs: list[TensorSpec], core: int, seed: int) -> None:
     os.sched_setaffinity(0, {core})
     directory = Path(tempfile.mkdtemp(prefix="millrace-bench-", dir="/dev/shm"))
-    publisher = PublisherProcess(run_id=RUN, policy=POLICY, config=WeightsConfig(port=0, keep_versions=3))
+    publisher = PublisherProcess(
+        run_id=RUN, policy=POLICY, config=WeightsConfig(port=0, transfer="delta", keep_versions=3)
+    )
     publisher.start()
     maker = VersionMaker(specs, directory, seed)
     while pipe.recv() == "publish":
@@ -108,7 +112,7 @@ class PublishingProcess:
 
 @dataclass
 class Steps:
-    """When each decoding step ended, and how many tokens it made. Written by the engine's thread."""
+    """The time and number of tokens of each decoding step. Written by the engine's thread."""
 
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -121,7 +125,7 @@ class Steps:
         return sum(n for t, n in zip(self.times, self.tokens, strict=False) if begin <= t < end) / (end - begin)
 
     def gap_around(self, begin: float, end: float) -> float:
-        """From the end of the last step before a swap to the end of the first one after it."""
+        """From the end of the last step before a swap to the end of the first step with the new version."""
         before = max(t for t in self.times if t <= begin)
         return min(t for t in self.times if t > end) - before
 
@@ -205,14 +209,14 @@ class Replica:
         await asyncio.gather(*(self.engine.abort(str(number)) for number in range(max(0, first - 2 * SLOTS), first)))
 
     async def time_prefill(self) -> float:
-        """Seconds to compute the KV cache of everything that is live, as the engine does it."""
+        """Seconds to compute the KV cache of all live requests, by the engine's own code."""
 
         def prefill() -> float:
             core = self.engine._core
             live = np.flatnonzero(core.table.live)
-            core.table.cached[live] = 0
+            core._kv.invalidate(live)
             began = time.perf_counter()
-            core._compute_prefixes(live.tolist())
+            core._kv.compute(live.tolist())
             return time.perf_counter() - began
 
         return await self.engine._call("prefill", prefill)
@@ -242,7 +246,7 @@ async def window(replica: Replica, seconds: float, each_second: Callable[[], Any
 
 
 async def swapped(replica: Replica, publishing: PublishingProcess) -> None:
-    """Publish, and wait until the engine serves it."""
+    """Publish, and wait until the engine serves the version."""
     version = await publishing.publish()
     replica.updater.offer(version)
     async with asyncio.timeout(30):
@@ -364,7 +368,7 @@ def main() -> None:
         f"tokens/s with kept KV, {found['recompute_share']:.1%} with recomputed KV "
         f"({found['recompute_ratio']:.2f} ±{found['recompute_spread']:.0%} of the prefill, {found['prefill_ms']:.0f} ms)\n"
         f"thrown away: {found['thrown_away']} tokens over {found['num_versions']} versions; "
-        f"the plain scheme keeps {found['plain_share']:.1%}, stands still for {found['plain_pause_ms']:.0f} ms "
+        f"the plain scheme keeps {found['plain_share']:.1%}, stops for {found['plain_pause_ms']:.0f} ms "
         f"and throws {found['plain_thrown_away']} tokens away"
     )
     report(

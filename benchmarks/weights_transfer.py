@@ -1,24 +1,28 @@
-"""How fast a weight version gets from a publisher to an engine that serves it; two processes, on different cores where there are two.
+"""Measures the time of a weight version from a publisher to a serving engine; two processes, on different cores if
+there are two.
 
-A synthetic model of 1 GiB in bf16, 1% changed from version to version (``_weight_versions.py``). Ours is the real thing:
-the publisher process, gRPC, the bulk plane, the updater, the mirror; the engine is a stand-in that holds torch tensors
-and changes them as the torch engine does, without a model to decode. Arms take turns; medians are reported.
+A synthetic model of 1 GiB in bf16, 1% changed from version to version (``_weight_versions.py``). Ours is the real
+thing: the publisher process, gRPC, the bulk plane, the updater, the mirror; the engine is a stand-in that holds torch
+tensors and changes them as the torch engine does, without a model to decode. Arms take turns; medians are reported.
 
-(a) delta: from "snapshot sealed" (announcing it to the publisher begins) to "the engine serves the version", verified,
+(a) delta: from "snapshot sealed" (the announcement to the publisher begins) to "the engine serves the version",
+verified,
     against the plain scheme (``_plain_sync.py``: compare, u32 + bf16, one TCP stream, the receiver rewrites its whole
-    file, the engine loads it). ``delta_ratio``; ``delta_ratio_numpy`` has the fastest compare that numpy can write.
+    file, the engine loads the file). ``delta_ratio``; ``delta_ratio_numpy`` has the fastest compare that numpy can
+    write.
 (b) full: bytes in a fresh buffer of the receiver, over the bulk plane (ZeroMQ) and over gRPC, against raw sendfile from
     the same file into such a buffer. ``bulk_vs_sendfile``, ``grpc_vs_sendfile``: times, so below 1 is faster.
-(c) same host: from the offer of a version to the engine serving it, mapped, verified, as a whole, against a memcpy of
+(c) same host: from the offer of a version to the engine serving the version, mapped, verified, as a whole, against a
+memcpy of
     the model between two warm buffers by one thread. ``mapped_vs_memcpy``.
 
-``extra_delta_bytes`` and ``extra_full_bytes`` are what the receiver's resident memory rose above its level before the
+``extra_delta_bytes`` and ``extra_full_bytes`` are the rise of the receiver's resident memory above its level before the
 transfer (mirror and engine in place), the bounds beside them are the decoded changes and two of the largest tensors.
 
     python benchmarks/weights_transfer.py [--quick] [--size-mib 1024] [--repeats 5] [--cores 0,1:2,3] [--seed 7]
 
-Each side has up to two cores of its own; on two cores one each, so the publisher's threads do not help there. Needs about
-ten times the model in memory, half of it in /dev/shm.
+Each side has up to two cores of its own; on two cores one each, so the publisher's threads do not help there. Needs
+about ten times the model in memory, half in /dev/shm.
 """
 
 from __future__ import annotations
@@ -41,30 +45,29 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
-from _cores import split
-from _needs import why_no_memory, why_no_room
-from _plain_sync import PlainReceiver, PlainSender, receive_into
-from _report import median_and_spread, report, report_nothing
-from _weight_versions import DENSITY, POLICY, RUN, VersionMaker, model_specs
 
-from services.common.config.policy import WeightsConfig
-from services.common.types import WeightVersion
+from benchmarks._cores import split
+from benchmarks._needs import why_no_memory, why_no_room
+from benchmarks._plain_sync import PlainReceiver, PlainSender, receive_into
+from benchmarks._report import median_and_spread, report, report_nothing
+from benchmarks._weight_versions import DENSITY, POLICY, RUN, VersionMaker, model_specs
+from services.common.config.training.policy import WeightsConfig
+from services.common.records.types import WeightVersion
 from services.common.weights.manifest import Manifest
 from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, Snapshot
 from services.inference.engine.in_place import prepare
 from services.inference.engine.weight_update import WeightUpdate
-from services.inference.weights.fetch import fetch
-from services.inference.weights.fetch_range import receive_buffer
 from services.inference.weights.fetcher import SourceFetcher
 from services.inference.weights.mirror import Mirror
+from services.inference.weights.transports import receive_buffer
 from services.inference.weights.updater import WeightUpdater
-from services.trainer.publisher_process import PublisherProcess
+from services.trainer.publish.publisher_process import PublisherProcess
 
 WAIT_S = 120.0
 
 
 class HeldTensors:
-    """An engine without a model: it holds tensors and changes them as the torch engine does."""
+    """An engine without a model: holds tensors and changes them as the torch engine does."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.weights = {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in manifest.tensors}
@@ -98,7 +101,8 @@ class Receiver:
         self._task = asyncio.create_task(self.updater.run())
 
     async def take(self, version: WeightVersion) -> float:
-        """Offer it; returns when the engine serves it, on the clock of ``time.perf_counter``."""
+        """Offer the version; returns the time at which the engine serves the version, on the clock of
+        ``time.perf_counter``."""
         self.updater.offer(version)
         served_at = await self.engine.served()
         while self.updater.held().number != version.number:  # noqa: ASYNC110 (a step of the event loop later)
@@ -113,7 +117,7 @@ class Receiver:
 
 @dataclass(slots=True)
 class Times:
-    """What was measured in each repetition: seconds by arm, and facts about its stages."""
+    """The results of each repetition: seconds by arm, and facts about its stages."""
 
     by_arm: dict[str, list[float]] = field(default_factory=dict)
     by_fact: dict[str, list[float]] = field(default_factory=dict)
@@ -174,7 +178,9 @@ class Benchmark:
         theirs, ours = arguments.cores
         self.repeats = arguments.repeats
         self.versions = VersionMaker(model_specs(arguments.size_mib << 20), DEFAULT_DIRECTORIES[0], arguments.seed)
-        self.publisher = PublisherProcess(run_id=RUN, policy=POLICY, config=WeightsConfig(port=0), run_dir=scratch)
+        self.publisher = PublisherProcess(
+            run_id=RUN, policy=POLICY, config=WeightsConfig(port=0, transfer="delta"), run_dir=scratch
+        )
         os.sched_setaffinity(0, theirs)  # the publisher inherits it
         self.publisher.start()
         self.plain_sender = PlainSender(theirs)
@@ -263,7 +269,7 @@ class Benchmark:
     async def _full(self) -> None:
         for transport in ("bulk", "grpc"):
             began = time.perf_counter()
-            fetched = await fetch(self.publisher.address, RUN, self.newest, None, transports=[transport])
+            fetched = await SourceFetcher(lambda: RUN, [transport]).fetch(self.newest, None, None)
             self.times.add(transport, time.perf_counter() - began)
             assert fetched.transport == transport
             del fetched
@@ -372,7 +378,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=5, help="of every arm")
     parser.add_argument(
         "--cores", type=sides, default=split(2, at_most=2), metavar="0,1:2,3",
-        help="of the publisher, and of the receiver; left out, two each, or half of what there is",
+        help="of the publisher, and of the receiver; left out, two each, or half of the cores",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=7, help="of weights and changes")
     return parser

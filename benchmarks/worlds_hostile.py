@@ -1,4 +1,4 @@
-"""Do hostile actions crash a world, leak from it, earn a reward, or get another try?
+"""Checks that hostile actions do not crash a world, leak resources, earn a reward, or get another try.
 
 One gateway process per world, played over gRPC by the client of the replicas, eight episodes at a time: actions of
 ``_hostile_actions`` (malformed, huge, repeated), turns out of order, turns after the end; then episodes of one or two
@@ -10,17 +10,17 @@ actions. Per world:
                              action, those that are missing
     unearned_rewards         rewards for one of these actions that the world's own verdict does not account for
     refused_turns            turns out of order, which must be refused
-    leaked_processes, leaked_fds, leaked_episodes   of the gateway when everything is closed, beyond what it had after
+    leaked_processes, leaked_fds, leaked_episodes   of the gateway when all is closed, beyond its level after
                              the first tenth
     leaked_mb                resident memory of the gateway and its processes at the end, beyond a third of the way
     leak_bound_mb            a tenth of the actions' own bytes and 2 KiB an episode since then, and 64 MB for caches that
-                             fill up and for an allocator that keeps what it was given: who keeps actions or episodes
-                             is above it
+                             fill up and for an allocator that keeps memory: a gateway that keeps actions or episodes is
+                             above the bound
     slowest_turn_s           at the client
 
 ALFWorld plays the package's houses made here, WebShop a made catalogue unless MILLRACE_DATA_ROOT has one; TextWorld
-three games, or one. ``agentbench`` is our client against our own task server over ``rooms``; ``taskserver`` sends that server
-bodies that are no request.
+three games, or one. ``agentbench`` is our client against our own task server over ``household_toy``; ``taskserver``
+sends that server bodies that are no request.
 
     python benchmarks/worlds_hostile.py [--quick] [--actions 10000] [--episodes 10000] [--worlds a,b] [--seed 1]
 """
@@ -41,22 +41,26 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from _hostile_actions import actions, bodies
-from _processes import ROOT, free_port
-from _report import report_facts
+
+from benchmarks._hostile_actions import actions, bodies
+from benchmarks._processes import ROOT, free_port
+from benchmarks._report import report_facts
+from services.common.telemetry.components import Component
+from services.common.telemetry.log_events import LogEvent
 
 sys.path.insert(0, str(ROOT))
 
-from services.common.accounts import TimeAccount
 from services.common.errors import InfrastructureError, InvalidRequestError, MillraceError, NotFoundError, StateError
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.rpc.channel import channel
-from services.common.types import Task
-from services.inference.gateway_client import GatewayClient
+from services.common.records.types import Task
+from services.common.rpc.client.channel import channel
+from services.common.telemetry.accounts import TimeAccount
+from services.inference.rpc.gateway_client import GatewayClient
 from services.inference.workflows.base import Step
 
 MB = 1 << 20
 LANES = 8
+SLOTS = 2  # of the gateway's sandbox
 SLOW = ("webshop_bare", "tool", "single_step", "alfworld", "textworld")  # programs, formulas, engines
 TURNS = 12  # of an episode of the first part
 CACHES_MB, EPISODE_BYTES = 64, 2048
@@ -97,12 +101,15 @@ def worlds(folder: Path, num_games: int) -> dict[str, World]:
     """Those that can be played here; making a game of TextWorld takes seconds."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     port = free_port()
-    served = {"envgateway.task_server.port": port, "envgateway.task_server.environments": "{rooms: {end: 10000}}"}
+    served = {
+        "envgateway.task_server.port": port,
+        "envgateway.task_server.environments": "{household_toy: {end: 10000}}",
+    }
     math = {"question": "2+2", "answer": "4711", "environment": {"reward": "math"}}
     tool = {"question": "2+2", "answer": "4711", "environment": {"reward": "boxed", "max_turns": 1000}}
     own = "envgateway.environments.{0}"
     known = {
-        "rooms": World("rooms", {"environment": {"max_turns": 1000}}),
+        "household_toy": World("household_toy", {"environment": {"max_turns": 1000}}),
         "single_step": World("single_step", math),
         "tool": World("tool", tool),
         "tools": World("tools", {"environment": {"tools": ["python"]}}),
@@ -152,12 +159,12 @@ def _houses(folder: Path) -> Path:
 
 
 class Play:
-    """One world's gateway, and what was seen of it."""
+    """One world's gateway, and the observations."""
 
     def __init__(self, world: World, process: asyncio.subprocess.Process, address: str, seed: int) -> None:
         self._world = world
         self._process = process
-        self._client = GatewayClient(TimeAccount("benchmark", num_lanes=LANES))
+        self._client = GatewayClient(TimeAccount(Component("benchmark"), num_lanes=LANES))
         self._client.connect(address)
         self._status = channel(address)
         self._actions = actions(seed)
@@ -266,7 +273,7 @@ class Play:
             self.seen.failed(f"turn {turn} was jumped")
 
     async def _settle(self) -> None:
-        """Until what was left alone has expired."""
+        """Wait until abandoned episodes have expired."""
         for _ in range(100):
             if self._process.returncode is not None or (await self._gauges())["episodes_live"] == 0:
                 return
@@ -278,7 +285,7 @@ class Play:
 
 
 class Bodies(Play):
-    """Sends the task server what is no request. Any answer but a refusal or an ordinary one is a failure."""
+    """Sends invalid requests to the task server. Any answer but a refusal or an ordinary one is a failure."""
 
     async def run(self, num_actions: int, num_episodes: int) -> None:
         base = f"http://127.0.0.1:{self._world.settings['envgateway.task_server.port']}/api"
@@ -309,7 +316,7 @@ class Bodies(Play):
 
 
 def _is_earned(step: Step) -> bool:
-    """No reward, or one that the world says it has judged: a won game, a purchase."""
+    """No reward, or one that the world has judged: a won game, a purchase."""
     judged = step.metrics.get("won", 0.0) > 0 or "r_type" in step.metrics
     return step.reward <= 0.0 or (judged and step.done and step.reward <= 1.0)
 
@@ -322,8 +329,20 @@ def _family(pid: int) -> Iterator[int]:
 
 
 def _held(pid: int) -> tuple[int, int]:
-    """Processes of the gateway with itself, and its open files."""
-    return len(list(_family(pid))), len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    """Processes of the gateway with itself, and its open files.
+
+    A sandbox slot starts its init process at its first run. So the slots count as started from the beginning; more
+    init processes than slots count one by one.
+    """
+    family = list(_family(pid))
+    inits = sum(_is_init(one) for one in family)
+    return len(family) - inits + max(inits, SLOTS), len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def _is_init(pid: int) -> bool:
+    """Whether a process is the first one of a pid namespace inside ours."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("NSpid:"))
+    return len(line.split()) > 2 and line.split()[-1] == "1"
 
 
 def _rss_mb(pid: int) -> float:
@@ -336,7 +355,7 @@ async def gateway(settings: Mapping[str, object], log: Path) -> AsyncIterator[tu
     """A gateway process and its address."""
     always = {
         "envgateway.port": 0, "envgateway.max_episodes": 4096, "envgateway.episode_lease_s": 2,
-        "envgateway.sandbox.num_slots": 2, "envgateway.sandbox.allow_tier_0": "true",
+        "envgateway.sandbox.num_slots": SLOTS, "envgateway.sandbox.allow_tier_0": "true",
         "envgateway.sandbox.prewarm_scientific": "false",
     }  # fmt: skip
     with log.open("wb") as errors:
@@ -357,7 +376,7 @@ async def _address(process: asyncio.subprocess.Process, log: Path) -> str:
     for _ in range(300):
         told = await asyncio.to_thread(log.read_text, errors="replace")
         for line in told.splitlines():
-            if "server.ready" in line:
+            if LogEvent.SERVER_READY in line:
                 return next(word.partition("=")[2] for word in line.split() if word.startswith("address="))
         if process.returncode is not None:
             break

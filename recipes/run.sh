@@ -9,4 +9,4 @@
 #   MILLRACE_DATA_ROOT (folder of local datasets), REDIS_URI (programs run at workers), PYTHON (python).
 set -euo pipefail
 : "${1:?usage: recipes/run.sh RECIPE [--set a.b=c ...]}"
-exec "${PYTHON:-python}" -m services.cli run "$@"
+exec "${PYTHON:-python}" -P "$(dirname "$0")/../services/start.py" services.cli run "$@"

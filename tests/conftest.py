@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,15 @@ import hypothesis
 import pytest
 import structlog
 
-from services.common import logs
+from services.common.telemetry import logs
 from tests import needs
+from tests.ports import free_port
 
-pytest_plugins = ["tests.not_exercised"]
+pytest_plugins = ["tests.deep_trees", "tests.forks", "tests.not_exercised", "tests.order"]
+
+# Tests start hundreds of processes; each would compile every module again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # No deadline: timings never decide a test. No database: a failure prints how to repeat it.
 hypothesis.settings.register_profile("millrace", deadline=None, database=None, derandomize=True, max_examples=100)
@@ -29,9 +35,15 @@ def fresh_logs() -> Iterator[None]:
     structlog.contextvars.clear_contextvars()
 
 
+@pytest.fixture
+def unused_tcp_port() -> int:
+    """Instead of pytest-asyncio's, which is of the kernel's ephemeral range."""
+    return free_port()
+
+
 @pytest.fixture(scope="session")
 def data_root() -> Path:
-    """The folder of real rows, named by MILLRACE_DATA_ROOT; tests that want them are skipped without it."""
+    """The folder of real rows, named by MILLRACE_DATA_ROOT; tests that need the rows are skipped without the folder."""
     needs.check("data root")
     return Path(os.environ["MILLRACE_DATA_ROOT"])
 
@@ -44,6 +56,13 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def sglang_python() -> str:
-    """The interpreter that has SGLang; engines find it by the variable themselves."""
+    """The interpreter that has SGLang; engines read the variable themselves."""
     needs.check("SGLang")
     return os.environ["MILLRACE_SGLANG_PYTHON"]
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The interpreter that has vLLM; engines read the variable themselves."""
+    needs.check("vLLM")
+    return os.environ["MILLRACE_VLLM_PYTHON"]

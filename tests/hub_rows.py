@@ -1,4 +1,4 @@
-"""A few rows of every dataset on the hub, made here in the true form of its columns, and what is right about them.
+"""A few rows of every dataset on the hub, made here in the true form of its columns, with the right answers.
 
 ``tests/data/hub/NAME.jsonl`` holds the rows of ``KNOWN[NAME]``; the columns are those that its card or the loaders of
 public trainers show. ``RIGHT`` has a completion that solves each task that is made of them.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from services.cli.keyring import Keyring
+from services.cli.keys.keyring import Keyring
 from services.common.security import identity
 from services.common.security.identity import Identity
 from services.common.security.roles import Role
@@ -21,6 +21,6 @@ def make_keys(folder: Path, run: str = "r1", *, age_days: float = 0.0, **setting
 
 
 def as_role(keys: Keyring, role: Role) -> Identity:
-    """Who a process of this role is."""
+    """The identity of a process of this role."""
     where = keys.folder / "trainer" if role is Role.PUBLISHER else keys.folder
     return identity.load(where, role)

@@ -23,9 +23,13 @@ from typing import NoReturn
 import pytest
 
 from benchmarks import _machines
-from services.common.config.envgateway import SandboxConfig
-from services.common.errors import SandboxRefusedError
-from services.envgateway.sandbox.bare import landlock, memcg, native
+from services.cli.plan.nodes import address_of_node_0
+from services.common.config.processes.envgateway import SandboxConfig
+from services.common.config.processes.trackers import Tracker, missing_packages
+from services.common.errors import ConfigError, SandboxRefusedError
+from services.common.verifiers.interpreter import interpreter
+from services.envgateway.sandbox.bare.confine import landlock, memcg
+from services.envgateway.sandbox.bare.harness import native
 from services.envgateway.sandbox.launch import SupervisorLauncher
 
 REQUIRE = "MILLRACE_REQUIRE"
@@ -34,9 +38,10 @@ PROBE_S = 20.0
 
 @dataclass(frozen=True)
 class Need:
-    """``missing`` gives the reason why it is not met, or nothing. ``add`` is the command or the change that meets it.
+    """``missing`` gives the reason why the need is not met, or an empty text. ``add`` is the command or the change that
+    meets the need.
 
-    ``on_ci``: Debian as root with namespaces and without a GPU can be given it.
+    ``on_ci``: Debian as root with namespaces and without a GPU can meet the need.
     """
 
     name: str
@@ -45,7 +50,7 @@ class Need:
     on_ci: bool = True
 
 
-class Unmet(pytest.skip.Exception):
+class Unmet(pytest.skip.Exception):  # type: ignore[name-defined]
     """Skips a test for a need of this table."""
 
     def __init__(self, need: Need, why: str) -> None:
@@ -123,6 +128,14 @@ def _no_ipv6() -> str | None:
         return str(error)
 
 
+def _only_loopback() -> str | None:
+    try:
+        address_of_node_0({})
+    except ConfigError as error:
+        return error.message
+    return None
+
+
 def _no_cuda() -> str | None:
     import torch  # only tests of the GPU ask
 
@@ -137,11 +150,19 @@ def _no_memory_cgroup() -> str | None:
     return None
 
 
+def _no_verifiers() -> str | None:
+    try:
+        python = interpreter()
+    except ConfigError as error:
+        return error.message
+    return _fails([python, "-c", "import importlib.util, sys; sys.exit(not importlib.util.find_spec('verifiers'))"])
+
+
 def _as_root(wanted: bool) -> Callable[[], str | None]:
     return lambda: None if (os.getuid() == 0) is wanted else f"the user id is {os.getuid()}"
 
 
-_ENVS, _DEV = "make install-envs", "make install"
+_ENVS, _DEV, _INTEGRATIONS = "make install-envs", "make install", "make install-integrations"
 _PRIVILEGED = "run as root with namespaces, in a container with --privileged"
 
 NEEDS = {
@@ -150,9 +171,19 @@ NEEDS = {
         Need("alfworld", _package("alfworld", "textworld", "fast_downward"), _ENVS),
         Need("textworld", _package("textworld"), _ENVS),
         Need("spacy", _package("spacy"), _ENVS),
+        Need("wandb", _package("wandb"), _INTEGRATIONS),
+        Need("trackio", _package("trackio"), _INTEGRATIONS),
+        Need("opentelemetry", lambda: "; ".join(missing_packages([Tracker.OTLP])) or None, _INTEGRATIONS),
+        Need("mcp", _package("mcp"), _INTEGRATIONS),
+        Need("reasoning-gym", _package("reasoning_gym"), _INTEGRATIONS),
+        Need("gymnasium", _package("gymnasium"), _INTEGRATIONS),
+        Need("anthropic", _package("anthropic"), _INTEGRATIONS),
+        Need("openenv", _package("openenv"), _INTEGRATIONS),
+        Need("verifiers", _no_verifiers, "make install-verifiers"),
         Need("flash_attn", _package("flash_attn"), ".venv/bin/pip install flash-attn", on_ci=False),
         Need("varlen attention", _package("torch.nn.attention.varlen"), "a newer torch", on_ci=False),
         Need("no flash_attn", lambda: None if _package("flash_attn")() else "flash_attn is installed", "remove it"),
+        Need("peft", _package("peft"), _INTEGRATIONS),
         Need("redis-server", _program("redis-server"), f"{_ENVS}, or apt-get install redis-server"),
         Need("chromium", _program("chromium"), "apt-get install chromium"),
         Need("shellcheck", _program("shellcheck"), _DEV),
@@ -175,9 +206,14 @@ NEEDS = {
         Need("Landlock", lambda: None if landlock.abi_version() else "this kernel has none", "Linux 5.13 or newer",
              on_ci=False),
         Need("IPv6 loopback", _no_ipv6, "sysctl net.ipv6.conf.lo.disable_ipv6=0", on_ci=False),
+        Need("an address beside loopback", _only_loopback, "ip link add dummy0 type dummy, with an address and a route"),
+        Need("kubernetes-validate", _package("kubernetes_validate"), _INTEGRATIONS),
+        Need("skypilot", _variable("MILLRACE_SKYPILOT_PYTHON", "interpreter that has SkyPilot"), "make test-skypilot",
+             on_ci=False),
         Need("CUDA", _no_cuda, "a machine with a GPU", on_ci=False),
         Need("SGLang", _variable("MILLRACE_SGLANG_PYTHON", "interpreter that has SGLang"), "make test-sglang",
              on_ci=False),
+        Need("vLLM", _variable("MILLRACE_VLLM_PYTHON", "interpreter that has vLLM"), "make test-vllm", on_ci=False),
         Need("data root", _variable("MILLRACE_DATA_ROOT", "folder of data sets"), "set MILLRACE_DATA_ROOT",
              on_ci=False),
         Need("made ALFWorld games", _made_rows("alfworld_made"), "set MILLRACE_DATA_ROOT", on_ci=False),
@@ -193,13 +229,13 @@ NEEDS = {
 
 
 def check(name: str) -> None:
-    """Skip the running test where ``name`` is not met; fail it where MILLRACE_REQUIRE has the name."""
+    """Skip the running test if ``name`` is not met; fail the test if MILLRACE_REQUIRE has the name."""
     if reason := _reason(name):
         unmet(name, reason)
 
 
 def unmet(name: str, why: str) -> NoReturn:
-    """For what only the test itself finds out, such as which tier a sandbox has come to."""
+    """For facts that only the test itself finds out, such as the tier of a sandbox."""
     need = NEEDS[name]
     if name in required(os.environ.get(REQUIRE, "")):
         pytest.fail(f"{REQUIRE} has {name}, but {why} ({need.add})", pytrace=False)
@@ -207,10 +243,10 @@ def unmet(name: str, why: str) -> NoReturn:
 
 
 def required(words: str) -> frozenset[str]:
-    """The names that MILLRACE_REQUIRE stands for.
+    """The names in MILLRACE_REQUIRE.
 
     Raises:
-        UsageError: it has a name that is not in the table.
+        UsageError: a name is not in the table.
     """
     names: set[str] = set()
     for word in filter(None, (part.strip() for part in words.split(","))):

@@ -19,7 +19,7 @@ from tests import needs
 
 _PROPERTY = "unmet need"
 Counts = Mapping[tuple[str, str], int]  # number of tests by need and command
-APART = "Apart from `make test`: make test-recipes, make test-sglang, make test-gpu."
+APART = "Apart from `make test`: make test-recipes, make test-sglang, make test-vllm, make test-gpu."
 
 
 def line(counts: Counts) -> str:

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, requests to engines that serve them, and what a plain forward pass says of the answer."""
+"""Tiny models with random weights, requests to engines that serve them, and the scores of a plain forward pass."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from services.common.kept_tokens import unpack
-from services.common.types import Sampling, Segment
+from services.common.records.kept_tokens import unpack
+from services.common.records.types import Sampling, Segment
 from services.inference.engine.base import Generation, GenerationRequest
 
 VOCAB = 301
@@ -39,8 +39,8 @@ def make_prompt(length: int, seed: int = 0) -> list[int]:
     return [(7 + 13 * seed + 31 * i + i * i * (seed + 1)) % VOCAB for i in range(length)]
 
 
-def build_model(kind: str, *, tied: bool = True, seed: int = 0) -> Any:
-    """A random model of 2 layers; weights large enough that distributions are far from uniform."""
+def build_model(kind: str, *, tied: bool = True, seed: int = 0, head_dim: int = 24, num_layers: int = 2) -> Any:
+    """A random model; weights large enough that distributions are far from uniform."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -48,7 +48,7 @@ def build_model(kind: str, *, tied: bool = True, seed: int = 0) -> Any:
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 1024,
@@ -56,7 +56,7 @@ def build_model(kind: str, *, tied: bool = True, seed: int = 0) -> Any:
         "initializer_range": 0.15,
     }
     config = {
-        "qwen3": lambda: Qwen3Config(head_dim=24, **sizes),
+        "qwen3": lambda: Qwen3Config(head_dim=head_dim, **sizes),
         "qwen2": lambda: Qwen2Config(**sizes),
         "llama": lambda: LlamaConfig(**sizes),
     }[kind]()
@@ -91,7 +91,7 @@ def reference_logprobs(model: Any, token_ids: list[int], first: int, *, temperat
 
 
 def kept_sets(generation: Generation) -> list[set[int]]:
-    """What could be drawn for each token, as the engine tells it."""
+    """The ids that could be drawn for each token, as reported by the engine."""
     found = []
     for segment in generation.segments:
         sets = unpack(segment.kept, segment.token_ids)

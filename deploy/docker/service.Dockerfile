@@ -20,7 +20,7 @@ RUN python3 -m venv /opt/millrace
 ENV PATH=/opt/millrace/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 COPY pyproject.toml README.md LICENSE constraints.txt ./
 # The packages alone: the code comes later, so that a change to it installs nothing again.
-RUN mkdir services && touch services/__init__.py \
+RUN mkdir services millrace && touch services/__init__.py millrace/__init__.py \
     && pip install --constraint constraints.txt ".[${EXTRAS:?name the extras, such as EXTRAS=trainer}]" \
     && pip uninstall --yes millrace \
     && if [ -n "${SPACY_MODEL}" ]; then python -m spacy download "${SPACY_MODEL}"; fi
@@ -32,8 +32,9 @@ RUN useradd --uid 10001 --create-home millrace \
 COPY --from=packages /opt/millrace /opt/millrace
 WORKDIR /app
 COPY services services
+COPY millrace millrace
 COPY recipes recipes
 ENV PATH=/opt/millrace/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/models
 USER 10001:10001
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["python", "-m", "services.cli"]
+ENTRYPOINT ["python", "-P", "-m", "services.cli"]

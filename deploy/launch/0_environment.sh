@@ -9,4 +9,4 @@
 set -euo pipefail
 recipe="${1:?usage: 0_environment.sh RECIPE [--set a.b=c ...]}"
 shift
-exec "${PYTHON:-python}" -m services.cli start "$recipe" envgateway ${TASK_SERVER_PORT:+--alone} "$@"
+exec "${PYTHON:-python}" -P "$(dirname "$0")/../../services/start.py" services.cli start "$recipe" envgateway ${TASK_SERVER_PORT:+--alone} "$@"

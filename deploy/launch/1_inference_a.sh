@@ -7,4 +7,4 @@
 set -euo pipefail
 recipe="${1:?usage: 1_inference_a.sh RECIPE [--set a.b=c ...]}"
 shift
-exec "${PYTHON:-python}" -m services.cli start "$recipe" inference-a "$@"
+exec "${PYTHON:-python}" -P "$(dirname "$0")/../../services/start.py" services.cli start "$recipe" inference-a "$@"

@@ -8,4 +8,4 @@ recipe="${1:?usage: 4_trainer_model1.sh RECIPE [--set a.b=c ...]}"
 shift
 share=""
 [ "${NODE:-0}" = 0 ] || share="-node$NODE"
-exec "${PYTHON:-python}" -m services.cli start "$recipe" "trainer-model1$share" "$@"
+exec "${PYTHON:-python}" -P "$(dirname "$0")/../../services/start.py" services.cli start "$recipe" "trainer-model1$share" "$@"

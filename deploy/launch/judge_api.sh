@@ -12,7 +12,7 @@ readonly QUICK_S=10 # who gives up sooner than this after its start has settings
 
 declare -A port_of started
 serve() { # PORT
-  MILLRACE_DIE_WITH_PARENT=$$ ENVGATEWAY_PORT="$1" "${PYTHON:-python}" -m services.envgateway ${recipe:+--recipe "$recipe"} --share-http-port &
+  MILLRACE_DIE_WITH_PARENT=$$ ENVGATEWAY_PORT="$1" "${PYTHON:-python}" -P "$(dirname "$0")/../../services/start.py" services.envgateway ${recipe:+--recipe "$recipe"} --share-http-port &
   port_of[$!]="$1" started[$!]="$SECONDS"
 }
 stop() {

@@ -2,12 +2,13 @@
 
     f(x): add 3 or 2
 
-Hidden tests accept one of the two, and nothing in the sentence says which: whoever has one attempt is right half of the
-time, however well it is trained. Two policies do better together: the actor writes a function; the verifier is shown what the
-tests printed and says approve or reject; after a rejection the actor, who is shown its attempt, tries once more.
+Hidden tests accept one of the two, and the sentence does not say which: a policy with one attempt is right half of the
+time, with any training. Two policies do better together: the actor writes a function; the verifier is shown the output
+of the tests and says approve or reject; after a rejection the actor, which is shown its attempt, tries once more.
 
-``demonstrations`` and ``verifications`` make the starting checkpoints. The actor's demonstrator writes either number, and
-changes it after a rejection seven times out of ten; the verifier's verdict agrees with the log three times out of five.
+``demonstrations`` and ``verifications`` make the starting checkpoints. The actor's demonstrator writes either number,
+and changes the answer after a rejection seven times out of ten; the verifier's verdict agrees with the log three times
+out of five.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from services.common.types import Task
-from services.inference.workflows.base import ExecutionStatus, Gateway
+from services.common.records.types import Task
+from services.inference.workflows.base import Gateway, RunStatus
 from services.inference.workflows.prompts import fill
 
 WORDS = {"add": "+", "subtract": "-", "times": "*"}
@@ -32,8 +33,8 @@ Spec = tuple[str, int, int]  # word and the two numbers
 
 
 def problems(seed: int, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Rows ``{"id", "messages", "tests"}``. Which number is accepted is drawn for each row: what is held out are the coins,
-    for there is nothing else in a task that could be known or not."""
+    """Rows ``{"id", "messages", "tests"}``. The accepted number is drawn for each row: the held-out rows differ in the
+    coins, the only unknown of a task."""
     if split not in ("train", "held_out"):
         raise ValueError(f"split is {split!r}; write train or held_out")
     coin = random.Random(_HELD_OUT_SEED if split == "held_out" else seed)
@@ -67,7 +68,8 @@ def demonstrations(seed: int, switch_share: float = 0.7) -> Iterator[dict[str, A
 
 
 def verifications(seed: int, right_share: float = 0.6) -> Iterator[dict[str, Any]]:
-    """The verifier's dialogues: a test log, and a verdict that agrees with it little more often than not."""
+    """The verifier's dialogues: a test log, and a verdict that agrees with the log in little more than half of the
+    cases."""
     rng = random.Random(seed)
     specs = _all_specs()
     while True:
@@ -107,12 +109,12 @@ def program(word: str, number: int) -> str:
 
 
 async def test_log(gateway: Gateway, task: Task, solution: str) -> str:
-    """What the hidden tests print about an attempt: it is run, by the gateway's sandbox."""
+    """The output of the hidden tests for an attempt, run in the gateway's sandbox."""
     cases = [(case["args"][0], case["expected"]) for case in task.data["tests"]["cases"]]
     checks = [f"print({_line(value, True)!r} if f({value}) == {expected} else {_line(value, False)!r})"
               for value, expected in cases]  # fmt: skip
     done = await gateway.execute_code("\n".join([solution, *checks]))
-    if done.status is not ExecutionStatus.OK:
+    if done.status is not RunStatus.OK:
         return "\n".join(_line(value, False) for value, _ in cases)  # it could not even be run
     return done.stdout.strip()
 

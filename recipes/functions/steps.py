@@ -1,10 +1,10 @@
-"""``recipes/quickstart-code``: say in Python what a sentence says, in one or two steps; judged by running it.
+"""``recipes/quickstart-code``: translate a sentence to Python, in one or two steps; judged by running the program.
 
     add 3 then times 7        ->  def f(x): return (x + 3) * 7
     double then subtract 5    ->  def f(x): return x * 2 - 5
 
-``problems`` are the tasks of the run, with five hidden inputs each; ``demonstrations`` are the mostly wrong dialogues of
-the starting checkpoint: their programs are well formed, and often do another step than the one asked for.
+``problems`` are the tasks of the run, with five hidden inputs each; ``demonstrations`` are the mostly wrong dialogues
+of the starting checkpoint: their programs are well formed, and often do another step than the one asked for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds the quickstart's model and tokenizer from nothing: random weights, a byte-level BPE, a chat template.
+"""Builds the quickstart's model and tokenizer: random weights, a byte-level BPE, a chat template.
 
 The result is an ordinary Hugging Face directory (Qwen3 architecture), loaded by the same code as a model from the hub.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.quickstart.task import demonstrations
-from services.common.tiny_models import TOOL_TOKENS, TURN_TOKENS, save_random_model, train_tokenizer
+from services.common.tiny.models import TOOL_TOKENS, TURN_TOKENS, save_random_model, train_tokenizer
 
 # The turn layout of Qwen's models, without the line break between turns: a tool result is a user turn with a
 # tool_response tag.
@@ -37,6 +37,7 @@ def build(
     intermediate_size: int = 288,
     vocabulary: int = 303,
     context_length: int = 256,
+    rope_theta: float = 10_000.0,
 ) -> None:
     """Write config, random weights and tokenizer into ``directory``; 0.36 M parameters with the defaults."""
     save_random_model(
@@ -50,6 +51,7 @@ def build(
         head_dim=head_dim,
         intermediate_size=intermediate_size,
         context_length=context_length,
+        rope_theta=rope_theta,
     )
 
 

@@ -2,8 +2,8 @@
 
 ``problems`` are the tasks of the run; ``demonstrations`` are the synthetic, *mostly wrong* dialogues from which the
 warm start makes the starting checkpoint. Most demonstrators guess at once; the others call the tool, often with the
-wrong operator or operands. About one demonstration in five is right, so the supervised model has seen every move it
-needs and learned none of the judgement: that is left to the RL.
+wrong operator or operands. About one demonstration in five is right, so the supervised model has seen every move that
+its policy needs and learned none of the judgement: that is left to the RL.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ _HELD_OUT_SEED = 20_000  # fixed: every run is evaluated on the same problems
 Problem = tuple[int, str, int]
 
 
-def problems(seed: int, split: str = "train") -> Iterator[dict[str, Any]]:
-    """Rows ``{"id", "question", "answer"}``: all problems but the held-out 512, or just these, in seeded order."""
+def problems(seed: int, split: str = "train", count: int | None = None) -> Iterator[dict[str, Any]]:
+    """Rows ``{"id", "messages", "answer"}``: all problems but the held-out 512 in seeded order, or just these, or a fixed random
+    ``count`` of them."""
     held_out = _held_out()
     if split == "held_out":
         chosen = sorted(held_out)
+        if count is not None:
+            chosen = sorted(random.Random(_HELD_OUT_SEED).sample(chosen, count))
     elif split == "train":
         chosen = [p for p in _all_problems() if p not in held_out]
         random.Random(seed).shuffle(chosen)

@@ -10,15 +10,17 @@ import structlog
 import typer
 from rich.console import Console
 
-from services.cli.data_commands import data_app
-from services.cli.errors import Interrupted, exit_code, tell
-from services.cli.journal.command import journal_app
-from services.cli.keys import keys_app
-from services.cli.live_commands import live_app
-from services.cli.reading_commands import reading_app
-from services.cli.recipe_commands import recipe_app
+from services.cli.commands.data import data_app
+from services.cli.commands.live import live_app
+from services.cli.commands.reading import reading_app
+from services.cli.commands.recipes import recipe_app
+from services.cli.commands.results import results_app
+from services.cli.console.errors import Interrupted, exit_code, tell
+from services.cli.console.plain import say
+from services.cli.inspect.journal.command import journal_app
+from services.cli.keys.command import keys_app
 from services.common.errors import MillraceError
-from services.common.logs import quiet_grpc
+from services.common.telemetry.logs import quiet_grpc
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,7 +30,7 @@ app = typer.Typer(
     help="Asynchronous reinforcement learning for LLM agents.\n\n"
     "Begin with `millrace run recipes/quickstart`: it trains a small model on this machine in minutes.",
 )
-for commands in (recipe_app, live_app, reading_app):
+for commands in (recipe_app, live_app, reading_app, results_app):
     app.add_typer(commands)  # unnamed: its commands are the app's own
 app.add_typer(data_app, name="data")
 app.add_typer(journal_app, name="journal")
@@ -51,9 +53,9 @@ def millrace(
 
 
 def main() -> None:
-    """Entry point: errors of ours are told in words, with exit code 2 for the user's and 1 for the rest."""
+    """Entry point. Prints errors of the project as sentences; exits with 2 for errors of the user and 1 for others."""
     quiet_grpc()
-    # What commands do in this process is told in their own words; `run` sets up logs of its own.
+    # Commands print their own messages; `run` configures its own logs.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     stderr = Console(stderr=True)
     try:
@@ -62,7 +64,7 @@ def main() -> None:
         tell(error, stderr)
         raise SystemExit(exit_code(error)) from None
     except Interrupted as interruption:
-        stderr.print(str(interruption), soft_wrap=True)
+        say(stderr, str(interruption))
         raise SystemExit(130) from None
 
 

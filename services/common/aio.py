@@ -1,6 +1,6 @@
 """Waiting with a deadline and a name, owning the tasks one starts, and backing off.
 
-Knows nothing about gRPC or services.
+Independent of gRPC and of services.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine, Iterator
+from types import TracebackType
 from typing import Any
 
 import structlog
@@ -21,33 +21,55 @@ log = structlog.get_logger()
 CLOSE_S = 30.0
 
 
-@asynccontextmanager
-async def deadline(seconds: float | None, name: str) -> AsyncIterator[None]:
+class deadline:
     """Bound a wait; ``None`` is for waits that a lease or a stop bounds.
 
     Raises:
         DeadlineError: "<name> took longer than <seconds> s". A timeout raised *inside* passes through unchanged.
     """
-    scope = asyncio.timeout(seconds)
-    try:
-        async with scope:
-            yield
-    except TimeoutError:
-        if scope.expired():
-            raise DeadlineError(f"{name} took longer than {seconds:g} s", wait=name) from None
-        raise
+
+    __slots__ = ("_name", "_scope", "_seconds")
+
+    def __init__(self, seconds: float | None, name: str) -> None:
+        self._seconds = seconds
+        self._name = name
+        self._scope = asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise self._passed() from None
+        if isinstance(error, TimeoutError) and self._scope.expired():  # made of the cancellation, inside
+            raise self._passed() from None
+
+    def begin_again(self, seconds: float, name: str) -> None:
+        """Bound what follows by another time, from now on; without effect when the wait is over."""
+        try:
+            self._scope.reschedule(asyncio.get_running_loop().time() + seconds)
+        except RuntimeError:  # it has ended or passed meanwhile
+            return
+        self._seconds, self._name = seconds, name
+
+    def _passed(self) -> DeadlineError:
+        return DeadlineError(f"{self._name} took longer than {self._seconds:g} s", wait=self._name)
 
 
-def backoff(first_s: float = 0.1, longest_s: float = 5.0, factor: float = 2.0) -> Iterator[float]:
+def backoff(first_s: float = 0.1, longest_s: float = 5.0) -> Iterator[float]:
     """Seconds to sleep between attempts: growing, bounded, jittered by half so that peers do not march in step."""
     delay = first_s
     while True:
         yield delay * (0.5 + random.random() / 2)
-        delay = min(longest_s, delay * factor)
+        delay = min(longest_s, delay * 2)
 
 
 async def ended(task: asyncio.Future[Any]) -> None:
-    """Cancel what still runs, and wait for its end; what it raised is its reader's."""
+    """Cancel a task that is still running and wait for its end; its error is left to its reader."""
     if not task.done():
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -55,9 +77,9 @@ async def ended(task: asyncio.Future[Any]) -> None:
 
 
 class TaskOwner:
-    """Owns background tasks: none is orphaned, and the first failure is told to whoever waits on ``failed``.
+    """Owns background tasks: none is orphaned, and the first failure is raised by ``failed``.
 
-    Use as ``async with TaskOwner() as tasks``; leaving cancels what still runs and waits for it, up to a deadline.
+    Use as ``async with TaskOwner() as tasks``; leaving cancels running tasks and waits for them, up to a deadline.
     """
 
     def __init__(self) -> None:
@@ -82,13 +104,13 @@ class TaskOwner:
         return task
 
     async def failed(self) -> None:
-        """Wait until an owned task fails, and raise what it raised."""
+        """Wait until an owned task fails, and raise its error."""
         if self._failure is None:
             self._failure = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._failure)
 
     async def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Cancel what runs and wait until it has ended.
+        """Cancel running tasks and wait until they have ended.
 
         Raises:
             DeadlineError: naming the tasks that did not end when they were cancelled.
@@ -117,4 +139,4 @@ class TaskOwner:
             self._failure = task.get_loop().create_future()
         if not self._failure.done():
             self._failure.set_exception(error)
-            self._failure.exception()  # retrieved: nobody has to be waiting
+            self._failure.exception()  # retrieved, so that asyncio does not log it if no task waits

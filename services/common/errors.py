@@ -9,13 +9,13 @@
     │   ├── UnknownPolicyError        UNKNOWN_POLICY
     │   ├── ModelMismatchError        MODEL_MISMATCH
     │   └── AccessError               keys are missing, wrong or not for this; waiting does not help
-    │       ├── UnauthenticatedError      UNAUTHENTICATED: who calls, or who answers, is not known
+    │       ├── UnauthenticatedError      UNAUTHENTICATED: the caller or the server is unknown
     │       └── PermissionDeniedError     PERMISSION_DENIED: known, but not allowed to do this
     ├── NotFoundError             EPISODE_NOT_FOUND, UNKNOWN_ENVIRONMENT, ... see ``reason``
     │   ├── UnknownTaskGroupError     UNKNOWN_TASK_GROUP
     │   ├── EpisodeNotFoundError      EPISODE_NOT_FOUND
     │   └── UnknownEnvironmentError   UNKNOWN_ENVIRONMENT
-    ├── StateError                right request, wrong moment: do what the message says
+    ├── StateError                right request, wrong moment: follow the message
     │   ├── LeaseLostError            LEASE_LOST
     │   ├── WeightsStaleError         WEIGHTS_STALE
     │   ├── VersionConflictError      VERSION_CONFLICT
@@ -26,11 +26,11 @@
     ├── SupersededError           SUPERSEDED: newer work replaced this
     ├── CapacityError             CAPACITY_EXHAUSTED: wait ``retry_after_s``, or choose another replica
     ├── CorruptDataError          DIGEST_MISMATCH: a checksum does not match, fetch again in full
-    │   └── BatchLostError            BATCH_LOST: a recorded batch is damaged in the journal, and asking again brings nothing
+    │   └── BatchLostError            BATCH_LOST: a recorded batch is damaged in the journal; another request does not help
     ├── DeadlineError             DEADLINE_EXCEEDED: a named wait ran out
-    ├── RolloutTimeoutError       ROLLOUT_TIMEOUT: the policy was slower than rollout.timeout_s; what that costs is a setting
+    ├── RolloutTimeoutError       ROLLOUT_TIMEOUT: the policy was slower than rollout.timeout_s; a setting gives the cost
     └── InfrastructureError       INFRASTRUCTURE: a peer or machine failed; retryable, never a reward
-        └── GraderFailedError         GRADER_FAILED: a reward or judgement says nothing about the answer
+        └── GraderFailedError         GRADER_FAILED: a reward or judgement has no information about the answer
 
 Each leaf's ``reason`` is a name of ``ErrorReason`` in ``protos/millrace/v1/errors.proto``; a contract test
 compares the two lists. ``services.common.rpc.status`` turns these into gRPC statuses and back, from one table.
@@ -64,7 +64,7 @@ class InvalidRequestError(UserError):
 
 
 class ConfigError(UserError):
-    """A recipe that cannot run; the message has the path in the recipe and what to write instead."""
+    """A recipe that cannot run; the message has the path in the recipe and the correction."""
 
     reason = "INVALID_CONFIG"
 
@@ -172,13 +172,13 @@ class CorruptDataError(MillraceError):
 
 
 class BatchLostError(CorruptDataError):
-    """The record of a batch, or every trajectory of it, cannot be used any more."""
+    """The record of a batch, or all its trajectories, cannot be used any more."""
 
     reason = "BATCH_LOST"
 
 
 class DeadlineError(MillraceError):
-    """A named wait ran out; the message says which wait, how long, and who was waited for."""
+    """A named wait ran out; the message has the name of the wait, its duration and the awaited component."""
 
     reason = "DEADLINE_EXCEEDED"
 

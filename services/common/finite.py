@@ -1,8 +1,8 @@
-"""Sums, means and deviations of numbers of any magnitude: finite in, finite out, and nothing raises.
+"""Sums, means and deviations of numbers of any magnitude: finite in, finite out, without errors.
 
 Numbers near 1e308 are rare, and are mistakes; but a mean that raises ends a process, and one that is infinite spoils
-whatever is computed from it. Within 2**-500 .. 2**500 the results are those of the plain formulas, to the bit. Beyond, the
-numbers are scaled by a power of two first, and a result that no float holds becomes the largest one.
+all values computed from it. Within 2**-500 .. 2**500 the results are those of the plain formulas, to the bit. Beyond,
+the numbers are scaled by a power of two first, and a result that no float holds becomes the largest one.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     run.seed + (evaluation, dataset, row)              -> seed of an evaluation task group = its episodes' seed
     seed of the task group + (slot, index)             -> the slot's sampling seed
 
-Names, versions and times do not enter: neither the run's id, nor a task group's id, nor a weight version. So two runs with
-one ``run.seed`` issue equal seeds, and a slot that is played again has the seeds that it had.
+Names, versions and times do not enter: neither the run's id, nor a task group's id, nor a weight version. So two runs
+with one ``run.seed`` issue equal seeds, and a repeated slot has its earlier seeds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 
 
 def derived_seed(seed: int, *parts: str | int) -> int:
-    """A seed of 62 bits (it fits an int64 with room to count up from) for one part of what ``seed`` stands for.
+    """Derive a seed of 62 bits (an int64 has room to count up) for one part of the scope of ``seed``.
 
     >>> derived_seed(1, "train", 0) == derived_seed(1, "train", 0), derived_seed(1, "train", 0) == derived_seed(1, "train", 1)
     (True, False)
@@ -24,5 +24,5 @@ def derived_seed(seed: int, *parts: str | int) -> int:
 
 
 def slot_seed(group_seed: int, index: int) -> int:
-    """What slot ``index`` of a task group samples with."""
+    """The sampling seed of slot ``index`` of a task group."""
     return derived_seed(group_seed, "slot", index)

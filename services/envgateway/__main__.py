@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from services.common import logs
-from services.common.config.envgateway import EnvGatewayConfig
-from services.common.config.loading import load_recipe, load_resolved
-from services.common.config.services import MetricsConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig
+from services.common.config.processes.services import MetricsConfig
+from services.common.config.reading.loading import load_recipe, load_resolved
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError, MillraceError
-from services.common.process import START_AGAIN, die_with_parent_if_asked
 from services.common.security import identity
 from services.common.security.binding import check_keys_are_there
 from services.common.security.roles import Role
+from services.common.system.child import START_AGAIN, die_with_parent_if_asked
+from services.common.telemetry import logs
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.variables import VARIABLES, port_variables, with_variables
 
@@ -54,20 +54,20 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent_if_asked()
     try:
-        told = _told(arguments)
+        settings = _settings(arguments)
         logs.configure("envgateway", arguments.run_dir)
-        sandbox = SandboxPool.start_before_threads(told.config.sandbox)
-        # Only now: what the sandbox was forked from has read no keys.
-        check_keys_are_there(told.needs_keys, identity.configure(Role.ENVGATEWAY))
-        from services.envgateway.app import serve  # grpc, and with it threads, only now
+        sandbox = SandboxPool.start_before_threads(settings.config.sandbox)
+        # Only now: the sandbox's processes were started before any key was read.
+        check_keys_are_there(settings.needs_keys, identity.configure(Role.ENVGATEWAY))
+        from services.envgateway.app import serve  # grpc starts threads, so the import comes after the sandbox's start
 
         asyncio.run(
             serve(
-                told.config,
+                settings.config,
                 sandbox,
-                told.run_id,
-                told.redis_uri,
-                metrics=told.metrics,
+                settings.run_id,
+                settings.redis_uri,
+                metrics=settings.metrics,
                 run_dir=arguments.run_dir,
                 orchestrator=arguments.orchestrator,
             )
@@ -79,8 +79,8 @@ def main() -> None:
         sys.exit(f"error: {error.message}")
 
 
-class _Told(NamedTuple):
-    """What arguments, recipe and variables come to."""
+class _Settings(NamedTuple):
+    """Settings from arguments, recipe and variables, combined."""
 
     config: EnvGatewayConfig
     run_id: str = ""
@@ -89,7 +89,7 @@ class _Told(NamedTuple):
     metrics: MetricsConfig = MetricsConfig()
 
 
-def _told(arguments: argparse.Namespace) -> _Told:
+def _settings(arguments: argparse.Namespace) -> _Settings:
     section, run_id, needs_keys, metrics = None, "", False, MetricsConfig()
     if arguments.run_dir is not None or arguments.recipe is not None:
         if arguments.run_dir is not None:
@@ -103,14 +103,14 @@ def _told(arguments: argparse.Namespace) -> _Told:
     config, redis_uri = with_variables(section)
     if section is None:
         config = EnvGatewayConfig.model_validate(config.model_dump() | port_variables())
-        if redis_uri:  # then programs run at workers, and nothing but programs is asked for
+        if redis_uri:  # programs run at workers then, and this process runs nothing else for them
             few = config.sandbox.model_copy(update={"num_slots": 1, "num_live": 0, "prewarm_scientific": False})
             config = config.model_copy(update={"sandbox": few})
     if arguments.share_http_port:
         config = config.model_copy(update={"http": config.http.model_copy(update={"reuse_port": True})})
     if arguments.host:
         config = config.model_copy(update={"host": arguments.host})
-    return _Told(config, run_id, redis_uri, needs_keys, metrics)
+    return _Settings(config, run_id, redis_uri, needs_keys, metrics)
 
 
 if __name__ == "__main__":

@@ -11,52 +11,59 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from services.common.accounts import Activity, TimeAccount
 from services.common.aio import TaskOwner
-from services.common.config.envgateway import EnvGatewayConfig
-from services.common.config.services import MetricsConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig
+from services.common.config.processes.services import MetricsConfig
 from services.common.errors import InfrastructureError
-from services.common.hosts import check_place
+from services.common.net.hosts import check_place
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
 from services.common.prometheus.serving import serve_metrics
-from services.common.rpc.accounting import AccountInterceptor
+from services.common.rpc.interceptors import AccountInterceptor
 from services.common.rpc.server import Server
-from services.common.watchdog import Watchdog
-from services.envgateway import membership
-from services.envgateway.calls import THREADS
+from services.common.system.garbage import GarbageSweeper
+from services.common.system.watchdog import Watchdog
+from services.common.telemetry.accounts import Activity, TimeAccount
+from services.common.telemetry.activities import ActivityName
+from services.common.telemetry.components import GATEWAY, INFERENCE
 from services.envgateway.envs.base import EnvironmentContext
+from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.envs.registry import EnvironmentRegistry
 from services.envgateway.envs.worlds import make_worlds
-from services.envgateway.episodes import EpisodeManager
 from services.envgateway.http.server import HttpServer
 from services.envgateway.http.submissions import Submissions
 from services.envgateway.judge.judge import Judge
+from services.envgateway.memory.runs import RunMemory
+from services.envgateway.memory.verdicts import JudgeMemory
 from services.envgateway.prometheus import METRICS
 from services.envgateway.queue.embedded import EmbeddedQueue
 from services.envgateway.queue.fair import FairQueue
-from services.envgateway.queue.interceptor import ClientInterceptor
 from services.envgateway.queue.streams.queue import StreamsQueue
-from services.envgateway.rewards.math_pool import MathPool
+from services.envgateway.rewards.math.pool import MathPool
+from services.envgateway.rewards.math.scorer import REASONING_GYM
 from services.envgateway.rewards.registry import Rewards
+from services.envgateway.rpc import membership
+from services.envgateway.rpc.client_interceptor import ClientInterceptor
+from services.envgateway.rpc.servicer import CodeExecutionServicer, EnvironmentServicer, RewardServicer
+from services.envgateway.rpc.servicer_judge import JudgeServicer
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.servicer import CodeExecutionServicer, EnvironmentServicer, RewardServicer
-from services.envgateway.servicer_judge import JudgeServicer
 from services.envgateway.taskserver.server import TaskServer
+from services.envgateway.threads import THREADS
 from services.envgateway.tools.builtin import built_in_tools
+from services.envgateway.tools.mcp.server import McpServer
 from services.envgateway.tools.registry import ToolBox, load_tools
 
-THREAD_OVERDUE_S = 20.0  # of one call of what others wrote, before its stack is logged
+THREAD_OVERDUE_S = 20.0  # of one call of user code, before its stack is logged
 _ACTIVITIES = {
-    "/millrace.v1.EnvironmentService/": "playing episodes",
-    "/millrace.v1.CodeExecutionService/": "running programs",
-    "/millrace.v1.JudgeService/": "judging programs",
-    "/millrace.v1.RewardService/": "computing rewards",
+    "/millrace.v1.EnvironmentService/": ActivityName.PLAYING_EPISODES,
+    "/millrace.v1.CodeExecutionService/": ActivityName.RUNNING_PROGRAMS,
+    "/millrace.v1.JudgeService/": ActivityName.JUDGING_PROGRAMS,
+    "/millrace.v1.RewardService/": ActivityName.COMPUTING_REWARDS,
 }
 
 
 class Gateway:
-    """One gateway process. The sandbox was started before this module, and with it grpc, was imported."""
+    """One gateway process. The sandbox starts before this module, and with this module grpc, is imported."""
 
     def __init__(
         self,
@@ -69,22 +76,31 @@ class Gateway:
         run_dir: Path | None = None,
     ) -> None:
         """``redis_uri`` instead of the config's: where workers take jobs from; empty runs them here."""
-        self._sandbox = sandbox
+        self.sandbox = sandbox
         self._metrics = metrics or MetricsConfig()
         self._run_dir = run_dir
         self._math = MathPool(config.math)
         self.queue = _make_queue(config, sandbox, config.queue.redis_uri if redis_uri is None else redis_uri)
-        self._rewards = Rewards(self._math, self.queue, config.rewards, case_time_s=config.code.case_time_s)
-        self._tools = ToolBox(
-            [*built_in_tools(config, self.queue, sandbox.live), *load_tools(config.tools.paths)], config.tools.limits
+        self._reasoning = MathPool(config.reasoning_gym, REASONING_GYM)
+        self._rewards = Rewards(
+            self._math,
+            self.queue,
+            config.rewards,
+            case_time_s=config.code.case_time_s,
+            reasoning_pool=self._reasoning,
+        )
+        self.tools = ToolBox(
+            [*built_in_tools(config, self.queue, sandbox.live), *load_tools(config.tools.paths)],
+            config.tools.limits,
+            {name: McpServer(name, server) for name, server in config.mcp.items()},
         )
         self._environments = EnvironmentRegistry(
-            config.environments, EnvironmentContext(self._rewards, self._tools), make_worlds(config)
+            config.environments, EnvironmentContext(self._rewards, self.tools), make_worlds(config, sandbox)
         )
         environments = self._environments
         self._episodes = EpisodeManager(environments, max_episodes=config.max_episodes, lease_s=config.episode_lease_s)
         self._tasks = TaskOwner()
-        self._account = TimeAccount("envgateway", rest=Activity("waiting for calls", on="inference"))
+        self._account = TimeAccount(GATEWAY, rest=Activity(ActivityName.WAITING_FOR_CALLS, on=INFERENCE))
         self._watchdog = Watchdog(probes={"environments, rewards and tools": lambda: THREADS.overdue(THREAD_OVERDUE_S)})
         self.server = Server(
             service="envgateway",
@@ -126,11 +142,12 @@ class Gateway:
         if self.task_server is not None:
             await self.task_server.start()
         self._tasks.start(self._episodes.expire_forever(), "expire episodes")
+        self._tasks.start(GarbageSweeper(lambda: self._account.is_resting).run(), "collect garbage")
         self.server.set_ready()
         return port
 
     async def stop(self) -> None:
-        """Refuse, drain, close: calls first, then what they use."""
+        """Refuse new calls, drain running ones, then close the parts that the calls use."""
         if self.http is not None:
             await self.http.stop()
         if self.task_server is not None:
@@ -139,29 +156,37 @@ class Gateway:
         await self._tasks.close()
         await self._episodes.close_all()
         await self._environments.close()
+        await self.tools.close()
         self._watchdog.stop()
         await self.queue.close()
-        await asyncio.gather(self._math.close(), self._sandbox.close())
+        await asyncio.gather(self._math.close(), self._reasoning.close(), self.sandbox.close())
 
     def _gauges(self) -> dict[str, float]:
         return {
-            **self._sandbox.gauges,
+            **self.sandbox.gauges,
             **self.queue.gauges,
             **self._environments.gauges,
             "episodes_live": float(self._episodes.num_live),
             "stalled_threads": float(THREADS.num_stalled),
             "oldest_thread_s": stuck.seconds if (stuck := THREADS.overdue(0.0)) is not None else 0.0,
             **{f"episodes_{name}": float(n) for name, n in self._episodes.counts.items()},
-            **{f"tool_calls_{name}": float(n) for name, n in self._tools.counts.items()},
+            **self.tools.gauges,
             **{f"rewards_{name}": float(n) for name, n in self._rewards.counts.items()},
             **{f"math_worker_{name}": float(n) for name, n in self._math.counts.items()},
+            **{f"reasoning_gym_worker_{name}": float(n) for name, n in self._reasoning.counts.items()},
         }
 
 
 def _make_queue(config: EnvGatewayConfig, sandbox: SandboxPool, redis_uri: str) -> FairQueue:
     if redis_uri:
         return StreamsQueue(config.queue, redis_uri)
-    return EmbeddedQueue(sandbox, Judge(sandbox), num_slots=config.sandbox.num_slots, queue_size=config.queue.lane_size)
+    num_slots = config.sandbox.num_slots
+    queue = EmbeddedQueue(sandbox, Judge(sandbox), num_slots=num_slots, queue_size=config.queue.lane_size)
+    if config.judge.verdicts:
+        queue.verdicts = JudgeMemory(config.judge, config.sandbox, lambda: sandbox.tier, queue.counts)
+    if config.runs.results:
+        queue.runs = RunMemory(config.runs, config.sandbox, lambda: sandbox.tier, queue.counts)
+    return queue
 
 
 def _make_http(config: EnvGatewayConfig, queue: FairQueue, rewards: Rewards) -> HttpServer | None:
@@ -196,11 +221,11 @@ async def serve(
     run_dir: Path | None = None,
     orchestrator: str | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, and the run of an ``orchestrator`` no longer than until it has ended."""
+    """Serve until SIGTERM or SIGINT. A gateway of an ``orchestrator``'s run also ends with the run."""
     if orchestrator is not None:
         check_place(orchestrator)
     gateway = Gateway(config, sandbox, run_id, redis_uri, metrics=metrics, run_dir=run_dir)
-    # Listening for signals comes before saying ready: whoever reads "ready" may ask for the stop at once.
+    # Install signal handlers before printing "ready": a reader of "ready" may ask for the stop at once.
     stop_asked = asyncio.create_task(gateway.server.wait_for_stop(), name="wait for a signal")
     broken = asyncio.create_task(gateway.queue.failed(), name="wait for a broken queue")
     waits = [stop_asked, broken]

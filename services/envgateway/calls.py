@@ -1,4 +1,4 @@
-"""Calling what others wrote, sync or async; and joining calls that are repeated with the same key."""
+"""Calls user functions, sync or async, and joins calls that repeat a key."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import asyncio
 import inspect
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import FunctionType
 from typing import Any, Generic, TypeVar
 
-from services.common.threads import DaemonThreads
+from services.envgateway.threads import THREADS
 
 Result = TypeVar("Result")
 
-THREADS = DaemonThreads(64)  # of the whole process; what runs in them is mostly Python, so more would only take turns
-
 
 async def call_plain_or_async(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Await an async function; run a plain one in a thread, so that it holds nobody up, even when it never returns.
+    """Await an async function; run a plain one in a thread, so that the event loop goes on even when the function never
+    returns.
 
     Raises:
-        RuntimeError: it raised ``SystemExit`` or the like, which would end the process, or cancelled itself.
+        RuntimeError: the function raised ``SystemExit`` or the like, which would end the process, or cancelled itself.
     """
     try:
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        if _is_async(function):
             return await function(*arguments)
         result = await THREADS.run(function, *arguments)
         return await result if inspect.isawaitable(result) else result
@@ -36,18 +37,28 @@ async def call_plain_or_async(function: Callable[..., Any], *arguments: Any) -> 
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
-@dataclass(slots=True)
+def _is_async(function: Callable[..., Any]) -> bool:
+    plain = getattr(function, "__func__", function)  # under a method
+    if isinstance(plain, FunctionType):
+        return _is_coroutine_function(plain)
+    return inspect.iscoroutinefunction(function) or _is_coroutine_function(type(function).__call__)
+
+
+_is_coroutine_function = lru_cache(1024)(inspect.iscoroutinefunction)  # asked at every call, and slow to say
+
+
+@dataclass(slots=True, eq=False)
 class _Running(Generic[Result]):
-    task: asyncio.Task[Result]
-    waiting: int = 0
+    task: asyncio.Task[None] | None = None
+    waiting: set[asyncio.Future[Result]] = field(default_factory=set)
 
 
 class SharedCalls(Generic[Result]):
-    """One execution per key: who repeats a key joins the running call or gets its stored result.
+    """One execution per key: a repeated key joins the running call or gets the stored result.
 
     The call is cancelled when its last waiter leaves. Errors, and results that ``keep`` refuses, are not stored: the
-    next caller runs it again. The oldest results go when there are more than ``max_stored``, or when together they
-    weigh more than ``max_weight``.
+    next caller runs the call again. The oldest results go when there are more than ``max_stored``, or when together
+    they weigh more than ``max_weight``.
     """
 
     def __init__(
@@ -66,44 +77,65 @@ class SharedCalls(Generic[Result]):
         self._max_weight = max_weight
 
     async def run(self, key: str, call: Callable[[], Awaitable[Result]]) -> Result:
-        """``key`` may be empty: then nothing is shared."""
+        """``key`` may be empty: then the call is not shared."""
         if not key:
             return await call()
         if key in self._stored:
             return self._stored[key]
+        loop = asyncio.get_running_loop()
         entry = self._running.get(key)
         if entry is None:
-            entry = self._running[key] = _Running(asyncio.ensure_future(_as_coroutine(call)))
-            settled = entry
-            entry.task.add_done_callback(lambda _: self._settle(key, settled))
-        entry.waiting += 1
+            entry = self._running[key] = _Running()
+            entry.task = loop.create_task(self._carry_out(key, entry, call))
+        # A future of each caller's own: the task, which outlives callers, is not theirs to cancel.
+        answer: asyncio.Future[Result] = loop.create_future()
+        entry.waiting.add(answer)
         try:
-            return await asyncio.shield(entry.task)
+            return await answer
         except asyncio.CancelledError:
-            if entry.waiting == 1 and not entry.task.done():
+            entry.waiting.discard(answer)
+            if not entry.waiting and entry.task is not None and not entry.task.done():
                 if self._running.get(key) is entry:
                     del self._running[key]
                 entry.task.cancel()
             raise
-        finally:
-            entry.waiting -= 1
 
     def __len__(self) -> int:
         """Running calls and stored results."""
         return len(self._running) + len(self._stored)
 
-    def _settle(self, key: str, entry: _Running[Result]) -> None:
+    async def _carry_out(self, key: str, entry: _Running[Result], call: Callable[[], Awaitable[Result]]) -> None:
+        """Make the call and answer all waiters at once: the end of a task would reach them two rounds of the loop
+        later."""
+        try:
+            result = await call()
+            if self._forget(key, entry) and self._keep(result):
+                self._store(key, result)
+        except asyncio.CancelledError:
+            self._forget(key, entry)
+            for answer in entry.waiting:
+                answer.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001 - raised to all waiters
+            self._forget(key, entry)
+            for answer in entry.waiting:
+                if not answer.done():
+                    answer.set_exception(error)
+        else:
+            for answer in entry.waiting:
+                if not answer.done():
+                    answer.set_result(result)
+
+    def _forget(self, key: str, entry: _Running[Result]) -> bool:
+        """Drop a call without waiters. Returns False when no waiter was left: the result is dropped."""
         if self._running.get(key) is not entry:
-            return  # everybody left; what came of it is nobody's
+            return False
         del self._running[key]
-        if entry.task.cancelled() or entry.task.exception() is not None or not self._keep(entry.task.result()):
-            return
-        self._stored[key] = entry.task.result()
-        self._weight += self._weigh(entry.task.result())
+        return True
+
+    def _store(self, key: str, result: Result) -> None:
+        self._stored[key] = result
+        self._weight += self._weigh(result)
         while len(self._stored) > self._max_stored or self._weight > self._max_weight:
             _, oldest = self._stored.popitem(last=False)
             self._weight -= self._weigh(oldest)
-
-
-async def _as_coroutine(call: Callable[[], Awaitable[Result]]) -> Result:
-    return await call()

@@ -1,39 +1,56 @@
-"""A child interpreter that answers one question at a time over a socket pair, and can be killed at any moment.
+"""A child interpreter that answers questions over a socket pair, in their order, and can be killed at any moment.
 
-Knows nothing about what is asked: frames are those of ``sandbox/bare/wire.py``. The child is a fresh interpreter, by exec
+Frames are those of ``sandbox/bare/wire.py``; their contents are the caller's. The child is a fresh interpreter, by exec
 and never by fork: no handler of grpc runs and no secret of our environment goes along.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common.process import DIE_WITH_PARENT
+from services.common.errors import InfrastructureError
+from services.common.system.child import DIE_WITH_PARENT
+from services.common.system.children import signal_group
 from services.envgateway.sandbox.bare import wire
 
+_START_TIMEOUT_S = 60.0
+_EXIT_WAIT_S = 1.0  # from the end of the channel to the end of the process
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
-class ChildDied(Exception):
-    """It ended without an answer."""
+class ChildFailed(Exception):
+    """No answer, and the process is of no more use."""
 
 
-def spawn(
-    module: str,
-    arguments: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-    pass_fds: Sequence[int] = (),
+class ChildDied(ChildFailed):
+    """The child ended during this question. ``signal`` is 0 when the child exited by itself."""
+
+    def __init__(self, signal: int = 0) -> None:
+        super().__init__(f"died of signal {signal}" if signal else "ended")
+        self.signal = signal
+
+
+class ChildLost(ChildFailed):
+    """The child failed before this question began, or on another question."""
+
+    def __init__(self) -> None:
+        super().__init__("failed on another question")
+
+
+def _spawn(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str] | None, pass_fds: Sequence[int]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start ``python -m module <descriptor> *arguments`` in a group of its own; returns it and our end of its channel.
+    """Start ``python -m module <descriptor> *arguments`` in a group of its own; returns the process and our end of its
+    channel.
 
     The child finds DIE_WITH_PARENT in its environment, and the descriptors ``pass_fds`` under their numbers.
     """
@@ -58,42 +75,148 @@ def spawn(
 
 
 class Child:
-    """One process, in a group of its own, and our end of its channel. ``kill`` ends it; nothing else does."""
+    """One process, in a group of its own, and our end of its channel. ``start`` first; after any ``ChildFailed`` only
+    ``kill`` is left.
+
+    Questions are answered in order. The next ones wait in the socket, so that the child never waits for its owner.
+    """
 
     def __init__(
-        self, module: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+        self,
+        module: str,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
-        """Runs ``python -m module <descriptor> *arguments``; the child finds DIE_WITH_PARENT in its environment."""
-        self._process, self._channel = spawn(module, arguments, environment)
+        """Runs ``python -m module <descriptor> *arguments``; the child finds DIE_WITH_PARENT in its environment, and the
+        descriptors ``pass_fds`` under their numbers. Its first message says that it is ready."""
+        self._process, self._channel = _spawn(module, arguments, environment, pass_fds)
         self._frames = wire.FrameReader()
+        self._unsent = bytearray()
+        self._asked: deque[asyncio.Future[dict[str, Any]]] = deque()  # the first is being answered
+        self.num_answered = 0
+        self.failure: ChildFailed | None = None
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._loop.add_reader(self._channel, self._read)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    async def ask(self, frame: bytes) -> dict[str, Any]:
-        """The head of its answer. Raises ``ChildDied``; has no deadline of its own."""
-        try:
-            await asyncio.get_running_loop().sock_sendall(self._channel, frame)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise ChildDied from error
-        return await self.next_answer()
+    async def start(self, what: str) -> None:
+        """Wait until the child is ready; else the child is killed.
 
-    async def next_answer(self) -> dict[str, Any]:
-        """What it says unasked, such as that it is ready. Raises ``ChildDied``."""
-        while True:
-            try:
-                data = await asyncio.get_running_loop().sock_recv(self._channel, 1 << 16)
-            except ConnectionResetError as error:
-                raise ChildDied from error
-            if not data:
-                raise ChildDied
-            for head, _ in self._frames.feed(data):
-                return head
+        Raises:
+            InfrastructureError: the child ended, or is not ready in time; names ``what``.
+        """
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await self._ready
+        except (TimeoutError, ChildFailed) as error:
+            self.kill()
+            raise InfrastructureError(f"{what} does not start (its log is the gateway's stderr): {error!r}") from error
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+
+    async def ask(self, frame: bytes) -> dict[str, Any]:
+        """The head of the answer to one question; has no deadline of its own. A caller that is cancelled leaves; the
+        question is answered in vain.
+
+        Raises:
+            ChildFailed: the child died or was ended; ``ChildLost`` when the question was not its first open one.
+        """
+        if self.failure is not None:
+            raise ChildLost
+        answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._asked.append(answer)
+        if len(self._asked) == 1:
+            self._turn()
+        self._unsent += frame
+        self._write()
+        return await answer
 
     def kill(self) -> None:
-        """It and whatever it started. Nobody may be waiting for an answer."""
+        """Kill the child and every process that the child started; waiting callers get ``ChildLost``."""
+        self._fail(ChildLost())
+        if self._process.returncode is None:  # not waited for: its number is not another process's
+            signal_group(self._process.pid)
+            self._process.wait()  # SIGKILL was sent: the wait takes as long as the kernel needs
+
+    # -- for subclasses -------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """The child begins the first of the open questions, or has none."""
+
+    def _death(self) -> ChildDied:
+        """The failure of a child whose channel is closed: it has ended or is about to end."""
+        return ChildDied(self._exit_signal())
+
+    def _fail(self, failure: ChildFailed) -> None:
+        """End the channel. The first open question gets the failure, the others ``ChildLost``."""
+        if self.failure is not None:
+            return
+        self.failure = failure
+        self._loop.remove_reader(self._channel)
+        self._loop.remove_writer(self._channel)
         self._channel.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()  # it was killed: this takes as long as the kernel needs
+        asked = list(self._asked)
+        self._asked.clear()
+        self._turn()
+        told = [(self._ready, failure), *((one, ChildLost() if n else failure) for n, one in enumerate(asked))]
+        for answer, why in told:
+            if not answer.done():
+                answer.set_exception(why)
+                answer.exception()  # retrieved: there may be no waiting caller
+
+    def _exit_signal(self) -> int:
+        """The signal that ended the child; 0 for an exit by itself, or a child that lives on. The child stays to be
+        waited for: until then no other process gets its number, or that of its group."""
+        deadline = time.monotonic() + _EXIT_WAIT_S
+        while True:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                return ended.si_status if ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else 0
+            if time.monotonic() > deadline:
+                return 0
+            time.sleep(0.001)
+
+    # -- channel --------------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        """Write as much as the socket accepts; the rest when the socket is writable."""
+        try:
+            sent = self._channel.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except (BrokenPipeError, ConnectionResetError):  # the child has ended: the reader finds the reason
+            sent = len(self._unsent)
+        del self._unsent[:sent]
+        if self._unsent:
+            self._loop.add_writer(self._channel, self._write)
+        else:
+            self._loop.remove_writer(self._channel)
+
+    def _read(self) -> None:
+        try:
+            data = self._channel.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._fail(self._death())
+            return
+        for head, _ in self._frames.feed(data):
+            if not self._ready.done():
+                self._ready.set_result(head)
+            elif self._asked:
+                self.num_answered += 1
+                answer = self._asked.popleft()
+                if not answer.done():
+                    answer.set_result(head)
+                self._turn()
+            else:  # no answer of ours: the channel is out of step
+                self._fail(ChildDied())
+                return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.common.prometheus.metric import Metric
+from services.common.telemetry.gateway_queue import QueueGauge
 
 _QUEUE = (
     Metric("millrace_judge_queue_waiting_jobs", "gauge", "Jobs that wait for a slot.", "queue_{lane}_waiting"),
@@ -13,11 +14,11 @@ METRICS = (
     *_QUEUE,
     Metric("millrace_judge_job_seconds", "gauge", "Mean seconds of a job in its slot, over about the last twenty.", "queue_mean_s"),
     Metric("millrace_judge_stored_results", "gauge", "Results kept for calls that are repeated.", "queue_stored_results"),
-    Metric("millrace_judge_unanswered_jobs", "gauge", "Jobs sent to workers and not answered yet.", "queue_unanswered"),
-    Metric("millrace_judge_workers", "gauge", "Workers that are heard of.", "queue_workers"),
+    Metric("millrace_judge_unanswered_jobs", "gauge", "Jobs sent to workers and not answered yet.", QueueGauge.UNANSWERED),
+    Metric("millrace_judge_workers", "gauge", "Workers that are heard of.", QueueGauge.WORKERS),
     Metric("millrace_judge_worker_slots", "gauge", "Slots of all workers.", "queue_worker_slots"),
-    Metric("millrace_judge_redis_connected", "gauge", "1 while Redis answers.", "queue_redis_connected"),
-    Metric("millrace_judge_jobs_total", "counter", "Jobs by what became of them on the way.", "queue_{event}"),
+    Metric("millrace_judge_redis_connected", "gauge", "1 while Redis answers.", QueueGauge.REDIS_CONNECTED),
+    Metric("millrace_judge_jobs_total", "counter", "Jobs by outcome, at the gateway.", "queue_{event}"),
     Metric("millrace_sandbox_busy_slots", "gauge", "Slots of the sandbox that run a program.", "sandbox_busy_slots"),
     Metric("millrace_sandbox_queued", "gauge", "Programs that wait for a slot of the sandbox.", "sandbox_queued"),
     Metric("millrace_sandbox_live_processes", "gauge", "Processes that live on between calls.", "sandbox_live_processes"),
@@ -27,8 +28,11 @@ METRICS = (
     Metric("millrace_tool_calls_total", "counter", "Tool calls by status.", "tool_calls_{status}"),
     Metric("millrace_rewards_total", "counter", "Rewards by outcome.", "rewards_{outcome}"),
     Metric("millrace_math_worker_events_total", "counter", "Math workers replaced, by reason.", "math_worker_{event}"),
+    Metric("millrace_reasoning_gym_worker_events_total", "counter", "Workers of reasoning-gym replaced, by reason.", "reasoning_gym_worker_{event}"),
+    Metric("millrace_mcp_sessions", "gauge", "Open sessions at an MCP server.", "mcp_{server}_sessions"),
+    Metric("millrace_mcp_events_total", "counter", "Calls of an MCP server, failures, and sessions made again.", "mcp_{server}_{event}"),
     Metric("millrace_stalled_threads", "gauge", "Threads of environments or tools that do not return.", "stalled_threads"),
-    Metric("millrace_oldest_thread_seconds", "gauge", "How long the oldest of them has been at it.", "oldest_thread_s"),
+    Metric("millrace_oldest_thread_seconds", "gauge", "Age of the oldest of these threads.", "oldest_thread_s"),
     Metric("millrace_world_processes", "gauge", "Processes that hold an environment's games.", "{world}_engine_processes"),
     Metric("millrace_world_games", "gauge", "Games that are open in them.", "{world}_engine_games"),
     Metric("millrace_world_events_total", "counter", "Starts and ends of these processes.", "{world}_engine_{event}"),
@@ -38,5 +42,5 @@ WORKER_METRICS = (
     *_QUEUE,
     Metric("millrace_judge_job_seconds", "gauge", "Mean seconds of a job in its slot, over about the last twenty.", "queue_mean_s"),
     Metric("millrace_worker_jobs_refused_total", "counter", "Jobs for which there was no room.", "queue_refused"),
-    Metric("millrace_worker_jobs_total", "counter", "Jobs by what became of them here.", "{event}"),
+    Metric("millrace_worker_jobs_total", "counter", "Jobs by outcome, at this worker.", "{event}"),
 )  # fmt: skip

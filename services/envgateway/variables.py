@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from services.common.config.envgateway import EnvGatewayConfig
-from services.common.config.explain import explain
-from services.common.cores import num_cores
+from services.common.config.processes.envgateway import EnvGatewayConfig
+from services.common.config.reading.explain import explain
 from services.common.errors import ConfigError
+from services.common.system.cores import num_cores
 
 VARIABLES = """\
 variables (over what a recipe says):
@@ -30,7 +30,7 @@ def with_variables(
 ) -> tuple[EnvGatewayConfig, str]:
     """A recipe's section (None: Code Judge's defaults) under the variables; and the URI of Redis, empty for none.
 
-    The URI stays out of the config, so that a password in it is not saved with a run.
+    The URI stays out of the config, so that its password is not saved with a run.
 
     Raises:
         ConfigError: a variable that is not a number, or that contradicts the recipe.
@@ -53,18 +53,14 @@ def with_variables(
     redis_uri = environment.get("REDIS_URI") or environment.get("REDIS_URL") or queue["redis_uri"]
     try:
         return EnvGatewayConfig.model_validate(tree), redis_uri
-    except ValidationError as error:  # what a variable lowers may contradict the recipe
+    except ValidationError as error:  # a limit that a variable lowers may contradict the recipe
         raise ConfigError(
             "the variables and the recipe disagree: " + "; ".join(explain(error, EnvGatewayConfig))
         ) from None
 
 
 def port_variables(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Of a gateway without a recipe; recipes read these by themselves.
-
-    Raises:
-        ConfigError: a variable that is not a port.
-    """
+    """Variables of a gateway without a recipe; recipes read these themselves."""
     settings: dict[str, Any] = {"http": {}}
     for name, section in (("ENVGATEWAY_PORT", settings), ("CODE_JUDGE_PORT", settings["http"])):
         if text := environment.get(name):

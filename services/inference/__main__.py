@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from services.common.errors import DeadlineError, InfrastructureError, MillraceError
-from services.common.logs import quiet_grpc
-from services.common.process import START_AGAIN, die_with_parent_if_asked
+from services.common.system.child import START_AGAIN, die_with_parent_if_asked
+from services.common.telemetry.logs import quiet_grpc
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
     except (
         InfrastructureError,
         DeadlineError,
-    ) as error:  # a new process may find its engine, or the orchestrator, well
+    ) as error:  # a restarted process may find a working engine or orchestrator
         sys.stderr.write(f"error: {error.message}\n")
         sys.exit(START_AGAIN)
     except MillraceError as error:

@@ -1,4 +1,4 @@
-"""Wires one replica: engines, weights, workflow, membership. Ends when drained, told to stop, or on a failure.
+"""Starts one replica: engines, weights, workflow, pool membership. Ends when drained, on a stop signal or on a failure.
 
 pool membership --commands--> replica --> player --> workflow --> engine, gateway
                                  |            '--records--> trajectory sender --> orchestrator
@@ -18,33 +18,41 @@ from typing import TYPE_CHECKING
 import grpc
 import structlog
 
-from services.common.accounts import Activity, TimeAccount
 from services.common.aio import TaskOwner, deadline
-from services.common.config.services import InferenceConfig
+from services.common.config.processes.placement import Placement
+from services.common.config.processes.services import InferenceConfig
 from services.common.errors import DeadlineError
-from services.common.hosts import host_of
-from services.common.logs import bind, configure
-from services.common.loopback import is_loopback
+from services.common.net.hosts import host_of
+from services.common.net.loopback import is_loopback
 from services.common.pb import pool_pb2_grpc
 from services.common.prometheus.serving import serve_metrics
-from services.common.rpc.channel import channel
-from services.common.rpc.peer_watch import PeerWatch
-from services.common.rpc.run_client import RunSettings, fetch_run
+from services.common.rpc.client.channel import channel
+from services.common.rpc.client.peer_watch import PeerWatch
+from services.common.rpc.client.run_client import RunSettings, fetch_run
 from services.common.rpc.server import Server
 from services.common.security.roles import Peer
-from services.common.transfer.serving import add_weight_service
+from services.common.system.garbage import GarbageSweeper
+from services.common.system.watchdog import Watchdog
+from services.common.telemetry.accounts import Activity, TimeAccount
+from services.common.telemetry.activities import ActivityName
+from services.common.telemetry.components import GATEWAY
+from services.common.telemetry.components import replica as replica_component
+from services.common.telemetry.logs import bind, configure
+from services.common.transfer.servicer import add_weight_service
 from services.common.transfer.source import PayloadSource
-from services.common.watchdog import Watchdog
+from services.inference.bases import BaseModels
 from services.inference.config import replica_config
-from services.inference.emission import EmissionLog
-from services.inference.gateway_client import GATEWAY, GatewayClient
-from services.inference.gauges import gauges
+from services.inference.device_turns import EngineTurns
 from services.inference.loading import LoadedPolicy, load_policy
-from services.inference.pool_client import PoolClient, ReplicaIdentity
-from services.inference.prometheus import METRICS
+from services.inference.metrics.emission import EmissionLog
+from services.inference.metrics.gauges import gauges
+from services.inference.metrics.prometheus import METRICS
 from services.inference.replica import Replica
-from services.inference.rollout import RolloutPlayer
-from services.inference.trajectory_sender import TrajectorySender
+from services.inference.rollouts.player import RolloutPlayer
+from services.inference.rpc.gateway_client import GatewayClient
+from services.inference.rpc.pool_client import PoolClient
+from services.inference.rpc.report_stream import ReplicaIdentity
+from services.inference.rpc.trajectory_sender import TrajectorySender
 from services.inference.workflows.registry import build_workflows
 from services.inference.workflows.rewards import REWARD_THREADS
 
@@ -55,7 +63,7 @@ log = structlog.get_logger(__name__)
 
 DRAIN_TIMEOUT_S = 60.0  # for the last acknowledgements, after the last rollout
 STOP_TIMEOUT_S = 5.0  # the same, when a signal ends the process
-REWARD_OVERDUE_S = 30.0  # half of what a reward function may take: its thread's stack is logged
+REWARD_OVERDUE_S = 30.0  # half of a reward function's time limit: its thread's stack is logged
 # The engine's thread and the event loop share the interpreter; the default of 5 ms would stall one for the other.
 SWITCH_INTERVAL_S = 0.0005
 
@@ -70,14 +78,14 @@ async def run_replica(
     host: str | None = None,
     run_dir: Path | None = None,
 ) -> None:
-    """Serve until drained, SIGTERM or a failure. Raises ``MillraceError`` with what to do."""
+    """Serve until drained, SIGTERM or a failure. Raises ``MillraceError``; the message names the remedy."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure("inference", None, f"inference-{replica_id}")
     settings = await fetch_run(orchestrator)
     config = replica_config(settings.recipe, name, port, num_slots, host)
     if run_dir is not None:
         settings = replace(settings, run_dir=run_dir)
-    # The orchestrator's own is elsewhere when the replica is far away.
+    # On another machine the orchestrator's run directory does not exist.
     here = settings.run_dir if settings.run_dir.is_dir() else None
     configure("inference", here, f"inference-{replica_id}")
     bind(run=settings.run_id, replica=replica_id)
@@ -85,7 +93,7 @@ async def run_replica(
 
 
 class _Process:
-    """What one replica has from its start to its end; what it has while it is connected is made in ``_play``."""
+    """The parts of one replica that live as long as the process; ``_play`` makes the parts that need a connection."""
 
     def __init__(
         self, orchestrator: str, name: str, replica_id: str, settings: RunSettings, config: InferenceConfig
@@ -94,7 +102,8 @@ class _Process:
         self._replica_id = replica_id
         self._settings = settings
         self._config = config
-        self._workflows = build_workflows(settings.recipe)  # before the models: a wrong setting costs a second
+        self._workflows = build_workflows(settings.recipe)  # before the models: a wrong setting fails within a second
+        REWARD_THREADS.allow(config.num_slots)
         self._server = Server(
             service="inference",
             instance_id=replica_id,
@@ -104,15 +113,17 @@ class _Process:
             port_setting=f"inference.{name}.port",
         )
         self._emissions = EmissionLog()
-        self._account = TimeAccount(f"replica/{replica_id}", num_lanes=config.num_slots, rest=Activity("starting"))
+        self._account = TimeAccount(
+            replica_component(replica_id), num_lanes=config.num_slots, rest=Activity(ActivityName.STARTING)
+        )
         self._gateway = GatewayClient(self._account)
         self._gateway_watch = PeerWatch(GATEWAY, lambda: self._gateway.address)
         self._endpoint = _endpoint(config, name)
         self._policies: dict[str, LoadedPolicy] = {}
-        self._relays: dict[str, PayloadSource] = {}  # by policy: what others may fetch from here
+        self._relays: dict[str, PayloadSource] = {}  # by policy: payloads that other replicas may fetch from here
 
     async def run(self, here: Path | None) -> None:
-        """``here``: the run's directory on this machine, if it has one."""
+        """``here``: the run's directory on this machine, if the machine has one."""
         metrics, name = self._settings.recipe.metrics, f"inference-{self._replica_id}"
         watchdog = Watchdog(probes={"reward functions": lambda: REWARD_THREADS.overdue(REWARD_OVERDUE_S)})
         await self._serve_weights()
@@ -141,18 +152,20 @@ class _Process:
         await add_weight_service(self._server, self._relays, send_bytes_per_s=strictest, bulk_wanted=bulk_wanted)
 
     async def _load_policies(self) -> None:
+        bases = BaseModels()
         for policy in self._config.policies or self._settings.recipe.policies:
             # In a thread, so that health is answered (NOT_SERVING) meanwhile.
             loaded = await asyncio.to_thread(
-                load_policy, policy, self._settings, self._config, self._emissions.on_tokens, owner=self._replica_id
-            )
+                load_policy, policy, self._settings, self._config, self._emissions.on_tokens, owner=self._replica_id,
+                bases=bases,
+            )  # fmt: skip
             self._policies[policy] = loaded
             await loaded.served.engine.start()
             if loaded.relay is not None:
                 self._relays[policy] = loaded.relay
 
     async def _play(self, connection: grpc.aio.Channel) -> None:
-        """Join the pool and play, until drained, told to stop, or a failure."""
+        """Join the pool and play, until drained, a stop signal, or a failure."""
         incarnation = uuid.uuid4().hex
         rollout = self._settings.recipe.rollout
         sender = TrajectorySender(
@@ -171,12 +184,16 @@ class _Process:
             timed=rollout.timing,
             teachers=self._settings.recipe.teachers,
         )
+        turns = EngineTurns(self._policies, player)
+        if self._settings.recipe.placement is Placement.SHARED:
+            await turns.begin_freed()
         replica = Replica(
             policies=self._policies,
             player=player,
             gateway=self._gateway,
             emissions=self._emissions,
             account=self._account,
+            turns=turns,
             more_accounts=(sender.account,),
             gateway_state=self._gateway_watch.state,
         )
@@ -186,7 +203,7 @@ class _Process:
             lambda: {"engine": self._config.engine, "draining": str(replica.drain_requested.is_set()).lower()},
         )
         pool = PoolClient(connection, self._identity(incarnation), replica)
-        await self._until_done(replica, player, sender, pool)
+        await self._until_done(replica, player, sender, pool, turns)
 
     def _identity(self, incarnation: str) -> ReplicaIdentity:
         is_reached = self._relays and _is_reached_at(self._config.host, self._orchestrator)
@@ -199,14 +216,17 @@ class _Process:
         )
 
     async def _until_done(
-        self, replica: Replica, player: RolloutPlayer, sender: TrajectorySender, pool: PoolClient
+        self, replica: Replica, player: RolloutPlayer, sender: TrajectorySender, pool: PoolClient, turns: EngineTurns
     ) -> None:
         async with TaskOwner() as tasks:
             for policy, loaded in self._policies.items():
                 tasks.start(loaded.weights.run(), f"weights of {policy}")
             tasks.start(sender.run(), "trajectories")
             tasks.start(replica.watch_engines(), "engines")
+            tasks.start(turns.run(), "device turns")
             tasks.start(self._gateway_watch.run(), "gateway watch")
+            # Python's own collector would walk the objects of the model's libraries repeatedly: a tenth of the CPU.
+            tasks.start(GarbageSweeper(lambda: not player.num_running).run(), "collect garbage")
             membership = tasks.start(pool.run(), "pool membership")
             drained = tasks.start(_finish_when_drained(replica, player, sender), "drain")
             stop = tasks.start(self._server.wait_for_stop(), "stop signal")
@@ -228,7 +248,7 @@ class _Process:
 def _endpoint(config: InferenceConfig, name: str) -> EndpointServer | None:
     if config.endpoint.port is None:
         return None
-    from services.inference.endpoint.server import EndpointServer  # a run without one needs no HTTP
+    from services.inference.endpoint.server import EndpointServer  # a run without an endpoint needs no HTTP
 
     return EndpointServer(config.endpoint, config.host, setting=f"inference.{name}.endpoint.port")
 
@@ -239,7 +259,7 @@ def _is_reached_at(host: str, orchestrator: str) -> bool:
 
 
 async def _stop_playing(player: RolloutPlayer, sender: TrajectorySender) -> None:
-    """End what is being played; what was finished is acknowledged if that does not take long."""
+    """End the running rollouts; wait a short time for the acknowledgement of finished records."""
     await player.close()
     try:
         await sender.wait_until_acknowledged(STOP_TIMEOUT_S)
@@ -248,7 +268,7 @@ async def _stop_playing(player: RolloutPlayer, sender: TrajectorySender) -> None
 
 
 async def _finish_when_drained(replica: Replica, player: RolloutPlayer, sender: TrajectorySender) -> None:
-    """Play what is being played to its end and see it acknowledged."""
+    """Once drained: wait until the running rollouts end and their records are acknowledged."""
     await replica.drain_requested.wait()
     await player.wait_until_idle()
     await sender.wait_until_acknowledged(DRAIN_TIMEOUT_S)

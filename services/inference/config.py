@@ -1,17 +1,17 @@
-"""Which settings of the recipe are this replica's. The sections themselves stand in ``services.common.config``."""
+"""Selects this replica's section of the recipe. ``services.common.config`` defines the sections."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from services.common.config.processes.services import InferenceConfig
 from services.common.config.recipe import Recipe
-from services.common.config.services import InferenceConfig
 
 
 def replica_config(
     recipe: Recipe, name: str, port: int | None = None, num_slots: int | None = None, host: str | None = None
 ) -> InferenceConfig:
-    """The section ``inference.<name>``, with what the command line changes.
+    """The section ``inference.<name>`` with the command line's changes.
 
     A name that the recipe lacks takes the first section's settings on a free port, so that further replicas can join.
     """

@@ -1,6 +1,6 @@
-"""From a recipe to a policy that can be served: engine, tokenizer, and who keeps its weights new.
+"""Builds a served policy from a recipe: engine, tokenizer and weight updater.
 
-The scripted engine needs neither torch nor a tokenizer nor a checkpoint, and nothing here imports torch for it.
+The scripted engine needs no torch, tokenizer or checkpoint; this module imports torch only for other engines.
 """
 
 from __future__ import annotations
@@ -8,26 +8,33 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from services.common.accounts import TimeAccount
-from services.common.chat import Chat
-from services.common.config.placement import engine_numbers
-from services.common.config.services import InferenceConfig
+from services.common.config.processes.placement import engine_numbers
+from services.common.config.processes.services import InferenceConfig
 from services.common.errors import ConfigError
-from services.common.rpc.run_client import RunSettings
+from services.common.importing import load_object
+from services.common.records.types import FetchPlan, WeightTransfer, WeightVersion
+from services.common.rpc.client.run_client import RunSettings
+from services.common.telemetry.accounts import TimeAccount
+from services.common.telemetry.components import weights
+from services.common.text.chat import Chat
 from services.common.transfer.source import PayloadSource
-from services.common.types import FetchPlan, WeightTransfer, WeightVersion
-from services.inference.byte_tokenizer import ByteTokenizer
+from services.common.user_code import check_call, check_methods
+from services.common.weights.adapter import AdapterIdentity
+from services.inference.bases import BaseModels
 from services.inference.engine.base import KvPolicy
+from services.inference.engine.byte_tokenizer import ByteTokenizer
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
-from services.inference.policies import ServedPolicy
+from services.inference.engine.streaming import ENGINE_METHODS, EngineSetup
+from services.inference.rollouts.policies import ServedPolicy
 from services.inference.scripts.registry import load_scripts
 from services.inference.weights.announced import AnnouncedVersions
 
 if TYPE_CHECKING:
+    from services.inference.engine.torch.adapter import Adapter
     from services.inference.weights.mirror import Mirror
 
 OnTokens = Callable[[int, float], None]
@@ -37,11 +44,14 @@ class WeightsFollower(Protocol):
     """Keeps one engine on the newest version."""
 
     account: TimeAccount  # of the policy's weights
+    on_held: Callable[[], None]  # called when another version is held
 
     def offer(self, version: WeightVersion, plan: FetchPlan | None = None) -> None: ...
     def held(self) -> WeightVersion: ...
     def gauges(self) -> dict[str, float]: ...
     def take_transfers(self) -> tuple[WeightTransfer, ...]: ...
+    async def release(self) -> None: ...
+    async def restore(self) -> None: ...
     async def run(self) -> None: ...
 
 
@@ -51,21 +61,31 @@ class LoadedPolicy:
 
     served: ServedPolicy
     weights: WeightsFollower
-    relay: PayloadSource | None = None  # where others may fetch them; None when there are none
+    relay: PayloadSource | None = None  # serves the weights to other replicas; None without weights
 
 
 def load_policy(
-    policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens, *, owner: str = ""
+    policy: str,
+    settings: RunSettings,
+    config: InferenceConfig,
+    on_tokens: OnTokens,
+    *,
+    owner: str = "",
+    bases: BaseModels | None = None,
 ) -> LoadedPolicy:
-    """Build one policy; takes seconds with a model. ``owner`` is the replica, for the names of what it leaves on disk.
+    """Build one policy; takes seconds with a model. ``owner`` is the replica's name, used in the names of its files.
+
+    ``bases`` are those of the process, which policies with adapters share.
 
     Raises ``ConfigError`` or ``ModelMismatchError``.
     """
     if config.engine == "scripted":
         return _load_scripted(policy, settings, config, on_tokens)
     if config.engine in ("torch", "forced"):
-        return _load_torch(policy, settings, config, on_tokens)
-    return _load_sglang(policy, settings, config, on_tokens, owner or "replica")
+        return _load_torch(policy, settings, config, on_tokens, bases or BaseModels())
+    if config.servers is not None:
+        return _load_served(policy, settings, config, on_tokens, owner or "replica")
+    return _load_by_path(policy, settings, config, on_tokens)
 
 
 def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
@@ -87,42 +107,65 @@ def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, 
     return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine, first))
 
 
-def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
+def _load_by_path(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
+    """An engine of the user's: with the weights of the policy, unless its class says ``has_weights = False``."""
+    section = settings.recipe.policies[policy]
+    kind: Any = load_object(config.engine)
+    check_methods(kind, f"engine {config.engine}", ENGINE_METHODS)
+    check_call(kind, f"engine {config.engine}", "def __init__(self, setup)", "setup")
+    setup = EngineSetup(
+        policy=policy,
+        context_length=section.model.context_length,
+        num_slots=config.engine_slots or config.num_slots,
+        device=config.device,
+        dtype=config.dtype,
+        settings=config.engine_settings,
+        on_tokens=on_tokens,
+    )
+    if not getattr(kind, "has_weights", True):
+        # No orders come before the first version is held; a run without training announces no version.
+        first = -1 if section.trained and settings.recipe.run.steps else 0
+        engine = kind(replace(setup, version=first))
+        served = ServedPolicy(
+            name=policy, engine=engine, chat=Chat(ByteTokenizer()), context_length=setup.context_length
+        )
+        return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine, first))
+    from services.common.text.huggingface import check_model_matches, load_model, load_tokenizer, named_weights
+
+    model_path = settings.recipe.model_path(policy, settings.run_dir)
+    model, tokenizer = load_model(model_path, section.trainer.master_dtype), load_tokenizer(model_path)
+    check_model_matches(model, tokenizer=tokenizer)
+    mirror = _filled_mirror(policy, settings, named_weights(model))
+    del model
+    engine = kind(replace(setup, model_path=str(model_path), weights=mirror.host_tensors()))
+    served = ServedPolicy(name=policy, engine=engine, chat=Chat(tokenizer), context_length=setup.context_length)
+    return _followed(served, settings, mirror)
+
+
+def _load_torch(
+    policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens, bases: BaseModels
+) -> LoadedPolicy:
     import torch
 
-    from services.common.devices import chosen_device
-    from services.common.models import (
-        check_model_matches,
-        check_same_vocabulary,
-        load_model,
-        load_tokenizer,
-        named_weights,
-    )
-    from services.inference.engine.forced import ForcedEngine
-    from services.inference.engine.torch_engine import TorchEngine
+    from services.common.system.devices import chosen_device
+    from services.common.text.huggingface import check_model_matches, check_same_vocabulary, load_tokenizer
+    from services.inference.engine.torch.engine import TorchEngine
+    from services.inference.engine.torch.replay import ReplayEngine
 
     script = None
-    if config.engine == "forced":  # before the model: a wrong setting costs a second
+    if config.engine == "forced":  # before the model: a wrong setting fails within a second
         script = load_scripts(config.forced, settings.recipe)
     device = chosen_device(config.device, f"the device of the inference service of {policy}")  # likewise
     torch.set_num_threads(config.threads)
     section = settings.recipe.policies[policy]
     context_length = section.model.context_length
-    path = settings.recipe.model_path(policy, settings.run_dir)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(settings.recipe.model_path(policy, settings.run_dir))
     if (teacher := settings.recipe.teachers.get(policy)) is not None:  # before the weights, which may take long to load
         other = load_tokenizer(settings.recipe.model_path(teacher, settings.run_dir))
         check_same_vocabulary(tokenizer, other, f"the teacher {teacher} of {policy}")
-    # The mirror must see what the trainer sees: its master type, cast to the published one.
-    model = load_model(path, section.trainer.master_dtype)
+    model, mirror, adapter = _torch_weights(policy, settings, config, bases)
     check_model_matches(model, tokenizer=tokenizer)
-    mirror = _filled_mirror(policy, settings, named_weights(model))
-    model = model.to(getattr(torch, config.dtype))
-    # What the master type has beyond the published one must go: deltas change some elements, the others are that version's.
-    published = mirror.host_tensors()
-    for name, weight in named_weights(model).items():
-        weight.copy_(published[name])
-    kind = TorchEngine if script is None else ForcedEngine
+    kind = TorchEngine if script is None else ReplayEngine
     engine = kind(
         model,
         num_slots=1 if settings.recipe.run.deterministic else config.engine_slots or config.num_slots,
@@ -131,6 +174,9 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
         device=device,
         on_tokens=on_tokens,
         alone=settings.recipe.run.deterministic,
+        adapter=adapter,
+        kv_bytes=int(config.kv_cache_gib * (1 << 30)),
+        stepping=config.stepping if device == "cuda" else "eager",
     )
     served = ServedPolicy(
         name=policy, engine=engine, chat=Chat(tokenizer), context_length=context_length, script=script
@@ -138,27 +184,64 @@ def _load_torch(policy: str, settings: RunSettings, config: InferenceConfig, on_
     return _followed(served, settings, mirror)
 
 
-def _load_sglang(
-    policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens, owner: str
-) -> LoadedPolicy:
-    from services.common.models import check_model_matches, load_model, load_tokenizer, named_weights
-    from services.inference.engine.sglang.build import build_engine
-    from services.inference.engine.sglang.environment import own_gpus
+def _torch_weights(
+    policy: str, settings: RunSettings, config: InferenceConfig, bases: BaseModels
+) -> tuple[Any, Mirror, Adapter | None]:
+    """The model in the engine's type, the mirror of version 0, and the adapter if the policy has one."""
+    import torch
+
+    from services.common.text.huggingface import load_model, named_weights
+    from services.inference.engine.torch.adapter import Adapter
 
     section = settings.recipe.policies[policy]
     path = settings.recipe.model_path(policy, settings.run_dir)
-    # Each element is cast as the trainer casts it, so through its master type unless that is the widest.
-    master, published = section.trainer.master_dtype, section.weights.publish_dtype
-    model = load_model(path, published if master == "float32" else master)
-    tokenizer = load_tokenizer(path)
-    check_model_matches(model, tokenizer=tokenizer)
+    if section.adapter is not None:
+        model, tensors, identity = bases.adapter(policy, settings, config.dtype)
+        mirror = _filled_mirror(policy, settings, tensors, identity)
+        return model, mirror, Adapter(tensors=mirror.host_tensors(), scale=identity.scale)
+    # The mirror must hold the trainer's values: its master type, cast to the published one.
+    model = load_model(path, section.trainer.master_dtype)
     mirror = _filled_mirror(policy, settings, named_weights(model))
+    model = model.to(getattr(torch, config.dtype))
+    # Precision beyond the published type must go: deltas change some elements, the others are that version's.
+    published = mirror.host_tensors()
+    for name, weight in named_weights(model).items():
+        weight.copy_(published[name])
+    return model, mirror, None
+
+
+def _load_served(
+    policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens, owner: str
+) -> LoadedPolicy:
+    from services.common.text.huggingface import check_model_matches, load_model, load_tokenizer, named_weights
+    from services.inference.engine.served.environment import own_gpus
+
+    if config.engine == "vllm":
+        from services.inference.engine.vllm.build import build_engine
+    else:
+        from services.inference.engine.sglang.build import build_engine
+
+    section = settings.recipe.policies[policy]
+    path = settings.recipe.model_path(policy, settings.run_dir)
+    tokenizer = load_tokenizer(path)
+    adapter = None
+    if section.adapter is not None:
+        # The servers load the base themselves; this process needs its digest.
+        model, tensors, adapter = BaseModels().adapter(policy, settings, section.trainer.compute_dtype)
+        mirror = _filled_mirror(policy, settings, tensors, adapter)
+    else:
+        # Each element is cast as in the trainer: through the master type, unless that is the widest.
+        master, published = section.trainer.master_dtype, section.weights.publish_dtype
+        model = load_model(path, published if master == "float32" else master)
+        mirror = _filled_mirror(policy, settings, named_weights(model))
+    check_model_matches(model, tokenizer=tokenizer)
     del model
     served_policies = config.policies or list(settings.recipe.policies)
     numbers = engine_numbers(config, served_policies)
     gpus = own_gpus(config)
     before = sum(numbers[other] for other in served_policies[: served_policies.index(policy)])
-    parallel = config.sglang.tensor_parallel
+    assert config.servers is not None
+    parallel = config.servers.tensor_parallel
     number = numbers[policy]
     if not config.gpus and not config.engines and len(served_policies) == 1:
         number = max(1, len(gpus) // parallel)  # all the GPUs that the environment shows
@@ -170,29 +253,32 @@ def _load_sglang(
         tensors=mirror.host_tensors(),
         number=number,
         gpus=gpus[before * parallel : (before + number) * parallel],
-        directory=_directory(settings),
+        directory=private_directory(settings),
         on_tokens=on_tokens,
+        adapter=adapter,
     )
     served = ServedPolicy(name=policy, engine=engine, chat=Chat(tokenizer), context_length=section.model.context_length)
     return _followed(served, settings, mirror)
 
 
-def _directory(settings: RunSettings) -> Path:
-    """The run's, where this machine sees it; else one below the temporary ones that nobody else can have prepared.
+def private_directory(settings: RunSettings) -> Path:
+    """The run's directory if this machine sees it; else a temporary directory that belongs to this user.
 
-    Raises ``ConfigError`` when somebody has.
+    Raises ``ConfigError`` if the temporary directory belongs to another user.
     """
     if settings.run_dir.is_dir():
         return settings.run_dir
     own = Path(tempfile.gettempdir()) / f"millrace-{settings.run_id}"
     own.mkdir(mode=0o700, exist_ok=True)
     if own.is_symlink() or own.stat().st_uid != os.geteuid():
-        raise ConfigError(f"{own} is somebody else's: remove it, or name a directory with --run-dir")
+        raise ConfigError(f"{own} belongs to another user: remove it, or name a directory with --run-dir")
     return own
 
 
-def _filled_mirror(policy: str, settings: RunSettings, weights: Mapping[str, Any]) -> Mirror:
-    """The mirror with the weights of the checkpoint, version 0."""
+def _filled_mirror(
+    policy: str, settings: RunSettings, weights: Mapping[str, Any], adapter: AdapterIdentity | None = None
+) -> Mirror:
+    """The mirror with the weights of the checkpoint, or the adapter's on it, version 0."""
     from services.inference.weights.mirror import Mirror
 
     mirror = Mirror(policy)
@@ -202,6 +288,7 @@ def _filled_mirror(policy: str, settings: RunSettings, weights: Mapping[str, Any
         version=0,
         dtype=settings.recipe.policies[policy].weights.publish_dtype,
         algorithm=settings.recipe.digest_algorithm(policy),
+        adapter=adapter,
     )
     return mirror
 
@@ -214,7 +301,7 @@ def _followed(served: ServedPolicy, settings: RunSettings, mirror: Mirror) -> Lo
 
     relay = Relay(mirror)
     transports = settings.recipe.policies[served.name].weights.transports
-    account = TimeAccount(f"weights/{mirror.policy}", rest=UP_TO_DATE)
+    account = TimeAccount(weights(mirror.policy), rest=UP_TO_DATE)
     fetcher = SourceFetcher(lambda: settings.run_id, transports, relay, on_bytes=account.beat)
     updater = WeightUpdater(mirror, served.engine, fetcher, account=account)
     return LoadedPolicy(served=served, weights=updater, relay=relay)

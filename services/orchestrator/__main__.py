@@ -13,11 +13,11 @@ def run() -> int:
 
     import asyncio
 
-    from services.common.disk import says_full
     from services.common.errors import UserError
-    from services.common.process import START_AGAIN, die_with_parent_if_asked
     from services.common.security import identity
     from services.common.security.roles import Role
+    from services.common.system.child import START_AGAIN, die_with_parent_if_asked
+    from services.common.system.disk import says_full
     from services.orchestrator.app import main
 
     die_with_parent_if_asked()
@@ -30,7 +30,9 @@ def run() -> int:
     except (OSError, sqlite3.OperationalError) as error:
         if not says_full(error):
             raise
-        sys.stderr.write(f"orchestrator: no free disk: {error}; started again, it waits for room\n")
+        sys.stderr.write(
+            f"orchestrator: no free disk: {error}; after a restart the orchestrator waits for free space\n"
+        )
         return START_AGAIN
     return 0
 

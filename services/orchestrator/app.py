@@ -1,6 +1,6 @@
-"""Wiring: run directory -> journal -> recovered ring -> server -> the run's life -> exit.
+"""The process: run directory -> journal -> recovered core -> server -> life of the run -> exit.
 
-room on the disk, lock, open data, recover | serve, ready | live until the run ends or a signal | dismiss, drain, close
+space on the disk, lock, open data, recover | serve, ready | live until the run ends or a signal | dismiss, drain, close
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 
 import structlog
 
-from services.common import logs
 from services.common.aio import TaskOwner
-from services.common.config.data import EVALUATION, TRAIN
-from services.common.config.loading import load_resolved
+from services.common.config.data import EVALUATION, is_training, name_of
+from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.pb import pool_pb2_grpc, run_pb2_grpc, training_pb2_grpc
@@ -25,37 +24,37 @@ from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.binding import check_keys_are_there
-from services.common.watchdog import Watchdog
-from services.orchestrator import lifecycle
+from services.common.system.garbage import GarbageSweeper
+from services.common.system.watchdog import Watchdog
+from services.common.telemetry import logs
+from services.orchestrator import lifecycle, wiring
 from services.orchestrator.config import Settings
-from services.orchestrator.datasets import TaskSource, log_opened, open_source
-from services.orchestrator.gauges import gauges
+from services.orchestrator.core import OrchestratorCore
+from services.orchestrator.disk_wait import wait_for_room
 from services.orchestrator.journal import records
+from services.orchestrator.journal.quarantine import Quarantine
 from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.survey import first_facts
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.lock import RunLock
-from services.orchestrator.progress import waits
-from services.orchestrator.prometheus import METRICS
-from services.orchestrator.prompt_length import short_prompts
-from services.orchestrator.recovery import recovered
-from services.orchestrator.requirements import requirement
-from services.orchestrator.ring import Ring
-from services.orchestrator.room import wait_for_room
-from services.orchestrator.servicer_pool import PoolServicer
-from services.orchestrator.servicer_run import RunServicer
-from services.orchestrator.servicer_training import TrainingServicer
-from services.orchestrator.survey import first_facts
-from services.orchestrator.vocabulary import vocab_sizes
-from services.orchestrator.watch import Watch
+from services.orchestrator.monitoring.gauges import gauges
+from services.orchestrator.monitoring.progress import waits
+from services.orchestrator.monitoring.prometheus import METRICS
+from services.orchestrator.recovery.recover import recovered
+from services.orchestrator.tasks.datasets import TaskSource, log_opened, open_source
+from services.orchestrator.tasks.prompt_length import short_prompts
+from services.orchestrator.tasks.requirements import requirement
+from services.orchestrator.tasks.vocabulary import vocab_sizes
+from services.orchestrator.trackers.process import TrackersProcess
 
 log = structlog.get_logger()
 
-MIN_FAREWELL_S = 1.0  # people who watch see the last state
+MIN_FAREWELL_S = 1.0  # observers see the last state
 MAX_FAREWELL_S = 10.0  # trainers and replicas leave by themselves after this
 
 
 async def main(settings: Settings) -> None:
-    """Serve one run until it has ended, or SIGTERM; raises UserError for what cannot be used."""
+    """Serve one run until its end or SIGTERM; raises UserError for unusable input."""
     recipe = load_resolved(settings.run_dir)
     check_keys_are_there(recipe.needs_keys, identity.current())
     await wait_for_room(settings.run_dir)
@@ -81,25 +80,34 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     )
     reader = JournalReader(settings.journal_dir)
     sources = {
-        where: open_source(config, recipe.data.seed_of(where, recipe.run.seed), requirement(recipe, where))
+        where: open_source(
+            config,
+            recipe.data.seed_of(where, recipe.run.seed),
+            requirement(recipe, where),
+            evaluates=not is_training(where),
+        )
         for where, config in recipe.data.sections().items()
     }
     for where, source in sources.items():
         log_opened(where, source)
     sources = short_prompts(sources, recipe, settings.run_dir)
-    ring = recovered(lambda: _ring(settings.run_dir, recipe, journal, reader, sources), reader)
+    core = recovered(
+        lambda aside: _core(settings.run_dir, recipe, journal, reader, sources, aside), wiring.recovery_parts, reader
+    )
     reader.close()
-    server = _server(ring, recipe, settings, sources)
+    server = _server(core, recipe, settings, sources)
     await server.start()
     await serve_metrics(server, recipe.metrics, METRICS, name="orchestrator", run_dir=settings.run_dir)
     journal.start()
+    trackers = TrackersProcess(recipe, settings.run_dir)
     watchdog = Watchdog()
     watchdog.start()
     async with TaskOwner() as tasks:
         try:
-            tasks.start(Watch(ring).run(), "watch")
+            tasks.start(wiring.watch(core).run(), "watch")
+            tasks.start(GarbageSweeper(lambda: not core.has_work).run(), "collect garbage")
             server.set_ready()
-            ending = tasks.start(_live_and_part(ring), "lifecycle")
+            ending = tasks.start(_live_and_part(core), "lifecycle")
             stopping = tasks.start(server.wait_for_stop(), "signals")
             broken = tasks.start(tasks.failed(), "failures")
             await asyncio.wait({ending, stopping, broken, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -113,37 +121,42 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
             failed.cancel()
             await server.stop()
             await journal.close()
-            ring.metrics.close()
+            core.close_metrics()
+            await asyncio.to_thread(trackers.end)
 
 
-def _server(ring: Ring, recipe: Recipe, settings: Settings, sources: Mapping[str, TaskSource]) -> Server:
-    """The three services over the recovered ring, not started yet."""
-    counted_before = dict(ring.counters)
+def _server(core: OrchestratorCore, recipe: Recipe, settings: Settings, sources: Mapping[str, TaskSource]) -> Server:
+    """The three services over the recovered core, before their start."""
     port = recipe.orchestrator.port if settings.port is None else settings.port
     server = Server(
-        service="orchestrator", instance_id="orchestrator", host=recipe.orchestrator.host, port=port, run_id=ring.run_id
+        service="orchestrator",
+        instance_id="orchestrator",
+        host=recipe.orchestrator.host,
+        port=port,
+        run_id=recipe.run.id or "",
     )
-    runs = RunServicer(ring)
-    pool = PoolServicer(ring)
+    runs, pool, training = wiring.run_servicer(core), wiring.pool_servicer(core), wiring.training_servicer(core)
+    view = wiring.progress_view(core)
+    counted_before = dict(view.counters)
     server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, pool, "millrace.v1.PoolService")
-    server.add(
-        training_pb2_grpc.add_TrainingServiceServicer_to_server, TrainingServicer(ring), "millrace.v1.TrainingService"
-    )
+    server.add(training_pb2_grpc.add_TrainingServiceServicer_to_server, training, "millrace.v1.TrainingService")
     server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "millrace.v1.RunService")
     server.set_gauges(
-        lambda: gauges(ring, sources, counted_before),
-        lambda: {"state": ring.control.state.value, "waits": "; ".join(waits(ring))},
+        lambda: gauges(view, sources, counted_before),
+        lambda: {"state": view.control.state.value, "waits": "; ".join(waits(view))},
     )
-    server.set_accounts(lambda: [ring.standing.account.state()])
+    server.set_accounts(lambda: [view.stall_state.account.state()])
     server.on_stop(runs.closing.set)
     server.on_stop(pool.closing.set)
-    server.on_stop(ring.close)
+    server.on_stop(core.close)
     return server
 
 
 def _stop_on_bug(context: dict[str, Any], fail: Callable[[BaseException], None]) -> None:
-    """An exception in a callback, such as the dispatcher's, has no caller to tell: the process stops and can be started
-    again, which is better than a run that silently stands still."""
+    """Stop the process after an exception in a callback, such as the dispatcher's, which has no caller.
+
+    A restart is better than a run that stalls without a message.
+    """
     error = context.get("exception")
     log.error("loop.exception", message=context["message"], exc_info=error)
     # grpc's poller raises BlockingIOError on a spurious wake-up, which is harmless.
@@ -151,18 +164,17 @@ def _stop_on_bug(context: dict[str, Any], fail: Callable[[BaseException], None])
         fail(error)
 
 
-async def _live_and_part(ring: Ring) -> None:
-    await lifecycle.live(ring)
+async def _live_and_part(core: OrchestratorCore) -> None:
+    await lifecycle.live(wiring.run_parts(core))
     begin = time.monotonic()
     while (waited := time.monotonic() - begin) < MAX_FAREWELL_S:
-        gone = all(r.mailbox is None for r in ring.pool) and all(t.mailbox is None for t in ring.trainers)
-        if gone and waited >= MIN_FAREWELL_S:
+        if core.all_left and waited >= MIN_FAREWELL_S:
             return
         await asyncio.sleep(0.1)
 
 
 def _begun(reader: JournalReader) -> dict[str, Any] | None:
-    """What the first record says; None in a new journal, and where it is lost."""
+    """The contents of the first record; None in a new journal, and where the record is lost."""
     for row in reader.rows_of(records.RUN):
         begun = reader.load(row)
         if begun is not None and begun.keys() >= {"run_id", "mark", "started_at"}:
@@ -170,9 +182,14 @@ def _begun(reader: JournalReader) -> dict[str, Any] | None:
     return None
 
 
-def _ring(
-    run_dir: Path, recipe: Recipe, journal: Journal, reader: JournalReader, sources: Mapping[str, TaskSource]
-) -> Ring:
+def _core(
+    run_dir: Path,
+    recipe: Recipe,
+    journal: Journal,
+    reader: JournalReader,
+    sources: Mapping[str, TaskSource],
+    aside: Quarantine,
+) -> OrchestratorCore:
     begun = _begun(reader)
     if begun is None:
         mark, started_at = first_facts(reader)
@@ -184,13 +201,14 @@ def _ring(
             f"the journal in {run_dir} belongs to run {begun['run_id']!r}, its recipe.json to {recipe.run.id!r}: "
             "give the new run a directory of its own"
         )
-    return Ring(
+    return OrchestratorCore(
         recipe,
         run_dir,
         journal,
-        training_source=sources[TRAIN],
+        training_sources={name_of(where): source for where, source in sources.items() if is_training(where)},
         evaluation_sources={name: sources[f"{EVALUATION}.{name}"] for name in recipe.data.evaluation},
         run_mark=begun["mark"],
         started_at=begun["started_at"],
+        aside=aside,
         vocab_sizes=vocab_sizes(recipe, run_dir),
     )

@@ -1,4 +1,4 @@
-"""What the orchestrator is told on its command line, and where its files lie in the run directory."""
+"""Command line of the orchestrator, and the paths of its files in the run directory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from services.common import run_files
 
 DESCRIPTION = """\
 The orchestrator: draws tasks, issues rollouts within the staleness bound, keeps every trajectory in a journal,
@@ -15,7 +17,7 @@ EPILOG = """\
 DIR is a run directory with recipe.json (`millrace run` writes it). Started again on the same directory, even after
 kill -9, the run goes on with everything that was acknowledged. Exit codes: 0 the run has ended or SIGTERM came,
 2 the recipe, the data or the directory cannot be used (the message says why), 75 the disk became full while it started
-(start it again: it waits for room).
+(start again: the orchestrator then waits for free space).
 """
 
 
@@ -26,7 +28,7 @@ class Settings:
 
     @property
     def journal_dir(self) -> Path:
-        return self.run_dir / "journal"
+        return run_files.journal(self.run_dir)
 
     @property
     def lock_file(self) -> Path:

@@ -1,36 +1,77 @@
-"""The run from its first version to its last: evaluate, train, evaluate, finish.
+"""The run from its first version to its last: evaluate, train until the last step or the threshold, evaluate, finish.
 
     STARTING -> EVALUATING_START -> TRAINING -> EVALUATING_END -> FINISHED
         '--------------- StopRun at any time ------------------> STOPPED
 
-Each phase is a condition on what is durable, so a restarted orchestrator walks through those that are done at once.
+Each phase is a condition on durable data, so a restarted orchestrator passes finished phases at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
 
 import structlog
 
-from services.common import fates
-from services.orchestrator.commands import LeavePool, StopTraining
-from services.orchestrator.metrics import evaluation_values
-from services.orchestrator.ring import Ring
-from services.orchestrator.run_control import RunState
+from services.common import run_files
+from services.common.config.data import EvaluationConfig
+from services.common.records import fates
+from services.common.telemetry.log_events import LogEvent
+from services.orchestrator.dispatch.evaluation import Evaluations
+from services.orchestrator.dispatch.published_versions import PublishedVersions
+from services.orchestrator.dispatch.threshold import END, START, Threshold, evaluation_of
+from services.orchestrator.metrics.run_metrics import RunMetrics
+from services.orchestrator.metrics.summary import Summary
+from services.orchestrator.state.run_control import RunControl, RunState
+from services.orchestrator.state.versions import VersionLedger
 
 log = structlog.get_logger()
 
-START = "start"
-END = "end"
+
+class RunEvents(Protocol):
+    """What the lifecycle causes in the rest of the orchestrator."""
+
+    async def until(self, condition: Callable[[], bool]) -> None: ...
+
+    async def begin_evaluation(self, evaluation_id: str) -> None: ...
+
+    def begin_training(self) -> None: ...
+
+    def stop_issuing(self) -> None: ...
+
+    def end_training(self, reason: fates.ClosedReason) -> None: ...
+
+    def cancel_training_groups(self, reason: fates.ClosedReason) -> None: ...
+
+    def save_checkpoints(self) -> None: ...
+
+    def dismiss(self, reason: str) -> None: ...
 
 
-async def live(ring: Ring) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """The parts of the orchestrator that decide the phase of the run, and those that record its end."""
+
+    control: RunControl
+    evaluation: EvaluationConfig
+    evaluations: Evaluations
+    events: RunEvents
+    ledgers: Mapping[str, VersionLedger]
+    metrics: RunMetrics
+    run_dir: Path
+    summary: Summary
+    threshold: Threshold | None
+    versions: PublishedVersions
+
+
+async def live(run: RunParts) -> None:
     """Return when the run has ended, finished or stopped."""
-    if not ring.control.ended:
-        phases = asyncio.ensure_future(_phases(ring))
-        stop = asyncio.ensure_future(ring.control.stop_requested.wait())
+    if not run.control.ended:
+        phases = asyncio.ensure_future(_phases(run))
+        stop = asyncio.ensure_future(run.control.stop_requested.wait())
         try:
             await asyncio.wait({phases, stop}, return_when=asyncio.FIRST_COMPLETED)
             if phases.done():
@@ -38,87 +79,77 @@ async def live(ring: Ring) -> None:
         finally:
             phases.cancel()
             stop.cancel()
-        ring.dispatcher.train = False
-        ring.cancel_training_groups(fates.ClosedReason.RUN_ENDED)
-        ring.control.enter(RunState.STOPPED if ring.control.stop_requested.is_set() else RunState.FINISHED)
-        ring.metrics.summary(summary(ring))
-    elif not (ring.run_dir / "summary.json").is_file():  # an earlier process died between the two
-        ring.metrics.summary(summary(ring))
-    reason = ring.control.stop_reason or "all training steps are done"
-    log.info("run.ended", state=ring.control.phase.value, reason=reason)
-    _dismiss(ring, reason)
+        run.events.end_training(fates.ClosedReason.RUN_ENDED)
+        run.control.enter(RunState.STOPPED if run.control.stop_requested.is_set() else RunState.FINISHED)
+        run.metrics.summary(run.summary())
+    elif not run_files.summary(run.run_dir).is_file():  # an earlier process died between the two
+        run.metrics.summary(run.summary())
+    done = "the threshold is reached" if run.versions.reached_threshold else "all training steps are done"
+    reason = run.control.stop_reason or done
+    log.info(LogEvent.RUN_ENDED, state=run.control.phase.value, reason=reason)
+    run.events.dismiss(reason)
 
 
-def _dismiss(ring: Ring, reason: str) -> None:
-    """The run has ended: trainers and replicas may leave."""
-    ring.trainers.send_all(StopTraining(reason))
-    for replica in ring.pool:
-        replica.draining = True
-        ring.pool.send(replica, LeavePool(reason))
+async def _phases(run: RunParts) -> None:
+    evaluation = run.evaluation
+    await run.events.until(lambda: all(ledger.newest is not None for ledger in run.ledgers.values()))
+    if evaluation.at_start and not run.evaluations.finished(START) and not _trained(run):
+        run.control.enter(RunState.EVALUATING_START)
+        await run.events.begin_evaluation(START)
+        await run.events.until(lambda: run.evaluations.finished(START))
+    if not run.versions.all_trained:
+        run.control.enter(RunState.TRAINING)
+        run.events.begin_training()
+        await _train(run)
+        await _finish_begun_steps(run)
+    run.events.cancel_training_groups(fates.ClosedReason.STEPS_DONE)
+    if run.versions.ended_early:
+        run.events.save_checkpoints()  # beside the last evaluation, and not when all must leave soon
+    if evaluation.at_end and not run.evaluations.finished(END):
+        run.control.enter(RunState.EVALUATING_END)
+        await run.events.begin_evaluation(END)
+        await run.events.until(lambda: run.evaluations.finished(END))
+    # Requested evaluations are part of the run.
+    await run.events.until(lambda: not run.evaluations.running)
 
 
-async def _phases(ring: Ring) -> None:
-    evaluation = ring.recipe.evaluation
-    await ring.until(lambda: all(ledger.newest is not None for ledger in ring.ledgers.values()))
-    if evaluation.at_start and not ring.evaluations.finished(START) and not _trained(ring):
-        ring.control.enter(RunState.EVALUATING_START)
-        await ring.begin_evaluation(START)
-        await ring.until(lambda: ring.evaluations.finished(START))
-    if not _all_trained(ring):
-        ring.control.enter(RunState.TRAINING)
-        ring.dispatcher.train = True
-        ring.dispatcher.schedule()
-        await _train(ring)
-        ring.dispatcher.train = False
-    ring.cancel_training_groups(fates.ClosedReason.STEPS_DONE)
-    if evaluation.at_end and not ring.evaluations.finished(END):
-        ring.control.enter(RunState.EVALUATING_END)
-        await ring.begin_evaluation(END)
-        await ring.until(lambda: ring.evaluations.finished(END))
-    # Evaluations that somebody asked for are part of the run.
-    await ring.until(lambda: not ring.evaluations.running)
+async def _train(run: RunParts) -> None:
+    """Wait until every policy has taken its last step or the threshold is reached; starts evaluations that run in
+    parallel."""
 
+    def over() -> bool:
+        return run.versions.reached_threshold or run.versions.all_trained
 
-async def _train(ring: Ring) -> None:
-    """Until every policy has taken its last step, with an evaluation now and then that nobody waits for."""
-    while not _all_trained(ring):
-        due = _due_evaluation(ring)
+    while not over():
+        due = _due_evaluation(run)
         if due is not None:
-            await ring.begin_evaluation(due)
-        await ring.until(lambda: _all_trained(ring) or _due_evaluation(ring) is not None)
+            await run.events.begin_evaluation(due)
+        await run.events.until(lambda: over() or _due_evaluation(run) is not None)
 
 
-def _due_evaluation(ring: Ring) -> str | None:
-    """The evaluation that should begin: one at a time, the newest multiple; what a slow one ran over is left out."""
-    every = ring.recipe.evaluation.every
-    reached = min(ledger.newest_number for ledger in ring.trained_ledgers.values())
-    if not every or ring.evaluations.running or reached >= ring.num_steps:
+async def _finish_begun_steps(run: RunParts) -> None:
+    """Begin no further step, and cancel the work for one; trainers still train the batches that they hold."""
+    run.events.stop_issuing()
+    if run.versions.reached_threshold:
+        assert run.threshold is not None
+        log.info("run.threshold_reached", **asdict(run.threshold.state()))
+        run.metrics.threshold(run.threshold.state())
+        run.events.cancel_training_groups(fates.ClosedReason.STEPS_DONE)
+        await run.events.until(lambda: run.versions.all_trained)
+
+
+def _due_evaluation(run: RunParts) -> str | None:
+    """The evaluation to begin: one at a time, the newest multiple; skips multiples that passed during a slow
+    evaluation."""
+    every = run.evaluation.every
+    reached = min(ledger.newest_number for ledger in run.versions.trained_ledgers.values())
+    if not every or run.evaluations.running or reached >= run.versions.num_steps:
         return None
     step = reached // every * every
-    name = f"step-{step}"
-    return name if step > 0 and not ring.evaluations.known(name) else None
+    name = evaluation_of(step)
+    return name if step > 0 and not run.evaluations.known(name) else None
 
 
-def _trained(ring: Ring) -> bool:
-    """Training has begun: the starting version cannot be evaluated any more."""
-    return any(ledger.newest_number > 0 for ledger in ring.ledgers.values())
-
-
-def _all_trained(ring: Ring) -> bool:
-    return all(ledger.newest_number >= ring.num_steps for ledger in ring.trained_ledgers.values())
-
-
-def summary(ring: Ring) -> dict[str, Any]:
-    """What ``summary.json`` says."""
-    return {
-        "run_id": ring.run_id,
-        "state": ring.control.phase.value,
-        "steps": {policy: max(ledger.newest_number, 0) for policy, ledger in ring.trained_ledgers.items()},
-        "evaluations": {result.name: evaluation_values(result) for result in ring.evaluations.results.values()},
-        "overlap_share": ring.timeline.overlap_share,
-        "max_staleness": max((batches.staleness_max for batches in ring.batches.values()), default=0),
-        "seconds": time.time() - ring.started_at,
-        "counters": dict(ring.counters),
-        "time": ring.standing.book.summary(),
-        "waited_for": ring.standing.book.waits(),
-    }
+def _trained(run: RunParts) -> bool:
+    """Whether training has begun: then the starting version cannot be evaluated any more."""
+    return any(ledger.newest_number > 0 for ledger in run.ledgers.values())

@@ -1,4 +1,4 @@
-"""One orchestrator, and one launcher, per run directory: a file lock that the kernel drops when the process dies."""
+"""File lock of a run directory: one orchestrator and one launcher; the kernel drops the lock when the process dies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.common.errors import ConfigError
 
 
 class RunLock:
-    """``holder``: what kind of process locks it, for the error."""
+    """``holder``: kind of the locking process, for the error."""
 
     def __init__(self, path: Path, holder: str = "orchestrator") -> None:
         self._path = path
@@ -19,7 +19,7 @@ class RunLock:
         self._fd = -1
 
     def held_by(self) -> str:
-        """Who holds it now, such as "launcher, pid 17"; empty when nobody does."""
+        """The holder of the lock, such as "launcher, pid 17"; empty for a free lock."""
         try:
             fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -38,7 +38,7 @@ class RunLock:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(
-                f"{self._path} cannot be written ({error.strerror}): it keeps others out of the run"
+                f"{self._path} cannot be written ({error.strerror}): this lock admits one process per run"
             ) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

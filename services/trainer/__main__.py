@@ -1,4 +1,4 @@
-"""``python -m services.trainer``: one rank of the trainer of one policy. Arguments first, torch later."""
+"""``python -m services.trainer``: runs one rank of the trainer of one policy. Parses arguments before importing torch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import signal
 import sys
 
 from services.common.errors import DeadlineError, InfrastructureError, MillraceError, UserError
-from services.common.logs import quiet_grpc
-from services.common.process import DIE_WITH_PARENT, START_AGAIN, die_with_parent_if_asked, run_and_leave
+from services.common.system.child import DIE_WITH_PARENT, START_AGAIN, die_with_parent_if_asked, run_and_leave
+from services.common.telemetry.logs import quiet_grpc
 from services.trainer.config import parse
+from services.trainer.environment import set_defaults
 
 
 def main() -> int:
     settings = parse()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        os.environ[DIE_WITH_PARENT] = str(os.getppid())  # torchrun, not whoever started torchrun
-        # It was killed and is started again, with ranks that need our ports and files: no step is finished for that.
+        os.environ[DIE_WITH_PARENT] = str(os.getppid())  # torchrun, not the parent of torchrun
+        # The killed torchrun is started again, and its ranks need our ports and files: leave without finishing a step.
         die_with_parent_if_asked(signal.SIGKILL)
     else:
         die_with_parent_if_asked()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    set_defaults(os.environ)
     quiet_grpc()
     from services.common.security import identity
     from services.common.security.roles import Role
@@ -34,7 +34,7 @@ def main() -> int:
         sys.stderr.write(f"trainer: {error.message}\n")
         return 2
     except (MillraceError, RuntimeError) as error:
-        from services.trainer.peers import peer_loss
+        from services.trainer.ranks.peer_loss import peer_loss
 
         if lost := peer_loss(error):
             sys.stderr.write(f"trainer: {lost.message}; started again, all ranks resume together\n")

@@ -6,30 +6,34 @@ settings from the orchestrator | publisher | model, checkpoint | join | recover,
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from services.common.config.policy import PolicyConfig
+from services.common import run_files
+from services.common.checkpoints import directory as names
+from services.common.config.processes.placement import Placement
+from services.common.config.training.policy import PolicyConfig
 from services.common.errors import UnknownPolicyError
-from services.common.logs import bind, configure
-from services.common.memory import keep_freed_memory
 from services.common.prometheus.serving import serve_metrics
-from services.common.rpc.peer_watch import PeerWatch
-from services.common.rpc.run_client import RunSettings, fetch_run
+from services.common.rpc.client.peer_watch import PeerWatch
+from services.common.rpc.client.run_client import RunSettings, fetch_run
 from services.common.rpc.server import Server
-from services.common.watchdog import Watchdog
+from services.common.system.memory import keep_freed_memory
+from services.common.system.watchdog import Watchdog
+from services.common.telemetry.activities import TrainerState
+from services.common.telemetry.components import publisher as publisher_of
+from services.common.telemetry.logs import bind, configure
 from services.trainer.config import Settings
-from services.trainer.loop_thread import LoopThread
-from services.trainer.orchestrator_client import OrchestratorClient
+from services.trainer.loop.grpc_link import GrpcLink, LoopThread, rank_account
+from services.trainer.loop.orchestrator_client import OrchestratorClient
 from services.trainer.prometheus import METRICS
-from services.trainer.publisher_process import PublisherProcess
+from services.trainer.publish.publisher_process import PublisherProcess
 
 if TYPE_CHECKING:
-    from services.trainer.sharding import Ranks
-    from services.trainer.step import TrainStep
+    from services.trainer.ranks.sharding import Ranks
+    from services.trainer.step.train_step import TrainStep
 
 log = structlog.get_logger()
 
@@ -37,9 +41,10 @@ STATUS_GRACE_S = 1.0
 
 
 def run_trainer(settings: Settings) -> None:
-    """Run one rank until the orchestrator says stop, or SIGTERM.
+    """Run one rank until the orchestrator stops the run or SIGTERM arrives.
 
-    Raises ``MillraceError`` with what to do: an unreachable orchestrator, an unknown policy, another model's checkpoint.
+    Raises ``MillraceError``, which names the fix: an unreachable orchestrator, an unknown policy, a checkpoint of
+    another model.
     """
     keep_freed_memory()
     thread = LoopThread("trainer-grpc")
@@ -55,7 +60,7 @@ def run_trainer(settings: Settings) -> None:
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     configure("trainer", run_dir, f"trainer-{policy}" + (f"-rank{rank}" if rank else ""))
     bind(run=run.run_id, policy=policy)
-    # Before torch: the publisher comes up while it is imported.
+    # Before torch: the publisher starts while torch is imported.
     publisher = _publisher(run, settings, run_dir) if rank == 0 else None
     try:
         if publisher is not None:
@@ -87,14 +92,15 @@ def _train(
 ) -> None:
     import torch
 
-    from services.trainer.export import model_files
-    from services.trainer.link import GrpcLink, rank_account
-    from services.trainer.loop import TrainingLoop
-    from services.trainer.peers import PeerLostError
+    from services.trainer.checkpoint.export import checkpoint_files
+    from services.trainer.checkpoint.shared_directory import require_shared
+    from services.trainer.loop.device_turns import DeviceTurns
+    from services.trainer.loop.training_loop import TrainingLoop
+    from services.trainer.publish.snapshot import Snapshots
+    from services.trainer.publish.versions import SnapshotPublisher, snapshot_directories, sweep
+    from services.trainer.ranks.leaving import LeaveOnSignal
+    from services.trainer.ranks.peer_loss import PeerLostError
     from services.trainer.setup import build_step, join_ranks, open_checkpoints
-    from services.trainer.shared_directory import require_shared
-    from services.trainer.snapshot import Snapshots
-    from services.trainer.versions import SnapshotPublisher, snapshot_directories, sweep
 
     recipe = run.recipe
     config = recipe.policies[policy]
@@ -109,20 +115,25 @@ def _train(
         _watch_publisher(policy, client, thread, publisher)
     else:
         thread.loop.call_soon_threadsafe(client.report_as_rank, ranks.rank)
+    shared = recipe.placement is Placement.SHARED
+    turn = _first_turn(client, thread, run_dir, policy, ranks) if shared else 0
     step, tokenizer = build_step(recipe, policy, recipe.model_path(policy, run_dir), ranks)
     step.on_progress = account.beat
-    files = model_files(step.model.causal_lm, tokenizer, config.weights.publish_dtype) if ranks.is_first else {}
+    files = checkpoint_files(step.model, tokenizer, config.weights.publish_dtype) if ranks.is_first else {}
     checkpoints = open_checkpoints(recipe, policy, run_dir, ranks, files)
     checkpoint_step = checkpoints.restore(step.model, step.optimizer)
     client.vocab_size = step.vocab_size
-    newest_version = (
-        thread.call(client.join(checkpoint_step, checkpoints.kept())).newest_version if ranks.is_first else -1
-    )
+    newest_version = -1
+    if ranks.is_first:
+        newest_version = thread.call(client.join(checkpoint_step, checkpoints.kept())).newest_version
     newest_version = int(ranks.max(torch.tensor(newest_version, device=ranks.device)))
-    _leave_on_signal(client, thread)  # from here on every wait heeds it
+    # From here on a signal ends every wait, and the rank leaves after the current training step.
+    LeaveOnSignal(lambda: thread.loop.call_soon_threadsafe(client.leave), account).install()
+    link = GrpcLink(client, thread, ranks.rank, account)
+    device = DeviceTurns(step, link, ranks, run_dir, shared=shared, first=turn)
     loop = TrainingLoop(
         step=step,
-        link=GrpcLink(client, thread, ranks.rank, account),
+        link=link,
         publisher=SnapshotPublisher(
             policy=policy,
             snapshots=Snapshots(
@@ -138,6 +149,7 @@ def _train(
         ),
         checkpoints=checkpoints,
         ranks=ranks,
+        device=device,
         num_steps=recipe.run.steps,
         checkpoint_every=config.trainer.checkpoint_every,
     )
@@ -145,28 +157,45 @@ def _train(
     if server is not None:
         thread.loop.call_soon_threadsafe(server.set_ready)
     done = loop.run(done)
-    told_to_leave = bool(ranks.max(torch.tensor(int(client.commands.leave), device=ranks.device)))
-    if told_to_leave and not client.commands.leave:
-        raise PeerLostError("the ranks of another node were told to leave; a checkpoint is written")
-    if config.trainer.export_final and not told_to_leave:
-        client.report.state = "exporting"
-        _export(step, tokenizer, run_dir / "export" / policy, ranks, config, checkpoints.path(done))
+    leaving = bool(ranks.max(torch.tensor(int(client.commands.leave), device=ranks.device)))
+    if leaving and not client.commands.leave:
+        raise PeerLostError("the ranks of another node got a signal to leave; a checkpoint is written")
+    if config.trainer.export_final and not leaving and device.wait_for_last():
+        client.report.state = TrainerState.EXPORTING
+        _export(step, tokenizer, run_files.export(run_dir, policy), ranks, config, checkpoints.path(done))
     loop.wait_for_stop(done)
+
+
+def _first_turn(client: OrchestratorClient, thread: LoopThread, run_dir: Path, policy: str, ranks: Ranks) -> int:
+    """Join before the model is loaded, and wait for a turn on the device; returns its number. A collective.
+
+    No deadline: the replicas may hold the device until they have freed it, and a dead one loses its lease.
+    """
+    import torch
+
+    number = 0
+    if ranks.is_first:
+        kept = names.steps(names.checkpoints_directory(run_dir, policy))
+        thread.call(client.join(max(kept, default=0), kept))
+        number = thread.call(client.wait_for_turn())
+    number = int(ranks.max(torch.tensor(number, device=ranks.device)))
+    client.report.device_turn = number
+    return number
 
 
 def _watch_publisher(
     policy: str, client: OrchestratorClient, thread: LoopThread, publisher: PublisherProcess | None
 ) -> None:
-    """Ask the publisher how it is, beside the training, and report it: replicas alone know only that they wait."""
+    """Report the state of the publisher beside the training: replicas only know that they wait."""
     if publisher is None:
         return
-    watch = PeerWatch(f"publisher/{policy}", lambda: publisher.address)
+    watch = PeerWatch(publisher_of(policy), lambda: publisher.address)
     client.report.peers = lambda: [state] if (state := watch.state()) is not None else []
     thread.loop.call_soon_threadsafe(lambda: client.start(watch.run(), "publisher watch"))
 
 
 def _leave_ranks() -> None:
-    from services.trainer.sharding import leave_ranks
+    from services.trainer.ranks.sharding import leave_ranks
 
     leave_ranks()
 
@@ -176,24 +205,13 @@ def _export(
 ) -> None:
     import torch
 
-    from services.trainer.export import ExportFailedError, export_last
+    from services.trainer.checkpoint.export import ExportFailedError, export_last
 
     dtype: torch.dtype = getattr(torch, config.weights.publish_dtype)
     try:
         export_last(step.model, tokenizer, directory, ranks, dtype, checkpoint)
-    except ExportFailedError as error:  # the run need not fail for it
+    except ExportFailedError as error:  # the checkpoint holds the same weights: the run succeeds
         log.error("export.failed", path=str(directory), error=error.message)
-
-
-def _leave_on_signal(client: OrchestratorClient, thread: LoopThread) -> None:
-    """SIGTERM and SIGINT: leave after the training step at hand, with a checkpoint."""
-
-    def leave(number: int, frame: object) -> None:
-        log.info("trainer.told_to_leave", signal=signal.Signals(number).name)
-        thread.loop.call_soon_threadsafe(client.leave)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, leave)
 
 
 def _publisher(run: RunSettings, settings: Settings, run_dir: Path) -> PublisherProcess:

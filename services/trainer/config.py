@@ -1,4 +1,4 @@
-"""What a trainer is told on its command line. Everything else is in the recipe, which the orchestrator serves."""
+"""Command line of one trainer rank. All other settings are in the recipe, which the orchestrator serves."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ DESCRIPTION = """\
 The trainer of one policy: pulls batches, updates the model, publishes weight versions, writes checkpoints.
 """
 EPILOG = """\
-The orchestrator may be away, then or later: the trainer waits and says so. Killed at any moment and started again, it
-loads its newest checkpoint, trains the recorded batches again and goes on.
+The trainer waits for an orchestrator that is not reachable, and logs the wait. After a kill at any moment, a new start
+loads the newest checkpoint, trains the recorded batches again and continues.
 Several ranks: python -m services.trainer.launch_ranks --num-ranks N --policy POLICY --orchestrator HOST:PORT
-Exit codes: 0 the run has ended or SIGTERM came, 1 anything that another start may mend, 2 the recipe, the model or a
-checkpoint cannot be used (the message says why), 75 another rank was lost (started again, all resume together).
+Exit codes: 0 the run ended or SIGTERM arrived, 1 an error that another start may resolve, 2 the recipe, the model or a
+checkpoint cannot be used (the message says why), 75 another rank was lost (start all ranks again; they resume together).
 """
 
 
@@ -42,11 +42,11 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         "--run-dir",
         type=Path,
         metavar="DIR",
-        help="where to keep checkpoints and logs; left out, the run directory that the orchestrator names",
+        help="directory of checkpoints and logs; default: the run directory that the orchestrator names",
     )
     parser.add_argument(
         "--host",
-        help="bind address of the weight publisher instead of the recipe's: where other machines fetch versions from here",
+        help="bind address of the weight publisher, from which other machines fetch versions; overrides the recipe",
     )
     options = parser.parse_args(arguments)
     return Settings(

@@ -1,11 +1,11 @@
-"""``python -m services.trainer.launch_ranks --num-ranks N ...``: the ranks of one trainer on this node, under torchrun.
+"""``python -m services.trainer.launch_ranks --num-ranks N ...``: starts the ranks of one trainer on this node by torchrun.
 
-Three things that torchrun does not do: it leaves with its launcher; it passes on *how* a rank died, so that whoever
-watches can tell a killed rank (start again, the trainer resumes) from a refused recipe (do not); and it notices a node
-that is gone. All ranks of all nodes live and die together. It knows nothing about training.
+Adds three functions to torchrun. The launcher ends with its parent. The launcher's exit code tells how a rank died, so
+that a supervisor can distinguish a killed rank (start again, the trainer resumes) from a refused recipe (do not start
+again). The launcher notices a lost node. All ranks of all nodes start and end together.
 
-Ranks of several nodes meet at node 0, and node k has the k-th share of the ranks (torchrun's static rendezvous): the
-first rank, with the publisher beside it, must be where the orchestrator is.
+Ranks of several nodes meet at node 0, and node k has the k-th share of the ranks (torchrun's static rendezvous). The
+first rank and its publisher must run on the orchestrator's node.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from services.common.process import START_AGAIN, die_with_parent_if_asked
+from services.common.system.child import START_AGAIN, die_with_parent_if_asked, module_command
 from services.trainer.config import DESCRIPTION
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns when it has to choose
     if options.interface:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, options.interface)  # a node may call it by another name
+            os.environ.setdefault(variable, options.interface)  # interface names may differ between nodes
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from services.trainer.node_watch import NodeWatch
+    from services.trainer.ranks.node_watch import NodeWatch
 
     watch: NodeWatch | None = None
     if options.num_nodes > 1:
@@ -50,15 +50,16 @@ def main() -> int:
         )
         watch.start()
     try:
-        run.main([*_meeting(options), f"--nproc-per-node={options.num_ranks}", "-m", "services.trainer", *arguments])
+        program = module_command("services.trainer", *arguments)
+        run.main([*_meeting(options), f"--nproc-per-node={options.num_ranks}", "--no-python", *program])
     except ChildFailedError as error:
         if watch is not None:
             watch.stop(failed=True)
         return _die_alike(_cause(error))
-    except SignalException:  # told to stop, the ranks as well; by the watch, or by whoever started us
+    except SignalException:  # the node watch or the parent stops this process and its ranks
         return START_AGAIN if watch is not None and watch.lost else 0
-    except DistError as error:  # of the launchers' own store: another node's launcher has gone
-        sys.stderr.write(f"trainer: the other nodes are gone: {str(error).splitlines()[0]}\n")
+    except DistError as error:  # from the launchers' own store: another node's launcher is lost
+        sys.stderr.write(f"trainer: the other nodes are lost: {str(error).splitlines()[0]}\n")
         return START_AGAIN
     finally:
         if watch is not None:
@@ -70,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m services.trainer.launch_ranks",
         description=f"{DESCRIPTION}Here with several ranks on this node; other arguments go to python -m services.trainer.",
-        epilog="Exit codes: those of the rank that failed first, or its signal; 75 when another node's ranks have gone "
-        "(start it again: all resume together).",
+        epilog="Exit codes: that of the rank that failed first, or its signal; 75 when the ranks of another node are lost "
+        "(start all nodes again; they resume together).",
     )
     parser.add_argument(
         "--num-ranks", type=int, required=True, help="ranks on this node, which share the training (FSDP2)"
@@ -108,7 +109,7 @@ def _meeting(options: argparse.Namespace) -> list[str]:
 
 
 def _cause(error: ChildFailedError) -> int:
-    """The exit code that explains the others: not of a rank that only lost the first, nor of one that torchrun ended."""
+    """The exit code of the first failure, ignoring ranks that lost a peer and ranks that torchrun ended."""
     failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
     ranked = sorted(
         failures, key=lambda failure: (failure.exitcode == -signal.SIGTERM, failure.exitcode == START_AGAIN)
@@ -117,7 +118,7 @@ def _cause(error: ChildFailedError) -> int:
 
 
 def _die_alike(exit_code: int) -> int:
-    """The exit code of the rank that failed first, or its signal on ourselves."""
+    """Return the exit code of the rank that failed first, or end this process by the same signal."""
     if exit_code < 0 and -exit_code in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS):
         if -exit_code != signal.SIGKILL:
             signal.signal(-exit_code, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Metrics of a trainer and of its weight publisher: their gauges under the names of the field. Imports no torch."""
+"""Prometheus metrics of a trainer and of its weight publisher. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,5 +19,6 @@ PUBLISHER_METRICS = (
     Metric("millrace_snapshots", "gauge", "Versions kept in full.", "snapshots"),
     Metric("millrace_deltas", "gauge", "Deltas kept.", "deltas"),
     Metric("millrace_delta_bytes", "gauge", "Bytes of the deltas kept.", "delta_bytes"),
+    Metric("millrace_deltas_skipped_total", "counter", "Versions without a delta of their own: coding was slower than publishing.", "deltas_skipped"),
     Metric("millrace_weight_bytes_sent_total", "counter", "Bytes of weights sent.", "bytes_sent"),
 )  # fmt: skip

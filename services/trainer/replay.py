@@ -1,9 +1,9 @@
-"""Trains recorded batches again, offline, from the checkpoint before a step, and tells the digest that comes out.
+"""Trains recorded batches again, offline, from the checkpoint before a step, and reports the digest of the result.
 
     python -m services.trainer.replay --run-dir DIR --policy P --step K --orchestrator HOST:PORT [--digest D]
 
-On a CPU with the recipe's number of threads and one rank the digest is bit for bit the ledger's. ``replay`` knows
-nothing about where batches come from; the command asks a running orchestrator, `millrace replay` reads the journal.
+On a CPU with the recipe's number of threads and one rank the digest equals the ledger's. ``replay`` accepts any source of
+batches; this command asks a running orchestrator, `millrace replay` reads the journal.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING
 
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, InvalidRequestError, MillraceError, UnknownPolicyError, UserError
-from services.common.process import run_and_leave
-from services.common.types import RankBatch
+from services.common.records.types import RankBatch
+from services.common.system.child import run_and_leave
 
 if TYPE_CHECKING:
-    from services.trainer.metrics import StepMetrics
+    from services.trainer.step.metrics import StepMetrics
 
-BatchOf = Callable[[int], RankBatch]  # the whole batch of a training step, as one rank sees it
+BatchOf = Callable[[int], RankBatch]  # the whole batch of a training step, for one rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What came out of training a step again."""
+    """The result of training a step again."""
 
     training_step: int
     from_checkpoint: int  # 0: the starting checkpoint
@@ -38,7 +38,7 @@ class Replayed:
     metrics: StepMetrics
 
     def report(self, expected: str | None) -> dict[str, object]:
-        """For people and tools; ``equal`` is null when there is nothing to compare with."""
+        """The result as JSON; ``equal`` is null without an expected digest."""
         return {
             "training_step": self.training_step,
             "from_checkpoint": self.from_checkpoint,
@@ -50,10 +50,10 @@ class Replayed:
 
 
 def replay(recipe: Recipe, run_dir: Path, policy: str, training_step: int, batch_of: BatchOf) -> Replayed:
-    """Train the steps from the newest checkpoint before ``training_step`` up to it; writes nothing that stays.
+    """Train the steps from the newest checkpoint before ``training_step`` up to that step. Leaves no files.
 
     Raises:
-        UnknownPolicyError, InvalidRequestError: there is no such policy or step.
+        UnknownPolicyError, InvalidRequestError: no such policy or step.
         ConfigError: the policy is trained by several ranks, whose sums have another order.
     """
     if policy not in recipe.trained_policies:
@@ -67,7 +67,7 @@ def replay(recipe: Recipe, run_dir: Path, policy: str, training_step: int, batch
         raise ConfigError(
             f"policy {policy!r} is trained by {num_ranks} ranks: one process cannot repeat their arithmetic"
         )
-    from services.common.memory import keep_freed_memory
+    from services.common.system.memory import keep_freed_memory
     from services.trainer.setup import build_step, join_ranks, open_checkpoints
 
     keep_freed_memory()
@@ -85,10 +85,10 @@ def replay(recipe: Recipe, run_dir: Path, policy: str, training_step: int, batch
 
 
 def _digest(recipe: Recipe, policy: str, version: int, model: object, ranks: object) -> str:
-    """By the code that publishes: a snapshot, read and thrown away."""
+    """The digest of the weights, by the code that publishes: a temporary snapshot."""
     import tempfile
 
-    from services.trainer.snapshot import Snapshots
+    from services.trainer.publish.snapshot import Snapshots
 
     with tempfile.TemporaryDirectory(prefix="millrace-replay-") as directory:
         written = Snapshots(
@@ -107,10 +107,10 @@ def _digest(recipe: Recipe, policy: str, version: int, model: object, ranks: obj
 def main() -> int:
     arguments = _parser().parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from services.common.config.loading import load_resolved
-    from services.common.logs import configure
+    from services.common.config.reading.loading import load_resolved
+    from services.common.telemetry.logs import configure
 
-    configure("replay", level="warning")  # to standard error: standard output is the answer
+    configure("replay", level="warning")  # to standard error: standard output has the result
     try:
         recipe = load_resolved(arguments.run_dir)
         with _Orchestrator(arguments.orchestrator, str(recipe.run.id), arguments.policy) as orchestrator:
@@ -124,11 +124,11 @@ def main() -> int:
 
 
 class _Orchestrator:
-    """Recorded batches from a running orchestrator; asking for them again changes nothing there."""
+    """Pulls recorded batches from a running orchestrator, without changing its state."""
 
     def __init__(self, address: str, run_id: str, policy: str) -> None:
-        from services.trainer.loop_thread import LoopThread
-        from services.trainer.orchestrator_client import OrchestratorClient
+        from services.trainer.loop.grpc_link import LoopThread
+        from services.trainer.loop.orchestrator_client import OrchestratorClient
 
         async def connect() -> OrchestratorClient:
             return OrchestratorClient(address, run_id, policy, num_ranks=1)
@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m services.trainer.replay",
         description="Train a recorded batch again, offline, and print the digest of the weights that come out (JSON). "
-        "Exit code 1 when --digest is another one.",
+        "Exit code 1 when the digest differs from --digest.",
     )
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="the run directory")
     parser.add_argument("--policy", required=True, help="the policy, as the recipe names it")

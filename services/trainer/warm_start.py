@@ -1,8 +1,8 @@
 """Makes starting checkpoints by supervised training: ``python -m services.trainer.warm_start --run-dir DIR``.
 
-Supervised on dialogues, with loss on what the assistant writes and nothing else. Seeded and deterministic: the same
-recipe gives the same bits. The checkpoint appears under its name only when it is complete, and is made once per run
-directory. It knows nothing about RL, versions or gRPC.
+Trains on dialogues, with loss on the assistant's tokens only. Seeded and deterministic: the same recipe gives the same
+bits. The checkpoint gets its name only when complete, and is made once per run directory. Independent of RL, versions
+and gRPC.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from services.common.config.loading import load_resolved
-from services.common.config.optimizer import OptimizerConfig
+from services.common import run_files
+from services.common.config.processes.services import WarmStartConfig
+from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe, warm_start_dir
-from services.common.config.services import WarmStartConfig
+from services.common.config.training.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, DatasetError, MillraceError, UserError
 from services.common.importing import load_object
-from services.common.logs import configure
-from services.common.memory import keep_freed_memory
-from services.common.metrics import MetricsWriter
-from services.common.process import die_with_parent_if_asked
+from services.common.system.child import die_with_parent_if_asked
+from services.common.system.memory import keep_freed_memory
+from services.common.telemetry.logs import configure
+from services.common.telemetry.metrics import MetricsWriter, RowKind
 
 if TYPE_CHECKING:
-    from services.common.chat import Chat
-    from services.trainer.packing import Document
+    from services.common.text.chat import Chat
+    from services.trainer.data.packing import Document
 
 log = structlog.get_logger()
 
@@ -42,11 +43,11 @@ COMPLETE = "warm_start.json"
 
 
 def make_starting_checkpoint(recipe: Recipe, policy: str, run_dir: Path) -> Path:
-    """Build, train and save; returns the Hugging Face directory. Does nothing when it is there already.
+    """Build, train and save; returns the Hugging Face directory. Returns at once when the directory exists.
 
     Raises:
-        ConfigError: the recipe has no warm start of this policy, or the directory was made by other settings.
-        DatasetError: the dialogues run dry, or one is malformed.
+        ConfigError: the recipe has no warm start of this policy, or other settings made the directory.
+        DatasetError: too few dialogues, or a malformed one.
     """
     config = recipe.warm_start.get(policy)
     if config is None:
@@ -63,9 +64,11 @@ def make_starting_checkpoint(recipe: Recipe, policy: str, run_dir: Path) -> Path
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     load_object(config.builder)(partial, seed=recipe.run.seed, **config.builder_settings)
-    with closing(MetricsWriter(run_dir / "metrics" / "warm_start.jsonl")) as metrics:
+    with closing(MetricsWriter(run_files.warm_start_metrics(run_dir))) as metrics:
         if config.steps:
             _train(recipe, policy, config, partial, metrics)
+    for file in partial.glob("*.safetensors"):
+        file.chmod(0o644)  # their writer leaves them to their owner alone
     (partial / COMPLETE).write_text(json.dumps(made_by, indent=1))
     partial.rename(target)
     log.info("warm_start.done", path=str(target))
@@ -75,13 +78,13 @@ def make_starting_checkpoint(recipe: Recipe, policy: str, run_dir: Path) -> Path
 def _train(recipe: Recipe, policy_name: str, config: WarmStartConfig, directory: Path, metrics: MetricsWriter) -> None:
     import torch
 
-    from services.common.chat import Chat
-    from services.common.models import check_model_matches, load_tokenizer
-    from services.trainer.export import save_weights
-    from services.trainer.model import load_policy_model
-    from services.trainer.optimizer import PolicyOptimizer
-    from services.trainer.sharding import Ranks
-    from services.trainer.supervised import SupervisedStep
+    from services.common.text.chat import Chat
+    from services.common.text.huggingface import check_model_matches, load_tokenizer
+    from services.trainer.checkpoint.export import save_weights
+    from services.trainer.model.optimizer import PolicyOptimizer
+    from services.trainer.model.policy_model import load_policy_model
+    from services.trainer.ranks.sharding import Ranks
+    from services.trainer.step.supervised import SupervisedStep
 
     policy = recipe.policies[policy_name]
     torch.manual_seed(recipe.run.seed)
@@ -97,6 +100,7 @@ def _train(recipe: Recipe, policy_name: str, config: WarmStartConfig, directory:
             lr=config.learning_rate,
             betas=config.betas,
             schedule="cosine",
+            warmup_updates=int(config.warmup_share * config.steps),
             total_updates=config.steps,
             final_fraction=0.0,
         ),
@@ -113,7 +117,7 @@ def _train(recipe: Recipe, policy_name: str, config: WarmStartConfig, directory:
         done = step.run(documents)
         if update % REPORT_EVERY == 0 or update in (1, config.steps):
             metrics.write(
-                "warm_start",
+                RowKind.WARM_START,
                 policy=policy_name,
                 step=update,
                 steps=config.steps,
@@ -128,14 +132,14 @@ def _train(recipe: Recipe, policy_name: str, config: WarmStartConfig, directory:
 
 
 def to_document(chat: Chat, dialogue: Mapping[str, Any], context_length: int) -> Document:
-    """A dialogue as the trainer packs it: the assistant's tokens are targets, everything else is context.
+    """Convert a dialogue into a document: the assistant's tokens are targets, all other tokens are context.
 
     Raises:
-        DatasetError: it is no dialogue, or longer than the context.
+        DatasetError: not a dialogue, or longer than the context.
     """
     import numpy as np
 
-    from services.trainer.packing import Document
+    from services.trainer.data.packing import Document
 
     messages = dialogue.get("messages") if isinstance(dialogue, Mapping) else None
     if not isinstance(messages, list):
@@ -160,7 +164,7 @@ def _dialogues(config: WarmStartConfig, seed: int) -> Iterator[Mapping[str, Any]
     rows = list(_rows(path))
     if not rows:
         raise DatasetError(f"{path} holds no dialogue")
-    while True:  # as many passes as the updates need
+    while True:  # repeated for as many updates as needed
         yield from rows
 
 

@@ -1,22 +1,22 @@
-"""Engines to examine, each with the model that it serves.
+"""Engines to examine, each with its model.
 
-The suite asks one thing of all of them. What differs between them stands here: how each is started, where its words come
-from, and whether there is a model whose forward pass its log-probabilities must equal.
+The suite tests the same properties of all engines. Their differences are here: the start, the source of the tokens, and
+the model for the expected log-probabilities by a forward pass, if there is one.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from services.common.config.services import InferenceConfig
+from services.common.config.processes.services import InferenceConfig
 from services.inference.engine.base import Engine, Generation, GenerationRequest, KvPolicy
 from services.inference.engine.scripted import ScriptedEngine
 from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import build_model, make_prompt, perturbed
+from tests.waiting import until
 
 CONTEXT = 600  # tokens
 NUM_SLOTS = 2
@@ -27,17 +27,18 @@ class Subject:
     """A started engine of two slots that holds version 0."""
 
     engine: Engine
-    model: Any  # what version 0 computes; None where there is no model
+    model: Any  # the model of version 0; None without a model
     weights: Mapping[str, Any]  # of version 0; shapes alone where there is no model
     watches: bool  # calls ``GenerationRequest.watch``
     cuts_in_turn: bool = True  # top-p is a share of what top-k has left; otherwise of the whole distribution
+    min_p_first: bool = False  # top-p is a share of what min-p has left
 
     def next_model(self, seed: int = 1) -> Any:
         """Other weights of the same shapes, for another version."""
         return perturbed(self.model, seed)
 
     def same_weights(self, version: int) -> WeightUpdate:
-        """An update that changes nothing but the version."""
+        """An update that changes only the version."""
         return WeightUpdate.full(self.weights, version)
 
 
@@ -49,7 +50,7 @@ class Shape:
 
 
 def words(request: GenerationRequest) -> list[int]:
-    """What an engine says that samples nothing: more than any budget here, with every token in it."""
+    """Tokens for the replay engine: more than any budget here, with every token of the vocabulary."""
     return make_prompt(CONTEXT, seed=5)
 
 
@@ -69,15 +70,16 @@ async def start_embedded(kind: str, kv_policy: KvPolicy) -> Subject:
         )
         model = None
     else:
-        from services.common.models import named_weights
-        from services.inference.engine.forced import ForcedEngine
-        from services.inference.engine.torch_engine import TorchEngine
+        from services.common.text.huggingface import named_weights
+        from services.inference.engine.torch.engine import TorchEngine
+        from services.inference.engine.torch.replay import ReplayEngine
 
         model = build_model(architecture)
         weights = named_weights(model)
         settings: dict[str, Any] = {"num_slots": NUM_SLOTS, "context_length": CONTEXT, "kv_policy": kv_policy}
         if kind == "forced":
-            engine = _with_words_to_say(ForcedEngine(build_model(architecture), **settings))
+            # The replay engine over blocks, the torch engine over rows: both engines take both layouts of the KV cache.
+            engine = _with_words_to_say(ReplayEngine(build_model(architecture), layout="blocks", **settings))
         else:
             engine = TorchEngine(build_model(architecture), **settings)
     await engine.start()
@@ -85,7 +87,7 @@ async def start_embedded(kind: str, kv_policy: KvPolicy) -> Subject:
 
 
 def _with_words_to_say(engine: Any) -> Any:
-    """A forced engine for tests that do not care what is said."""
+    """A replay engine for tests that do not depend on the text."""
     generate = engine.generate
 
     async def forced(request: GenerationRequest) -> Generation:
@@ -95,17 +97,25 @@ def _with_words_to_say(engine: Any) -> Any:
     return engine
 
 
-class SharedSglang:
-    """One true SGLang server for many tests, for it takes 20 s to start. Lent with version 0 and nothing to do."""
+# Settings of the model. vLLM's attention on a CPU takes head dimensions that are multiples of 32, and with few layers vLLM would end
+# a request before its HTTP server has written the first tokens.
+MODELS: dict[str, dict[str, int]] = {"sglang": {}, "vllm": {"head_dim": 32, "num_layers": 16}}
+# The order in which a program cuts its distribution.
+CUTS = {"sglang": {"cuts_in_turn": False}, "vllm": {"min_p_first": True}}
 
-    def __init__(self, directory: Path) -> None:
+
+class SharedServer:
+    """One true server for many tests, because its start takes 20 s. Lent idle, with version 0."""
+
+    def __init__(self, engine: str, directory: Path) -> None:
+        self._engine = engine
         self._directory = directory
         self._subject: Subject | None = None
         self._kv_policy: KvPolicy | None = None
         self._num_started = 0
 
     async def lend(self, kv_policy: KvPolicy) -> Subject:
-        """Started anew after a test that stopped it, and for another policy."""
+        """The engine, restarted after a test that stopped the engine, and for another policy."""
         if self._subject is not None and (kv_policy is not self._kv_policy or not self._subject.engine.health().ok):
             await self.stop()
         if self._subject is None:
@@ -124,25 +134,36 @@ class SharedSglang:
             await subject.engine.stop()
 
     async def _start(self, kv_policy: KvPolicy) -> Subject:
-        from services.common.models import named_weights
+        from services.common.text.huggingface import named_weights
 
         self._num_started += 1
-        model = build_model("qwen3")
+        model = build_model("qwen3", **MODELS[self._engine])
         path = self._directory / "model"
         model.save_pretrained(path)
-        engine = sglang_engine(
-            path, named_weights(model), self._directory / str(self._num_started), kv_policy=kv_policy
+        engine = server_engine(
+            self._engine, path, named_weights(model), self._directory / str(self._num_started), kv_policy=kv_policy
         )
         await engine.start()
-        return Subject(engine=engine, model=model, weights=named_weights(model), watches=True, cuts_in_turn=False)
+        return Subject(engine=engine, model=model, weights=named_weights(model), watches=True, **CUTS[self._engine])
 
 
-def sglang_engine(model: Path, weights: Mapping[str, Any], directory: Path, number: int = 1, **changes: Any) -> Any:
+def server_engine(
+    engine: str,
+    model: Path,
+    weights: Mapping[str, Any],
+    directory: Path,
+    number: int = 1,
+    adapter: Any = None,
+    **changes: Any,
+) -> Any:
     """Not started, with the context of all subjects and two slots on each of ``number`` servers; ``changes`` are settings
     of the inference service."""
-    from services.inference.engine.sglang.build import build_engine
+    if engine == "vllm":
+        from services.inference.engine.vllm.build import build_engine
+    else:
+        from services.inference.engine.sglang.build import build_engine
 
-    settings = {"engine": "sglang", "device": "cpu", "num_slots": NUM_SLOTS, **changes}
+    settings = {"engine": engine, "device": "cpu", "num_slots": NUM_SLOTS, **changes}
     return build_engine(
         InferenceConfig.model_validate(settings),
         name="subject",
@@ -151,19 +172,21 @@ def sglang_engine(model: Path, weights: Mapping[str, Any], directory: Path, numb
         tensors=weights,
         directory=directory,
         number=number,
+        adapter=adapter,
     )
 
 
 async def until_tokens(engine: Engine, count: int) -> None:
     """Wait until ``count`` more tokens are there than now."""
     wanted = engine.health().generated_tokens + count
-    async with asyncio.timeout(20):
-        while engine.health().generated_tokens < wanted:
-            await asyncio.sleep(0.001)
+    await until(lambda: engine.health().generated_tokens >= wanted, every_s=0.001)
+
+
+async def until_waiting(engine: Engine, count: int) -> None:
+    """Wait until ``count`` requests wait for a slot: a request reaches the engine's thread some time after the call."""
+    await until(lambda: engine.health().waiting == count, every_s=0.001)
 
 
 async def until_idle(engine: Engine) -> None:
-    """Wait until nothing runs and nothing waits."""
-    async with asyncio.timeout(20):
-        while engine.health().running or engine.health().waiting:
-            await asyncio.sleep(0.001)
+    """Wait until no request runs or waits."""
+    await until(lambda: not (engine.health().running or engine.health().waiting), every_s=0.001)

@@ -1,4 +1,4 @@
-"""What every engine does when it is interrupted: abort, cancel, pause."""
+"""Interruptions of every engine: abort, cancel, pause."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.inference.engine.base import Engine, FinishReason
-from tests.conformance.subjects import NUM_SLOTS, until_idle, until_tokens
+from tests.conformance.subjects import NUM_SLOTS, until_idle, until_tokens, until_waiting
 from tests.random_models import make_prompt, make_request
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -28,7 +28,7 @@ async def test_abort_of_a_waiting_request_returns_nothing(engine: Engine) -> Non
     requests = [make_request(make_prompt(10, i), max_new_tokens=550) for i in range(NUM_SLOTS + 1)]
     pending = [asyncio.ensure_future(engine.generate(r)) for r in requests]
     await until_tokens(engine, 2)
-    assert engine.health().waiting == 1
+    await until_waiting(engine, 1)
     await engine.abort(requests[-1].request_id)
     assert (await pending[-1]).segments == ()
     assert (await pending[-1]).finish_reason is FinishReason.ABORTED

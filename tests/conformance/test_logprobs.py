@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.models import named_weights
-from services.common.types import Segment, Sequence, StopReason, TrainingSequence
+from services.common.records.types import Segment, Sequence, StopReason, TrainingSequence
+from services.common.text.huggingface import named_weights
 from services.inference.engine.base import FinishReason
 from services.inference.engine.weight_update import WeightUpdate
-from services.trainer.micro_batches import forward, pack_for_ranks
-from services.trainer.model import build_policy_model
-from services.trainer.packing import Document
-from services.trainer.sharding import Ranks
-from tests.conformance.conftest import SGLANG
+from services.trainer.data.packing import Document
+from services.trainer.model.policy_model import build_policy_model
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.micro_batches import forward, pack_for_ranks
+from tests.conformance.conftest import SERVERS
 from tests.conformance.subjects import Subject, until_tokens
 from tests.random_models import TOLERANCE, VOCAB, kept_sets, make_prompt, make_request, max_gap, reference_logprobs
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-SAMPLING = pytest.mark.parametrize("exact", ["torch-qwen3", SGLANG], indirect=True)  # the others draw nothing
+SAMPLING = pytest.mark.parametrize("exact", ["torch-qwen3", *SERVERS], indirect=True)  # the others do not sample
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -58,6 +58,9 @@ async def test_filtered_logprobs_are_renormalised_over_the_kept_set_which_is_tol
     ):
         order = np.argsort(-row)
         p = np.exp(row[order].astype(np.float64))
+        if exact.min_p_first:
+            p[p < min_p * p[0]] = 0
+            p /= p.sum()
         if exact.cuts_in_turn:
             p[top_k or VOCAB :] = 0
             p /= p.sum()
@@ -70,7 +73,7 @@ async def test_filtered_logprobs_are_renormalised_over_the_kept_set_which_is_tol
 @SAMPLING
 async def test_minimum_length_suppresses_stop_tokens_and_renormalises(exact: Subject) -> None:
     prompt = make_prompt(10)
-    stops = tuple(range(0, VOCAB - 1, 2))  # half of the vocabulary: it would stop at once
+    stops = tuple(range(0, VOCAB - 1, 2))  # half of the vocabulary: the request would stop at once
     generation = await exact.engine.generate(make_request(prompt, stop=stops, min_new_tokens=20, max_new_tokens=60))
     assert not set(generation.token_ids[:20]) & set(stops)
     assert generation.finish_reason is FinishReason.STOP

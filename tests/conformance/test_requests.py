@@ -1,4 +1,4 @@
-"""What every engine makes of one request: budget, context, stop tokens, whom it tells, what it refuses."""
+"""One request on every engine: budget, context, stop tokens, callbacks, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scoring tokens that somebody else sampled: what a teacher's engine says of a student's sequences."""
+"""Scores of a student's tokens by a teacher's engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.common.errors import InvalidRequestError, PromptTooLongError
-from services.common.models import named_weights
+from services.common.text.huggingface import named_weights
 from services.inference.engine.base import ScoreRequest
 from services.inference.engine.weight_update import WeightUpdate
 from tests.conformance.subjects import CONTEXT, Subject
@@ -35,8 +35,9 @@ def make_score_request(
 
 def expected(model: Any, request: ScoreRequest) -> np.ndarray:
     tokens = request.token_ids.tolist()
+    at = {float(t): reference_logprobs(model, tokens, 1, temperature=float(t)) for t in set(request.temperatures)}
     found = [
-        reference_logprobs(model, tokens, 1, temperature=float(temperature))[position - 1, tokens[position]]
+        at[float(temperature)][position - 1, tokens[position]]
         for position, temperature in zip(request.positions.tolist(), request.temperatures, strict=True)
     ]
     return np.array([float(value) for value in found])
@@ -69,7 +70,7 @@ async def test_scores_are_of_the_weights_that_are_held(exact: Subject) -> None:
 
 @SCORING
 async def test_scores_are_a_function_of_the_sequence(subject: Subject) -> None:
-    """Whatever else is asked, and while others generate."""
+    """Independent of concurrent requests."""
     tokens = make_prompt(50, 4)
     whole = make_score_request(tokens, list(range(1, 50)))
     alone = await subject.engine.score(whole)

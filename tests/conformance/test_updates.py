@@ -1,4 +1,4 @@
-"""What every engine does with another version of the weights, in mid-generation too."""
+"""Weight updates of every engine, also during a generation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_an_update_splits_segments_and_keeps_the_budget(subject: Subject) 
 
 
 async def test_every_interruption_counts_against_the_same_budget(subject: Subject) -> None:
-    """The context too: what is left of either after the last swap is not given out again."""
+    """The context too: the rest of either after the last swap is not given out again."""
     engine = subject.engine
     pending = asyncio.ensure_future(engine.generate(make_request(make_prompt(150), max_new_tokens=450)))
     for version in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""What every engine tells those who wait when it is stopped."""
+"""Waiting calls fail when an engine is stopped."""
 
 from __future__ import annotations
 

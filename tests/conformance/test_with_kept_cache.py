@@ -1,4 +1,4 @@
-"""Engines that keep the KV cache of what runs when the weights change: tokens of a mixed cache are marked as such."""
+"""Engines that keep the KV cache of running requests at an update: tokens of a mixed cache are marked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.common.models import named_weights
+from services.common.text.huggingface import named_weights
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.weight_update import WeightUpdate
 from tests.conformance.subjects import Subject, until_tokens
@@ -31,7 +31,7 @@ async def test_tokens_on_a_kept_cache_are_marked(subject: Subject) -> None:
 
 
 async def test_what_a_kept_cache_goes_into_is_marked_until_it_is_flushed(exact: Subject) -> None:
-    """Whether a later request may begin on it is the engine's to decide; then that is marked too."""
+    """The engine may reuse such a cache for a later request; the tokens of the request are then marked, too."""
     engine, new = exact.engine, exact.next_model()
     prompt = make_prompt(40)
     pending = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=200)))

@@ -1,4 +1,4 @@
-"""A real server on a free port, with a channel to it."""
+"""A real server on a free port, with a channel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from services.common.rpc.channel import channel
+from services.common.rpc.client.channel import channel
 from services.common.rpc.server import Server
 from tests.contract.run_servicer import RunServicer, make_server
 

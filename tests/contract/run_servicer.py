@@ -1,4 +1,4 @@
-"""A small servicer of real stubs: GetRun does what the test says, WatchRun streams what the test releases."""
+"""A small servicer of real stubs: the test sets the answer of GetRun and releases the messages of WatchRun."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def watch(connection: grpc.aio.Channel) -> Any:
 
 
 async def remaining(call: Any) -> list[float]:
-    """What a watch still brings, to its end. (grpc forbids iterating over a call after ``read``.)"""
+    """The remaining messages of a watch, to its end. (grpc forbids iterating over a call after ``read``.)"""
     numbers: list[float] = []
     while (response := await call.read()) is not grpc.aio.EOF:
         numbers.append(response.progress.tokens_per_s)

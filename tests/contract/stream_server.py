@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from services.common import logs
+from services.common.telemetry import logs
 from tests.contract.run_servicer import RunServicer, make_server
 
 

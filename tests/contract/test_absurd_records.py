@@ -16,19 +16,19 @@ import pytest
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2, pool_pb2_grpc, training_pb2, trajectory_pb2, weights_pb2
-from services.common.refusals import RefusalReason as Reason
-from services.common.rpc.channel import channel, translated_errors
-from services.common.serde_refusals import refusal_reason_from_proto, refusal_reason_to_proto
+from services.common.records.refusals import RefusalReason as Reason
+from services.common.rpc.client.channel import channel, translated_errors
+from services.common.wire.refusals import refusal_reason_from_proto, refusal_reason_to_proto
 from tests.contract.absurd import ABSURD, CONTEXT, NEW_TOKENS, VOCABULARY, good
 from tests.integration.orchestrator.conftest import Orchestrator
+from tests.waiting import WAIT_S
 
 Request = pool_pb2.StreamTrajectoriesRequest
 INVALID, REFUSED = pool_pb2.RECORD_OUTCOME_INVALID, pool_pb2.RECORD_OUTCOME_REFUSED
-PATIENCE_S = 60.0
 
 
 class Playing(ScriptedReplica):
-    """Takes orders and answers them only when it is told to."""
+    """Takes orders and answers them on command only."""
 
     def __init__(self, address: str, replica_id: str = "a") -> None:
         super().__init__(address, replica_id=replica_id, num_slots=256, rollouts=Rollouts(latency_s=10_000.0))
@@ -37,7 +37,7 @@ class Playing(ScriptedReplica):
         return [(order.task_group_id, index) for order in self.orders for index in order.indices]
 
     async def until_slots(self, number: int) -> list[tuple[str, int]]:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_S):
             while len(found := self.slots()) < number:
                 await asyncio.sleep(0.02)
         return found
@@ -51,9 +51,24 @@ class Playing(ScriptedReplica):
         return made
 
 
+def together(requests: Iterable[Request]) -> Request:
+    """The records of these messages, in one."""
+    listed = list(requests)
+    records = [
+        pool_pb2.NumberedRecord(
+            record_number=number,
+            trajectory=one.trajectory if one.HasField("trajectory") else None,
+            failure=one.failure if one.HasField("failure") else None,
+        )
+        for number, one in enumerate(listed, start=1)
+    ]
+    return Request(replica_id=listed[0].replica_id, incarnation=listed[0].incarnation, records=records)
+
+
 async def send(address: str, requests: Iterable[Request]) -> list[pool_pb2.RecordAck]:
     """On a stream of their own; the acknowledgements, in order."""
     listed = list(requests)
+    num_records = sum(max(1, len(request.records)) for request in listed)
 
     async def numbered() -> AsyncIterator[Request]:
         for number, request in enumerate(listed, start=1):
@@ -62,11 +77,11 @@ async def send(address: str, requests: Iterable[Request]) -> list[pool_pb2.Recor
         await done.wait()
 
     done, acks = asyncio.Event(), []
-    async with asyncio.timeout(PATIENCE_S), channel(address) as connection:
+    async with asyncio.timeout(WAIT_S), channel(address) as connection:
         await connection.channel_ready()  # after a restart other channels of this process may still back off
         async for response in pool_pb2_grpc.PoolServiceStub(connection).StreamTrajectories(numbered()):
             acks += response.acks
-            if len(acks) == len(listed):
+            if len(acks) == num_records:
                 done.set()
                 break
     return acks
@@ -106,7 +121,7 @@ async def trains_on(orchestrator: Orchestrator, trainer: ScriptedTrainer, first_
     }
     replica.start()
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_S):
             await trainer.train([first_step])
             await orchestrator.restart()
             await trainer.train([first_step + 1])
@@ -129,7 +144,8 @@ async def test_every_absurd_record_is_refused_with_its_reason_and_the_run_trains
             record = good(group, index)
             edit(record)
             requests.append(replica.request(record))
-        acks = await send(orchestrator.address, requests)
+        half = len(requests) // 2  # alone and together
+        acks = await send(orchestrator.address, [*requests[:half], together(requests[half:])])
         told = dict(zip(ABSURD, reasons(acks), strict=True))
         assert told == {name: reason for name, (_, reason) in ABSURD.items()}
         assert {ack.outcome for ack in acks} == {INVALID}
@@ -252,23 +268,23 @@ async def test_absurd_reports_are_the_callers_mistake_or_cut_and_the_run_is_as_b
             pool, training = pool_pb2_grpc.PoolServiceStub(connection), trainer.stub
             good_join: dict[str, Any] = {"replica_id": "b", "incarnation": "1", "num_slots": 4}
             for change in joins:
-                stream = pool.JoinPool(pool_pb2.JoinPoolRequest(**{**good_join, **change}), timeout=10)
+                stream = pool.JoinPool(pool_pb2.JoinPoolRequest(**{**good_join, **change}), timeout=WAIT_S)
                 assert await refused(stream.read()), change
             who = {"replica_id": replica.replica_id, "incarnation": replica.incarnation}
             for change in reports:
-                assert await refused(pool.ReportReplica(pool_pb2.ReportReplicaRequest(**who, **change), timeout=10))
+                assert await refused(pool.ReportReplica(pool_pb2.ReportReplicaRequest(**who, **change), timeout=WAIT_S))
             whose = {"policy": "model0", "incarnation": trainer.incarnation}
             for change in trained:
                 request = training_pb2.ReportTrainerRequest(**whose, **change)
-                assert await refused(training.ReportTrainer(request, timeout=10)), change
+                assert await refused(training.ReportTrainer(request, timeout=WAIT_S)), change
             for change in published:
                 version = weights_pb2.WeightVersion(policy="model0", **{"digest": "d", **change})
                 announced = training_pb2.PublishVersionRequest(version=version, incarnation=trainer.incarnation)
-                assert await refused(training.PublishVersion(announced, timeout=10)), change
+                assert await refused(training.PublishVersion(announced, timeout=WAIT_S)), change
             gauges = {"x" * 1000: 1.0, "nan": math.nan, "fine": 1.0} | {f"g{i}": 1.0 for i in range(20_000)}
             huge = pool_pb2.ReportReplicaRequest(**who, held_versions=replica._held(), gauges=gauges)
             huge.emission_intervals.add().end.seconds = 2**60
-            await pool.ReportReplica(huge, timeout=10)
+            await pool.ReportReplica(huge, timeout=WAIT_S)
         now = await orchestrator.progress()
         assert [found.replica_id for found in now.replicas] == ["a"]
         assert [policy.version for policy in now.policies] == [0]

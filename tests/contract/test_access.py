@@ -1,4 +1,4 @@
-"""Over TLS, only who shows a certificate or token of the run gets in, and only to what its role may do."""
+"""Over TLS, only callers with a certificate or token of the run are accepted, and only for the calls of their role."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
 
-from services.cli.keyring import Keyring
+from services.cli.keys.keyring import Keyring
 from services.common.errors import (
     AccessError,
     ConfigError,
@@ -28,7 +28,7 @@ from services.common.errors import (
     UnauthenticatedError,
 )
 from services.common.pb import run_pb2, run_pb2_grpc
-from services.common.rpc.channel import channel, translated_errors
+from services.common.rpc.client.channel import channel, translated_errors
 from services.common.rpc.credentials import channel_options
 from services.common.rpc.server import Server
 from services.common.security import handshake, identity, tokens
@@ -38,6 +38,7 @@ from services.common.security.identity import Identity
 from services.common.security.roles import Peer, Role
 from tests.contract.run_servicer import RunServicer, get_run, make_server, remaining, watch
 from tests.keys import as_role, make_keys
+from tests.waiting import WAIT_S
 
 MODES = pytest.mark.parametrize("certificates", [False, True], ids=["tokens", "certificates"])
 
@@ -82,7 +83,7 @@ async def test_a_wrong_role_is_refused_with_what_would_be_allowed(tmp_path: Path
             stub = run_pb2_grpc.RunServiceStub(connection)
             with pytest.raises(PermissionDeniedError, match=r"inference may not call .*StopRun: allowed to operator"):
                 with translated_errors("orchestrator"):
-                    await stub.StopRun(run_pb2.StopRunRequest(), timeout=5)
+                    await stub.StopRun(run_pb2.StopRunRequest(), timeout=WAIT_S)
             with pytest.raises(PermissionDeniedError), translated_errors("orchestrator"):
                 await remaining(watch(connection))
         assert servicer.num_calls == 0
@@ -96,10 +97,10 @@ async def test_without_a_token_nothing_of_a_call_is_read(keys: Keyring) -> None:
             garbage = connection.unary_unary("/millrace.v1.RunService/GetRun")
             with pytest.raises(UnauthenticatedError, match="neither a certificate nor a token"):
                 with translated_errors("orchestrator"):
-                    await garbage(b"\xff" * 1000, timeout=5)
+                    await garbage(b"\xff" * 1000, timeout=WAIT_S)
             unknown = connection.unary_unary("/millrace.v1.Nothing/Known")
             with pytest.raises(UnauthenticatedError), translated_errors("orchestrator"):
-                await unknown(b"", timeout=5)
+                await unknown(b"", timeout=WAIT_S)
         assert servicer.num_calls == 0
 
 
@@ -169,8 +170,8 @@ async def test_a_stream_ends_when_its_token_does_and_may_come_again(keys: Keyrin
             call = run_pb2_grpc.RunServiceStub(connection).WatchRun(run_pb2.WatchRunRequest(), metadata=bearer)
             with pytest.raises(InfrastructureError, match="token of this call has expired"):
                 with translated_errors("orchestrator"):
-                    await asyncio.wait_for(remaining(call), 10)
-        await asyncio.wait_for(servicer.ended.wait(), 5)
+                    await asyncio.wait_for(remaining(call), WAIT_S)
+        await asyncio.wait_for(servicer.ended.wait(), WAIT_S)
 
 
 @MODES
@@ -254,7 +255,7 @@ def stranger(path: Path) -> Identity:
 
 
 def grown_old(path: Path) -> Identity:
-    """An operator whose keys of the same run have run out."""
+    """An operator with expired keys of the same run."""
     shutil.copytree(path / "keys", path / "old")
     Keyring(path / "old", clock=lambda: time.time() - 20 * 86400).renew(days=10)
     return as_role(Keyring(path / "old"), Role.OPERATOR)
@@ -287,7 +288,7 @@ async def test_a_good_handshake_and_an_absent_peer_are_no_matter_of_keys(keys: K
 async def test_a_peer_that_ends_in_the_middle_of_a_handshake_refuses_nobody(
     tmp_path: Path, after_handshake: bool
 ) -> None:
-    """As when it is killed or started again: whoever asks should wait for it, and not end over its certificate."""
+    """As after a kill or a restart: callers should wait for the server, and not end because of its certificate."""
     keys = make_keys(tmp_path / "keys", client_certificates=True)
     who, answers = as_role(keys, Role.INFERENCE), as_role(keys, Role.ORCHESTRATOR)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -384,7 +385,7 @@ async def test_no_secret_is_in_the_logs_of_refusals(keys: Keyring) -> None:
 
 
 async def test_admitted_and_refused_calls_at_once_each_get_their_own_answer(keys: Keyring) -> None:
-    """One method, one connection: what is kept of a handler from call to call is nobody's in particular."""
+    """One method, one connection: the cached handler of a method belongs to no caller."""
     who, other = as_role(keys, Role.ORCHESTRATOR), Keyring(keys.folder)
     other.run = "r2"
     said = {
@@ -421,7 +422,7 @@ async def test_a_stranger_who_names_many_methods_fills_no_log(keys: Keyring) -> 
             with capture_logs() as logs:
                 for number in range(50):
                     with pytest.raises(grpc.aio.AioRpcError):
-                        await connection.unary_unary(f"/millrace.v1.Nothing/Method{number}")(b"", timeout=5)
+                        await connection.unary_unary(f"/millrace.v1.Nothing/Method{number}")(b"", timeout=WAIT_S)
     told = [each for each in logs if each["event"] == "rpc.refused"]
     assert 1 <= len(told) < 25  # one a second, however slow the machine
 

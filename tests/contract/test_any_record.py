@@ -13,23 +13,23 @@ import orjson
 import torch
 from hypothesis import given, settings
 
-from services.common import serde
-from services.common.config.algorithm import AlgorithmConfig
-from services.common.config.policy import BatchConfig
+from services.common.config.training.algorithm import AlgorithmConfig
+from services.common.config.training.policy import BatchConfig
 from services.common.errors import InvalidRequestError
 from services.common.pb import trajectory_pb2
-from services.common.types import Sampling, Segment, Trajectory
-from services.orchestrator.batches import Batch
-from services.orchestrator.bounds import PolicyBounds, RecordBounds
+from services.common.records.types import Sampling, Segment, Trajectory
+from services.common.wire import records as serde
 from services.orchestrator.buffer.assembly import assemble
-from services.orchestrator.experience import Experience
+from services.orchestrator.buffer.batches import Batch
+from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.ingest.bounds import PolicyBounds, RecordBounds
+from services.orchestrator.ingest.record_facts import RecordRefusedError
 from services.orchestrator.journal import records, rollouts
-from services.orchestrator.record_facts import RecordRefusedError
-from services.trainer.algorithms.advantages import sequence_advantages
-from services.trainer.batch_checks import check_batch
-from services.trainer.packing import Document
-from services.trainer.packing import pack as pack_documents
-from services.trainer.sharding import Ranks
+from services.trainer.algorithms.advantages.sequences import sequence_advantages
+from services.trainer.data.batch_checks import check_batch
+from services.trainer.data.packing import Document
+from services.trainer.data.packing import pack as pack_documents
+from services.trainer.ranks.sharding import Ranks
 from tests.unit.orchestrator.builders import group, order, sequence
 
 VOCABULARY, CONTEXT, NEW_TOKENS = 50, 24, 8
@@ -94,6 +94,8 @@ def trajectories(draw: st.DrawFn) -> trajectory_pb2.Trajectory:
             role=value("names", st.sampled_from(["agent", "judge"]), st.text(max_size=3)),
             attempt=value("numbers", st.integers(0, 1), wild_ints),
             thread=value("numbers", st.integers(0, 1), wild_ints),
+            parent=value("numbers", st.sampled_from([None, *range(len(found.sequences))]), wild_ints),
+            origin=draw(st.integers(0, 3)),
             reward=value("reward", st.sampled_from([0.0, 1.0, -0.5]), wild_floats),
             stop_reason=draw(st.integers(1, 5)),
             metrics=value("metrics", metrics, wild_metrics),
@@ -103,7 +105,7 @@ def trajectories(draw: st.DrawFn) -> trajectory_pb2.Trajectory:
 
 
 def taken(proto: trajectory_pb2.Trajectory) -> Trajectory | None:
-    """What the door lets in; None for what it refuses, in the ways in which it may."""
+    """The accepted record; None for a refused one, with a permitted error."""
     try:
         record = serde.trajectory_from_proto(proto, "a")
         BOUNDS.check(record, ORDER, lambda policy: 1)
@@ -128,7 +130,7 @@ def test_any_record_is_refused_or_trained() -> None:
 
 def train(found: list[Trajectory | None]) -> None:
     """All the way from the door to the trainer's packed documents."""
-    experience = Experience({"model0": BatchConfig(size=1, dynamic_sampling=False)}, 3, Counter())
+    experience = ExperiencePipeline({"model0": BatchConfig(size=1, dynamic_sampling=False)}, 3, Counter())
     made = group("g", 2)
     experience.issued(made)
     for index, record in enumerate(found):
@@ -148,11 +150,12 @@ def train(found: list[Trajectory | None]) -> None:
         advantages = sequence_advantages(share.sequences, AlgorithmConfig(advantage=advantage))
         assert np.isfinite(advantages.astype(np.float32)).all()
     documents = [Document.from_training_sequence(item, 0.0) for item in share.sequences]
-    assert sum(packed.num_tokens for packed in pack_documents(documents, 16)) == sum(d.num_tokens for d in documents)
+    trained = [int(token) for packed in pack_documents(documents, 16) for token in packed.target_ids]
+    assert sorted(trained) == sorted(int(token) for d in documents for token in d.token_ids[d.loss_mask])
 
 
 def taken_instead(index: int) -> Trajectory:
-    """In place of what was refused: the batch needs something."""
+    """In place of the refused records: the batch needs sequences."""
     made = sequence(float(index))
     said = Segment.policy([1, 2], [-0.1, -0.2], 0)
     return Trajectory(

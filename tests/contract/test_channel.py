@@ -1,10 +1,11 @@
-"""Channels: what is retried, what waits for its peer, which ids travel, and the table of deadlines."""
+"""Channels: which calls are retried, which wait for their peer, which ids travel, and the table of deadlines."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -14,13 +15,13 @@ from structlog.testing import LogCapture, capture_logs
 
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError, WeightsStaleError
 from services.common.pb import environment_pb2, judge_pb2, pool_pb2, run_pb2, status_pb2, training_pb2, weights_pb2
-from services.common.rpc import run_client
-from services.common.rpc.channel import DEADLINES, RETRIED, call_metadata, channel, translated_errors
-from services.common.rpc.run_client import fetch_run
-from services.common.rpc.streams import call_cancellation_is_an_error
+from services.common.rpc.client import run_client
+from services.common.rpc.client.channel import DEADLINES, RETRIED, call_metadata, channel, translated_errors
+from services.common.rpc.client.run_client import fetch_run
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import RunServicer, get_run, make_server, watch
 from tests.ports import free_port
+from tests.waiting import until
 
 FILES = [environment_pb2, judge_pb2, pool_pb2, run_pb2, status_pb2, training_pb2, weights_pb2]
 METHODS = {
@@ -82,8 +83,7 @@ async def test_unavailable_is_retried_up_to_four_attempts(served: Served) -> Non
 async def test_a_call_succeeds_when_the_peer_recovers(served: Served) -> None:
     served.servicer.failure = lambda: InfrastructureError("starting")
     call = asyncio.ensure_future(get_run(served.connection, timeout_s=30.0))
-    while served.servicer.num_calls < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: served.servicer.num_calls >= 2)
     served.servicer.failure = None
     assert (await call).run_id == "r1"
 
@@ -107,8 +107,7 @@ async def test_a_safe_call_waits_for_a_peer_that_starts_later() -> None:
     port = free_port()
     async with channel(f"127.0.0.1:{port}") as connection:
         call = asyncio.ensure_future(get_run(connection, timeout_s=30.0))
-        while connection.get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-            await asyncio.sleep(0.01)
+        await until(lambda: connection.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE)
         server = make_server(RunServicer(), port=port)
         await server.start()
         assert (await call).run_id == "r1"
@@ -163,31 +162,29 @@ def test_ids_that_http_refuses_are_left_out() -> None:
         assert call_metadata() == ()
 
 
-async def test_a_stream_whose_call_was_cancelled_is_an_infrastructure_error(served: Served) -> None:
+async def reading(served: Served) -> tuple[Any, asyncio.Future[None]]:
+    """A stream that the server has begun, and the task that reads it."""
+
     async def read() -> None:
-        with translated_errors("orchestrator"), call_cancellation_is_an_error("WatchRun"):
+        with translated_errors("orchestrator", "WatchRun"):
             await call.read()
             await call.read()
 
     call = watch(served.connection)
     reader = asyncio.ensure_future(read())
-    while served.servicer.num_calls == 0:
-        await asyncio.sleep(0.01)
+    await until(lambda: served.servicer.num_calls != 0)
+    return call, reader
+
+
+async def test_a_stream_whose_call_was_cancelled_is_an_infrastructure_error(served: Served) -> None:
+    call, reader = await reading(served)
     call.cancel()
     with pytest.raises(InfrastructureError, match="WatchRun"):
         await reader
 
 
 async def test_cancelling_the_reader_itself_stays_a_cancellation(served: Served) -> None:
-    async def read() -> None:
-        with translated_errors("orchestrator"), call_cancellation_is_an_error("WatchRun"):
-            await call.read()
-            await call.read()
-
-    call = watch(served.connection)
-    reader = asyncio.ensure_future(read())
-    while served.servicer.num_calls == 0:
-        await asyncio.sleep(0.01)
+    _, reader = await reading(served)
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader

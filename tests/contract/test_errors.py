@@ -12,8 +12,9 @@ from services.common import errors
 from services.common.aio import deadline
 from services.common.errors import CapacityError, DeadlineError, InfrastructureError, MillraceError, NotFoundError
 from services.common.pb import errors_pb2
-from services.common.rpc.channel import channel, translated_errors
+from services.common.rpc.client.channel import channel, translated_errors
 from services.common.rpc.status import CLASS_OF_REASON, STATUS_OF, from_call
+from services.common.telemetry.log_events import LogEvent
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import get_run, watch
 from tests.ports import free_port
@@ -92,7 +93,7 @@ async def test_a_bug_is_told_as_internal_error_and_its_trace_stays_in_the_log(se
         await get_run(served.connection)
     assert type(caught.value) is MillraceError
     assert caught.value.message == "internal error"
-    (event,) = [event for event in logs if event["event"] == "rpc.failed"]
+    (event,) = [event for event in logs if event["event"] == LogEvent.RPC_FAILED]
     assert event["method"] == "/millrace.v1.RunService/GetRun"
     assert event["exc_info"]
 
@@ -149,7 +150,7 @@ async def test_a_client_that_leaves_ends_the_stream_without_an_error(served: Ser
 async def test_a_client_that_leaves_while_the_server_writes_is_no_error_and_ends_the_stream_at_once(
     served: Served,
 ) -> None:
-    """More than fits into the windows of HTTP/2, so that the servicer is suspended where it yields."""
+    """More than fits into the windows of HTTP/2, so that the servicer is suspended at its yield."""
     served.servicer.num_messages = 100
     served.servicer.message_size = 1_000_000
     served.servicer.release.set()

@@ -1,4 +1,4 @@
-"""Everything that listens for HTTP has the same checks on who may be asking: raw requests to each server of the project."""
+"""All HTTP servers have the same checks of their callers: raw requests to each server of the project."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ import zmq.asyncio
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from services.common.config.envgateway import HttpConfig
-from services.common.config.environments import TaskServerConfig
-from services.common.config.services import EndpointConfig
+from services.cli.page.server import PageServer
+from services.common.config.processes.envgateway import HttpConfig
+from services.common.config.processes.environments import TaskServerConfig
+from services.common.config.processes.services import EndpointConfig
 from services.common.errors import ConfigError
 from services.common.http import origin
 from services.common.http.origin import ANSWER_HEADERS, HOSTS_VARIABLE, allowed_hosts, is_served
@@ -29,12 +30,13 @@ from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.prometheus.exposition import MetricsServer
 from services.common.security import identity
 from services.common.security.roles import Role
-from services.common.status import ProcessStatus
+from services.common.telemetry.status import ProcessStatus
 from services.envgateway.http.server import HttpServer
 from services.envgateway.taskserver.server import TaskServer
 from services.inference.endpoint.server import EndpointServer
 from tests.contract.run_servicer import RunServicer, make_server
 from tests.keys import as_role, make_keys
+from tests.waiting import WAIT_S
 
 REPOSITORY = Path(__file__).parents[2]
 BODY = b'{"type": "python", "solution": "print(1)"}'
@@ -47,11 +49,26 @@ READING = {
         "/api/get_indices", "/api/list_workers", "/api/list_sessions",
         "/api/task/info", "/api/health", "/api/{task}/task/info", "/api/{task}/health",
     },
-    "endpoint": {"/v1/models"},
+    "endpoint": {"/v1/models", "/v1/models/{name}", "/v1/v1/models", "/v1/v1/models/{name}", "/v1/responses/{id}"},
     "metrics": {"/metrics"},
+    "page": {
+        "/", "/assets/{name}", "/api/runs", "/api/curves", "/api/runs/{run}/rollouts/{number}", "/api/runs/{run}/{subject}",
+    },
 }  # fmt: skip
-ASKED = {"judge": "/ping", "task_server": "/api/list_sessions", "endpoint": "/v1/models", "metrics": "/metrics"}
-TOLD = {"judge": "/run", "task_server": "/api/start_sample", "endpoint": "/v1/chat/completions", "metrics": "/metrics"}
+ASKED = {
+    "judge": "/ping",
+    "task_server": "/api/list_sessions",
+    "endpoint": "/v1/models",
+    "metrics": "/metrics",
+    "page": "/api/runs",
+}
+TOLD = {
+    "judge": "/run",
+    "task_server": "/api/start_sample",
+    "endpoint": "/v1/chat/completions",
+    "metrics": "/metrics",
+    "page": "/api/runs",
+}
 GROUPS = tuple(ASKED)
 
 
@@ -64,7 +81,7 @@ class _NoEnvironments:
 
 
 class _NoEpisodes:
-    """Nothing is begun."""
+    """No work is begun."""
 
 
 def _status() -> ProcessStatus:
@@ -75,17 +92,19 @@ def _status() -> ProcessStatus:
 
 
 def make(group: str) -> Any:
-    """The server of a group of routes, with nothing behind it that could do what it is told."""
+    """The server of a group of routes, without a service behind the routes."""
     nothing: Any = None
     if group == "judge":
         return HttpServer(HttpConfig(port=0, body_bytes=1 << 20), "127.0.0.1", nothing, nothing)
     if group == "task_server":
-        served: Any = {"environments": {"rooms": {"end": 10}}}
+        served: Any = {"environments": {"household_toy": {"end": 10}}}
         environments: Any = _NoEnvironments()
         episodes: Any = _NoEpisodes()
         return TaskServer(TaskServerConfig(port=0, **served), "127.0.0.1", episodes, environments, 1.0)
     if group == "endpoint":
         return EndpointServer(EndpointConfig(port=0), "127.0.0.1", setting="endpoint.port")
+    if group == "page":
+        return PageServer((), "127.0.0.1", 0)
     return MetricsServer(_status, (), name="envgateway", host="127.0.0.1", port=0)
 
 
@@ -98,7 +117,7 @@ class Served:
     reached: list[str] = field(default_factory=list)
 
     async def send(self, head: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of the answer to a request as it stands."""
+        """Status, headers and body of the answer to a raw request."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(head.encode("latin-1") + body)
         try:
@@ -445,7 +464,7 @@ async def test_what_is_no_http_is_logged_once_a_second_and_without_a_trace(caplo
 
 
 async def test_requests_of_http_1_do_nothing_at_a_grpc_port() -> None:
-    """A browser speaks HTTP/2 over TLS only, so without keys it can send a gRPC port nothing but HTTP/1.1."""
+    """A browser speaks HTTP/2 over TLS only, so without keys a browser can send a gRPC port only HTTP/1.1."""
     servicer = RunServicer()
     server = make_server(servicer)
     await server.start()
@@ -471,7 +490,7 @@ async def test_requests_of_http_1_do_nothing_at_a_grpc_port() -> None:
                 await writer.wait_closed()
         async with grpc.aio.insecure_channel(server.address) as channel:
             stub = status_pb2_grpc.StatusServiceStub(channel)
-            await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=10)
+            await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=WAIT_S)
         assert not server._stop_requested.is_set()
     finally:
         await server.stop(grace_s=1.0)

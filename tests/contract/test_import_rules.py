@@ -1,4 +1,4 @@
-"""The dependency rules hold: the contracts of pyproject.toml, and what importing a service really loads."""
+"""The dependency rules hold: the contracts of pyproject.toml, and the modules that the import of a service loads."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LIGHT_MODULES = [
     "services.inference.__main__",
     "services.trainer.__main__",
     "services.common.rpc.server",
-    "services.common.rpc.channel",
-    "services.common.rpc.run_client",
+    "services.common.rpc.client.channel",
+    "services.common.rpc.client.run_client",
 ]
 
 
@@ -55,16 +55,23 @@ def test_common_is_importable_piece_by_piece(repository: Path) -> None:
         assert set(statements) <= {"Expr"}, f"{package}/__init__.py"
 
 
-def test_one_module_alone_speaks_to_sglang(repository: Path) -> None:
-    """Its routes stand in the engine's client, so that another version of SGLang changes one file."""
-    client = repository / "services/inference/engine/sglang/client.py"
-    routes = set(re.findall(r'"(/[a-z_]+(?:/[a-z]+)?)', client.read_text())) - {"/health"}
-    assert {"/generate", "/update_weights_from_disk", "/pause_generation"} <= routes
+@pytest.mark.parametrize(
+    ("engine", "some"),
+    [
+        ("sglang", {"/generate", "/update_weights_from_disk", "/pause_generation"}),
+        ("vllm", {"/inference/v1/generate", "/update_weights", "/pause", "/resume"}),
+    ],
+)
+def test_one_module_alone_speaks_to_a_server_program(repository: Path, engine: str, some: set[str]) -> None:
+    """Its routes stand in the engine's client, so that another version of the program changes one file."""
+    client = repository / f"services/inference/engine/{engine}/client.py"
+    routes = set(re.findall(r'"(/[a-z0-9_/]+)', client.read_text())) - {"/health", "/metrics"}
+    assert some <= routes
     elsewhere = {
         f"{path.relative_to(repository)}: {route}"
         for path in (repository / "services").rglob("*.py")
         if path != client
         for route in routes
-        if f'{route}"' in path.read_text()
+        if f'"{route}"' in path.read_text()
     }
     assert elsewhere == set()

@@ -1,4 +1,4 @@
-"""What one peer may take from a server, over real gRPC and over raw sockets that do not speak it properly."""
+"""The resources that one peer may take from a server, over real gRPC and over raw sockets with invalid bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,16 +18,17 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from benchmarks._hostile import MODULES, all_rpcs
 from services.common.errors import CapacityError, InvalidRequestError
-from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.peers import peer_of_grpc
+from services.common.net.hosts import peer_of_grpc
+from services.common.pb import pool_pb2, pool_pb2_grpc, status_pb2, status_pb2_grpc
 from services.common.rpc import limits
-from services.common.rpc.channel import DEADLINES
-from services.common.rpc.limits import LIMITS, MOST_BYTES, Limit, limit_of
-from services.common.rpc.rates import Rates
+from services.common.rpc.client.channel import DEADLINES, channel
+from services.common.rpc.limits import LIMITS, MOST_BYTES, Limit, Rates, limit_of
 from services.common.rpc.server import Server
 from services.common.rpc.status import translated_errors
+from services.orchestrator.rpc.servicer_pool import PoolServicer
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import RunServicer, make_server
+from tests.waiting import WAIT_S
 
 ASK = status_pb2.GetStatusRequest()
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -113,9 +115,9 @@ async def test_who_calls_too_often_is_told_which_limit_and_when_to_come_back(
     monkeypatch.setitem(LIMITS, "GetStatus", Limit(calls_per_s=1.0, burst=3))
     stub = status_pb2_grpc.StatusServiceStub(served.connection)
     for _ in range(3):
-        await stub.GetStatus(ASK, timeout=5)
+        await stub.GetStatus(ASK, timeout=WAIT_S)
     with pytest.raises(CapacityError) as caught, translated_errors("the server"):
-        await asyncio.gather(*(stub.GetStatus(ASK, timeout=5) for _ in range(20)))  # however slow the machine
+        await asyncio.gather(*(stub.GetStatus(ASK, timeout=WAIT_S) for _ in range(20)))  # however slow the machine
     assert caught.value.metadata["limit"] == "GetStatus.calls_per_s" and caught.value.retry_after_s
     with pytest.raises(grpc.aio.AioRpcError, match="more often"):
         await answers(served.server)  # another connection of the same address
@@ -143,8 +145,40 @@ def test_a_peer_is_an_address_and_never_a_connection(connection: str, peer: str)
     assert peer_of_grpc(connection.rpartition(":")[0] + ":9") == peer or peer == "unix"
 
 
+async def test_reports_of_a_stream_have_the_rate_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream is one call: its messages are counted by themselves."""
+    monkeypatch.setitem(LIMITS, "ReportReplica", Limit(calls_per_s=0.001, burst=3))
+    unused: Any = None
+    servicer = PoolServicer(
+        "run", replicas=unused, gateway=unused, pool=unused, ledgers={}, control=unused, ingest=unused, metrics=unused
+    )
+    noted: list[str] = []
+
+    def note(report: pool_pb2.ReportReplicaRequest) -> pool_pb2.ReportReplicaResponse:
+        noted.append(report.replica_id)
+        return pool_pb2.ReportReplicaResponse()
+
+    monkeypatch.setattr(servicer, "_note_report", note)
+    server = Server(service="orchestrator", instance_id="test", host="127.0.0.1", port=0)
+    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, servicer, "millrace.v1.PoolService")
+    await server.start()
+    try:
+        async with asyncio.timeout(WAIT_S), channel(server.address) as connection:
+            stream = pool_pb2_grpc.PoolServiceStub(connection).StreamReports()
+            for number in range(4):
+                report = pool_pb2.ReportReplicaRequest(replica_id=str(number))
+                await stream.write(pool_pb2.StreamReportsRequest(report=report))
+                if number < 3:
+                    assert await stream.read()
+            with pytest.raises(CapacityError) as refused, translated_errors("orchestrator"):
+                await stream.read()
+    finally:
+        await server.stop(grace_s=0.0)
+    assert noted == ["0", "1", "2"] and refused.value.metadata["limit"] == "ReportReplica.calls_per_s"
+
+
 def test_two_hundred_replicas_of_one_machine_report_within_the_limits() -> None:
-    """Without keys they are one peer: what each does in a minute passes, their start all at once too."""
+    """Without keys they are one peer: the calls of each in a minute pass, and so does their simultaneous start."""
     now = 0.0
     rates = Rates(clock=lambda: now)
     replicas, settled = (
@@ -177,22 +211,22 @@ async def test_a_message_that_is_none_or_too_large_is_the_callers_mistake(
 ) -> None:
     call = served.connection.unary_unary("/millrace.v1.RunService/DrainReplica")
     with pytest.raises(InvalidRequestError, match=told), translated_errors("the server"):
-        await call(data, timeout=5)
+        await call(data, timeout=WAIT_S)
 
 
 async def test_an_answer_that_is_too_large_is_told_in_words(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LIMITS, "GetStatus", Limit(response_bytes=10))
     with pytest.raises(InvalidRequestError, match="at most 10 are sent"), translated_errors("the server"):
-        await status_pb2_grpc.StatusServiceStub(served.connection).GetStatus(ASK, timeout=5)
+        await status_pb2_grpc.StatusServiceStub(served.connection).GetStatus(ASK, timeout=WAIT_S)
 
 
 async def test_what_no_method_takes_is_refused_before_it_is_read(served: Served) -> None:
     call = served.connection.unary_unary("/millrace.v1.RunService/DrainReplica")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call(b"x" * (MOST_BYTES + 1), timeout=5)
+        await call(b"x" * (MOST_BYTES + 1), timeout=WAIT_S)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call(b"", timeout=5, metadata=(("x-run-id", "x" * 60_000),))
+        await call(b"", timeout=WAIT_S, metadata=(("x-run-id", "x" * 60_000),))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -230,7 +264,7 @@ async def ended(found: socket.socket) -> bool:
 
 async def answers(server: Server) -> bool:
     async with grpc.aio.insecure_channel(server.address, options=[("grpc.use_local_subchannel_pool", 1)]) as connection:
-        await status_pb2_grpc.StatusServiceStub(connection).GetStatus(ASK, timeout=10)
+        await status_pb2_grpc.StatusServiceStub(connection).GetStatus(ASK, timeout=WAIT_S)
     return True
 
 

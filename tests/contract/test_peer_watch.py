@@ -1,19 +1,13 @@
-"""A peer is known to live while it answers, and for how long it has not."""
+"""A peer counts as live while answering; the time since its last answer is known."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
-from services.common.accounts import TimeAccount
-from services.common.rpc.peer_watch import PeerWatch
+from services.common.rpc.client.peer_watch import PeerWatch
 from services.common.rpc.server import Server
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.02)
+from services.common.telemetry.accounts import TimeAccount
+from tests.waiting import until
 
 
 async def test_a_peer_is_asked_for_gauges_and_accounts_and_its_silence_grows() -> None:

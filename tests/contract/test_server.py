@@ -17,10 +17,11 @@ from services.common.aio import deadline
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.rpc import server as serving
-from services.common.rpc.channel import channel, translated_errors
+from services.common.rpc.client.channel import channel, translated_errors
 from services.common.rpc.server import Server
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import SERVICE, RunServicer, get_run, make_server, remaining, watch
+from tests.waiting import WAIT_S
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -28,12 +29,12 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 async def health(connection: grpc.aio.Channel, service: str) -> int:
     request = health_pb2.HealthCheckRequest(service=service)
-    response = await health_pb2_grpc.HealthStub(connection).Check(request, timeout=5.0)
+    response = await health_pb2_grpc.HealthStub(connection).Check(request, timeout=WAIT_S)
     return int(response.status)
 
 
 async def status(connection: grpc.aio.Channel) -> status_pb2.GetStatusResponse:
-    return await status_pb2_grpc.StatusServiceStub(connection).GetStatus(status_pb2.GetStatusRequest(), timeout=5.0)
+    return await status_pb2_grpc.StatusServiceStub(connection).GetStatus(status_pb2.GetStatusRequest(), timeout=WAIT_S)
 
 
 @pytest.mark.parametrize("service", ["", SERVICE, "millrace.v1.StatusService"])
@@ -51,7 +52,7 @@ async def test_reflection_lists_every_service_and_describes_its_calls(served: Se
         reflection_pb2.ServerReflectionRequest(list_services=""),
         reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
     ]
-    listed, described = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=5.0)]
+    listed, described = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=WAIT_S)]
     names = {service.name for service in listed.list_services_response.service}
     assert names == {
         SERVICE,
@@ -108,7 +109,7 @@ async def test_a_port_that_a_predecessor_holds_a_moment_longer_is_waited_for() -
         starting = asyncio.create_task(second.start())
         await asyncio.sleep(0.5)
         assert not starting.done()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         assert await starting == second.port
     async with channel(second.address) as connection:
         assert (await status(connection)).instance_id

@@ -1,4 +1,4 @@
-"""The committed stubs are what protos/generate.py makes, and buf finds nothing to say about the protos."""
+"""The committed stubs equal the output of protos/generate.py, and buf lint reports no fault."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Whole runs as a user starts them: ``millrace run`` on a cut-down quickstart, real processes, real gRPC."""
+"""Whole runs: ``millrace run`` on a cut-down quickstart, real processes, real gRPC."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,8 +15,11 @@ from typing import Any
 import orjson
 import pytest
 
-from services.common.config.loading import load_recipe
+from services.cli.run.fork_server import ForkServer
+from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import warm_start_dir
+from services.common.security.bundle import VARIABLE
+from services.common.system.child import module_command
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.rollouts import plain_trajectory
@@ -25,7 +27,9 @@ from services.trainer.warm_start import make_starting_checkpoint
 from tests.integration.trainer.launching import made_once
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPE = REPOSITORY / "recipes" / "quickstart"
 RUN_TIMEOUT_S = 240.0
+COMMAND_TIMEOUT_S = 120.0
 
 # The quickstart's own recipe, made small: what is tested is the ring, not the learning.
 WARM_START = ["warm_start.model0.steps=12", "warm_start.model0.batch_size=64"]
@@ -35,6 +39,8 @@ SMALL = [
     "policies.model0.trainer.checkpoint_every=2",
     "inference.a.num_slots=32",
     "data.evaluation.held_out.limit=16",
+    "run.until=null",
+    "evaluation.every=0",
     "orchestrator.retention=all",  # tests read every trajectory back, also those from before a kill
 ]
 
@@ -44,33 +50,28 @@ def started_from(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings of a run that begins with a starting checkpoint made before, once for all runs, instead of its own."""
 
     def make(directory: Path) -> None:
-        make_starting_checkpoint(
-            load_recipe(REPOSITORY / "recipes" / "quickstart", WARM_START, {}), "model0", directory
-        )
+        make_starting_checkpoint(load_recipe(RECIPE, WARM_START, {}), "model0", directory)
 
     made = warm_start_dir(made_once(tmp_path_factory, "warm_start", make), "model0")
     return ["warm_start={}", f"policies.model0.model.path={made}"]
 
 
 class Run:
-    """One ``millrace run`` in a process of its own."""
+    """One ``millrace run`` in a process of its own, forked with its imports done."""
 
-    def __init__(self, directory: Path, name: str, *settings: str) -> None:
+    def __init__(self, forks: ForkServer, directory: Path, name: str, *settings: str) -> None:
         self.directory = directory / name
         sets = [f"run.dir={directory}", f"run.id={name}", *SMALL, *settings]
         arguments = [part for setting in sets for part in ("--set", setting)]
-        self._output = (directory / f"{name}.out").open("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "services.cli", "run", "recipes/quickstart", *arguments, "--json"],
-            cwd=REPOSITORY,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        self._output = directory / f"{name}.out"
+        command = module_command("tests.forked_launch", "run", str(RECIPE), *arguments, "--json")
+        process = forks.start(command, {**os.environ, "OMP_NUM_THREADS": "1"}, self._output)
+        assert process is not None, "the fork server has ended"
+        self.process = process
 
     @property
     def output(self) -> str:
-        return Path(self._output.name).read_text()
+        return self._output.read_text()
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """Rows of the orchestrator's metrics written so far."""
@@ -96,10 +97,10 @@ class Run:
         os.kill(pids[process], how)
 
     def finish(self) -> dict[str, Any]:
-        """Wait for the end and return the object on the last line."""
+        """Wait for the end and return the object on the last line of the standard output, which is among messages here."""
         code = self.process.wait(RUN_TIMEOUT_S)
         assert code == 0, self.output
-        result: dict[str, Any] = json.loads(self.output.strip().splitlines()[-1])
+        result: dict[str, Any] = json.loads([line for line in self.output.splitlines() if line.startswith("{")][-1])
         return result
 
     def address_of(self, *path: str) -> str:
@@ -118,15 +119,29 @@ class Run:
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait(60)
-        self._output.close()
 
 
 @pytest.fixture
-def start_run(tmp_path: Path, started_from: list[str]) -> Iterator[Callable[..., Run]]:
+def millrace(forks: ForkServer, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """A command in a process of its own, forked with its imports done: exit code and output."""
+    outputs = (tmp_path / f"command-{number}.out" for number in itertools.count())
+
+    def run(*arguments: object, keys: Path | None = None) -> tuple[int, str]:
+        output = next(outputs)
+        environment = {**os.environ, VARIABLE: str(keys or "")}
+        process = forks.start(module_command("tests.forked_launch", *map(str, arguments)), environment, output)
+        assert process is not None, "the fork server has ended"
+        return process.wait(COMMAND_TIMEOUT_S), output.read_text()
+
+    return run
+
+
+@pytest.fixture
+def start_run(forks: ForkServer, tmp_path: Path, started_from: list[str]) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def start(name: str, *settings: str) -> Run:
-        runs.append(Run(tmp_path, name, *started_from, *settings))
+        runs.append(Run(forks, tmp_path, name, *started_from, *settings))
         return runs[-1]
 
     yield start

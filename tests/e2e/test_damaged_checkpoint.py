@@ -1,4 +1,5 @@
-"""A run whose newest checkpoint is damaged while its trainer is down: it goes on from the one before, to the same bits."""
+"""A run whose newest checkpoint is damaged while its trainer is down: the run goes on from the one before, to the same
+bits."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.replay import replay_step
+from services.cli.inspect.replay import replay_step
 from services.common.checkpoints.directory import path_of, set_aside_before, steps
 from services.common.checkpoints.export import NOTE
+from services.common.telemetry.log_events import LogEvent
 from tests.e2e.conftest import Run
 
 pytestmark = pytest.mark.slow
@@ -38,9 +40,9 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(start_run: Calla
     ]
     logged = [json.loads(line) for line in (run.directory / "logs" / "trainer-model0.jsonl").read_text().splitlines()]
     events = {event["event"]: event for event in logged}
-    assert "optimizer_00000.safetensors is not what was written" in events["checkpoint.damaged"]["reason"]
-    assert events["checkpoint.loaded"]["step"] == newest - 2
-    assert "step.replayed" in events and "version.differs_after_replay" not in events
+    assert "optimizer_00000.safetensors is damaged" in events[LogEvent.CHECKPOINT_DAMAGED]["reason"]
+    assert events[LogEvent.CHECKPOINT_LOADED]["step"] == newest - 2
+    assert LogEvent.STEP_REPLAYED in events and LogEvent.VERSION_DIFFERS not in events
     assert run.steps() == STEPS and replay_step(run.directory, "model0", STEPS)["equal"]
     note = json.loads((run.directory / "export" / "model0" / NOTE).read_text())
     assert (note["run_id"], note["training_step"]) == ("damaged", STEPS)

@@ -1,4 +1,4 @@
-"""``run.deterministic``: one seed gives every version the same bits, whatever number of replicas plays and which process is killed."""
+"""``run.deterministic``: one seed gives every version the same bits, for any number of replicas and any killed process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from services.orchestrator.audit import audit
 from services.orchestrator.journal import records
+from services.orchestrator.journal.audit import audit
 from services.orchestrator.journal.reader import JournalReader
 from tests.e2e.conftest import Run
 
@@ -32,7 +32,7 @@ TWO_REPLICAS = "inference={a: {port: 0, num_slots: 8, device: cpu}, b: {port: 0,
 
 
 def digests(run: Run) -> dict[int, str]:
-    """Of every version, from a journal that the audit finds nothing in."""
+    """Of every version, from a journal without findings of the audit."""
     reader = JournalReader(run.directory / "journal")
     try:
         found = audit(reader, finished=True)

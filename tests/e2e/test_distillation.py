@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.cli.fate.reading import read_fates
-from services.cli.replay import replay_step
-from services.common.config.loading import load_recipe
+from services.cli.inspect.fate.reading import read_fates
+from services.cli.inspect.replay import replay_step
+from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import warm_start_dir
-from services.common.models import load_model
-from services.common.types import Sequence
-from services.orchestrator.batches import read_batch
+from services.common.records.types import Sequence
+from services.common.text.huggingface import load_model
+from services.orchestrator.buffer.batches import read_batch
 from services.orchestrator.journal.reader import JournalReader
 from services.trainer.warm_start import make_starting_checkpoint
 from tests.e2e.conftest import REPOSITORY, Run

@@ -14,6 +14,7 @@ import orjson
 import pytest
 import yaml
 
+from services.common.telemetry.log_events import LogEvent
 from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S
 
 pytestmark = pytest.mark.slow
@@ -80,5 +81,5 @@ def weights_log(run_dir: Path) -> list[str]:
     return [
         line
         for line in (run_dir / "logs" / "inference-a.jsonl").read_text().splitlines()
-        if '"weights.updated"' in line
+        if LogEvent.WEIGHTS_UPDATED in line
     ]

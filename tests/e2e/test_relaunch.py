@@ -1,4 +1,5 @@
-"""A recipe that is launched again with ``--resume auto``: its run goes on, and of two launches at once one gets it."""
+"""A recipe that is launched again with ``--resume auto``: its run goes on, and one of two simultaneous launches gets
+the run."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S, SMALL
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +22,7 @@ SETTINGS = [*SMALL, "run.steps=4", "evaluation.at_start=false", "data.evaluation
 
 
 class Launch:
-    """``millrace run recipes/quickstart --resume auto`` in a process of its own; nobody names the run."""
+    """``millrace run recipes/quickstart --resume auto`` in a process of its own, without a name of the run."""
 
     def __init__(self, runs: Path, name: str, *settings: str) -> None:
         arguments = [part for setting in [f"run.dir={runs}", *SETTINGS, *settings] for part in ("--set", setting)]
@@ -68,7 +70,7 @@ def test_the_run_of_a_launcher_that_was_killed_goes_on_once(launch: Callable[[st
         assert first.process.poll() is None and time.monotonic() < deadline, first.output
         time.sleep(0.1)
     first.process.kill()
-    first.process.wait(10)
+    first.process.wait(WAIT_S)
     assert "beginning a new run" in first.output
     (run_dir,) = run_directories(tmp_path)
 
@@ -77,7 +79,7 @@ def test_the_run_of_a_launcher_that_was_killed_goes_on_once(launch: Callable[[st
     assert sorted(codes) == [0, 2], [each.output for each in both]
     winner, loser = sorted(both, key=lambda each: each.process.returncode)
     assert f"going on with {run_dir}" in winner.output
-    assert "is in use" in loser.output or "does not go on" in loser.output
+    assert "is in use" in loser.output or "cannot continue" in loser.output
     assert run_directories(tmp_path) == [run_dir]
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["state"], summary["steps"]) == ("finished", {"model0": 4})

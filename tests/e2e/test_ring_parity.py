@@ -1,28 +1,27 @@
-"""Invariant 1, over a whole run: what is trained is what was sampled, and every sampled token's log-probability is
+"""Invariant 1, over a whole run: the trained tokens are the sampled ones, and every sampled token's log-probability is
 that of a forward pass of the weight version named on its segment, before, across and after swaps."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from services.cli.replay import replay_step
-from services.common.config.loading import load_resolved
-from services.common.types import TokenSource
-from services.orchestrator.batches import read_batch
+from services.cli.inspect.replay import replay_step
+from services.cli.run.fork_server import ForkServer
+from services.common.config.reading.loading import load_resolved
+from services.common.records.types import TokenSource
+from services.orchestrator.buffer.batches import read_batch
 from services.orchestrator.journal.reader import JournalReader
-from services.trainer.attention import Documents
+from services.trainer.model.documents import Documents
+from services.trainer.ranks.sharding import Ranks
 from services.trainer.setup import build_step, open_checkpoints
-from services.trainer.sharding import Ranks
-from tests.e2e.conftest import REPOSITORY, Run
+from tests.e2e.conftest import Run
 
 pytestmark = pytest.mark.slow
 
@@ -30,9 +29,10 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, started_from: list[str]) -> Iterator[Run]:
-    """One run for all questions; nobody changes it."""
+def finished(forks: ForkServer, tmp_path_factory: pytest.TempPathFactory, started_from: list[str]) -> Iterator[Run]:
+    """One run for all questions; read-only."""
     run = Run(
+        forks,
         tmp_path_factory.mktemp("runs"),
         "parity",
         *started_from,
@@ -50,7 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, started_from: list[str]) 
 
 
 def sampled_sequences(run: Run) -> dict[str, dict[str, Any]]:
-    """Sequence id to what the journal recorded as sampled."""
+    """Sequence id to the sampled sequence in the journal."""
     return {
         f"{record['task_group_id']}/{record['index']}/{position}": sequence
         for record in run.records()
@@ -106,22 +106,12 @@ def test_a_recorded_batch_trains_to_the_same_bits(finished: Run) -> None:
     assert result["from_checkpoint"] == STEPS - 1
 
 
-def test_the_commands_for_people_read_a_finished_run(finished: Run) -> None:
-    def millrace(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "services.cli", *arguments],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    assert "What is" in millrace("trajectories", str(finished.directory), "--last", "2")
+def test_the_commands_for_people_read_a_finished_run(finished: Run, millrace: Callable[..., tuple[int, str]]) -> None:
+    code, told = millrace("trajectories", finished.directory, "--last", 2)
+    assert code == 0 and "What is" in told, told
     picture = finished.directory / "again.png"
-    millrace("plot", str(finished.directory), str(finished.directory), "-o", str(picture))
+    code, told = millrace("plot", finished.directory, finished.directory, "-o", picture)
+    assert code == 0, told
     assert picture.read_bytes().startswith(b"\x89PNG")
     summary = json.loads((finished.directory / "summary.json").read_text())
     assert summary["state"] == "finished"

@@ -1,4 +1,4 @@
-"""Invariant 8: any process may die at any moment, and the run goes on, or resumes when it is started again."""
+"""Invariant 8: any process may die at any moment, and the run goes on, or resumes after a restart."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from services.cli.orchestrator_client import OrchestratorClient
+from services.cli.watch.orchestrator_client import OrchestratorClient
 from tests.e2e.conftest import REPOSITORY, Run
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,7 @@ def assert_each_slot_has_one_record(run: Run) -> None:
 def test_a_run_finishes_though_its_processes_are_killed_and_told_to_end_and_its_launcher_is_stopped(
     start_run: StartRun,
 ) -> None:
-    """Killed as by kill -9, told to end as by a guard of the machine's memory, which asks before it kills, and at last
+    """Killed as by kill -9, asked to end as by a guard of the machine's memory, and at last
     stopped as a whole and resumed."""
     run = start_run("survives", "run.steps=20", "policies.model0.batch.late=drop")
     run.wait_for(lambda: run.steps() >= 1, "the first training step")
@@ -42,7 +43,7 @@ def test_a_run_finishes_though_its_processes_are_killed_and_told_to_end_and_its_
         steps = run.steps()
         run.kill(process, how)
         run.wait_for(lambda before=steps: run.steps() >= before + 2, f"steps after {process} got {how.name}")
-    run.process.send_signal(signal.SIGINT)
+    os.kill(run.process.pid, signal.SIGINT)
     assert run.process.wait(60) == 130
     done = run.steps()
     result = resumed(run)
@@ -52,7 +53,7 @@ def test_a_run_finishes_though_its_processes_are_killed_and_told_to_end_and_its_
 
 
 def resumed(run: Run) -> dict[str, Any]:
-    """The object on the last line of what ``millrace run --resume`` says when it has ended well."""
+    """The object on the last line of the output of a successful ``millrace run --resume``."""
     ended = subprocess.run(
         [sys.executable, "-m", "services.cli", "run", "--resume", str(run.directory), "--json"],
         cwd=REPOSITORY,
@@ -90,12 +91,12 @@ def test_a_second_replica_joins_in_mid_run_and_a_killed_one_loses_nothing(start_
             lambda: any(r.get("replica_id") == "late" for r in run.records()), "a trajectory of the second replica"
         )
         late.send_signal(signal.SIGKILL)
-        late.wait(10)
+        late.wait(WAIT_S)
         run.finish()
     finally:
         orchestrator.close()
         late.kill()
-        late.wait(10)
+        late.wait(WAIT_S)
     assert run.steps() == 24 > before
     expired = sum(row["sequences_expired"] for row in run.rows("training_step"))
     assert expired == 0, "what a lost replica held up is trained late"

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import zstandard
 
-from services.common.security.bundle import VARIABLE, load
-from tests.e2e.conftest import REPOSITORY, Run
+from services.common.security.bundle import load
+from tests.e2e.conftest import Run
 from tests.keys import make_keys
 
 pytestmark = pytest.mark.slow
 
-
-def millrace(*arguments: object, keys: Path | None = None) -> tuple[int, str]:
-    """Exit code and output of a command."""
-    done = subprocess.run(
-        [sys.executable, "-m", "services.cli", *map(str, arguments)],
-        cwd=REPOSITORY,
-        env={**os.environ, VARIABLE: str(keys or "")},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return done.returncode, " ".join((done.stdout + done.stderr).split())
+Millrace = Callable[..., tuple[int, str]]
 
 
 def test_a_run_over_tls_is_watched_and_ended_by_those_who_may_and_by_nobody_else(
-    start_run: Callable[..., Run], tmp_path: Path
+    start_run: Callable[..., Run], millrace: Millrace, tmp_path: Path
 ) -> None:
     run = start_run("secure", "run.steps=1000", "security.tls=on", "evaluation.at_start=false")
     run.wait_for(run.steps, "the first training step")
@@ -46,9 +32,10 @@ def test_a_run_over_tls_is_watched_and_ended_by_those_who_may_and_by_nobody_else
         "another run's": millrace("status", *address, keys=make_keys(tmp_path / "other").folder),
     }
     assert all(code == 2 for code, _ in refused.values()), refused
-    assert "role viewer may not call" in refused["stop"][1]
-    assert "speaks TLS, and this process has no keys" in refused["without keys"][1]
-    assert "did not sign" in refused["another run's"][1]
+    words = {name: " ".join(output.split()) for name, (_, output) in refused.items()}
+    assert "role viewer may not call" in words["stop"]
+    assert "speaks TLS, and this process has no keys" in words["without keys"]
+    assert "did not sign" in words["another run's"]
     assert millrace("resume", run.directory)[0] == 0
     run.kill("inference-a")  # it comes back with its keys
     step = run.steps()

@@ -1,11 +1,10 @@
-"""A run that is started by the numbered scripts, one process each, in an order that nobody would choose."""
+"""A run that is started by the numbered scripts, one process each, in an unusual order."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S, SMALL, WARM_START
+from tests.ports import free_port
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -25,21 +26,11 @@ WEBSHOP = "recipes/webshop/qwen2.5-7b-instruct-m2po-delta"
 VARIABLES = ("ORCHESTRATOR_PORT", "ENVGATEWAY_PORT")  # all others may be free ones: their owners tell them
 
 
-def free_ports(number: int) -> list[int]:
-    held = [socket.socket() for _ in range(number)]
-    for listener in held:
-        listener.bind(("127.0.0.1", 0))
-    ports = [int(listener.getsockname()[1]) for listener in held]
-    for listener in held:
-        listener.close()
-    return ports
-
-
 class Scripts:
     """Processes started by scripts of deploy/launch, all with the same settings and variables."""
 
     def __init__(self, directory: Path) -> None:
-        ports = dict(zip(VARIABLES, map(str, free_ports(len(VARIABLES))), strict=True))
+        ports = {variable: str(free_port()) for variable in VARIABLES}
         self.run_dir = directory / "split"
         self._directory = directory
         self._environment = {**os.environ, **ports, "PYTHON": sys.executable, "RUN_DIR": str(self.run_dir)}
@@ -88,7 +79,7 @@ def test_a_run_is_started_by_its_scripts_and_goes_on_when_one_is_started_again(s
         scripts.start(script)
     scripts.wait_for(scripts.run_dir / "journal")
     scripts.running["2_orchestrator.sh"].kill()
-    scripts.running["2_orchestrator.sh"].wait(10)
+    scripts.running["2_orchestrator.sh"].wait(WAIT_S)
     scripts.start("2_orchestrator.sh")
     for script in ("2_orchestrator.sh", "3_trainer_model0.sh", "1_inference_a.sh", "0_environment.sh"):
         assert scripts.running[script].wait(RUN_TIMEOUT_S) == 0, scripts.output(script)
@@ -103,7 +94,7 @@ def test_a_run_is_started_by_its_scripts_and_goes_on_when_one_is_started_again(s
 def test_environments_are_served_alone_in_the_tiny_profile_until_they_are_stopped(
     scripts: Scripts, tmp_path: Path
 ) -> None:
-    (port,) = free_ports(1)
+    port = free_port()
     script, settings = "0_environment.sh", ("--profile", "tiny", "--set", f"run.dir={tmp_path}")
     scripts.start(script, WEBSHOP, *settings, TASK_SERVER_PORT=str(port), MILLRACE_DATA_ROOT="")
     served = scripts.running[script]
@@ -119,9 +110,9 @@ def test_environments_are_served_alone_in_the_tiny_profile_until_they_are_stoppe
 
 
 def indices_of(task: str, port: int) -> list[int] | None:
-    """What the task server says are the tasks; None while nobody answers."""
+    """The tasks of the task server; None without an answer."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/get_indices?name={task}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/get_indices?name={task}", timeout=WAIT_S) as answer:
             found: list[int] = json.load(answer)
             return found
     except (urllib.error.URLError, ConnectionError):

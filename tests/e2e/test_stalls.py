@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks._stall_worlds import Shape, World
+from services.common.telemetry.log_events import LogEvent
 
 pytestmark = pytest.mark.slow
 
@@ -50,4 +51,4 @@ def test_a_deadlocked_thread_and_a_stopped_gateway_are_named_and_shares_sum_to_o
     world.send("gateway", signal.SIGSTOP)
     assert named(world, ("envgateway", "silent"))
     events = (world.run_dir / "logs").glob("orchestrator*.jsonl")
-    assert any("run.unstalled" in path.read_text() for path in events)
+    assert any(LogEvent.RUN_UNSTALLED in path.read_text() for path in events)

@@ -18,16 +18,17 @@ from typer.testing import CliRunner
 
 from benchmarks._peers import ScriptedTrainer
 from services.cli.__main__ import app
-from services.cli.fate.facts import Fate
-from services.cli.fate.reading import read_fates
-from services.cli.trace.facts import GroupFacts
-from services.cli.trace.listing import choose, counted, read_groups
-from services.cli.trace.picture import draw
-from services.cli.trace.reading import read_group
-from services.cli.trace.stages import events, stages, status
+from services.cli.inspect.fate.facts import Fate
+from services.cli.inspect.fate.reading import read_fates
+from services.cli.inspect.trace.facts import GroupFacts
+from services.cli.inspect.trace.listing import choose, counted, read_groups
+from services.cli.inspect.trace.picture import draw
+from services.cli.inspect.trace.reading import read_group
+from services.cli.inspect.trace.stages import events, stages, status
 from services.common.errors import ConfigError
 from tests.e2e.conftest import REPOSITORY
 from tests.integration.orchestrator.conftest import Orchestrator
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -57,12 +58,12 @@ class Replica:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(WAIT_S)
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run in which a replica was killed while it played, and then the orchestrator."""
+    """A run in which a replica was killed during rollouts, and then the orchestrator."""
     directory = tmp_path_factory.mktemp("trace") / "run"
     orchestrator = Orchestrator(
         directory,
@@ -74,6 +75,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         workflow={"name": "single_turn", "settings": {"reward": "tests.e2e.test_trace:reward"}},
         sampling={"max_new_tokens": 64},
         metrics={"enabled": True},
+        orchestrator__retention="all",
         inference={"a": {"engine": "scripted", "port": 0, "num_slots": 8, "scripted": {"latency_s": 0.4}}},
     )
     replicas: list[Replica] = []
@@ -107,7 +109,7 @@ async def _play(orchestrator: Orchestrator, replicas: list[Replica]) -> None:
 
 
 async def _scrape(run_dir: Path) -> None:
-    """Keep what both processes say to Prometheus while they run."""
+    """Keep the metrics of both processes while they run."""
     async with aiohttp.ClientSession() as session:
         for file in (run_dir / "prometheus").glob("*.json"):
             (target,) = json.loads(file.read_text())
@@ -181,7 +183,10 @@ def test_a_filtered_group_says_why_it_was_not_trained(run_dir: Path) -> None:
 
 def test_a_failed_group_says_what_failed(run_dir: Path) -> None:
     facts = group_that_is(run_dir, "failed")
-    assert {(slot.failure, slot.detail) for slot in facts.slots} == {("ValueError", "this reward is broken")}
+    raised_at = f"{__file__}:{reward.__code__.co_firstlineno + 4}"
+    assert {(slot.failure, slot.detail) for slot in facts.slots} == {
+        ("ValueError", f"{raised_at}: this reward is broken")
+    }
     assert all([phase.what for phase in slot.phases] == ["generate"] for slot in facts.slots)
     assert happened(facts).count("failed") == SLOTS
 

@@ -1,4 +1,5 @@
-"""A run whose trainer has a rank on each of two nodes, both this machine: started by what node 0 prints, healed on its own."""
+"""A run with a trainer rank on each of two nodes, both this machine: started by the commands that node 0 prints,
+recovered without help."""
 
 from __future__ import annotations
 
@@ -42,6 +43,7 @@ def test_a_run_with_a_trainer_over_two_nodes_survives_the_loss_of_a_rank(
         while started["node0"].poll() is None:
             told = (tmp_path / "node0.out").read_text()
             assert time.monotonic() < deadline, words(tmp_path)
+            assert "node1" not in started or started["node1"].poll() in (None, 0), words(tmp_path)
             if "node1" not in started and "trainer-model0-node1\n" in told:
                 lines = [line.strip() for line in told.splitlines()]
                 pasted = [line for line in lines if line.startswith(("mkdir -p", "ORCHESTRATOR_HOST_EXTERNAL="))]

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks._machines import TwoMachines, two_machines
 from benchmarks._two_nodes import DELTAS, TwoNodeRun, failures, slots_with_two_records
-from services.cli.keyring import Keyring
+from services.cli.keys.keyring import Keyring
+from services.common.telemetry.log_events import LogEvent
 from tests import needs
 
 pytestmark = pytest.mark.slow
@@ -68,14 +69,14 @@ def test_node_1_plays_over_tls_is_lost_twice_and_comes_back_and_no_slot_is_lost_
     assert json.loads((run.run_dir / "summary.json").read_text())["state"] == "stopped"
     assert slots_with_two_records(run) == 0
     assert failures(run) == 0, "what node 1 had begun was played again, not given up"
-    transfers = run.events("weights.updated", run.logs_of_node1())
+    transfers = run.events(LogEvent.WEIGHTS_UPDATED, run.logs_of_node1())
     assert {transfer["transport"] for transfer in transfers} <= {"grpc", "bulk"}, "no memory is shared"
     assert {"delta", "full"} == {transfer["mode"] for transfer in transfers}, "changes, and all after an absence"
     assert secrets_in(run) == []
 
 
 def test_the_run_finishes_its_steps_with_inference_on_node_1_alone(machines: TwoMachines, tmp_path: Path) -> None:
-    """Nothing that node 1 plays with was there before the bundle: settings, keys, starting checkpoint."""
+    """The inputs of node 1 all come from the bundle: settings, keys, starting checkpoint."""
     run = TwoNodeRun(machines, tmp_path, "run.steps=2", "evaluation.at_start=false", recipe="recipes/quickstart")
     try:
         run.start()
@@ -108,13 +109,13 @@ def test_programs_are_judged_on_node_1_by_one_setting(machines: TwoMachines, tmp
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["state"], summary["steps"]) == ("finished", {"model0": 2})
     assert run.trajectories()["a"] and failures(run) == 0
-    assert run.events("run.ended", run.logs_of_node1()), "the gateway left with the run"
+    assert run.events(LogEvent.RUN_ENDED, run.logs_of_node1()), "the gateway left with the run"
     assert [file.name for file in (run.run_dir / "logs").iterdir() if "envgateway" in file.name] == []
 
 
 @pytest.mark.needs("iptables")
 def test_what_is_in_the_way_is_said_on_node_1(machines: TwoMachines, tmp_path: Path) -> None:
-    """No run is needed for it: a bundle of one, and a node 0 that does not answer."""
+    """Needs no run: a bundle of one, and a node 0 that does not answer."""
     bundle = machines.node1.checkout / "runs" / "mine"
     Keyring.make(bundle / "keys", "mine")
     recipe = json.dumps({"extends": "../../recipes/quickstart/recipe.yaml", "inference": {"a": {"node": 1}}})
@@ -132,7 +133,7 @@ def test_what_is_in_the_way_is_said_on_node_1(machines: TwoMachines, tmp_path: P
 
     node_0, keys = "ORCHESTRATOR_HOST_EXTERNAL", {"MILLRACE_KEYS": "runs/mine/keys/inference"}
     assert f"set {node_0} to the host name of the node that runs the orchestrator" in told(**keys)
-    assert "nobody here knows the name nobody.invalid" in told(**{node_0: "nobody.invalid"}, **keys)
+    assert "this machine cannot resolve the name nobody.invalid" in told(**{node_0: "nobody.invalid"}, **keys)
     assert "10.77.0.9 cannot be reached: No route to host, for" in told(**{node_0: "10.77.0.9"}, **keys)
     with machines.swallowing():
         assert "no answer from node0 at port 50050, for" in told(**{node_0: "node0"}, **keys)

@@ -1,4 +1,4 @@
-"""The torch engine on a CUDA device: what it says it sampled with is what a forward pass on the same device gives."""
+"""The torch engine on a CUDA device: the reported log-probabilities equal those of a forward pass on the same device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.models import named_weights
-from services.inference.engine.torch_engine import TorchEngine
+from services.common.text.huggingface import named_weights
+from services.inference.engine.torch.decoder import Stepping
+from services.inference.engine.torch.engine import TorchEngine
 from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import build_model, make_prompt, make_request, perturbed
 
@@ -31,10 +32,11 @@ def chosen_logprobs(model: Any, prompt: list[int], sampled: list[int]) -> np.nda
     return rows.gather(1, torch.tensor(sampled, device="cuda")[:, None])[:, 0].cpu().numpy()
 
 
-async def test_logprobs_on_a_gpu_equal_a_forward_pass_before_and_after_an_update() -> None:
+@pytest.mark.parametrize("stepping", ["eager", "graph", "compiled"])
+async def test_logprobs_on_a_gpu_equal_a_forward_pass_before_and_after_an_update(stepping: Stepping) -> None:
     model = build_model("qwen3")
     later = perturbed(model)
-    engine = TorchEngine(copy.deepcopy(model), num_slots=8, context_length=256, device="cuda")
+    engine = TorchEngine(copy.deepcopy(model), num_slots=8, context_length=256, device="cuda", stepping=stepping)
     await engine.start()
     try:
         prompts = [make_prompt(length, seed) for seed, length in enumerate([3, 40, 40, 17])]

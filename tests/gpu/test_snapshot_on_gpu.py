@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from services.common.weights.snapshot_file import Snapshot
-from services.trainer import host_copy
-from services.trainer.host_copy import HostCopier
-from services.trainer.model import build_policy_model
-from services.trainer.sharding import Ranks
-from services.trainer.snapshot import Snapshots
+from services.trainer.model.policy_model import build_policy_model
+from services.trainer.publish import snapshot
+from services.trainer.publish.snapshot import HostCopier, Snapshots
+from services.trainer.ranks.sharding import Ranks
 from tests.unit.trainer.building import tiny_causal_lm
 
 pytestmark = [
@@ -36,7 +35,7 @@ def test_a_model_on_a_gpu_is_published_as_on_the_cpu(tmp_path: Path, dtype: str)
 
 
 def test_tensors_larger_than_the_pinned_buffers_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copy, "_STAGED_BYTES", 1 << 12)
+    monkeypatch.setattr(snapshot, "_STAGED_BYTES", 1 << 12)
     copier = HostCopier(torch.device("cuda"))
     sources = [torch.randn(size, device="cuda") for size in (1, 5000, 2048, 0, 100_003)]
     targets = [torch.empty(len(source), dtype=torch.bfloat16) for source in sources]

@@ -1,4 +1,4 @@
-"""The trainer on a CUDA device: NCCL, kernels, host offload and loading by shards give what the CPU gives."""
+"""The trainer on a CUDA device: NCCL, kernels, host offload and loading by shards give the results of the CPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.config.losses import M2po
-from services.common.config.optimizer import OptimizerConfig
-from services.common.models import load_model, named_weights
-from services.trainer.attention import Documents, documents_attention
-from services.trainer.model import load_policy_model
-from services.trainer.moments_on_host import MOMENTS, MomentsOnHost
-from services.trainer.sharding import Ranks, full, init_ranks, leave_ranks
+from services.common.config.training.losses import M2po
+from services.common.config.training.optimizer import OptimizerConfig
+from services.common.text.huggingface import load_model, named_weights
+from services.trainer.model.attention import documents_attention
+from services.trainer.model.documents import Documents
+from services.trainer.model.logprobs import token_logprobs
+from services.trainer.model.moments_on_host import MOMENTS, MomentsOnHost
+from services.trainer.model.policy_model import load_policy_model
+from services.trainer.ranks.sharding import Ranks, full, init_ranks, leave_ranks
 from tests.unit.trainer.building import rank_batch, tiny_causal_lm, train_step, training_sequences
 
 pytestmark = [
@@ -126,3 +128,20 @@ def test_a_model_is_loaded_by_shards_onto_the_device(ranks: Ranks, tmp_path: Pat
             assert local.device.type == where, (name, settings)
             assert torch.equal(local.cpu(), expected[name]), (name, settings)
         assert all(buffer.device.type == "cuda" for buffer in model.buffers()), settings
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_vocabulary_head_gives_the_values_and_gradients_of_the_cpu(dtype: torch.dtype) -> None:
+    """With bfloat16 operands the products pass tensor cores, with float32 sums."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(70, 128, dtype=dtype), torch.randn(1000, 128, dtype=dtype) / 8
+    targets, results = torch.randint(0, 1000, (70,)), []
+    for device in ("cpu", CUDA):
+        operands = [tensor.to(device).requires_grad_() for tensor in (hidden, weight)]
+        logprobs, entropy = token_logprobs(*operands, targets.to(device), 0.7, 32, 300)
+        gradients = torch.autograd.grad(logprobs.sum() + entropy.sum(), operands)
+        results.append([tensor.detach().cpu().float() for tensor in (logprobs, entropy, *gradients)])
+    for expected, found in zip(*results, strict=True):
+        apart = float((found - expected).norm() / expected.norm())
+        assert apart < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-4)

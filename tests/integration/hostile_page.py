@@ -1,4 +1,5 @@
-"""A hostile site and a real browser that visits it. The browser's names lead here, and after a while to a target's port."""
+"""A hostile site and a real browser that visits the site. The browser's names lead here, and after a while to a
+target's port."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _HEAD_ENDS = b"\r\n\r\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A server: what is posted where, with ATTACK in it for the name of the attempt, and what is asked for with GET."""
+    """A server: the posted paths and bodies, with ATTACK for the name of the attempt, and the paths of GET."""
 
     name: str
     port: int
@@ -35,7 +36,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a page tried, and what it read of answers that were not its own."""
+    """The attempts of a page, and the foreign answers that the page read."""
 
     tried: tuple[str, ...]
     read: tuple[str, ...]
@@ -49,7 +50,7 @@ async def visit(targets: Sequence[Target]) -> Report:
 
 
 class _Site:
-    """Answers with the page; what the page asks for under ``NAME.rebound.test`` is led to the target."""
+    """Answers with the page; requests of the page to ``NAME.rebound.test`` are led to the target."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self.targets = targets

@@ -1,4 +1,5 @@
-"""A page of another site in a real browser runs nothing and reads nothing here, though a server without the checks obeys it."""
+"""A page of another site in a real browser runs no program and reads no answer here; a server without the checks obeys
+the page."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from services.common.config.envgateway import HttpConfig
-from services.common.config.environments import ServedTaskConfig
+from services.common.config.processes.envgateway import HttpConfig
+from services.common.config.processes.environments import ServedTaskConfig
 from services.common.http import listener, origin
 from services.common.prometheus.exposition import MetricsServer
-from services.envgateway.http.schema import Outcome, Submission
+from services.envgateway.http.schema import Submission, SubmissionOutcome
 from services.envgateway.http.server import HttpServer
 from tests import needs
 from tests.contract.test_http_doors import _status
@@ -32,11 +33,11 @@ WAYS = ("text", "form type", "credentials", "no type", "form text plain", "beaco
 
 
 class _Python:
-    """Runs submissions as what they are: programs. Those here leave a file behind."""
+    """Runs submissions as programs. Those here leave a file behind."""
 
-    async def run(self, submission: Submission, *_: object) -> Outcome:
+    async def run(self, submission: Submission, *_: object) -> SubmissionOutcome:
         process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", submission.solution)
-        return Outcome(run_success=await process.wait() == 0, success=True, stdout="a secret")
+        return SubmissionOutcome(run_success=await process.wait() == 0, success=True, stdout="a secret")
 
 
 @asynccontextmanager
@@ -108,7 +109,7 @@ def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def play(folder: Path) -> tuple[Report, set[str], int]:
-    """What the page reports, which programs left their file, and how many conversations began."""
+    """The reports of the page, which programs left their file, and how many conversations began."""
     needs.check("chromium")
     async with servers(folder) as (targets, conversations):
         report = await visit(targets)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +11,14 @@ import pytest
 import torch
 
 from services.common.errors import InvalidRequestError
-from services.common.types import Segment, Sequence, StopReason, TrainingSequence
-from services.inference.engine.torch_engine import TorchEngine
-from services.inference.scoring import score_request
-from services.trainer.metrics import Sums
-from services.trainer.step import TrainStep
+from services.common.records.types import Segment, Sequence, StopReason, TrainingSequence
+from services.inference.engine.torch.engine import TorchEngine
+from services.inference.rollouts.scoring import score_request
+from services.trainer.step.metrics import Sums
+from services.trainer.step.train_step import TrainStep
 from tests.integration.test_truncated_sampling import as_trained
 from tests.random_models import build_model, make_prompt, make_request
-from tests.unit.trainer.building import algorithm, rank_batch, train_step
+from tests.unit.trainer.building import algorithm, path_of, rank_batch, train_step
 
 SERVED = {"teacher": "teacher"}
 HELD = {"teacher_model": "the same weights"}
@@ -77,13 +76,15 @@ def step_of(
 
 
 def teacher_said(step: TrainStep, items: list[TrainingSequence]) -> dict[tuple[int, ...], list[float]]:
-    """By the tokens of a document: what the step has as its teacher's log-probabilities."""
+    """By the tokens of a document: the teacher's log-probabilities in the step."""
     found = {}
     for batch in (b for part in step._pack(rank_batch(items), Sums(torch.device("cpu"))) for b in part):
         assert batch.teacher is not None
-        for start, end in itertools.pairwise(batch.documents.offsets.tolist()):
-            own = (batch.target_positions >= start) & (batch.target_positions < end)
-            found[tuple(batch.token_ids[start:end].tolist())] = batch.teacher[own].tolist()
+        predecessors, last_ids = (batch.targets.each(t) for t in (batch.targets.predecessors, batch.targets.token_ids))
+        for index in range(batch.num_sequences):
+            own = batch.sequence_index == index
+            path = path_of(batch.documents.branches, int(predecessors[own][-1]))
+            found[(*batch.token_ids[path].tolist(), int(last_ids[own][-1]))] = batch.teacher[own].tolist()
     return found
 
 

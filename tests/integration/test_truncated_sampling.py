@@ -1,4 +1,5 @@
-"""What a torch engine samples with a truncated distribution, as the trainer scores it: one distribution on both sides."""
+"""A torch engine samples with a truncated distribution, and the trainer scores the tokens: one distribution on both
+sides."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ import orjson
 import pytest
 import torch
 
-from services.common import serde
-from services.common.types import Segment, Sequence, StopReason, TrainingSequence, Trajectory
-from services.inference.engine.torch_engine import TorchEngine
+from services.common.records.types import Segment, Sequence, StopReason, TrainingSequence, Trajectory
+from services.common.wire import records as serde
+from services.inference.engine.torch.engine import TorchEngine
 from services.orchestrator.journal import rollouts
-from services.trainer import step as step_module
-from services.trainer.micro_batches import MicroTensors, forward_with_values
+from services.trainer.step import train_step as step_module
+from services.trainer.step.micro_batches import MicroTensors, forward_with_values
 from tests.random_models import VOCAB, build_model, make_prompt, make_request, perturbed
 from tests.unit.trainer.building import algorithm, rank_batch, train_step
 
@@ -55,7 +56,7 @@ async def sampled(model: Any, count: int, **sampling: Any) -> list[TrainingSeque
 
 
 def as_trained(sequence: Sequence, position: int, group_size: int) -> TrainingSequence:
-    """A sequence as it reaches the trainer, of a group in which half of the rollouts are right."""
+    """A sequence in the trainer's form, of a group in which half of the rollouts are right."""
     return TrainingSequence(
         sequence_id=f"g/{position}/0",
         sequence=travelled(sequence),
@@ -83,7 +84,7 @@ Scores = list[tuple[MicroTensors, torch.Tensor]]  # log-probabilities with their
 def trained(
     monkeypatch: pytest.MonkeyPatch, model: Any, items: list[TrainingSequence], temperature: float, name: str = "m2po"
 ) -> Scores:
-    """What one training step computes of these sequences."""
+    """The results of one training step on these sequences."""
     scores: Scores = []
 
     def watched(policy: Any, batch: MicroTensors, at: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -100,7 +101,7 @@ def trained(
 
 
 def without_record(items: list[TrainingSequence]) -> list[TrainingSequence]:
-    """The same, with what was kept forgotten."""
+    """The same, without the kept sets."""
     return [
         replace(i, sequence=replace(i.sequence, segments=tuple(replace(s, kept=b"") for s in i.sequence.segments)))
         for i in items

@@ -12,7 +12,7 @@ from tests.random_models import build_model
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A random Qwen3 whose ``name_or_path`` is the directory that it was saved to."""
+    """A random Qwen3 with its directory on disk as ``name_or_path``."""
     built = build_model("qwen3")
     path: Path = tmp_path_factory.mktemp("model")
     built.save_pretrained(path)

@@ -9,13 +9,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from services.common import tiny_models
-from services.common.free_ports import free_ports
+from services.common.system.free_ports import free_ports
+from services.common.tiny import models as tiny_models
 from tests.sglang.server import Server, ServerError
 
 
 def main(python: str) -> None:
-    """Exits with the reason where it does not."""
+    """Exits with the reason on failure."""
     if not Path(python).exists():
         sys.exit(f"error: there is no {python}")
     with tempfile.TemporaryDirectory() as directory:
@@ -29,7 +29,7 @@ def main(python: str) -> None:
         except ServerError as error:
             sys.exit(f"error: {error}")
     if status != 200 or len(answer["output_ids"]) != 4:
-        sys.exit(f"error: it answered {status}: {answer}")
+        sys.exit(f"error: the server answered {status}: {answer}")
 
 
 if __name__ == "__main__":

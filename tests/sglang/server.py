@@ -1,6 +1,6 @@
-"""The true SGLang server on a CPU, started as it is in an engine's absence: by its launcher and nothing of ours round it.
+"""The true SGLang server on a CPU, started by its launcher without an engine.
 
-For the probe of ``make test-sglang``, and for tests of what the server itself answers.
+For the probe of ``make test-sglang``, and for tests of the server's own answers.
 """
 
 from __future__ import annotations
@@ -14,25 +14,29 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import WAIT_S
+
 LAUNCHER = Path(__file__).resolve().parents[2] / "services/inference/engine/sglang_cpu/launch.py"
 START_TIMEOUT_S = 180.0  # 14 s on an idle machine
 STOP_TIMEOUT_S = 20.0
 
 
 class ServerError(Exception):
-    """It did not start; the message ends with its last words."""
+    """The server did not start; the message ends with its last output."""
 
 
 class Server:
-    """One server on loopback, its log in a file. ``with Server(...) as server`` has it healthy."""
+    """One server on loopback, its log in a file. ``with Server(...) as server`` waits until the server is healthy."""
 
-    def __init__(self, python: Path, model: Path, log: Path, port: int) -> None:
+    def __init__(self, python: Path, model: Path, log: Path, port: int, **more: str | int) -> None:
+        """``more`` arguments of the server by their names in SGLang."""
         self._log = log
         self.address = f"http://127.0.0.1:{port}"
         arguments = {
             "model-path": model, "host": "127.0.0.1", "port": port, "device": "cpu", "dtype": "float32",
             "attention-backend": "torch_native", "sampling-backend": "pytorch", "grammar-backend": "none",
             "mem-fraction-static": 0.1, "max-total-tokens": 16384,
+            **{name.replace("_", "-"): value for name, value in more.items()},
         }  # fmt: skip
         flags = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
         environment = {
@@ -43,7 +47,13 @@ class Server:
         }
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [str(python), str(LAUNCHER), *flags, "--sleep-on-idle"],
+                [
+                    str(python),
+                    str(LAUNCHER),
+                    *flags,
+                    "--sleep-on-idle",
+                    *(["--enable-lora"] if "max_lora_rank" in more else []),
+                ],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -79,7 +89,7 @@ class Server:
     def last_error(self) -> str:
         """The last line of the log that names an error; the last line where none does."""
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "it said nothing")
+        return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no output")
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> tuple[int, Any]:
         """Status and JSON answer, a refusal's too."""
@@ -100,7 +110,7 @@ class Server:
 
     def _is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.address}/health", timeout=5):
+            with urllib.request.urlopen(f"{self.address}/health", timeout=WAIT_S):
                 return True
         except OSError:  # URLError, refused and timed out alike
             return False

@@ -12,25 +12,25 @@ from typing import Any
 import pytest
 
 from services.common.errors import ConfigError, InfrastructureError
-from services.common.models import named_weights
+from services.common.text.huggingface import named_weights
 from services.inference.engine.base import FinishReason
-from services.inference.engine.sglang.engine import SglangEngine
+from services.inference.engine.served.engine import ServedEngine
 from services.inference.engine.weight_update import WeightUpdate
-from tests.conformance.subjects import sglang_engine, until_tokens
+from tests.conformance.subjects import server_engine, until_tokens
 from tests.random_models import TOLERANCE, make_prompt, make_request, max_gap, perturbed
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("sglang_python")]
 
-Build = Callable[..., Awaitable[SglangEngine]]
+Build = Callable[..., Awaitable[ServedEngine]]
 
 
 @pytest.fixture
 async def build(model: Any, tmp_path: Path) -> AsyncIterator[Build]:
     """Engines that are stopped at the end, started or not; ``path`` takes another model's place."""
-    built: list[SglangEngine] = []
+    built: list[ServedEngine] = []
 
-    async def make(path: str | None = None, **changes: Any) -> SglangEngine:
-        engine = sglang_engine(Path(path or model.name_or_path), named_weights(model), tmp_path, **changes)
+    async def make(path: str | None = None, **changes: Any) -> ServedEngine:
+        engine = server_engine("sglang", Path(path or model.name_or_path), named_weights(model), tmp_path, **changes)
         built.append(engine)
         return engine
 
@@ -40,7 +40,7 @@ async def build(model: Any, tmp_path: Path) -> AsyncIterator[Build]:
 
 
 def server_pid(engine: Any) -> int:
-    pid = engine._servers[0].process.pid
+    pid = engine.servers[0].process.pid
     assert isinstance(pid, int)
     return pid
 
@@ -57,14 +57,31 @@ async def test_a_killed_server_is_started_again_with_the_version_held_and_its_re
     await until_tokens(engine, 40)
     first = server_pid(engine)
     os.kill(first, signal.SIGKILL)
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(600):
         generation = await pending
     assert server_pid(engine) != first
-    assert len(generation.token_ids) == 400  # what the first had sampled counts
+    assert len(generation.token_ids) == 400  # the tokens of the first call count
     assert generation.finish_reason is FinishReason.LENGTH
     assert [(s.weight_version, s.mixed_cache) for s in generation.segments] == [(3, False)]
     assert max_gap(new, prompt, generation, generation.segments[0]) <= TOLERANCE
     assert engine.health().ok
+
+
+async def test_a_server_takes_tensors_in_mid_generation(build: Build, model: Any) -> None:
+    new = perturbed(model)
+    engine = await build(sglang={"update": "tensors"})
+    await engine.start()
+    prompt = make_prompt(20)
+    await engine.generate(make_request(prompt, max_new_tokens=4))  # a first one takes long
+    pending = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=400)))
+    await until_tokens(engine, 60)
+    for version, weights in ((1, named_weights(perturbed(model, seed=2))), (2, named_weights(new))):
+        await engine.update(WeightUpdate.full(weights, version))
+    generation = await pending
+    assert [segment.weight_version for segment in generation.segments][-1] == 2
+    assert not any(segment.mixed_cache for segment in generation.segments)
+    assert max_gap(new, prompt, generation, generation.segments[-1]) <= TOLERANCE
+    assert max_gap(model, prompt, generation, generation.segments[-1]) > 100 * TOLERANCE
 
 
 async def test_two_servers_take_a_broadcast_in_mid_generation_and_one_goes_on_for_both(
@@ -81,7 +98,7 @@ async def test_two_servers_take_a_broadcast_in_mid_generation_and_one_goes_on_fo
     assert await engine.update(WeightUpdate.full(named_weights(new), 1)) > 0
     await until_tokens(engine, 80)
     os.kill(server_pid(engine), signal.SIGKILL)
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(600):
         generations = await asyncio.gather(*pending)
     seen = [[segment.weight_version for segment in generation.segments] for generation in generations]
     assert [0, 1] in seen, "a broadcast reached a request in mid-generation"
@@ -106,7 +123,7 @@ async def test_a_server_that_dies_while_loading_is_quoted(build: Build, model: A
     with pytest.raises(InfrastructureError) as caught:
         await engine.start()
     assert "while loading" in caught.value.message
-    assert "policies.<name>.model.path" in caught.value.message  # what may help
+    assert "policies.<name>.model.path" in caught.value.message  # the remedy
     assert str(hollow) in caught.value.message  # in its last lines
     assert not engine.health().ok
 

@@ -1,58 +1,15 @@
-"""The quickstart's whole loop with ``engine: sglang`` on a CPU, as a user starts it: every process is real."""
+"""The quickstart's whole loop with ``engine: sglang`` on a CPU, started like a user's run: every process is real."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-import orjson
 import pytest
+
+from tests.server_quickstart import check_ten_steps
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("sglang_python")]
 
-STEPS = 10
-TIMEOUT_S = 1200.0  # 100 s on four cores, four times that on two of half the speed
-SETTINGS = [
-    "inference.a.engine=sglang",
-    f"run.steps={STEPS}",
-    "run.id=sglang",
-    "policies.model0.batch.late=drop",  # so that no token is older than max_staleness
-    "data.evaluation.held_out.limit=128",
-]
-
-
-def rows(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (run / "metrics" / "orchestrator.jsonl").read_bytes().splitlines()
-    return [row for line in lines if (row := orjson.loads(line))["kind"] == kind]
-
 
 def test_ten_steps_of_the_quickstart_learn_by_sglang(repository: Path, tmp_path: Path) -> None:
-    settings = [part for setting in [f"run.dir={tmp_path}", *SETTINGS] for part in ("--set", setting)]
-    done = subprocess.run(
-        [sys.executable, "-m", "services.cli", "run", "recipes/quickstart", *settings, "--json"],
-        cwd=repository,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
-    run = tmp_path / "sglang"
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    summary = orjson.loads(done.stdout.strip().splitlines()[-1])
-    assert summary["sampled_after"] > summary["sampled_before"] + 0.1
-    assert summary["max_staleness"] <= 1
-    assert len(rows(run, "training_step")) == STEPS
-    logs = list((run / "logs").glob("sglang-a-model0-*.log"))
-    assert len(logs) == 1
-    switches = [
-        row
-        for line in (run / "logs" / "inference-a.jsonl").read_bytes().splitlines()
-        if (row := orjson.loads(line)).get("event") == "engine.updated"
-    ]
-    assert [row["version"] for row in switches] == sorted(row["version"] for row in switches)
-    assert switches[-1]["version"] == STEPS
+    check_ten_steps("sglang", repository, tmp_path)

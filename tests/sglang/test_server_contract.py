@@ -1,4 +1,4 @@
-"""What the server itself answers where the engine's design rests on it. A newer SGLang that differs fails here first."""
+"""The server's answers on which the engine's design depends. A newer SGLang that differs fails here first."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.common import tiny_models
-from services.common.free_ports import free_ports
+from services.common.system.free_ports import free_ports
+from services.common.tiny import models as tiny_models
 from tests.random_models import make_prompt
 from tests.sglang.server import Server
 
@@ -64,7 +64,7 @@ def test_spans_name_the_version_that_computed_each_token(server: Server, models:
 
 
 def test_a_refused_flush_has_changed_the_weights_all_the_same(server: Server, models: tuple[Path, Path]) -> None:
-    """In place with a flush: 400, and the tokens that follow are the new version's. So a 400 says nothing of the state."""
+    """In place with a flush: 400, and the tokens that follow are the new version's. So a 400 leaves the state unknown."""
     assert load(server, models[0], 5, **FLUSHED)[0] == 200
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(generate, server, 800)
@@ -78,7 +78,7 @@ def test_a_refused_flush_has_changed_the_weights_all_the_same(server: Server, mo
     assert status == 400
     assert "the cache was not flushed" in answer["message"]
     assert versions(generated) == ["5", "6"]
-    assert told == "5", "it names the version now: Server._load_for_sure may believe it"
+    assert told == "5", "the server reports the version: Server._load_for_sure may rely on the report"
 
 
 def test_a_path_that_is_not_there_changes_nothing(server: Server, models: tuple[Path, Path], tmp_path: Path) -> None:

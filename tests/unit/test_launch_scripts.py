@@ -1,4 +1,4 @@
-"""The launch scripts: each passes a shell check, says how it is used, and names in its header what it reads."""
+"""The launch scripts: each passes a shell check, prints its usage, and names its variables in the header."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def locked() -> dict[str, Requirement]:
 
 
 def required(lines: list[str]) -> Iterator[Requirement]:
-    """Requirements of the project that hold on this machine; its own extras are replaced by what they name."""
+    """Requirements of the project that hold on this machine; its own extras are replaced by their requirements."""
     for entry in map(Requirement, lines):
         if entry.name == PROJECT["name"]:
             for extra in sorted(entry.extras):
@@ -36,11 +36,16 @@ def required(lines: list[str]) -> Iterator[Requirement]:
 
 
 def direct() -> list[Requirement]:
-    return [*required(PROJECT["dependencies"]), *required(EXTRAS["dev"]), *required(EXTRAS["envs"])]
+    return [
+        *required(PROJECT["dependencies"]),
+        *required(EXTRAS["dev"]),
+        *required(EXTRAS["envs"]),
+        *required(EXTRAS["docs"]),
+    ]
 
 
 def installed_closure() -> dict[str, str]:
-    """Versions of the direct requirements, and of what these require, as far as they are installed."""
+    """Versions of the direct requirements, and of their requirements, as far as they are installed."""
     versions: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     waiting = [(entry, extra) for entry in direct() for extra in ("", *entry.extras)]

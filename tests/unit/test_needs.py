@@ -1,4 +1,4 @@
-"""Needs of tests: an unmet one is a skip that the last line counts, or a failure where it was asked for."""
+"""Needs of tests: an unmet one is a skip that the last line counts, or a failure if the need was demanded."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def run_tests(tmp_path: Path) -> Run:
             "--strict-markers",
         ]
         return subprocess.run(
-            [*command, f"--rootdir={tmp_path}", f"--confcutdir={tmp_path}", "-c", os.devnull, *arguments, str(file)],
+            [
+                *command, f"--rootdir={tmp_path}", f"--confcutdir={tmp_path}", f"--basetemp={tmp_path / 'base'}", "-c", os.devnull,
+                *arguments, str(file),
+            ],
             cwd=TESTS.parent, env={**os.environ, needs.REQUIRE: require}, capture_output=True, text=True, check=False,
             timeout=120,
         )  # fmt: skip
@@ -111,7 +114,7 @@ def test_what_ci_is_given_is_required_there_and_everything_by_all() -> None:
 
 
 def test_no_test_is_skipped_in_another_way() -> None:
-    """A skip that no need stands for would be missing in the last line."""
+    """A skip without a need would be missing in the last line."""
     other = re.compile(r"pytest\.(skip\(|importorskip|mark\.skip)|SkipTest")
     found = [path for path in TESTS.rglob("*.py") if other.search(path.read_text()) and path != Path(__file__)]
     assert found == []

@@ -1,1 +1,1 @@
-"""``millrace deploy``: a recipe's processes as a compose file or as launch scripts. Starts nothing."""
+"""``millrace deploy``: a recipe's processes as a compose file or as launch scripts. Starts no process."""

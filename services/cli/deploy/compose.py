@@ -1,50 +1,55 @@
-"""The compose files of a recipe: one for each node, one container for each process.
+"""Compose files of a recipe: one for each node, one container for each process.
 
-On one node without keys services bind loopback only and know nobody who calls. So their containers share the network
-namespace of one container that does nothing else, ``node``: loopback is then the pod's, and a service that is started
-again finds the others. ``forwarder`` alone listens outside of it, for the orchestrator's port, which is published on the
-host's loopback (ADR 19). Over several nodes containers have the host's network, keys of their own role, and TLS.
+On one node without keys, services bind loopback only and cannot authenticate callers. So their containers share the
+network namespace of one idle container, ``node``: loopback is then the pod's, and a restarted service finds the others.
+Only ``forwarder`` listens outside of it, for the orchestrator's port, which is published on the host's loopback (ADR
+19). On several nodes, containers use the host's network, the keys of their own role, and TLS.
 
-With the file for GPUs, trainers and inference services also share the /dev/shm of ``node``, through which they hand over
-weights, and its process ids, by which they name what they leave there. Without it weights go through the publisher's port:
-podman-compose cannot share either. The gateway, which runs strangers' programs, shares neither, and sees no run directory.
+With the file for GPUs, trainers and inference services also share the /dev/shm of ``node``, through which they hand
+over weights, and its process ids, by which they name their files there. Without it, weights go through the publisher's
+port: podman-compose cannot share either. The gateway runs untrusted programs, shares neither, and has no access to
+the run directory.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from services.cli.check.host_memory import shared_memory_gib
+from services.cli.deploy.images import (
+    APP,
+    DATA,
+    KEYS,
+    MODELS,
+    RUNS,
+    WORLDS,
+    check_images,
+    container_name,
+    image_of,
+    settings_in_containers,
+)
 from services.cli.deploy.layout import CHECKOUT, Layout, options, written_by
-from services.cli.launch_keys import role_of
-from services.cli.nodes import HOST_VARIABLE, NODE_HOST
-from services.cli.plan import ProcessSpec
-from services.cli.start import WARM_START
-from services.cli.start import WORLDS as MAKE_WORLDS
+from services.cli.keys.process_keys import role_of
+from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
+from services.cli.plan.specs import ProcessSpec
+from services.cli.run.start import WARM_START
+from services.cli.run.start import WORLDS as MAKE_WORLDS
 from services.common.errors import ConfigError
-from services.common.free_ports import LOOPBACK
-from services.common.hosts import host_and_port
+from services.common.net.hosts import host_and_port
 from services.common.security.bundle import VARIABLE as KEYS_VARIABLE
-from services.orchestrator.catalogue import DATA_ROOT
+from services.common.system.free_ports import LOOPBACK
+from services.orchestrator.tasks.catalogue import DATA_ROOT
 
-RUNS = "/runs"
-WORLDS = f"{RUNS}/worlds"  # where a profile makes worlds, below run.dir
-MODELS = "/models"  # HF_HOME of the images
-DATA = "/data"
-KEYS = "/keys"
-APP = "/app"  # where the images have the checkout
 POD = "node"
 FORWARDER = "forwarder"
-NO_DATA = "no-data"  # an empty volume, in the place of a folder that nobody names
+NO_DATA = "no-data"  # an empty volume, where no folder is named
 PROMETHEUS_IMAGE = "prom/prometheus:v3.5.0"
 PROMETHEUS_PORT = 9090
-# Room for a few versions of the weights; the file system gives only what is used.
-SHARED_MEMORY = "8gb"
 
 _COMPUTING = ("inference-", "trainer-")
 
@@ -52,12 +57,13 @@ Service = dict[str, Any]
 
 
 def compose_files(layout: Layout, context: str) -> dict[str, str]:
-    """File name -> text: ``compose.yaml`` and ``compose.gpu.yaml``, with ``nodeN.`` in front where there are several.
+    """File name -> text: ``compose.yaml`` and ``compose.gpu.yaml``, with the prefix ``nodeN.`` for several nodes.
 
-    ``context`` is the way from their directory to the checkout.
+    ``context`` is the path from their directory to the checkout.
 
     Raises:
-        ConfigError: a host on one node is not loopback, or another node would need what node 0 makes.
+        ConfigError: a host on one node is not loopback, or another node needs files that node 0 makes, or
+            an engine has no image.
     """
     several = len(layout.nodes) > 1
     if not several and not layout.recipe.is_on_loopback:
@@ -65,6 +71,7 @@ def compose_files(layout: Layout, context: str) -> dict[str, str]:
             "a host of the recipe is not loopback, and containers of one node share a loopback that nothing else reaches: "
             "leave the setting out; the orchestrator's port is published all the same (docs/deploy.md)"
         )
+    check_images(layout)
     if several and layout.recipe.warm_start:
         raise ConfigError(
             f"{layout.path} makes starting checkpoints on node 0 (warm_start), which containers of other nodes do not see: "
@@ -96,20 +103,19 @@ class _Node:
             if layout.metrics_ports:
                 services["prometheus"] = self._prometheus()
         if layout.makes_worlds():
-            services[MAKE_WORLDS] = self._make_worlds()
+            services[MAKE_WORLDS] = self._once(MAKE_WORLDS)
         if layout.recipe.warm_start:
-            services[WARM_START] = self._warm_start()
+            services[WARM_START] = self._once(WARM_START)
         services |= {process.name: self._service(process) for process in layout.processes(self.number)}
-        # Compose takes nothing else in the name of a project.
-        name = "millrace-" + re.sub("[^a-z0-9_-]", "-", layout.recipe.name.lower())
+        name = container_name(layout.recipe.name)
         name += f"-node{self.number}" if self.several else ""
         tree = {"name": name, "services": services, "volumes": self._volumes(services)}
         return self._text(f"CPU, node {self.number}." if self.several else "CPU, one machine.", tree)
 
     def gpu_file(self, below: str) -> str:
-        """What goes on top of the other: GPUs for what computes on them, and shared memory for their weights.
+        """The overlay for GPUs: devices for the processes that compute on them, and shared memory for their weights.
 
-        All GPUs are shown to a container; which of them a process takes is the recipe's to say (``gpus``).
+        Each container sees all GPUs; the recipe assigns them to processes (``gpus``).
         """
         recipe = self.layout.recipe
         devices = {f"inference.{name}.device": service.device for name, service in recipe.inference.items()}
@@ -123,7 +129,7 @@ class _Node:
         names = [process.name for process in self.layout.processes(self.number)]
         services: dict[str, Service] = {}
         if any(name.startswith(_COMPUTING) for name in names):
-            services[POD] = {"ipc": "shareable", "shm_size": SHARED_MEMORY}
+            services[POD] = {"ipc": "shareable", "shm_size": f"{shared_memory_gib(recipe, self.number)}gb"}
         for name in [*([WARM_START] if recipe.warm_start else []), *names]:
             service: Service = {"command": self._command(name, forced)} if forced else {}
             if name.startswith(_COMPUTING):  # init: the pod's does for all of its processes
@@ -174,38 +180,25 @@ class _Node:
             "restart": "unless-stopped",
         }
 
-    def _warm_start(self) -> Service:
-        """Makes the starting checkpoints once, with the trainer's packages; then the orchestrator begins."""
+    def _once(self, name: str) -> Service:
+        """Makes the starting checkpoints or the world of a profile, before anything else reads them, and ends."""
         service: Service = {
-            **self._image("trainer"),
+            **self._image(name),
             **_hardened(),
-            "command": self._command(WARM_START),
-            "environment": self._environment(WARM_START),
-            "volumes": self._mounts(WARM_START),
+            "command": self._command(name),
+            "environment": self._environment(name),
+            "volumes": self._mounts(name),
             "network_mode": "none",
         }
-        if self.layout.makes_worlds():
+        if name == WARM_START and self.layout.makes_worlds():
             service["depends_on"] = _after(MAKE_WORLDS)
         return service
 
-    def _make_worlds(self) -> Service:
-        """Makes the world of the profile once, with the packages of the gateway, and before anything else reads it."""
-        return {
-            **self._image("envgateway"),
-            **_hardened(),
-            "command": self._command(MAKE_WORLDS),
-            "environment": self._environment(MAKE_WORLDS),
-            "volumes": self._mounts(MAKE_WORLDS),
-            "network_mode": "none",
-        }
-
     def _service(self, process: ProcessSpec) -> Service:
-        kind, _, name = process.name.partition("-")
+        kind = process.name.partition("-")[0]
         recipe = self.layout.recipe
-        # SGLang's pins are not those of the other images.
-        with_sglang = kind == "inference" and recipe.inference[name].engine == "sglang"
         service: Service = {
-            **self._image("inference-sglang" if with_sglang else kind),
+            **self._image(process.name),
             **_hardened(),
             "command": self._command(process.name),
             "environment": self._environment(process.name),
@@ -215,7 +208,7 @@ class _Node:
             "stop_grace_period": f"{recipe.launch.stop_grace_s:g}s",
         }
         if process.address:  # else its first rank answers for it
-            command = ["CMD", "python", "-m", "services.common.rpc.health", self._answers_at(process)]
+            command = ["CMD", "python", "-m", "services.common.rpc.client.health", self._answers_at(process)]
             service["healthcheck"] = {"test": command, "interval": "10s", "timeout": "20s", "start_period": "120s"}
         if volumes := self._mounts(process.name):
             service["volumes"] = volumes
@@ -240,7 +233,7 @@ class _Node:
         return f"{self._own_address(LOOPBACK)}:{port}"
 
     def _own_address(self, otherwise: str) -> str:
-        """What others dial on this node: needed where they dial anything, which is on node 0 and at the gateway."""
+        """The address that other nodes dial on this node: on node 0 and at the gateway."""
         dialled = self.number == 0 or any(
             process.name == "envgateway" for process in self.layout.processes(self.number)
         )
@@ -248,23 +241,10 @@ class _Node:
             return f"${{{NODE_HOST}:?set it to the name or address of this machine that other nodes dial}}"
         return f"${{{NODE_HOST}:-{otherwise}}}"
 
-    def _image(self, kind: str) -> Service:
-        arguments = ["BASE_IMAGE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"]  # those that are set where it is built
-        if kind == "inference-sglang":
-            return self._built(kind, kind, arguments)
-        extras = [kind, *(self._extras() if kind == "envgateway" else [])]
-        arguments.append(f"EXTRAS={','.join(extras)}")
-        if kind == "envgateway" and (model := self.layout.tagger_model()):
-            arguments.append(f"SPACY_MODEL={model}")
-        return self._built("-".join(extras), "service", arguments)
-
-    def _extras(self) -> list[str]:
-        """What the gateway's image has beside the gateway: the engine of the recipe's environment."""
-        return [environment] if (environment := self.layout.environment()) else []
-
-    def _built(self, name: str, dockerfile: str, arguments: list[str]) -> Service:
-        build = {"context": self.context, "dockerfile": f"deploy/docker/{dockerfile}.Dockerfile", "args": arguments}
-        return {"image": f"millrace-{name}", "build": build}
+    def _image(self, process: str) -> Service:
+        image = image_of(self.layout, process)
+        build = {"context": self.context, "dockerfile": image.dockerfile, "args": list(image.arguments)}
+        return {"image": image.name, "build": build}
 
     def _mounts(self, name: str) -> list[Any]:
         kind, layout = name.partition("-")[0], self.layout
@@ -280,13 +260,15 @@ class _Node:
             mounts.append(f"${{{DATA_ROOT}:-{NO_DATA}}}:{DATA}:ro")
         if kind == "envgateway":
             mounts += [self._world(path) for path in map(os.fspath, layout.worlds())]
+        mounts += [self._world(path) for path in layout.own_folders()]
         if self._has_keys and name not in (WARM_START, MAKE_WORLDS):
             keys = f"${{{KEYS_VARIABLE}:?set it to the directory that millrace keys made}}"
             mounts.append(f"{keys}/{role_of(name).value}:{KEYS}:ro")
         return mounts
 
     def _world(self, path: str) -> Service:
-        """What the gateway reads, where it looks for it. Written in full: in short, a folder that is missing is made."""
+        """A mount of files that a process reads. In the long syntax, because the short one creates a missing
+        folder."""
         place = os.path.relpath(path, CHECKOUT) if os.path.isabs(path) else path
         if place.startswith("../"):
             source = target = path  # elsewhere on the machine
@@ -314,16 +296,13 @@ class _Node:
         return self.several or self.layout.recipe.needs_keys
 
     def _command(self, name: str, more: Sequence[str] = ()) -> list[str]:
-        layout = self.layout
-        metrics = [f"metrics.ports.{process}={port}" for process, port in layout.metrics_ports.items()]
-        worlds = [f"run.dir={RUNS}"] if layout.makes_worlds() else []
-        arguments = [_escaped(part) for part in options(layout, [*metrics, *worlds, *more])]
-        return ["start", layout.path, name, *arguments]
+        arguments = [_escaped(part) for part in options(self.layout, [*settings_in_containers(self.layout), *more])]
+        return ["start", self.layout.path, name, *arguments]
 
     def _environment(self, name: str) -> dict[str, str]:
         layout = self.layout
         there = f"{RUNS}/{layout.run_id}" + (f"-node{self.number}" if self.number else "")
-        variables = {**layout.ports, "RUN_DIR": there}  # the gateway's own, which nobody else sees
+        variables = {**layout.ports, "RUN_DIR": there}  # the gateway's own; no other container mounts it
         if layout.data_root() != "none":
             variables[DATA_ROOT] = DATA
         if self._has_keys and name not in (WARM_START, MAKE_WORLDS):
@@ -355,7 +334,7 @@ class _Node:
 
 
 def _after(name: str) -> Service:
-    """Starts when another container has done what it is for."""
+    """Starts after another container has completed."""
     return {name: {"condition": "service_completed_successfully"}}
 
 
@@ -364,7 +343,7 @@ def _hardened() -> Service:
 
 
 def _escaped(text: str) -> str:
-    """Compose replaces what follows a dollar sign."""
+    """Escape dollar signs, which compose substitutes."""
     return text.replace("$", "$$")
 
 

@@ -1,9 +1,10 @@
-"""Forwards connections from this machine to a port of the pod's loopback: ``python -m services.cli.deploy.forwarder PORT``.
+"""Forwards connections from this machine to a port of the pod's loopback: ``python -m services.cli.deploy.forwarder
+PORT``.
 
-Without keys services bind loopback, and a published port arrives at the pod's other address. This process listens there,
-at the same port, and passes bytes on. It takes connections from the gateway of the pod's network, which is where the
-engine has those of the host come from, and from the pod itself; it refuses other machines and other containers
-(ADR 19). It does not read the bytes.
+Without keys services bind loopback, and a published port arrives at the pod's other address. This process listens
+there, at the same port, and passes bytes on. The forwarder takes connections from the gateway of the pod's network, the
+source of the host's connections, and from the pod itself; connections of other machines and other containers are
+refused (ADR 19). The bytes are not read.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from pathlib import Path
 
 import structlog
 
-from services.cli.nodes import address_of_node_0
+from services.cli.plan.nodes import address_of_node_0
 from services.common.aio import deadline
 from services.common.errors import DeadlineError, MillraceError
-from services.common.free_ports import LOOPBACK
-from services.common.logs import configure
+from services.common.system.free_ports import LOOPBACK
+from services.common.telemetry.logs import configure
 
 log = structlog.get_logger()
 
@@ -74,7 +75,7 @@ class Forwarder:
             writer.close()
             return
         try:
-            # No deadline: whoever watches a run stays as long as it lasts.
+            # No deadline: `millrace watch` stays connected as long as the run lasts.
             await asyncio.gather(_pass(reader, out), _pass(there, writer))
         finally:
             for end in (writer, out):

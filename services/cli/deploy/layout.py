@@ -1,7 +1,8 @@
-"""What a deployment of a recipe consists of: its processes on every node, and ports that all of them know."""
+"""The parts of a deployment: the processes of a recipe on every node, and ports that all of them know."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.cli.deploy.metrics import with_ports
-from services.cli.plan import ProcessSpec, plan
-from services.cli.profiles import load_for_any_machine
-from services.common.config.loading import port_variables, validate
+from services.cli.plan.profiles import load_for_any_machine
+from services.cli.plan.specs import ProcessSpec, plan
+from services.common.config.reading.loading import port_variables, validate
 from services.common.config.recipe import Recipe
-from services.common.errors import ConfigError
-from services.orchestrator.catalogue import known
+from services.orchestrator.tasks.catalogue import known
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -35,10 +35,10 @@ _FIRST_PORTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A recipe whose every port is a number, and what is needed to say so to its processes."""
+    """A recipe with a number for every port, and the arguments with which its processes load the recipe."""
 
     recipe: Recipe
-    path: str  # relative to the checkout, which images and nodes have as their working directory
+    path: str  # relative to the checkout, which images and nodes have as their working directory; else absolute
     overrides: tuple[str, ...]
     profile: str | None
     ports: Mapping[str, str]  # variable -> port
@@ -59,9 +59,9 @@ class Layout:
         return plan(self.recipe, Path(), node)
 
     def data_root(self) -> Need:
-        """Whether it reads files of ``MILLRACE_DATA_ROOT``: it must where a dataset is on no hub; a profile takes what is
-        there and makes the rest."""
-        sections = [self.recipe.data.train, *self.recipe.data.evaluation.values()]
+        """Whether the deployment reads files of ``MILLRACE_DATA_ROOT``: required for a dataset on no hub; a profile
+        takes files there and makes the rest."""
+        sections = self.recipe.data.sections().values()
         datasets = [known(section.name) for section in sections if section.name is not None]
         if self.profile is not None:
             return "optional" if datasets else "none"
@@ -71,26 +71,40 @@ class Layout:
         return "optional" if files else "none"
 
     def environment(self) -> str:
-        """The environment that the gateway plays with an engine or data of its own; empty for none."""
-        name = self.recipe.workflow.settings.get("environment", "")
+        """The first environment that the gateway plays with an engine or data of its own; empty for none."""
         gateway = self.recipe.envgateway
-        if gateway is None or name in gateway.agentbench or name not in ("alfworld", "textworld", "webshop"):
-            return ""
-        return str(name)
+        names = {str(workflow.settings.get("environment", "")) for workflow in self.recipe.workflows().values()}
+        own = [name for name in ("alfworld", "textworld", "webshop") if name in names]
+        return next((name for name in own if gateway is not None and name not in gateway.agentbench), "")
 
     def tagger_model(self) -> str:
-        """spaCy's model, where the shop's tagger needs it; empty for none. A profile tags without."""
+        """spaCy's model, if the shop's tagger needs one; else empty. A profile tags without."""
         gateway = self.recipe.envgateway
         if gateway is None or self.environment() != "webshop" or self.profile is not None:
             return ""
         return gateway.webshop.spacy_model if gateway.webshop.tagger == "spacy" else ""
 
+    def own_folders(self) -> list[str]:
+        """Folders of the user that every process reads: the recipe's, those of its modules and those of its files of rows.
+        Empty for a recipe of Millrace, which images and other nodes have."""
+        if not os.path.isabs(self.path):
+            return []
+        recipe = Path(self.path)
+        found = {recipe if recipe.is_dir() else recipe.parent, *map(Path, self.recipe.modules)}
+        paths = [Path(section.path) for section in self.recipe.data.sections().values() if section.path is not None]
+        found |= {path.parent for path in paths if path.is_absolute()}
+        models = [Path(policy.model.path) for policy in self.recipe.policies.values() if policy.model.path is not None]
+        found |= {path for path in models if path.is_absolute()}
+        outside = [path for path in found if not path.is_relative_to(CHECKOUT)]
+        return sorted(str(path) for path in outside if not any(other in path.parents for other in outside))
+
     def makes_worlds(self) -> bool:
-        """Whether the profile finds or makes the world of the environment when it is started (``services.cli.here``)."""
+        """Whether the profile finds or makes the world of the environment at the start
+        (``services.cli.plan.local_data``)."""
         return self.profile is not None and self.environment() in ("alfworld", "webshop")
 
     def worlds(self) -> list[Path]:
-        """Files and folders that the gateway reads; those that the recipe has beside it are absolute."""
+        """Files and folders that the gateway reads; those beside the recipe are absolute."""
         gateway = self.recipe.envgateway
         if gateway is None or self.makes_worlds():
             return []
@@ -101,13 +115,13 @@ class Layout:
 
 
 def lay_out(path: Path, overrides: Sequence[str] = (), profile: str | None = None) -> Layout:
-    """Read a recipe and give every port that it leaves open (0) a number of its own.
+    """Read a recipe and give every open port (0) a number of its own.
 
-    Environment variables and files of this machine do not count: what is written depends on the recipe, the overrides
+    Environment variables and files of this machine do not count: the output depends on the recipe, the overrides
     and the profile alone.
 
     Raises:
-        ConfigError: the recipe cannot run, or lies outside the checkout, where other machines would not find it.
+        ConfigError: the recipe cannot run.
     """
     tree = load_for_any_machine(path, overrides, profile).model_dump(mode="json")
     held = {int(value) for value in _ports(tree).values() if value}
@@ -122,7 +136,7 @@ def lay_out(path: Path, overrides: Sequence[str] = (), profile: str | None = Non
     metrics_ports = with_ports(recipe, held) if recipe.metrics.enabled else {}
     return Layout(
         recipe=recipe,
-        path=_in_checkout(path),
+        path=_place_of(path),
         overrides=tuple(overrides),
         profile=profile,
         ports=ports,
@@ -136,9 +150,10 @@ def options(layout: Layout, more: Sequence[str] = ()) -> list[str]:
     return [*(part for override in (*layout.overrides, *more) for part in ("--set", override)), *profile]
 
 
-def written_by(layout: Layout, target: str) -> str:
-    """The command that writes it again, without the directory."""
-    return shlex.join(["millrace", "deploy", layout.path, "--target", target, *options(layout)])
+def written_by(layout: Layout, target: str, gpu: str | None = None) -> str:
+    """The command that writes the layout again, without the directory."""
+    kind = [] if gpu is None else ["--gpu", gpu]
+    return shlex.join(["millrace", "deploy", layout.path, "--target", target, *options(layout), *kind])
 
 
 def _ports(tree: Mapping[str, Any]) -> dict[str, int | None]:
@@ -152,10 +167,9 @@ def _section(tree: Mapping[str, Any], keys: Sequence[str]) -> Any:
     return section
 
 
-def _in_checkout(path: Path) -> str:
+def _place_of(path: Path) -> str:
+    """A recipe of Millrace relative to the checkout, which images and other nodes have; another one by its absolute path,
+    at which the other machines must have its folder."""
     resolved = path.resolve()
-    if not resolved.is_relative_to(CHECKOUT / "recipes"):
-        raise ConfigError(
-            f"{path} is not below {CHECKOUT / 'recipes'}: images and other nodes have the recipes of the checkout; put it there"
-        )
-    return resolved.relative_to(CHECKOUT).as_posix()
+    below = resolved.is_relative_to(CHECKOUT / "recipes")
+    return resolved.relative_to(CHECKOUT).as_posix() if below else str(resolved)

@@ -1,4 +1,4 @@
-"""What Prometheus and Grafana need of a deployment: which processes to ask where, and a dashboard of their answers."""
+"""Configuration of Prometheus and Grafana for a deployment: scrape targets and a dashboard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from services.common.config.recipe import Recipe
+from services.common.system.free_ports import LOOPBACK
 
 FIRST_PORT = 9464
 SCRAPE_EVERY = "5s"
@@ -38,17 +39,17 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
 
 
 def with_ports(recipe: Recipe, held: set[int]) -> dict[str, int]:
-    """A port for the metrics of each of its processes: its own, or the next that nobody holds."""
+    """Assign a metrics port to each process: its own, or the next free one."""
     free = (port for port in count(FIRST_PORT) if port not in held)
     given = recipe.metrics.ports
     names = [name for name in recipe.processes_with_metrics() if name != "worker"]  # deployed by itself
     return {name: given.get(name) or next(free) for name in names}
 
 
-def scrape_config(run: str, ports: Mapping[str, int], host: str = "127.0.0.1") -> str:
+def scrape_config(run: str, ports: Mapping[str, int]) -> str:
     """``prometheus.yml``."""
     targets = [
-        {"targets": [f"{host}:{port}"], "labels": {"instance": name, "service": name.partition("-")[0], "run": run}}
+        {"targets": [f"{LOOPBACK}:{port}"], "labels": {"instance": name, "service": name.partition("-")[0], "run": run}}
         for name, port in ports.items()
     ]
     tree = {
@@ -59,7 +60,7 @@ def scrape_config(run: str, ports: Mapping[str, int], host: str = "127.0.0.1") -
 
 
 def dashboard() -> str:
-    """A Grafana dashboard, as JSON to import; it asks for the Prometheus to use."""
+    """A Grafana dashboard, as JSON to import; the user chooses the Prometheus server at the import."""
     source = {"type": "prometheus", "uid": "${datasource}"}
     panels = [_panel(number, *panel, source) for number, panel in enumerate(PANELS)]
     choose = {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}

@@ -1,11 +1,11 @@
-"""The launch scripts of a recipe: one for each process, and one for each node that starts and stops what belongs to it."""
+"""Launch scripts of a recipe: one for each process, and one for each node that starts and stops its processes."""
 
 from __future__ import annotations
 
 import shlex
 
 from services.cli.deploy.layout import Layout, options, written_by
-from services.cli.nodes import HOST_VARIABLE, NODE_HOST
+from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
 
 _HEAD = """\
 #!/usr/bin/env bash
@@ -45,7 +45,7 @@ while [ "${{#name_of[@]}}" -gt 0 ]; do
   name="${{name_of[$ended]}}"
   unset "name_of[$ended]"
   if [ "$code" -ne 0 ]; then
-    echo "$name ended with $code; stopping what else was started here" >&2
+    echo "$name ended with $code; stopping the other processes of this script" >&2
     stop "$code"
   fi
   if [ "$name" = orchestrator ]; then
@@ -95,4 +95,6 @@ def _head(layout: Layout, node: int, what: str) -> str:
         variables = f"{NODE_HOST} (this node's name or address for the others; its host name), {variables}"
     if layout.data_root() != "none":
         variables += ", MILLRACE_DATA_ROOT (folder of local datasets)"
+    if folders := layout.own_folders():
+        variables += f". Needs at the same paths on this node: {', '.join(folders)}"
     return _HEAD.format(what=what, written_by=written_by(layout, "scripts"), variables=variables)

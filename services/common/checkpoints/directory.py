@@ -1,9 +1,9 @@
 """The checkpoints of one policy in one directory, by name. Reads and renames directories; opens manifests only.
 
-step_000010              complete: it came under this name by a rename, after everything in it was durable
-step_000010.partial      being written, or left by a process that died; swept by the next save
-step_000010.removed      being removed, because newer ones are there; swept too
-step_000010.damaged      set aside because it was not what had been written; never swept
+step_000010              complete: renamed to this name after its whole content was durable
+step_000010.partial      unfinished, in progress or left by a dead process; the next save sweeps these
+step_000010.removed      being removed, because newer checkpoints exist; swept too
+step_000010.damaged      set aside because its content differs from the written one; never swept
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from services.common.checkpoints.files import Progress, read_whole, verify_file
 from services.common.checkpoints.manifest import MANIFEST, Manifest, StoredFile, decode
-from services.common.disk import sync_directory
 from services.common.errors import ConfigError, CorruptDataError
+from services.common.system.disk import sync_directory
 
 PREFIX = "step_"
 PARTIAL = ".partial"
@@ -28,7 +28,7 @@ _EARLIER_FORMAT = "millrace.json"
 
 
 def checkpoints_directory(run_dir: Path, policy: str) -> Path:
-    """Where the checkpoints of a policy lie in a run directory."""
+    """The directory of a policy's checkpoints in a run directory."""
     return run_dir / "checkpoints" / policy
 
 
@@ -53,10 +53,10 @@ def set_aside_before(directory: Path) -> list[tuple[int, Path]]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint, by itself undamaged.
+    """The verified manifest of a checkpoint.
 
     Raises:
-        CorruptDataError: it is missing or not what was written.
+        CorruptDataError: the manifest is missing or damaged.
         ConfigError: the checkpoint was written by an earlier version, in another format.
     """
     try:
@@ -74,7 +74,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def find_damage(path: Path, files: list[StoredFile], progress: Progress = lambda _: None) -> str:
-    """What is wrong with files of a checkpoint, in words; empty when all are what was written.
+    """Describe the damaged files of a checkpoint; empty when all are intact.
 
     Raises ``OSError`` where a file may not be read.
     """
@@ -110,7 +110,7 @@ def reason_of(path: Path) -> str:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; one that is only partly removed does not count as one."""
+    """Remove a checkpoint. A partly removed checkpoint does not count as complete."""
     doomed = path.with_name(f"{path.name}{REMOVED}")
     os.rename(path, doomed)
     with contextlib.suppress(OSError):  # swept by the next save
@@ -118,7 +118,7 @@ def remove(path: Path) -> None:
 
 
 def sweep(path: Path) -> None:
-    """Remove what ``leftovers`` has found; of a link, the link alone."""
+    """Remove a result of ``leftovers``; only the link, if the path is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -126,6 +126,6 @@ def sweep(path: Path) -> None:
 
 
 def leftovers(directory: Path) -> Iterator[Path]:
-    """What processes that died have left of saves and removals."""
+    """Files of unfinished saves and removals of dead processes."""
     for suffix in (PARTIAL, REMOVED):
         yield from directory.glob(f"{PREFIX}*{suffix}")

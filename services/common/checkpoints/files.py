@@ -3,8 +3,8 @@
     pieces -> header -> bytes, digested as they are written -> fsync          (``write_safetensors``)
     manifest -> the parts that cover a range of a tensor -> into the memory    (``TensorReader``)
 
-Nothing that is read is executed. A file is opened only where it is a regular one, so that no link and no pipe in a
-directory from somebody else is followed or waited for. Knows nothing about torch, ranks or directories of checkpoints.
+Reading never executes code. Only regular files are opened, so that links are not followed and pipes do not block, also in
+a directory from an untrusted source. Independent of torch, ranks and directories of checkpoints.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import xxhash
 
 from services.common.checkpoints.manifest import DTYPES, Manifest, Part, StoredFile, StoredTensor
 from services.common.errors import CorruptDataError
-from services.common.weights.digest import DEFAULT_ALGORITHM
+from services.common.weights.manifest import DEFAULT_ALGORITHM
 
 CHUNK_BYTES = 8 << 20
 _ALIGNMENT = 8  # of the first byte after a safetensors header
-# A medium or a directory that is not what was written; anything else (no right, too many files) is no damage.
+# Errors of a damaged medium or directory; others (no permission, too many files) are no damage.
 _DAMAGE = (errno.ENOENT, errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
 
-Progress = Callable[[int], None]  # is told the bytes that were read since the last time
+Progress = Callable[[int], None]  # called with the bytes read since the last call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A part of a tensor that is to be written. Its bytes are asked for when its turn comes, and let go afterwards."""
+    """A part of a tensor to write. Its bytes are created just before the write, and released afterwards."""
 
     tensor: str
     dtype: str
@@ -52,9 +52,9 @@ class Piece:
 
 
 def write_safetensors(path: Path, name: str, pieces: Sequence[Piece], metadata: Mapping[str, str]) -> StoredFile:
-    """A new safetensors file, durable when this returns. ``name`` is how the manifest calls it.
+    """Write a new safetensors file, durable on return. ``name`` is its name in the manifest.
 
-    Raises ``OSError``: the disk did not take it.
+    Raises ``OSError`` when the disk refuses the file.
     """
     ordered = sorted(pieces, key=lambda piece: -DTYPES[piece.dtype][1])  # so that each is aligned to its elements
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -88,7 +88,7 @@ def write_safetensors(path: Path, name: str, pieces: Sequence[Piece], metadata: 
 
 
 def write_bytes(path: Path, name: str, data: bytes) -> StoredFile:
-    """A new file, durable when this returns."""
+    """Write a new file, durable on return."""
     return _write(path, name, iter([memoryview(data)]), ())
 
 
@@ -112,7 +112,7 @@ def _write(path: Path, name: str, data: Iterator[memoryview], parts: tuple[Part,
 
 
 def read_whole(path: Path) -> bytes:
-    """The bytes of a small regular file; ``CorruptDataError`` where there is none that can be read."""
+    """The bytes of a small regular file; ``CorruptDataError`` for a missing or unreadable file."""
     with _damage_told(path.name):
         fd = _open_regular(path, path.name)
         with os.fdopen(fd, "rb") as file:
@@ -123,8 +123,8 @@ def verify_file(directory: Path, file: StoredFile, progress: Progress = lambda _
     """Read a file and compare size and digest with the manifest.
 
     Raises:
-        CorruptDataError: what differs.
-        OSError: it may not be read, which says nothing about it.
+        CorruptDataError: the file is damaged; the message names the difference.
+        OSError: no permission to read the file, which may be intact.
     """
     with _damage_told(file.name):
         fd = _open_regular(directory / file.name, file.name)
@@ -143,11 +143,11 @@ def verify_file(directory: Path, file: StoredFile, progress: Progress = lambda _
         finally:
             os.close(fd)
     if left or f"{DEFAULT_ALGORITHM}:{state.hexdigest()}" != file.digest:
-        raise CorruptDataError(f"{file.name} is not what was written: its digest differs")
+        raise CorruptDataError(f"{file.name} is damaged: its digest differs")
 
 
 class TensorReader:
-    """Reads ranges of the tensors of one checkpoint. A context manager: it keeps files open."""
+    """Reads ranges of the tensors of one checkpoint. A context manager, because files stay open."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory = directory
@@ -176,7 +176,7 @@ class TensorReader:
     def read(self, name: str, first: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of a tensor's elements from ``first`` on, flat.
 
-        Raises ``CorruptDataError`` when a file has become unreadable since it was verified.
+        Raises ``CorruptDataError`` when a file has become unreadable since its verification.
         """
         size = self._tensors[name].element_bytes
         flat = into.cast("B") if into.nbytes else into
@@ -194,7 +194,7 @@ class TensorReader:
             index += 1
 
     def chunks(self, name: str, chunk_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
-        """All bytes of a tensor in order; each is valid until the next is asked for."""
+        """All bytes of a tensor in order. Each chunk is valid until the next one."""
         tensor = self._tensors[name]
         step = max(chunk_bytes // tensor.element_bytes, 1)
         buffer = memoryview(bytearray(min(step * tensor.element_bytes, tensor.size_bytes)))

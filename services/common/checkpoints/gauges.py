@@ -1,4 +1,4 @@
-"""What a trainer tells of its checkpoints among its gauges, and the orchestrator among the counters of a run."""
+"""Gauges of checkpoints, which trainers report and the orchestrator sums into counters of the run."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from enum import StrEnum
 
 
 class CheckpointGauge(StrEnum):
-    FAILED = "failed_checkpoints"  # that the disk did not take, since the trainer was started
-    DAMAGED = "damaged_checkpoints"  # that lie there, set aside
+    FAILED = "failed_checkpoints"  # refused by the disk since the start of the trainer
+    DAMAGED = "damaged_checkpoints"  # set aside in the directory

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: what it belongs to, its tensors, its files and where each part of a tensor lies.
+"""The manifest of a checkpoint: its run, policy, tensors and files, and the place of each part of a tensor.
 
-A manifest is written last and holds the digest of every other file and of itself, so a checkpoint that its manifest
-describes is whole. It is JSON; reading it runs nothing. What is read is checked before it is believed: names stay in
-the directory, places stay in their file, and the parts of a tensor cover it once.
+The manifest is written last and holds the digest of every other file and of itself, so a checkpoint that its manifest
+describes is complete. The format is JSON; reading never executes code. ``decode`` checks all values: names stay in the
+directory, places stay in their file, and the parts of a tensor cover the tensor once.
 
 A tensor is cut along its flat elements. ``Part(tensor="weights/w", first=64, count=32, offset_bytes=512)`` in a file says
 that elements 64 to 95 of that tensor, flat, lie from byte 512 on.
@@ -19,12 +19,13 @@ from typing import Any
 import orjson
 
 from services.common.errors import CorruptDataError
-from services.common.weights.digest import algorithm_of, tensor_digest
+from services.common.weights.adapter import AdapterIdentity
+from services.common.weights.manifest import algorithm_of, tensor_digest
 
 MANIFEST = "manifest.json"
-MODEL_FILES = "model/"  # how the names of config, tokenizer and generation config begin
-WEIGHTS = "weights/"  # how the names of weights begin
-EXPORTED = "weights/causal_lm."  # of those, the model's own: a value head is the trainer's alone
+MODEL_FILES = "model/"  # prefix of the names of config, tokenizer and generation config
+WEIGHTS = "weights/"  # prefix of the names of weights
+EXPORTED = "weights/causal_lm."  # prefix of the model's own weights, without a value head
 RANDOM_STATE = "random_state/"  # then the rank
 
 FORMAT = 1
@@ -45,7 +46,7 @@ _FILE_NAME = re.compile(r"(model/([\w-][\w.-]*/){0,3})?[\w-][\w.-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A whole tensor, wherever its parts lie."""
+    """A whole tensor, without the places of its parts."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -96,11 +97,12 @@ class Manifest:
     policy: str
     training_step: int
     num_updates: int
-    num_ranks: int  # that wrote it; any number can read it
+    num_ranks: int  # of the writer; any number can read the checkpoint
     optimizer: str  # the layout of its state: adamw keeps exp_avg, exp_avg_sq and step of each weight
     written_at: int  # seconds since 1970
     tensors: Mapping[str, StoredTensor]
     files: tuple[StoredFile, ...]
+    adapter: AdapterIdentity | None = None  # None: the weights are all of a model
 
     @property
     def size_bytes(self) -> int:
@@ -136,6 +138,7 @@ def encode(manifest: Manifest) -> bytes:
         "written_at": manifest.written_at,
         "tensors": {name: [tensor.dtype, list(tensor.shape)] for name, tensor in manifest.tensors.items()},
         "files": [file.to_json() for file in manifest.files],
+        **({} if manifest.adapter is None else {"adapter": manifest.adapter.to_json()}),
     }
     return orjson.dumps({"content": content, "digest": _digest(content)})
 
@@ -144,13 +147,13 @@ def decode(data: bytes) -> Manifest:
     """Read and check a manifest.
 
     Raises:
-        CorruptDataError: it is not what was written, or describes no checkpoint.
+        CorruptDataError: the manifest is damaged, or describes no checkpoint.
     """
     try:
         tree = orjson.loads(data)
         content = tree["content"]
         if tree["digest"] != _digest(content):
-            raise CorruptDataError(f"{MANIFEST} is not what was written: its digest differs")
+            raise CorruptDataError(f"{MANIFEST} is damaged: its digest differs")
         if content["format"] != FORMAT:
             raise CorruptDataError(f"{MANIFEST} has format {content['format']!r}; this version reads {FORMAT}")
         manifest = Manifest(
@@ -163,6 +166,7 @@ def decode(data: bytes) -> Manifest:
             written_at=_count(content["written_at"]),
             tensors={name: _tensor(*entry) for name, entry in content["tensors"].items()},
             files=tuple(file_from_json(entry) for entry in content["files"]),
+            adapter=AdapterIdentity.from_json(content["adapter"]) if "adapter" in content else None,
         )
         _check_places(manifest)
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -171,12 +175,12 @@ def decode(data: bytes) -> Manifest:
 
 
 def digest_of(data: bytes) -> str:
-    """The digest of a manifest's content, which stands for the whole checkpoint. ``data`` is one that ``decode`` reads."""
+    """The digest of a manifest's content, which identifies the whole checkpoint. ``decode`` must accept ``data``."""
     return str(orjson.loads(data)["digest"])
 
 
 def file_from_json(entry: Mapping[str, Any]) -> StoredFile:
-    """Raises ``ValueError``, ``KeyError`` or ``TypeError`` where it is none."""
+    """Decode and check a file's entry. Raises ``ValueError``, ``KeyError`` or ``TypeError`` for a wrong entry."""
     name = _typed(entry["name"], str)
     if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
         raise ValueError(f"{name!r} cannot be a file of a checkpoint")

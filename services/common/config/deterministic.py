@@ -1,4 +1,4 @@
-"""What ``run.deterministic`` asks of a recipe: the settings under which one seed gives the same weights, bit for bit.
+"""Checks the settings that ``run.deterministic`` requires, under which one seed gives the same weights, bit for bit.
 
 The final weights are then a function of recipe and starting checkpoint: they depend neither on when rollouts finish, nor on
 which replica plays them, nor on which processes die meanwhile (docs/protocol.md).
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from services.common.config.data import DataConfig, WorkflowConfig
-from services.common.config.policy import PolicyConfig
-from services.common.config.services import InferenceConfig
+from services.common.config.processes.services import InferenceConfig
+from services.common.config.training.policy import PolicyConfig
 
 # A rollout of these brings several sequences, of a number that is known only when it ends.
 _SEVERAL_SEQUENCES = ("actor_verifier", "codegen_verifier", "external_agent")
@@ -22,7 +22,7 @@ def conflicts(
     data: DataConfig,
     inference: Mapping[str, InferenceConfig],
 ) -> list[str]:
-    """The settings with which a run cannot be repeated bit for bit, each with what to write instead."""
+    """Settings that prevent a bit-exact repetition, each with the setting to write instead."""
     return [*_of_the_run(policies, workflow, data), *_of_policies(policies), *_of_engines(inference)]
 
 
@@ -35,8 +35,10 @@ def _of_the_run(policies: Mapping[str, PolicyConfig], workflow: WorkflowConfig, 
             f"workflow.name is {workflow.name}, whose rollouts bring several sequences: write one of single_turn, "
             "tool_use, tool_math, agent_env"
         )
+    if data.sources:
+        found.append(f"data.train mixes {', '.join(data.sources)}: write one dataset")
     if data.curation != "accept_all":
-        found.append(f"data.curation is {data.curation}, which chooses tasks by what has finished: write accept_all")
+        found.append(f"data.curation is {data.curation}, which chooses tasks by finished rollouts: write accept_all")
     return found
 
 
@@ -64,10 +66,13 @@ def _of_engines(inference: Mapping[str, InferenceConfig]) -> list[str]:
     found = []
     for name, service in inference.items():
         where = f"inference.{name}"
-        if service.engine == "sglang":
+        if service.servers is not None:
             found.append(
-                f"{where}.engine is sglang, whose arithmetic depends on which requests run together: write torch"
+                f"{where}.engine is {service.engine}, whose arithmetic depends on which requests run together: write torch"
             )
+            continue
+        if ":" in service.engine:
+            found.append(f"{where}.engine is {service.engine}, which is not known to be deterministic: write torch")
             continue
         if service.engine_slots not in (None, 1):
             found.append(

@@ -1,4 +1,4 @@
-"""Settings of who may reach a run's services."""
+"""Settings of access to a run's services."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Serving HTTP: what the services that do share."""
+"""HTTP servers: parts that all services share."""

@@ -1,7 +1,8 @@
-"""Lets in who is allowed to use a group of routes, before a request's body is read."""
+"""Authenticates and authorises HTTP requests by group of routes, before a request's body is read."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from typing import Any
 
@@ -11,27 +12,42 @@ from aiohttp import web
 from services.common.errors import AccessError, MillraceError, PermissionDeniedError
 from services.common.http.answers import json_answer
 from services.common.http.origin import Handler, Refuse
-from services.common.repeats import Repeats
 from services.common.security.caller import caller
 from services.common.security.identity import Identity
+from services.common.telemetry.repeats import Repeats
 
 log = structlog.get_logger()
 
+_BASIC = "Basic "
 Shown = Callable[[web.Request], str | None]
 
 
 def authorization(request: web.Request) -> str | None:
-    """What a client shows: the header ``Authorization: Bearer TOKEN``."""
+    """The header of a client: ``Authorization: Bearer TOKEN``."""
     return request.headers.get("Authorization")
 
 
-def plainly(error: MillraceError, status: int) -> web.StreamResponse:
+def plainly(request: web.BaseRequest, error: MillraceError, status: int) -> web.StreamResponse:
     """A refusal as ``{"detail": ...}``, as the judge and the task server write theirs."""
     return json_answer({"detail": error.message}, status)
 
 
-def authenticated(who: Identity, group: str, refuse: Refuse, shown: Shown) -> Any:
-    """A middleware: 401 for who is not known, 403 for who may not use this group of routes (``permissions.HTTP``)."""
+def password(request: web.Request) -> str | None:
+    """The token of a person at a browser, which asks for a name and a password and sends ``Authorization: Basic``; the
+    password is the token, and the name is not looked at. Else the header of a client."""
+    given = authorization(request)
+    if given is None or given[: len(_BASIC)].lower() != _BASIC.lower():
+        return given
+    try:
+        name_and_token = base64.b64decode(given[len(_BASIC) :].strip(), validate=True).decode()
+    except ValueError:
+        return given  # malformed, which the gatekeeper tells
+    return f"Bearer {name_and_token.partition(':')[2]}"
+
+
+def authenticated(who: Identity, group: str, refuse: Refuse, shown: Shown, scheme: str = "Bearer") -> Any:
+    """A middleware: 401 for unknown callers, 403 for callers whose role may not use this group of routes
+    (``permissions.HTTP``). ``scheme`` is what the answer 401 asks for."""
     from services.common.security.gatekeeper import Gatekeeper, permit  # and cryptography: for those with keys only
 
     gatekeeper = Gatekeeper(who)
@@ -48,9 +64,9 @@ def authenticated(who: Identity, group: str, refuse: Refuse, shown: Shown) -> An
                 log.info(
                     "http.refused", group=group, path=request.path, reason=error.reason, error=error.message, **untold
                 )
-            answer = refuse(error, status)
+            answer = refuse(request, error, status)
             if status == 401:
-                answer.headers["WWW-Authenticate"] = "Bearer"
+                answer.headers["WWW-Authenticate"] = scheme
             return answer
         caller.set(found)  # each connection has a task of its own, and one request at a time
         return await handler(request)

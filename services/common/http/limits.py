@@ -1,10 +1,10 @@
-"""What one client may take from an HTTP server: requests a second and at once, connections, and time to say what it wants.
+"""Limits of one client of an HTTP server: requests per second and at once, connections, and time to send a request.
 
-A client is who its token names, at its address; without keys, its address. So a new connection has no new limits. All of
-loopback is one client: its limits lie above what the agents and judges of a machine do together.
+A client is the holder of a token at an address; without keys, an address. So a new connection has no new limits. All of
+loopback is one client: its limits are above the sum of the agents and judges of a machine.
 
-The size of a body is the application's ``client_max_size``, that of headers aiohttp's own 8 KiB a line. aiohttp waits for ever
-for a client that has connected and sends nothing, or its headers byte by byte; ``Patience`` does not.
+The size of a body is the application's ``client_max_size``, that of headers aiohttp's own 8 KiB a line. aiohttp waits
+for ever for a client that has connected and sends no request, or its headers byte by byte; ``SlowClients`` does not.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from aiohttp import web
 
 from services.common.errors import CapacityError
 from services.common.http.answers import json_answer
-from services.common.peers import peer_of_host
-from services.common.rpc.limits import HANDSHAKE_S, MOST_CONNECTIONS, Limit
-from services.common.rpc.rates import Rates
+from services.common.net.hosts import peer_of_host
+from services.common.rpc.limits import HANDSHAKE_S, MOST_CONNECTIONS, Limit, Rates
 from services.common.security.caller import caller
 
 log = structlog.get_logger()
@@ -39,7 +38,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def rate_limited() -> Any:
-    """A middleware: 429 with ``Retry-After`` for who asks too often, or too much at once. Comes after authentication."""
+    """A middleware: 429 with ``Retry-After`` for clients over a limit. Comes after authentication."""
     rates = Rates()
 
     @web.middleware
@@ -60,7 +59,7 @@ def rate_limited() -> Any:
 
 
 def body_in_time() -> Any:
-    """A middleware: 408 for a body that does not come. Innermost: whoever is refused is not waited for."""
+    """A middleware: 408 for a body that does not arrive. Innermost, so that refused requests do not wait for a body."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -81,7 +80,7 @@ def most_connections() -> int:
     return CONNECTIONS if files == resource.RLIM_INFINITY else min(CONNECTIONS, files // 2)
 
 
-class Patience:
+class SlowClients:
     """Hangs up on connections that do not make their first request in time, and on those that are too many."""
 
     def __init__(self, runner: web.AppRunner) -> None:
@@ -92,7 +91,7 @@ class Patience:
         self._most = most_connections()
 
     def heard(self) -> Any:
-        """A middleware that notes who has made a request, and who waits for its answer. Outermost."""
+        """A middleware that records clients with a complete request, and clients that wait for an answer. Outermost."""
 
         @web.middleware
         async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -132,7 +131,7 @@ class Patience:
             _hang_up(each, why="too_many")
 
     def _over_the_limit_of_a_peer(self, connections: list[Any]) -> list[Any]:
-        """Those that an address holds beyond its limit: first those that never spoke, then those that wait for nothing.
+        """The connections of an address beyond its limit: first those without any request, then idle ones.
 
         One with a request that runs is left: the limit on requests at once is its bound.
         """

@@ -1,8 +1,8 @@
-"""Listening for HTTP on one port: with keys over TLS to those who may use its routes, without keys on loopback only.
+"""Listens for HTTP on one port: with keys over TLS for authorised roles, without keys on loopback only.
 
-    connection -> Patience -> for_programs -> authenticated (keys) -> rate_limited -> the application's own -> body_in_time
+    connection -> SlowClients -> for_programs -> authenticated (keys) -> rate_limited -> the application's own -> body_in_time
 
-Everything in this project that listens for HTTP is a ``Listener``, so that each has the same checks.
+All HTTP servers of this project are ``Listener``s, so that each has the same checks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from aiohttp.http_exceptions import HttpProcessingError
 from services.common.aio import TaskOwner
 from services.common.errors import ConfigError
 from services.common.http.authentication import Shown, authenticated, authorization, plainly
-from services.common.http.limits import Patience, body_in_time, rate_limited
+from services.common.http.limits import SlowClients, body_in_time, rate_limited
 from services.common.http.origin import Refuse, allowed_hosts, closed_to_pages, for_programs
-from services.common.repeats import Repeats
 from services.common.security import identity
 from services.common.security.binding import check_bind
 from services.common.security.tls import server_context
+from services.common.telemetry.repeats import Repeats
 
 log = structlog.get_logger()
 
@@ -46,17 +46,19 @@ class Listener:
         reuse_port: bool = False,
         refuse: Refuse = plainly,
         shown: Shown = authorization,
+        scheme: str = "Bearer",
     ) -> None:
-        """``name`` and ``setting`` are for errors: what listens, and the port's path in the recipe. ``leaving_cancels``
-        ends the handler of a client that has left. ``reuse_port`` lets several processes share the port.
+        """``name`` and ``setting`` are for errors: the name of the server, and the port's path in the recipe.
+        ``leaving_cancels`` ends the handler of a client that has left. ``reuse_port`` lets several processes share the
+        port.
 
-        ``group`` says in the table of permissions who may use the routes, ``shown`` finds the token in a request, and
-        ``refuse`` writes the refusal as the routes write theirs."""
+        ``group`` is the entry of the table of permissions for the routes, ``shown`` finds the token in a request, and
+        ``refuse`` writes the refusal as the routes write theirs. ``scheme`` is what an answer 401 asks for."""
         self._identity = identity.current()
         check_bind(name, host, self._identity)
         application.middlewares.insert(0, rate_limited())
         if self._identity is not None:
-            application.middlewares.insert(0, authenticated(self._identity, group, refuse, shown))
+            application.middlewares.insert(0, authenticated(self._identity, group, refuse, shown, scheme))
         application.middlewares.insert(0, for_programs(self._identity is not None, allowed_hosts(), refuse))
         application.on_response_prepare.append(closed_to_pages)
         application.middlewares.append(body_in_time())
@@ -68,8 +70,8 @@ class Listener:
             auto_decompress=False,  # a body with an encoding is refused; none is unpacked
             logger=_library_log(),
         )
-        self._patience = Patience(self._runner)
-        application.middlewares.insert(0, self._patience.heard())
+        self._slow_clients = SlowClients(self._runner)
+        application.middlewares.insert(0, self._slow_clients.heard())
         self._tasks = TaskOwner()
         self._host = host
         self._reuse_port = reuse_port
@@ -79,7 +81,7 @@ class Listener:
 
     @property
     def is_secure(self) -> bool:
-        """Whether it is https."""
+        """Whether the scheme is https."""
         return self._identity is not None
 
     @property
@@ -100,11 +102,11 @@ class Listener:
         except OSError as error:
             why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
             raise ConfigError(
-                f"{self._name} cannot listen on {self._host}:{self.port}: {why}; stop what holds the port, or give it "
+                f"{self._name} cannot listen on {self._host}:{self.port}: {why}; stop the process that holds the port, or give it "
                 f"another with {self._setting} in the recipe (0 takes a free one)"
             ) from None
         self.port = self._runner.addresses[0][1]
-        self._tasks.start(self._patience.watch(), f"silent clients of {self._name}")
+        self._tasks.start(self._slow_clients.watch(), f"silent clients of {self._name}")
         log.info("http.listening", name=self._name, address=f"{self._host}:{self.port}", tls=self.is_secure)
         return self.port
 
@@ -114,7 +116,7 @@ class Listener:
 
 
 class _Malformed(logging.Filter):
-    """Tells of bytes that are no HTTP once a second, in a line: aiohttp logs each with its trace, for as long as they come."""
+    """Logs bytes that are no HTTP in one line per second: aiohttp would log each with a traceback."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +132,7 @@ class _Malformed(logging.Filter):
 
 
 def _library_log() -> logging.Logger:
-    """Where aiohttp says what it cannot answer for: bugs with their traces, strangers' bytes in a line."""
+    """The log of aiohttp for errors: bugs with their tracebacks, malformed bytes in a line."""
     found = logging.Logger("aiohttp.server", logging.WARNING)
     found.parent = logging.getLogger()
     found.addFilter(_Malformed())

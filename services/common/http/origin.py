@@ -24,7 +24,7 @@ import structlog
 from aiohttp import web
 
 from services.common.errors import ConfigError, InvalidRequestError, MillraceError, PermissionDeniedError
-from services.common.repeats import Repeats
+from services.common.telemetry.repeats import Repeats
 
 log = structlog.get_logger()
 
@@ -40,10 +40,10 @@ ANSWER_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
 }
-"""With every answer: a browser shows it in no page, runs nothing of it, and keeps no copy."""
+"""Headers of every answer: a browser neither embeds nor runs nor stores the answer."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Refuse = Callable[[MillraceError, int], web.StreamResponse]
+Refuse = Callable[[web.BaseRequest, MillraceError, int], web.StreamResponse]
 
 _JSON = re.compile(r'application/json\s*(;\s*charset="?utf-?8"?\s*)?', re.IGNORECASE)
 _OF_PAGES = re.compile(r"\s*(text/plain|multipart/form-data|application/x-www-form-urlencoded)", re.IGNORECASE)
@@ -62,7 +62,7 @@ class RefusedRequestError(Exception):
 
 
 def allowed_hosts(environment: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """The names of ``MILLRACE_HTTP_HOSTS``, in lower case. Raises ``ConfigError`` for what is no name of a host."""
+    """The names of ``MILLRACE_HTTP_HOSTS``, in lower case. Raises ``ConfigError`` for an invalid host name."""
     names = [name.strip().lower() for name in environment.get(HOSTS_VARIABLE, "").split(",") if name.strip()]
     for name in names:
         if not _NAME.fullmatch(name):
@@ -72,10 +72,10 @@ def allowed_hosts(environment: Mapping[str, str] = os.environ) -> frozenset[str]
     return frozenset(names)
 
 
-def for_programs(who_asks_is_known: bool, hosts: frozenset[str], refuse: Refuse) -> Any:
+def for_programs(callers_are_known: bool, hosts: frozenset[str], refuse: Refuse) -> Any:
     """A middleware: refuses pages, and requests whose target, host or body can be read in two ways.
 
-    ``who_asks_is_known``: the server has keys, and any Host is served. ``hosts``: names of this server beside
+    ``callers_are_known``: the server has keys, and any Host is served. ``hosts``: names of this server beside
     loopback's.
     """
     repeats = Repeats()
@@ -83,12 +83,12 @@ def for_programs(who_asks_is_known: bool, hosts: frozenset[str], refuse: Refuse)
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            check(request, None if who_asks_is_known else hosts)
+            check(request, None if callers_are_known else hosts)
         except RefusedRequestError as refused:
             if (untold := repeats.tell(refused.kind)) is not None:
                 log.info("http.refused", path=request.path, reason=refused.kind, error=refused.error.message, **untold)
-            answer = refuse(refused.error, refused.status)
-            answer.force_close()  # what follows on the connection may be the body that was not read
+            answer = refuse(request, refused.error, refused.status)
+            answer.force_close()  # the next bytes of the connection may be the body that was not read
             return answer
         return await handler(request)
 

@@ -527,3 +527,133 @@ class ComputeRewardResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["detail", b"detail", "outcome", b"outcome", "reward", b"reward"]) -> None: ...
 
 Global___ComputeRewardResponse: typing_extensions.TypeAlias = ComputeRewardResponse
+
+@typing.final
+class ExecuteCodesRequest(google.protobuf.message.Message):
+    """Several programs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ExecuteCodeRequest]:
+        """At most 256."""
+
+    def __init__(
+        self,
+        *,
+        requests: collections.abc.Iterable[Global___ExecuteCodeRequest] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["requests", b"requests"]) -> None: ...
+
+Global___ExecuteCodesRequest: typing_extensions.TypeAlias = ExecuteCodesRequest
+
+@typing.final
+class ExecuteCodesResponse(google.protobuf.message.Message):
+    """Some of the programs have ended."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: builtins.int
+    @property
+    def answers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ExecuteCodesAnswer]:
+        """In the order in which they ended."""
+
+    def __init__(
+        self,
+        *,
+        answers: collections.abc.Iterable[Global___ExecuteCodesAnswer] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answers", b"answers"]) -> None: ...
+
+Global___ExecuteCodesResponse: typing_extensions.TypeAlias = ExecuteCodesResponse
+
+@typing.final
+class ExecuteCodesAnswer(google.protobuf.message.Message):
+    """One of the programs has ended."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    RESPONSE_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """Its place in the request."""
+    @property
+    def response(self) -> Global___ExecuteCodeResponse:
+        """What it did; absent when the call failed."""
+
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        response: Global___ExecuteCodeResponse | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["response", b"response"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "response", b"response"]) -> None: ...
+
+Global___ExecuteCodesAnswer: typing_extensions.TypeAlias = ExecuteCodesAnswer
+
+@typing.final
+class ComputeRewardsRequest(google.protobuf.message.Message):
+    """Several completions."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ComputeRewardRequest]:
+        """At most 256."""
+
+    def __init__(
+        self,
+        *,
+        requests: collections.abc.Iterable[Global___ComputeRewardRequest] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["requests", b"requests"]) -> None: ...
+
+Global___ComputeRewardsRequest: typing_extensions.TypeAlias = ComputeRewardsRequest
+
+@typing.final
+class ComputeRewardsResponse(google.protobuf.message.Message):
+    """Some of the completions are scored."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: builtins.int
+    @property
+    def answers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ComputeRewardsAnswer]:
+        """In the order in which they were scored."""
+
+    def __init__(
+        self,
+        *,
+        answers: collections.abc.Iterable[Global___ComputeRewardsAnswer] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answers", b"answers"]) -> None: ...
+
+Global___ComputeRewardsResponse: typing_extensions.TypeAlias = ComputeRewardsResponse
+
+@typing.final
+class ComputeRewardsAnswer(google.protobuf.message.Message):
+    """One of the completions is scored."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    RESPONSE_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """Its place in the request."""
+    @property
+    def response(self) -> Global___ComputeRewardResponse:
+        """Its score; absent when the call failed."""
+
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        response: Global___ComputeRewardResponse | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["response", b"response"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "response", b"response"]) -> None: ...
+
+Global___ComputeRewardsAnswer: typing_extensions.TypeAlias = ComputeRewardsAnswer

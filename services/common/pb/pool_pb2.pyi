@@ -108,7 +108,7 @@ class _RefusalReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """Times, or what the rollout did and when, that cannot be."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
-    """Why a record is not taken. The Python side is services/common/refusals.py; docs/protocol.md has the bounds."""
+    """Why a record is not taken. The Python side is services/common/records/refusals.py; docs/protocol.md has the bounds."""
 
 REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
 """Not set: the record was taken, repeated or unknown."""
@@ -249,6 +249,7 @@ class JoinPoolResponse(google.protobuf.message.Message):
     CANCEL_TASK_GROUP_FIELD_NUMBER: builtins.int
     NEW_VERSION_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
+    DEVICE_TURN_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> Global___Welcome:
         """The first command: the terms of the lease. Again when the environment gateway has another address."""
@@ -269,6 +270,10 @@ class JoinPoolResponse(google.protobuf.message.Message):
     def drain(self) -> Global___Drain:
         """Finish what is running and leave."""
 
+    @property
+    def device_turn(self) -> Global___DeviceTurn:
+        """Rollouts and training share a device: hold its memory, or free it."""
+
     def __init__(
         self,
         *,
@@ -277,12 +282,35 @@ class JoinPoolResponse(google.protobuf.message.Message):
         cancel_task_group: Global___CancelTaskGroup | None = ...,
         new_version: Global___NewVersion | None = ...,
         drain: Global___Drain | None = ...,
+        device_turn: Global___DeviceTurn | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel_task_group", b"cancel_task_group", "command", b"command", "drain", b"drain", "new_version", b"new_version", "run_task_group", b"run_task_group", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel_task_group", b"cancel_task_group", "command", b"command", "drain", b"drain", "new_version", b"new_version", "run_task_group", b"run_task_group", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["welcome", "run_task_group", "cancel_task_group", "new_version", "drain"] | None: ...
+    def HasField(self, field_name: typing.Literal["cancel_task_group", b"cancel_task_group", "command", b"command", "device_turn", b"device_turn", "drain", b"drain", "new_version", b"new_version", "run_task_group", b"run_task_group", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel_task_group", b"cancel_task_group", "command", b"command", "device_turn", b"device_turn", "drain", b"drain", "new_version", b"new_version", "run_task_group", b"run_task_group", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["welcome", "run_task_group", "cancel_task_group", "new_version", "drain", "device_turn"] | None: ...
 
 Global___JoinPoolResponse: typing_extensions.TypeAlias = JoinPoolResponse
+
+@typing.final
+class DeviceTurn(google.protobuf.message.Message):
+    """Who holds the memory of a device that rollouts and training share. A later turn replaces the ones before."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    YOURS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Another one for each turn. Reported back when it is carried out."""
+    yours: builtins.bool
+    """Hold the device's memory and compute; otherwise free it, keep what is running, and go on when it is yours again."""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        yours: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number", "yours", b"yours"]) -> None: ...
+
+Global___DeviceTurn: typing_extensions.TypeAlias = DeviceTurn
 
 @typing.final
 class Welcome(google.protobuf.message.Message):
@@ -408,12 +436,17 @@ class RunTaskGroup(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
     POLICIES_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
     task_group_id: builtins.str
     """The task group."""
     purpose: services.common.pb.trajectory_pb2.Purpose.ValueType
     """What it is for."""
     seed: builtins.int
     """Seeds the episodes of all slots alike; with a slot's index, what that slot samples."""
+    source: builtins.str
+    """Name of its source of training tasks or of its evaluation dataset, whose workflow plays it where it has one of its own;
+    empty for the only dataset of training.
+    """
     @property
     def task(self) -> services.common.pb.trajectory_pb2.Task:
         """Its task."""
@@ -450,9 +483,10 @@ class RunTaskGroup(google.protobuf.message.Message):
         seed: builtins.int = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
         policies: collections.abc.Iterable[builtins.str] | None = ...,
+        source: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling", "task", b"task", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["indices", b"indices", "policies", b"policies", "purpose", b"purpose", "required_versions", b"required_versions", "sampling", b"sampling", "seed", b"seed", "task", b"task", "task_group_id", b"task_group_id", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["indices", b"indices", "policies", b"policies", "purpose", b"purpose", "required_versions", b"required_versions", "sampling", b"sampling", "seed", b"seed", "source", b"source", "task", b"task", "task_group_id", b"task_group_id", "timeout", b"timeout"]) -> None: ...
 
 Global___RunTaskGroup: typing_extensions.TypeAlias = RunTaskGroup
 
@@ -508,9 +542,9 @@ Global___NewVersion: typing_extensions.TypeAlias = NewVersion
 
 @typing.final
 class FetchPlan(google.protobuf.message.Message):
-    """Replicas that fetch the same payload at the same time, each a stripe of it from the sources of the version and the
-    other stripes from each other, so that the publisher sends little more than one copy. Advice: a replica that cannot
-    reach a relay, or whose base is another, fetches that stripe from the sources.
+    """Replicas that fetch the same payload at the same time, each a shard of it from the sources of the version and the
+    other shards from each other, so that the publisher sends little more than one copy. Advice: a replica that cannot
+    reach a relay, or whose base is another, fetches that shard from the sources.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -518,10 +552,10 @@ class FetchPlan(google.protobuf.message.Message):
     RELAYS_FIELD_NUMBER: builtins.int
     OWN_STRIPE_FIELD_NUMBER: builtins.int
     own_stripe: builtins.int
-    """The stripe of the replica that is told; absent when it is no relay."""
+    """The shard of the replica that is told; absent when it is no relay."""
     @property
     def relays(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Weights addresses of the relays; relay i fetches stripe i of as many equal stripes."""
+        """Weights addresses of the relays; relay i fetches shard i of as many equal shards."""
 
     def __init__(
         self,
@@ -613,6 +647,7 @@ class ReportReplicaRequest(google.protobuf.message.Message):
     WEIGHT_TRANSFERS_FIELD_NUMBER: builtins.int
     ACCOUNTS_FIELD_NUMBER: builtins.int
     PEERS_FIELD_NUMBER: builtins.int
+    DEVICE_TURN_FIELD_NUMBER: builtins.int
     replica_id: builtins.str
     """The replica."""
     incarnation: builtins.str
@@ -621,6 +656,8 @@ class ReportReplicaRequest(google.protobuf.message.Message):
     """Rollouts that it could start now."""
     num_generated_tokens: builtins.int
     """Tokens sampled since its start."""
+    device_turn: builtins.int
+    """The device turn that it has carried out last; 0 before the first."""
     @property
     def held_versions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HeldVersion]:
         """What it holds."""
@@ -663,8 +700,9 @@ class ReportReplicaRequest(google.protobuf.message.Message):
         weight_transfers: collections.abc.Iterable[services.common.pb.weights_pb2.WeightTransfer] | None = ...,
         accounts: collections.abc.Iterable[services.common.pb.account_pb2.TimeAccount] | None = ...,
         peers: collections.abc.Iterable[services.common.pb.account_pb2.PeerState] | None = ...,
+        device_turn: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "emission_intervals", b"emission_intervals", "gauges", b"gauges", "held_versions", b"held_versions", "incarnation", b"incarnation", "num_free_slots", b"num_free_slots", "num_generated_tokens", b"num_generated_tokens", "peers", b"peers", "replica_id", b"replica_id", "running_task_group_ids", b"running_task_group_ids", "weight_transfers", b"weight_transfers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "device_turn", b"device_turn", "emission_intervals", b"emission_intervals", "gauges", b"gauges", "held_versions", b"held_versions", "incarnation", b"incarnation", "num_free_slots", b"num_free_slots", "num_generated_tokens", b"num_generated_tokens", "peers", b"peers", "replica_id", b"replica_id", "running_task_group_ids", b"running_task_group_ids", "weight_transfers", b"weight_transfers"]) -> None: ...
 
 Global___ReportReplicaRequest: typing_extensions.TypeAlias = ReportReplicaRequest
 
@@ -675,19 +713,69 @@ class ReportReplicaResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: builtins.int
+    NEXT_REPORT_FIELD_NUMBER: builtins.int
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
         """How long it lasts from now."""
+
+    @property
+    def next_report(self) -> google.protobuf.duration_pb2.Duration:
+        """When the next report is due; absent or shorter than 2 s: after 2 s. A large pool is asked to report less often, so that
+        reports cost the orchestrator the same however many replicas there are.
+        """
 
     def __init__(
         self,
         *,
         lease: google.protobuf.duration_pb2.Duration | None = ...,
+        next_report: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["lease", b"lease"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease", b"lease"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["lease", b"lease", "next_report", b"next_report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lease", b"lease", "next_report", b"next_report"]) -> None: ...
 
 Global___ReportReplicaResponse: typing_extensions.TypeAlias = ReportReplicaResponse
+
+@typing.final
+class StreamReportsRequest(google.protobuf.message.Message):
+    """The next report."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPORT_FIELD_NUMBER: builtins.int
+    @property
+    def report(self) -> Global___ReportReplicaRequest:
+        """What ReportReplica takes."""
+
+    def __init__(
+        self,
+        *,
+        report: Global___ReportReplicaRequest | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["report", b"report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["report", b"report"]) -> None: ...
+
+Global___StreamReportsRequest: typing_extensions.TypeAlias = StreamReportsRequest
+
+@typing.final
+class StreamReportsResponse(google.protobuf.message.Message):
+    """The answer to the oldest report without one."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: builtins.int
+    @property
+    def answer(self) -> Global___ReportReplicaResponse:
+        """What ReportReplica returns."""
+
+    def __init__(
+        self,
+        *,
+        answer: Global___ReportReplicaResponse | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer", b"answer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer"]) -> None: ...
+
+Global___StreamReportsResponse: typing_extensions.TypeAlias = StreamReportsResponse
 
 @typing.final
 class StreamTrajectoriesRequest(google.protobuf.message.Message):
@@ -700,6 +788,7 @@ class StreamTrajectoriesRequest(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     TRAJECTORY_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
+    RECORDS_FIELD_NUMBER: builtins.int
     record_number: builtins.int
     """Counts up on this stream, from 1."""
     replica_id: builtins.str
@@ -714,6 +803,12 @@ class StreamTrajectoriesRequest(google.protobuf.message.Message):
     def failure(self) -> services.common.pb.trajectory_pb2.RolloutFailure:
         """A final failure."""
 
+    @property
+    def records(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NumberedRecord]:
+        """Further records of the same replica, in order: what waits when a message is written travels together, because a
+        message costs more than what a record adds to it. With these, record may be unset.
+        """
+
     def __init__(
         self,
         *,
@@ -722,12 +817,45 @@ class StreamTrajectoriesRequest(google.protobuf.message.Message):
         incarnation: builtins.str = ...,
         trajectory: services.common.pb.trajectory_pb2.Trajectory | None = ...,
         failure: services.common.pb.trajectory_pb2.RolloutFailure | None = ...,
+        records: collections.abc.Iterable[Global___NumberedRecord] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "record", b"record", "trajectory", b"trajectory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["failure", b"failure", "incarnation", b"incarnation", "record", b"record", "record_number", b"record_number", "replica_id", b"replica_id", "trajectory", b"trajectory"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failure", b"failure", "incarnation", b"incarnation", "record", b"record", "record_number", b"record_number", "records", b"records", "replica_id", b"replica_id", "trajectory", b"trajectory"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["record", b"record"]) -> typing.Literal["trajectory", "failure"] | None: ...
 
 Global___StreamTrajectoriesRequest: typing_extensions.TypeAlias = StreamTrajectoriesRequest
+
+@typing.final
+class NumberedRecord(google.protobuf.message.Message):
+    """One of several records in a message."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECORD_NUMBER_FIELD_NUMBER: builtins.int
+    TRAJECTORY_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    record_number: builtins.int
+    """Counts up on the stream together with the numbers of messages that hold one record."""
+    @property
+    def trajectory(self) -> services.common.pb.trajectory_pb2.Trajectory:
+        """A trajectory."""
+
+    @property
+    def failure(self) -> services.common.pb.trajectory_pb2.RolloutFailure:
+        """A final failure."""
+
+    def __init__(
+        self,
+        *,
+        record_number: builtins.int = ...,
+        trajectory: services.common.pb.trajectory_pb2.Trajectory | None = ...,
+        failure: services.common.pb.trajectory_pb2.RolloutFailure | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["failure", b"failure", "record", b"record", "trajectory", b"trajectory"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["failure", b"failure", "record", b"record", "record_number", b"record_number", "trajectory", b"trajectory"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["record", b"record"]) -> typing.Literal["trajectory", "failure"] | None: ...
+
+Global___NumberedRecord: typing_extensions.TypeAlias = NumberedRecord
 
 @typing.final
 class StreamTrajectoriesResponse(google.protobuf.message.Message):

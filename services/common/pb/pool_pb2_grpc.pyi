@@ -57,6 +57,22 @@ _PoolServiceReportReplicaType = typing_extensions.TypeVar(
     ],
 )
 
+_PoolServiceStreamReportsType = typing_extensions.TypeVar(
+    '_PoolServiceStreamReportsType',
+    grpc.StreamStreamMultiCallable[
+        services.common.pb.pool_pb2.StreamReportsRequest,
+        services.common.pb.pool_pb2.StreamReportsResponse,
+    ],
+    grpc.aio.StreamStreamMultiCallable[
+        services.common.pb.pool_pb2.StreamReportsRequest,
+        services.common.pb.pool_pb2.StreamReportsResponse,
+    ],
+    default=grpc.StreamStreamMultiCallable[
+        services.common.pb.pool_pb2.StreamReportsRequest,
+        services.common.pb.pool_pb2.StreamReportsResponse,
+    ],
+)
+
 _PoolServiceStreamTrajectoriesType = typing_extensions.TypeVar(
     '_PoolServiceStreamTrajectoriesType',
     grpc.StreamStreamMultiCallable[
@@ -89,7 +105,7 @@ _PoolServiceJoinGatewayType = typing_extensions.TypeVar(
     ],
 )
 
-class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceReportReplicaType, _PoolServiceStreamTrajectoriesType, _PoolServiceJoinGatewayType]):
+class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceReportReplicaType, _PoolServiceStreamReportsType, _PoolServiceStreamTrajectoriesType, _PoolServiceJoinGatewayType]):
     """Served by the orchestrator to inference replicas, which dial in."""
 
     @typing.overload
@@ -101,6 +117,10 @@ class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceRepor
         grpc.UnaryUnaryMultiCallable[
             services.common.pb.pool_pb2.ReportReplicaRequest,
             services.common.pb.pool_pb2.ReportReplicaResponse,
+        ],
+        grpc.StreamStreamMultiCallable[
+            services.common.pb.pool_pb2.StreamReportsRequest,
+            services.common.pb.pool_pb2.StreamReportsResponse,
         ],
         grpc.StreamStreamMultiCallable[
             services.common.pb.pool_pb2.StreamTrajectoriesRequest,
@@ -123,6 +143,10 @@ class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceRepor
             services.common.pb.pool_pb2.ReportReplicaResponse,
         ],
         grpc.aio.StreamStreamMultiCallable[
+            services.common.pb.pool_pb2.StreamReportsRequest,
+            services.common.pb.pool_pb2.StreamReportsResponse,
+        ],
+        grpc.aio.StreamStreamMultiCallable[
             services.common.pb.pool_pb2.StreamTrajectoriesRequest,
             services.common.pb.pool_pb2.StreamTrajectoriesResponse,
         ],
@@ -140,11 +164,17 @@ class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceRepor
 
     ReportReplica: _PoolServiceReportReplicaType
     """Renews the lease and says what the replica holds and does; the latest report wins.
-    LEASE_LOST when the lease has run out: join again. Every 2 s; deadline 5 s.
+    LEASE_LOST when the lease has run out: join again. Every 2 s, or as seldom as the answer before asks for, and at once
+    when it holds another version; deadline 5 s.
+    """
+
+    StreamReports: _PoolServiceStreamReportsType
+    """The same over one stream: each report gets one answer, in order. A message of a stream costs the orchestrator less than
+    half of a call. The stream ends with the status that ReportReplica would return. No deadline; an answer comes in 5 s.
     """
 
     StreamTrajectories: _PoolServiceStreamTrajectoriesType
-    """Trajectories and failures in; acknowledgements, up to 16 in one, out, once they are durable.
+    """Trajectories and failures in; acknowledgements, up to 64 in one, out, once they are durable.
     What was not acknowledged is sent again on a new stream; repeating is harmless. No deadline.
     """
 
@@ -161,6 +191,10 @@ PoolServiceAsyncStub: typing_extensions.TypeAlias = PoolServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         services.common.pb.pool_pb2.ReportReplicaRequest,
         services.common.pb.pool_pb2.ReportReplicaResponse,
+    ],
+    grpc.aio.StreamStreamMultiCallable[
+        services.common.pb.pool_pb2.StreamReportsRequest,
+        services.common.pb.pool_pb2.StreamReportsResponse,
     ],
     grpc.aio.StreamStreamMultiCallable[
         services.common.pb.pool_pb2.StreamTrajectoriesRequest,
@@ -193,7 +227,18 @@ class PoolServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[services.common.pb.pool_pb2.ReportReplicaResponse, collections.abc.Awaitable[services.common.pb.pool_pb2.ReportReplicaResponse]]:
         """Renews the lease and says what the replica holds and does; the latest report wins.
-        LEASE_LOST when the lease has run out: join again. Every 2 s; deadline 5 s.
+        LEASE_LOST when the lease has run out: join again. Every 2 s, or as seldom as the answer before asks for, and at once
+        when it holds another version; deadline 5 s.
+        """
+
+    @abc.abstractmethod
+    def StreamReports(
+        self,
+        request_iterator: _MaybeAsyncIterator[services.common.pb.pool_pb2.StreamReportsRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[services.common.pb.pool_pb2.StreamReportsResponse], collections.abc.AsyncIterator[services.common.pb.pool_pb2.StreamReportsResponse]]:
+        """The same over one stream: each report gets one answer, in order. A message of a stream costs the orchestrator less than
+        half of a call. The stream ends with the status that ReportReplica would return. No deadline; an answer comes in 5 s.
         """
 
     @abc.abstractmethod
@@ -202,7 +247,7 @@ class PoolServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[services.common.pb.pool_pb2.StreamTrajectoriesRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[services.common.pb.pool_pb2.StreamTrajectoriesResponse], collections.abc.AsyncIterator[services.common.pb.pool_pb2.StreamTrajectoriesResponse]]:
-        """Trajectories and failures in; acknowledgements, up to 16 in one, out, once they are durable.
+        """Trajectories and failures in; acknowledgements, up to 64 in one, out, once they are durable.
         What was not acknowledged is sent again on a new stream; repeating is harmless. No deadline.
         """
 

@@ -149,6 +149,7 @@ class RunProgress(google.protobuf.message.Message):
     ACCOUNTS_FIELD_NUMBER: builtins.int
     DISK_FIELD_NUMBER: builtins.int
     SET_ASIDE_FIELD_NUMBER: builtins.int
+    THRESHOLD_FIELD_NUMBER: builtins.int
     state: Global___RunState.ValueType
     """The state."""
     tokens_per_s: builtins.float
@@ -197,6 +198,10 @@ class RunProgress(google.protobuf.message.Message):
     def set_aside(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SetAsideRecords]:
         """Records of the journal that are not used, by kind and reason."""
 
+    @property
+    def threshold(self) -> Global___Threshold:
+        """The threshold that ends training (run.until); unset without one."""
+
     def __init__(
         self,
         *,
@@ -213,11 +218,48 @@ class RunProgress(google.protobuf.message.Message):
         accounts: collections.abc.Iterable[services.common.pb.account_pb2.TimeAccount] | None = ...,
         disk: Global___DiskOutlook | None = ...,
         set_aside: collections.abc.Iterable[Global___SetAsideRecords] | None = ...,
+        threshold: Global___Threshold | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["at", b"at", "disk", b"disk", "started_at", b"started_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "at", b"at", "counters", b"counters", "disk", b"disk", "evaluations", b"evaluations", "policies", b"policies", "replicas", b"replicas", "set_aside", b"set_aside", "stalls", b"stalls", "started_at", b"started_at", "state", b"state", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["at", b"at", "disk", b"disk", "started_at", b"started_at", "threshold", b"threshold"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "at", b"at", "counters", b"counters", "disk", b"disk", "evaluations", b"evaluations", "policies", b"policies", "replicas", b"replicas", "set_aside", b"set_aside", "stalls", b"stalls", "started_at", b"started_at", "state", b"state", "threshold", b"threshold", "tokens_per_s", b"tokens_per_s", "waits", b"waits"]) -> None: ...
 
 Global___RunProgress: typing_extensions.TypeAlias = RunProgress
+
+@typing.final
+class Threshold(google.protobuf.message.Message):
+    """The threshold of an evaluation that ends training."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WANTED_FIELD_NUMBER: builtins.int
+    NEWEST_FIELD_NUMBER: builtins.int
+    REACHED_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    wanted: builtins.str
+    """In words, such as "sampled reward at least 0.9, 2 evaluations in a row"."""
+    newest: builtins.float
+    """Value of the newest evaluation that counts; unset before the first."""
+    reached: builtins.bool
+    """Whether it is reached."""
+    step: builtins.int
+    """The training step after which the evaluation that reached it was due; 0 is before training."""
+    seconds: builtins.float
+    """Seconds from the begin of the run to that evaluation's result."""
+    def __init__(
+        self,
+        *,
+        wanted: builtins.str = ...,
+        newest: builtins.float | None = ...,
+        reached: builtins.bool = ...,
+        step: builtins.int = ...,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_newest", b"_newest", "newest", b"newest"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_newest", b"_newest", "newest", b"newest", "reached", b"reached", "seconds", b"seconds", "step", b"step", "wanted", b"wanted"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_newest", b"_newest"]) -> typing.Literal["newest"] | None: ...
+
+Global___Threshold: typing_extensions.TypeAlias = Threshold
 
 @typing.final
 class DiskOutlook(google.protobuf.message.Message):

@@ -99,6 +99,7 @@ class JoinTrainingResponse(google.protobuf.message.Message):
     RESUME_FIELD_NUMBER: builtins.int
     CHECKPOINT_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
+    DEVICE_TURN_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> Global___TrainingWelcome:
         """The first command: where the run stands."""
@@ -119,6 +120,10 @@ class JoinTrainingResponse(google.protobuf.message.Message):
     def stop(self) -> Global___StopTraining:
         """Write a checkpoint and leave."""
 
+    @property
+    def device_turn(self) -> services.common.pb.pool_pb2.DeviceTurn:
+        """Rollouts and training share a device: hold its memory, or free it between two training steps."""
+
     def __init__(
         self,
         *,
@@ -127,10 +132,11 @@ class JoinTrainingResponse(google.protobuf.message.Message):
         resume: Global___ResumeTraining | None = ...,
         checkpoint: Global___SaveCheckpoint | None = ...,
         stop: Global___StopTraining | None = ...,
+        device_turn: services.common.pb.pool_pb2.DeviceTurn | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "command", b"command", "pause", b"pause", "resume", b"resume", "stop", b"stop", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "command", b"command", "pause", b"pause", "resume", b"resume", "stop", b"stop", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["welcome", "pause", "resume", "checkpoint", "stop"] | None: ...
+    def HasField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "command", b"command", "device_turn", b"device_turn", "pause", b"pause", "resume", b"resume", "stop", b"stop", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint", b"checkpoint", "command", b"command", "device_turn", b"device_turn", "pause", b"pause", "resume", b"resume", "stop", b"stop", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["welcome", "pause", "resume", "checkpoint", "stop", "device_turn"] | None: ...
 
 Global___JoinTrainingResponse: typing_extensions.TypeAlias = JoinTrainingResponse
 
@@ -259,6 +265,7 @@ class ReportTrainerRequest(google.protobuf.message.Message):
     ACCOUNTS_FIELD_NUMBER: builtins.int
     PEERS_FIELD_NUMBER: builtins.int
     KEPT_CHECKPOINT_STEPS_FIELD_NUMBER: builtins.int
+    DEVICE_TURN_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """The policy that it trains."""
     incarnation: builtins.str
@@ -273,6 +280,8 @@ class ReportTrainerRequest(google.protobuf.message.Message):
     """The rank that reports, from 0. Only rank 0 renews the lease and says step and state; the others, with an incarnation
     of their own, say where their time goes.
     """
+    device_turn: builtins.int
+    """The device turn that it has carried out last; 0 before the first."""
     @property
     def gauges(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Numbers worth watching."""
@@ -304,8 +313,9 @@ class ReportTrainerRequest(google.protobuf.message.Message):
         accounts: collections.abc.Iterable[services.common.pb.account_pb2.TimeAccount] | None = ...,
         peers: collections.abc.Iterable[services.common.pb.account_pb2.PeerState] | None = ...,
         kept_checkpoint_steps: collections.abc.Iterable[builtins.int] | None = ...,
+        device_turn: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "checkpoint_step", b"checkpoint_step", "gauges", b"gauges", "incarnation", b"incarnation", "kept_checkpoint_steps", b"kept_checkpoint_steps", "peers", b"peers", "policy", b"policy", "rank", b"rank", "state", b"state", "training_step", b"training_step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "checkpoint_step", b"checkpoint_step", "device_turn", b"device_turn", "gauges", b"gauges", "incarnation", b"incarnation", "kept_checkpoint_steps", b"kept_checkpoint_steps", "peers", b"peers", "policy", b"policy", "rank", b"rank", "state", b"state", "training_step", b"training_step"]) -> None: ...
 
 Global___ReportTrainerRequest: typing_extensions.TypeAlias = ReportTrainerRequest
 
@@ -362,24 +372,29 @@ Global___PullBatchRequest: typing_extensions.TypeAlias = PullBatchRequest
 
 @typing.final
 class PullBatchResponse(google.protobuf.message.Message):
-    """Header, then sequences, then footer."""
+    """Header, then sequences in chunks, then footer."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
     SEQUENCE_FIELD_NUMBER: builtins.int
     FOOTER_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
     @property
     def header(self) -> Global___BatchHeader:
         """Comes first."""
 
     @property
     def sequence(self) -> Global___TrainingSequence:
-        """One sequence of the rank's share."""
+        """Not sent: sequences travel in chunks."""
 
     @property
     def footer(self) -> Global___BatchFooter:
         """Comes last."""
+
+    @property
+    def chunk(self) -> Global___SequenceChunk:
+        """Some sequences of the rank's share, in order: a message for each would cost more than what is in it."""
 
     def __init__(
         self,
@@ -387,12 +402,33 @@ class PullBatchResponse(google.protobuf.message.Message):
         header: Global___BatchHeader | None = ...,
         sequence: Global___TrainingSequence | None = ...,
         footer: Global___BatchFooter | None = ...,
+        chunk: Global___SequenceChunk | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["footer", b"footer", "header", b"header", "part", b"part", "sequence", b"sequence"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["footer", b"footer", "header", b"header", "part", b"part", "sequence", b"sequence"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["header", "sequence", "footer"] | None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "footer", b"footer", "header", b"header", "part", b"part", "sequence", b"sequence"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "footer", b"footer", "header", b"header", "part", b"part", "sequence", b"sequence"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["header", "sequence", "footer", "chunk"] | None: ...
 
 Global___PullBatchResponse: typing_extensions.TypeAlias = PullBatchResponse
+
+@typing.final
+class SequenceChunk(google.protobuf.message.Message):
+    """Consecutive sequences of a rank's share."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: builtins.int
+    @property
+    def sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TrainingSequence]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        sequences: collections.abc.Iterable[Global___TrainingSequence] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sequences", b"sequences"]) -> None: ...
+
+Global___SequenceChunk: typing_extensions.TypeAlias = SequenceChunk
 
 @typing.final
 class BatchHeader(google.protobuf.message.Message):
@@ -462,6 +498,7 @@ class TrainingSequence(google.protobuf.message.Message):
     STALENESS_FIELD_NUMBER: builtins.int
     MINIBATCH_FIELD_NUMBER: builtins.int
     POSITION_FIELD_NUMBER: builtins.int
+    ADVANTAGE_SCALE_FIELD_NUMBER: builtins.int
     sequence_id: builtins.str
     """"<task group>/<index>/<position in the trajectory>"."""
     group_mean: builtins.float
@@ -476,6 +513,8 @@ class TrainingSequence(google.protobuf.message.Message):
     """Its minibatch, from 0."""
     position: builtins.int
     """Its order inside the minibatch, the same for any number of ranks."""
+    advantage_scale: builtins.float
+    """Factor on its advantage, of its source of tasks; absent means 1."""
     @property
     def sequence(self) -> services.common.pb.trajectory_pb2.Sequence:
         """The sequence."""
@@ -491,9 +530,11 @@ class TrainingSequence(google.protobuf.message.Message):
         staleness: builtins.int = ...,
         minibatch: builtins.int = ...,
         position: builtins.int = ...,
+        advantage_scale: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["sequence", b"sequence"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["group_mean", b"group_mean", "group_size", b"group_size", "group_std", b"group_std", "minibatch", b"minibatch", "position", b"position", "sequence", b"sequence", "sequence_id", b"sequence_id", "staleness", b"staleness"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_advantage_scale", b"_advantage_scale", "advantage_scale", b"advantage_scale", "sequence", b"sequence"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_advantage_scale", b"_advantage_scale", "advantage_scale", b"advantage_scale", "group_mean", b"group_mean", "group_size", b"group_size", "group_std", b"group_std", "minibatch", b"minibatch", "position", b"position", "sequence", b"sequence", "sequence_id", b"sequence_id", "staleness", b"staleness"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_advantage_scale", b"_advantage_scale"]) -> typing.Literal["advantage_scale"] | None: ...
 
 Global___TrainingSequence: typing_extensions.TypeAlias = TrainingSequence
 

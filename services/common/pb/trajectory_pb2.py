@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmillrace/v1/trajectory.proto\x12\x0bmillrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd7\x01\n\x07Segment\x12(\n\x06source\x18\x01 \x01(\x0e\x32\x18.millrace.v1.TokenSource\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x16\n\x0eweight_version\x18\x04 \x01(\x03\x12\x13\n\x0bmixed_cache\x18\x05 \x01(\x08\x12\x0c\n\x04kept\x18\x06 \x01(\x0c\x12\x18\n\x0btemperature\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10teacher_logprobs\x18\x08 \x01(\x0c\x42\x0e\n\x0c_temperature\"\x94\x02\n\x08Sequence\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x0e\n\x06reward\x18\x04 \x01(\x01\x12,\n\x0bstop_reason\x18\x05 \x01(\x0e\x32\x17.millrace.v1.StopReason\x12&\n\x08segments\x18\x06 \x03(\x0b\x32\x14.millrace.v1.Segment\x12\x33\n\x07metrics\x18\x07 \x03(\x0b\x32\".millrace.v1.Sequence.MetricsEntry\x12\x0e\n\x06thread\x18\x08 \x01(\x05\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xe0\x02\n\nTrajectory\x12\x15\n\rtask_group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12(\n\tsequences\x18\x03 \x03(\x0b\x32\x15.millrace.v1.Sequence\x12\x0e\n\x06reward\x18\x04 \x01(\x01\x12\x35\n\x07metrics\x18\x05 \x03(\x0b\x32$.millrace.v1.Trajectory.MetricsEntry\x12.\n\nstarted_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inished_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12*\n\x06timing\x18\x08 \x01(\x0b\x32\x1a.millrace.v1.RolloutTiming\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x9f\x01\n\x0cRolloutPhase\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x65gin_s\x18\x02 \x01(\x01\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\x12\x15\n\rfirst_version\x18\x06 \x01(\x03\x12\x14\n\x0clast_version\x18\x07 \x01(\x03\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\"\xc0\x01\n\rRolloutTiming\x12/\n\x0b\x61\x63\x63\x65pted_at\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x07sent_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tnum_sends\x18\x03 \x01(\x05\x12\x13\n\x0bnum_retries\x18\x04 \x01(\x05\x12)\n\x06phases\x18\x05 \x03(\x0b\x32\x19.millrace.v1.RolloutPhase\"\xe3\x01\n\x0eRolloutFailure\x12\x15\n\rtask_group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12.\n\nstarted_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inished_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12*\n\x06timing\x18\x07 \x01(\x0b\x32\x1a.millrace.v1.RolloutTiming\"*\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x11\n\tdata_json\x18\x02 \x01(\x0c\"\xee\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x05\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokensB\x08\n\x06_min_p*b\n\x0bTokenSource\x12\x1c\n\x18TOKEN_SOURCE_UNSPECIFIED\x10\x00\x12\x17\n\x13TOKEN_SOURCE_POLICY\x10\x01\x12\x1c\n\x18TOKEN_SOURCE_ENVIRONMENT\x10\x02*\xa9\x01\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10STOP_REASON_STOP\x10\x01\x12\x16\n\x12STOP_REASON_LENGTH\x10\x02\x12\x1a\n\x16STOP_REASON_TURN_LIMIT\x10\x03\x12\x1b\n\x17STOP_REASON_ENVIRONMENT\x10\x04\x12\x17\n\x13STOP_REASON_ABORTED\x10\x05*M\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x16\n\x12PURPOSE_EVALUATION\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmillrace/v1/trajectory.proto\x12\x0bmillrace.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd7\x01\n\x07Segment\x12(\n\x06source\x18\x01 \x01(\x0e\x32\x18.millrace.v1.TokenSource\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x16\n\x0eweight_version\x18\x04 \x01(\x03\x12\x13\n\x0bmixed_cache\x18\x05 \x01(\x08\x12\x0c\n\x04kept\x18\x06 \x01(\x0c\x12\x18\n\x0btemperature\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10teacher_logprobs\x18\x08 \x01(\x0c\x42\x0e\n\x0c_temperature\"\xe1\x02\n\x08Sequence\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\x0e\n\x06reward\x18\x04 \x01(\x01\x12,\n\x0bstop_reason\x18\x05 \x01(\x0e\x32\x17.millrace.v1.StopReason\x12&\n\x08segments\x18\x06 \x03(\x0b\x32\x14.millrace.v1.Segment\x12\x33\n\x07metrics\x18\x07 \x03(\x0b\x32\".millrace.v1.Sequence.MetricsEntry\x12\x0e\n\x06thread\x18\x08 \x01(\x05\x12\x13\n\x06parent\x18\t \x01(\x05H\x00\x88\x01\x01\x12+\n\x06origin\x18\n \x01(\x0e\x32\x1b.millrace.v1.SequenceOrigin\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_parent\"\xe0\x02\n\nTrajectory\x12\x15\n\rtask_group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12(\n\tsequences\x18\x03 \x03(\x0b\x32\x15.millrace.v1.Sequence\x12\x0e\n\x06reward\x18\x04 \x01(\x01\x12\x35\n\x07metrics\x18\x05 \x03(\x0b\x32$.millrace.v1.Trajectory.MetricsEntry\x12.\n\nstarted_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inished_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12*\n\x06timing\x18\x08 \x01(\x0b\x32\x1a.millrace.v1.RolloutTiming\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x9f\x01\n\x0cRolloutPhase\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x65gin_s\x18\x02 \x01(\x01\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x12\n\nnum_tokens\x18\x05 \x01(\x05\x12\x15\n\rfirst_version\x18\x06 \x01(\x03\x12\x14\n\x0clast_version\x18\x07 \x01(\x03\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\"\xc0\x01\n\rRolloutTiming\x12/\n\x0b\x61\x63\x63\x65pted_at\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x07sent_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tnum_sends\x18\x03 \x01(\x05\x12\x13\n\x0bnum_retries\x18\x04 \x01(\x05\x12)\n\x06phases\x18\x05 \x03(\x0b\x32\x19.millrace.v1.RolloutPhase\"\xe3\x01\n\x0eRolloutFailure\x12\x15\n\rtask_group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12.\n\nstarted_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x66inished_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12*\n\x06timing\x18\x07 \x01(\x0b\x32\x1a.millrace.v1.RolloutTiming\"*\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x11\n\tdata_json\x18\x02 \x01(\x0c\"\xee\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x05\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokensB\x08\n\x06_min_p*b\n\x0bTokenSource\x12\x1c\n\x18TOKEN_SOURCE_UNSPECIFIED\x10\x00\x12\x17\n\x13TOKEN_SOURCE_POLICY\x10\x01\x12\x1c\n\x18TOKEN_SOURCE_ENVIRONMENT\x10\x02*\xa9\x01\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10STOP_REASON_STOP\x10\x01\x12\x16\n\x12STOP_REASON_LENGTH\x10\x02\x12\x1a\n\x16STOP_REASON_TURN_LIMIT\x10\x03\x12\x1b\n\x17STOP_REASON_ENVIRONMENT\x10\x04\x12\x17\n\x13STOP_REASON_ABORTED\x10\x05*M\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x16\n\x12PURPOSE_EVALUATION\x10\x02*\x8b\x01\n\x0eSequenceOrigin\x12\x1f\n\x1bSEQUENCE_ORIGIN_UNSPECIFIED\x10\x00\x12\x1a\n\x16SEQUENCE_ORIGIN_BRANCH\x10\x01\x12\x1e\n\x1aSEQUENCE_ORIGIN_COMPACTION\x10\x02\x12\x1c\n\x18SEQUENCE_ORIGIN_SUBAGENT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,30 +36,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEQUENCE_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_TRAJECTORY_METRICSENTRY']._loaded_options = None
   _globals['_TRAJECTORY_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_TOKENSOURCE']._serialized_start=1802
-  _globals['_TOKENSOURCE']._serialized_end=1900
-  _globals['_STOPREASON']._serialized_start=1903
-  _globals['_STOPREASON']._serialized_end=2072
-  _globals['_PURPOSE']._serialized_start=2074
-  _globals['_PURPOSE']._serialized_end=2151
+  _globals['_TOKENSOURCE']._serialized_start=1879
+  _globals['_TOKENSOURCE']._serialized_end=1977
+  _globals['_STOPREASON']._serialized_start=1980
+  _globals['_STOPREASON']._serialized_end=2149
+  _globals['_PURPOSE']._serialized_start=2151
+  _globals['_PURPOSE']._serialized_end=2228
+  _globals['_SEQUENCEORIGIN']._serialized_start=2231
+  _globals['_SEQUENCEORIGIN']._serialized_end=2370
   _globals['_SEGMENT']._serialized_start=79
   _globals['_SEGMENT']._serialized_end=294
   _globals['_SEQUENCE']._serialized_start=297
-  _globals['_SEQUENCE']._serialized_end=573
-  _globals['_SEQUENCE_METRICSENTRY']._serialized_start=527
-  _globals['_SEQUENCE_METRICSENTRY']._serialized_end=573
-  _globals['_TRAJECTORY']._serialized_start=576
-  _globals['_TRAJECTORY']._serialized_end=928
-  _globals['_TRAJECTORY_METRICSENTRY']._serialized_start=527
-  _globals['_TRAJECTORY_METRICSENTRY']._serialized_end=573
-  _globals['_ROLLOUTPHASE']._serialized_start=931
-  _globals['_ROLLOUTPHASE']._serialized_end=1090
-  _globals['_ROLLOUTTIMING']._serialized_start=1093
-  _globals['_ROLLOUTTIMING']._serialized_end=1285
-  _globals['_ROLLOUTFAILURE']._serialized_start=1288
-  _globals['_ROLLOUTFAILURE']._serialized_end=1515
-  _globals['_TASK']._serialized_start=1517
-  _globals['_TASK']._serialized_end=1559
-  _globals['_SAMPLING']._serialized_start=1562
-  _globals['_SAMPLING']._serialized_end=1800
+  _globals['_SEQUENCE']._serialized_end=650
+  _globals['_SEQUENCE_METRICSENTRY']._serialized_start=593
+  _globals['_SEQUENCE_METRICSENTRY']._serialized_end=639
+  _globals['_TRAJECTORY']._serialized_start=653
+  _globals['_TRAJECTORY']._serialized_end=1005
+  _globals['_TRAJECTORY_METRICSENTRY']._serialized_start=593
+  _globals['_TRAJECTORY_METRICSENTRY']._serialized_end=639
+  _globals['_ROLLOUTPHASE']._serialized_start=1008
+  _globals['_ROLLOUTPHASE']._serialized_end=1167
+  _globals['_ROLLOUTTIMING']._serialized_start=1170
+  _globals['_ROLLOUTTIMING']._serialized_end=1362
+  _globals['_ROLLOUTFAILURE']._serialized_start=1365
+  _globals['_ROLLOUTFAILURE']._serialized_end=1592
+  _globals['_TASK']._serialized_start=1594
+  _globals['_TASK']._serialized_end=1636
+  _globals['_SAMPLING']._serialized_start=1639
+  _globals['_SAMPLING']._serialized_end=1877
 # @@protoc_insertion_point(module_scope)

@@ -53,21 +53,21 @@ class _DeltaProfile:
 class _DeltaProfileEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DeltaProfile.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     DELTA_PROFILE_UNSPECIFIED: _DeltaProfile.ValueType  # 0
-    """Not set: not a delta, or the server decides."""
+    """Not set: not a delta."""
     DELTA_PROFILE_FAST: _DeltaProfile.ValueType  # 1
-    """Costs little time on both sides."""
+    """The form of docs/weights.md."""
     DELTA_PROFILE_SMALL: _DeltaProfile.ValueType  # 2
-    """Fewer bytes, with the receiver's old weights as context."""
+    """Not used any more, and refused."""
 
 class DeltaProfile(_DeltaProfile, metaclass=_DeltaProfileEnumTypeWrapper):
     """How the changes of a delta are coded."""
 
 DELTA_PROFILE_UNSPECIFIED: DeltaProfile.ValueType  # 0
-"""Not set: not a delta, or the server decides."""
+"""Not set: not a delta."""
 DELTA_PROFILE_FAST: DeltaProfile.ValueType  # 1
-"""Costs little time on both sides."""
+"""The form of docs/weights.md."""
 DELTA_PROFILE_SMALL: DeltaProfile.ValueType  # 2
-"""Fewer bytes, with the receiver's old weights as context."""
+"""Not used any more, and refused."""
 Global___DeltaProfile: typing_extensions.TypeAlias = DeltaProfile
 
 class _WeightTransport:
@@ -148,6 +148,8 @@ class GetManifestRequest(google.protobuf.message.Message):
     TRANSPORTS_FIELD_NUMBER: builtins.int
     HOST_FIELD_NUMBER: builtins.int
     LINK_BYTES_PER_SECOND_FIELD_NUMBER: builtins.int
+    WAIT_FIELD_NUMBER: builtins.int
+    DECODE_BYTES_PER_SECOND_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run; VERSION_UNAVAILABLE when this is another one's publisher."""
     policy: builtins.str
@@ -161,10 +163,18 @@ class GetManifestRequest(google.protobuf.message.Message):
     host: builtins.str
     """Names the receiver's host; mapped files are offered to the same host only."""
     link_bytes_per_second: builtins.float
-    """How fast the receiver's last transfers from here were; 0 when unknown. Decides the profile."""
+    """Payload bytes per second of the receiver's last fetches over a network; 0: not measured."""
+    decode_bytes_per_second: builtins.float
+    """Bytes of the version per second at which the receiver decoded its last deltas; 0: not measured."""
     @property
     def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___WeightTransport.ValueType]:
         """What the receiver can use beside gRPC."""
+
+    @property
+    def wait(self) -> google.protobuf.duration_pb2.Duration:
+        """The longest wait for a payload that is being made; after it the answer is `not_ready`. Absent: wait until
+        it is made.
+        """
 
     def __init__(
         self,
@@ -177,9 +187,11 @@ class GetManifestRequest(google.protobuf.message.Message):
         transports: collections.abc.Iterable[Global___WeightTransport.ValueType] | None = ...,
         host: builtins.str = ...,
         link_bytes_per_second: builtins.float = ...,
+        wait: google.protobuf.duration_pb2.Duration | None = ...,
+        decode_bytes_per_second: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_digest", b"base_digest", "base_version", b"base_version", "host", b"host", "link_bytes_per_second", b"link_bytes_per_second", "policy", b"policy", "run_id", b"run_id", "transports", b"transports", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_digest", b"base_digest", "base_version", b"base_version", "decode_bytes_per_second", b"decode_bytes_per_second", "host", b"host", "link_bytes_per_second", b"link_bytes_per_second", "policy", b"policy", "run_id", b"run_id", "transports", b"transports", "version", b"version", "wait", b"wait"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_base_version", b"_base_version"]) -> typing.Literal["base_version"] | None: ...
 
 Global___GetManifestRequest: typing_extensions.TypeAlias = GetManifestRequest
@@ -201,6 +213,9 @@ class GetManifestResponse(google.protobuf.message.Message):
     ENCODE_TIME_FIELD_NUMBER: builtins.int
     MAPPED_FIELD_NUMBER: builtins.int
     BULK_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
+    NOT_READY_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
     encoding: Global___WeightEncoding.ValueType
     """How the payload is coded."""
     base_version: builtins.int
@@ -213,6 +228,8 @@ class GetManifestResponse(google.protobuf.message.Message):
     """Bytes of the payload."""
     profile: Global___DeltaProfile.ValueType
     """How a delta is coded."""
+    choice: builtins.str
+    """Why this payload and not the other one; empty when there was no choice."""
     @property
     def version(self) -> Global___WeightVersion:
         """The version that results."""
@@ -233,6 +250,14 @@ class GetManifestResponse(google.protobuf.message.Message):
     def bulk(self) -> Global___BulkPayload:
         """Offered when the receiver can use it."""
 
+    @property
+    def adapter(self) -> Global___Adapter:
+        """Set when the tensors are those of an adapter and not all weights of a model. Covered by the version's digest."""
+
+    @property
+    def not_ready(self) -> Global___PayloadNotReady:
+        """Set when the payload is still being made: then no other field is set."""
+
     def __init__(
         self,
         *,
@@ -247,12 +272,78 @@ class GetManifestResponse(google.protobuf.message.Message):
         encode_time: google.protobuf.duration_pb2.Duration | None = ...,
         mapped: Global___MappedPayload | None = ...,
         bulk: Global___BulkPayload | None = ...,
+        adapter: Global___Adapter | None = ...,
+        not_ready: Global___PayloadNotReady | None = ...,
+        choice: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "bulk", b"bulk", "encode_time", b"encode_time", "mapped", b"mapped", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_digest", b"base_digest", "base_version", b"base_version", "bulk", b"bulk", "encode_time", b"encode_time", "encoding", b"encoding", "mapped", b"mapped", "payload_id", b"payload_id", "payload_size_bytes", b"payload_size_bytes", "profile", b"profile", "tensors", b"tensors", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version", "bulk", b"bulk", "encode_time", b"encode_time", "mapped", b"mapped", "not_ready", b"not_ready", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_digest", b"base_digest", "base_version", b"base_version", "bulk", b"bulk", "choice", b"choice", "encode_time", b"encode_time", "encoding", b"encoding", "mapped", b"mapped", "not_ready", b"not_ready", "payload_id", b"payload_id", "payload_size_bytes", b"payload_size_bytes", "profile", b"profile", "tensors", b"tensors", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_base_version", b"_base_version"]) -> typing.Literal["base_version"] | None: ...
 
 Global___GetManifestResponse: typing_extensions.TypeAlias = GetManifestResponse
+
+@typing.final
+class Adapter(google.protobuf.message.Message):
+    """A LoRA adapter, without its tensors."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    ALPHA_FIELD_NUMBER: builtins.int
+    TARGETS_FIELD_NUMBER: builtins.int
+    BASE_DIGEST_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Rows of A and columns of B, in each target."""
+    alpha: builtins.float
+    """The adapter's product is multiplied by alpha / rank."""
+    base_digest: builtins.str
+    """Digest of the weights below the adapter, as of a version that holds them."""
+    @property
+    def targets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Last parts of the names of the modules that have an adapter, sorted."""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        alpha: builtins.float = ...,
+        targets: collections.abc.Iterable[builtins.str] | None = ...,
+        base_digest: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alpha", b"alpha", "base_digest", b"base_digest", "rank", b"rank", "targets", b"targets"]) -> None: ...
+
+Global___Adapter: typing_extensions.TypeAlias = Adapter
+
+@typing.final
+class PayloadNotReady(google.protobuf.message.Message):
+    """The answer while a delta is being made."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RETRY_AFTER_FIELD_NUMBER: builtins.int
+    STARTED_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    started: builtins.bool
+    """Whether the payload is being made now. If not, the publisher is busy with another one and goes on with the
+    newest version: a receiver that knows a newer version asks for that one.
+    """
+    size_bytes: builtins.int
+    """Bytes of the whole version: the receiver's deadline follows from it."""
+    @property
+    def retry_after(self) -> google.protobuf.duration_pb2.Duration:
+        """Ask again after this time."""
+
+    def __init__(
+        self,
+        *,
+        retry_after: google.protobuf.duration_pb2.Duration | None = ...,
+        started: builtins.bool = ...,
+        size_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["retry_after", b"retry_after"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["retry_after", b"retry_after", "size_bytes", b"size_bytes", "started", b"started"]) -> None: ...
+
+Global___PayloadNotReady: typing_extensions.TypeAlias = PayloadNotReady
 
 @typing.final
 class MappedPayload(google.protobuf.message.Message):
@@ -419,6 +510,7 @@ class WeightTransfer(google.protobuf.message.Message):
     WRITE_TIME_FIELD_NUMBER: builtins.int
     PAUSE_TIME_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """The policy."""
     version: builtins.int
@@ -428,7 +520,7 @@ class WeightTransfer(google.protobuf.message.Message):
     encoding: Global___WeightEncoding.ValueType
     """How the payload was coded."""
     profile: Global___DeltaProfile.ValueType
-    """How a delta was coded."""
+    """Not used."""
     transport: Global___WeightTransport.ValueType
     """How the bytes came."""
     payload_size_bytes: builtins.int
@@ -439,6 +531,8 @@ class WeightTransfer(google.protobuf.message.Message):
     """Elements that changed."""
     error: builtins.str
     """Why it failed; empty when it did not."""
+    choice: builtins.str
+    """Why this payload and not the other one, with the estimated costs; empty when there was no choice."""
     @property
     def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Who they came from, most bytes first."""
@@ -487,9 +581,10 @@ class WeightTransfer(google.protobuf.message.Message):
         write_time: google.protobuf.duration_pb2.Duration | None = ...,
         pause_time: google.protobuf.duration_pb2.Duration | None = ...,
         error: builtins.str = ...,
+        choice: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "encode_time", b"encode_time", "fetch_time", b"fetch_time", "pause_time", b"pause_time", "start_time", b"start_time", "verify_time", b"verify_time", "write_time", b"write_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "encode_time", b"encode_time", "encoding", b"encoding", "error", b"error", "fetch_time", b"fetch_time", "full_size_bytes", b"full_size_bytes", "num_changes", b"num_changes", "pause_time", b"pause_time", "payload_size_bytes", b"payload_size_bytes", "policy", b"policy", "profile", b"profile", "sources", b"sources", "start_time", b"start_time", "transport", b"transport", "verify_time", b"verify_time", "version", b"version", "write_time", b"write_time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "choice", b"choice", "encode_time", b"encode_time", "encoding", b"encoding", "error", b"error", "fetch_time", b"fetch_time", "full_size_bytes", b"full_size_bytes", "num_changes", b"num_changes", "pause_time", b"pause_time", "payload_size_bytes", b"payload_size_bytes", "policy", b"policy", "profile", b"profile", "sources", b"sources", "start_time", b"start_time", "transport", b"transport", "verify_time", b"verify_time", "version", b"version", "write_time", b"write_time"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_base_version", b"_base_version"]) -> typing.Literal["base_version"] | None: ...
 
 Global___WeightTransfer: typing_extensions.TypeAlias = WeightTransfer

@@ -53,7 +53,8 @@ class WeightServiceServicer:
 
     def GetManifest(self, request, context):
         """What to fetch to hold a version: a delta against the base when that is given, held here and cheaper,
-        else the full snapshot. VERSION_UNAVAILABLE when the version is not held. Read only. Deadline 10 s.
+        else the full snapshot. VERSION_UNAVAILABLE when the version is not held. Read only. Deadline 10 s: a
+        receiver sets `wait` below that, and asks again while the answer is `not_ready`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

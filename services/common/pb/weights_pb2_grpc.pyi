@@ -86,7 +86,8 @@ class WeightServiceStub(typing.Generic[_WeightServiceGetManifestType, _WeightSer
 
     GetManifest: _WeightServiceGetManifestType
     """What to fetch to hold a version: a delta against the base when that is given, held here and cheaper,
-    else the full snapshot. VERSION_UNAVAILABLE when the version is not held. Read only. Deadline 10 s.
+    else the full snapshot. VERSION_UNAVAILABLE when the version is not held. Read only. Deadline 10 s: a
+    receiver sets `wait` below that, and asks again while the answer is `not_ready`.
     """
 
     FetchWeights: _WeightServiceFetchWeightsType
@@ -115,7 +116,8 @@ class WeightServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[services.common.pb.weights_pb2.GetManifestResponse, collections.abc.Awaitable[services.common.pb.weights_pb2.GetManifestResponse]]:
         """What to fetch to hold a version: a delta against the base when that is given, held here and cheaper,
-        else the full snapshot. VERSION_UNAVAILABLE when the version is not held. Read only. Deadline 10 s.
+        else the full snapshot. VERSION_UNAVAILABLE when the version is not held. Read only. Deadline 10 s: a
+        receiver sets `wait` below that, and asks again while the answer is `not_ready`.
         """
 
     @abc.abstractmethod

@@ -1,1 +1,1 @@
-"""Metrics for Prometheus: what a process already knows, under names that its tools know."""
+"""Metrics for Prometheus: the gauges of a process under conventional names."""

@@ -1,4 +1,4 @@
-"""``GET /metrics`` of a process: its gauges and time accounts, read when somebody asks, in Prometheus' text format."""
+"""``GET /metrics`` of a process: its gauges and time accounts, read at each request, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from services.common import hosts
+from services.common import run_files
 from services.common.http.listener import Listener
+from services.common.net import hosts
 from services.common.prometheus import process
 from services.common.prometheus.metric import Metric, Sample, Translation
-from services.common.status import ProcessStatus
+from services.common.telemetry.status import ProcessStatus
 
 log = structlog.get_logger()
 
@@ -52,7 +53,7 @@ class StatusCollector(Collector):
 
 
 class MetricsServer:
-    """Serves ``/metrics``; loopback only, or with the run's keys to those whose role may look."""
+    """Serves ``/metrics``: on loopback only, or with the run's keys to authorised roles."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class MetricsServer:
         self._status = status
         self._name = name
         self._host = host
-        self._target = run_dir / "prometheus" / f"{name}.json" if run_dir is not None else None
+        self._target = run_files.prometheus_target(run_dir, name) if run_dir is not None else None
         self._registry = CollectorRegistry()
         self._registry.register(StatusCollector(status, metrics))
         ProcessCollector(registry=self._registry)

@@ -1,9 +1,9 @@
-"""What is exposed under which name: one line per metric, each naming the gauge of ``GetStatus`` that it is.
+"""Defines metrics: one line each, with its gauge of ``GetStatus``.
 
     Metric("millrace_buffered_sequences", "gauge", "Sequences that wait for a batch.", "buffered/{policy}")
 
-reads every gauge ``buffered/<anything>`` and gives it the label ``policy``. Nothing is counted a second time: metrics are
-the gauges of ``GetStatus`` under the field's names (unit in the name, ``_total`` for what only grows). Pure.
+reads every gauge ``buffered/<anything>`` and gives each the label ``policy``. No fact has a second counter: metrics
+are the gauges of ``GetStatus`` under conventional names (unit in the name, ``_total`` for counters). Pure.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Metric:
     kind: Literal["gauge", "counter"]
     help: str  # one sentence, with the unit
     source: str = ""  # a gauge of GetStatus, with labels in braces; empty for what the process itself adds
-    own_labels: tuple[str, ...] = ()  # of what has no source
+    own_labels: tuple[str, ...] = ()  # of metrics without a source
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"millrace_[a-z0-9_]+", self.name):
-            raise ValueError(f"{self.name!r} is no name of a metric: write millrace_<what>_<unit>")
+            raise ValueError(f"{self.name!r} is no name of a metric: write millrace_<quantity>_<unit>")
         if (self.kind == "counter") != self.name.endswith("_total"):
             raise ValueError(f"{self.name}: exactly counters end in _total")
 
@@ -50,11 +50,11 @@ OTHER = Metric("millrace_other", "gauge", "A gauge of GetStatus that has no metr
 
 
 class Translation:
-    """From gauges to samples. The first metric whose source fits a gauge takes it."""
+    """Turns gauges into samples. The first metric whose source matches a gauge takes it."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._rules = [(metric, _pattern(metric.source)) for metric in metrics if metric.source]
-        self._known: dict[str, tuple[Metric, tuple[str, ...]]] = {}  # gauge -> what it is; gauges keep their names
+        self._known: dict[str, tuple[Metric, tuple[str, ...]]] = {}  # gauge -> its metric; gauges keep their names
 
     def samples(self, gauges: Mapping[str, float]) -> Iterable[Sample]:
         for gauge, value in gauges.items():

@@ -1,11 +1,11 @@
-"""What every process of a run exposes besides its own gauges. Imports nothing of Prometheus."""
+"""Metrics that every process of a run exposes besides its own gauges. Does not import Prometheus."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.common.accounts import AccountState
 from services.common.prometheus.metric import OTHER, Metric, Sample
+from services.common.telemetry.accounts import AccountState
 
 INFO = Metric(
     "millrace_process_info",
@@ -16,7 +16,7 @@ INFO = Metric(
 ACTIVITY = Metric(
     "millrace_activity_seconds_total",
     "counter",
-    "Seconds that lanes of a component spent in an activity, and on whom they waited in it; all sum to lanes x lifetime.",
+    "Seconds that lanes of a component spent in an activity, by awaited component; all sum to lanes x lifetime.",
     own_labels=("component", "activity", "on"),
 )
 LANES = Metric("millrace_activity_lanes", "gauge", "Things that a component does at once.", own_labels=("component",))

@@ -1,4 +1,4 @@
-"""Whether and where a process serves metrics, by the recipe. Imports neither Prometheus nor HTTP unless it does."""
+"""Starts the metrics server of a process if the recipe has metrics on. Imports Prometheus and HTTP only then."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.common.config.services import MetricsConfig
+from services.common.config.processes.services import MetricsConfig
 from services.common.errors import ConfigError
 from services.common.prometheus.metric import Metric
-from services.common.status import ProcessStatus
+from services.common.telemetry.status import ProcessStatus
 
 if TYPE_CHECKING:
     from services.common.prometheus.exposition import MetricsServer
@@ -25,9 +25,9 @@ def metrics_server(
     host: str,
     run_dir: Path | None,
 ) -> MetricsServer | None:
-    """Serves what ``status`` says under the names of ``metrics``; None where the recipe has metrics off.
+    """Serve the values of ``status`` under the names of ``metrics``; None where the recipe has metrics off.
 
-    ``name`` as in ``metrics.ports``; ``host`` that of the process's other doors.
+    ``name`` as in ``metrics.ports``; ``host`` as for the process's other servers.
 
     Raises:
         ConfigError: metrics are on and their packages are not installed, or the host may not be bound.

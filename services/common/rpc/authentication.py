@@ -1,4 +1,4 @@
-"""Lets in who is allowed to make a call, before anything of the call is read."""
+"""Authenticates and authorises gRPC calls, before a message is read."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CERTIFICATE = "x509_pem_cert"
 
 
 class AuthInterceptor(CallInterceptor):
-    """Every caller is known by certificate or token, and its role may make this call, or the call is refused.
+    """Refuses calls without a valid certificate or token, or with a role that may not make this call.
 
-    Tokens are looked at before a message is read. A stream ends when what its caller has shown expires; one who has
-    renewed it calls again.
+    Tokens are checked before a message is read. A stream ends when its caller's credentials expire; a caller that has
+    renewed them calls again.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -62,7 +62,7 @@ class AuthInterceptor(CallInterceptor):
     def _streaming(self, method: str, behaviour: Any) -> Any:
         async def wrapped(request: Any, context: Context) -> None:
             found = self._identify(method, context)
-            # Told like a lost connection: the caller comes again, with a renewed one or to be told to get one.
+            # Reported like a lost connection: the caller calls again, with renewed credentials or to get the reason.
             ended = InfrastructureError(f"the {found.shown} of this call has expired: call again with a new one")
             ending = _Ending(context, max(0.0, found.ends_at - self._clock()), ended)
             try:
@@ -77,7 +77,7 @@ class AuthInterceptor(CallInterceptor):
         return wrapped
 
     def _identify(self, method: str, context: Context) -> Caller:
-        """Who has shown a certificate; who has shown a token is known already."""
+        """The holder of the certificate; the holder of a token is known already."""
         if not self._by_certificate:
             known = caller.get()
             assert known is not None, "set before the handler was looked for"
@@ -123,7 +123,7 @@ class _Ending:
             self._task.cancel()
 
     def cancelled_it(self) -> bool:
-        """Whether the cancellation that came was the timer's, and nobody else's."""
+        """Whether the timer has caused this cancellation."""
         return self._cancelled and self._task.uncancel() == 0
 
     def over(self) -> None:
@@ -134,7 +134,7 @@ class _Ending:
 
 
 async def _refuse(requests: object, context: Context) -> None:
-    """Fits calls of every kind, and reads nothing of them."""
+    """Fits calls of every kind; reads no message."""
     raise _refused.get()
 
 

@@ -1,7 +1,8 @@
-"""TLS for gRPC from an identity: what a server offers, what a channel trusts.
+"""TLS credentials for gRPC servers and channels, from an identity.
 
-grpc for Python either demands a certificate of every caller or asks for none, so a run decides (``client_certificates``):
-with them the handshake lets in members of the run only; without, each call has a token, and what is refused gets a reason.
+grpc for Python either demands a certificate of every caller or asks for none, so a run decides
+(``client_certificates``): with them the handshake admits members of the run only; without, each call has a token, and a
+refusal has a reason.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
 
 
 def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
-    """Trusts the run's authority alone; shows the identity's certificate to those who ask."""
+    """Trusts the run's authority only; presents the identity's certificate on request."""
     held = identity.bundle
     return grpc.ssl_channel_credentials(held.ca, held.key, held.certificate)
 
 
 def channel_options(peer: Peer) -> list[tuple[str, str]]:
-    """Who answers must be what is called for, wherever it runs."""
+    """The peer's certificate must have the name of the called service, at any address."""
     return [("grpc.ssl_target_name_override", peer.dns_name)]
 
 

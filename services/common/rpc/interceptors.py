@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import grpc
 import structlog
 
 from services.common.errors import MillraceError
-from services.common.repeats import Repeats
 from services.common.rpc.metadata import ids_from_metadata
 from services.common.rpc.status import to_status
 from services.common.security.permissions import allowed
+from services.common.telemetry.accounts import TimeAccount
+from services.common.telemetry.activities import AnyActivity
+from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.repeats import Repeats
 
 log = structlog.get_logger()
 
@@ -27,17 +30,17 @@ _STREAM_RESPONSE = ("unary_stream", "stream_stream")
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Runs ``around`` round every call, whatever its kind."""
+    """Runs ``around`` around every call, of any kind."""
 
     def __init__(self) -> None:
         # By method, the handler and how it was wrapped: it is the same at each call, and wrapping it anew would cost more
         # than the wrapper does.
         self._made: dict[str, tuple[Handler, Handler]] = {}
 
-    @asynccontextmanager
-    async def around(self, method: str, context: Context) -> AsyncIterator[None]:
-        """Before the yield: before the call. After it, or in ``except``: after."""
-        yield
+    def around(self, method: str, context: Context) -> AbstractContextManager[object]:
+        """Entered before the call, left after the call. Never waits: an asynchronous one at each interceptor would cost
+        a short call more than its handler does."""
+        return nullcontext()
 
     async def intercept_service(
         self,
@@ -54,7 +57,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if made is not None and made[0] is handler:
             return made[1]
         wrapped = self._wrap(handler, method)
-        if allowed(method):  # a stranger may name any method, and is refused by a handler too
+        if allowed(method):  # unknown methods: a handler refuses an unauthenticated caller too
             self._made[method] = (handler, wrapped)
         return wrapped
 
@@ -68,23 +71,37 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _unary(self, method: str, behaviour: Any) -> Any:
         async def wrapped(request: Any, context: Context) -> Any:
-            async with self.around(method, context):
+            with self.around(method, context):
                 return await behaviour(request, context)
 
         return wrapped
 
     def _streaming(self, method: str, behaviour: Any) -> Any:
         async def wrapped(request: Any, context: Context) -> None:
-            async with self.around(method, context):
+            with self.around(method, context):
                 await written(behaviour, request, context)
 
         return wrapped
 
 
+class Chain(CallInterceptor):
+    """Several interceptors as one, the first outermost: gRPC asks each interceptor anew at every call for its handler, which
+    costs a short call as much as its handler does."""
+
+    def __init__(self, interceptors: Sequence[CallInterceptor]) -> None:
+        super().__init__()
+        self._interceptors = tuple(interceptors)
+
+    def _wrap(self, handler: Handler, method: str) -> Handler:
+        for interceptor in reversed(self._interceptors):
+            handler = interceptor._wrap(handler, method)
+        return handler
+
+
 async def written(behaviour: Any, request: Any, context: Any) -> None:
     """Run a streaming behaviour as a coroutine that writes, not a generator that yields.
 
-    grpc leaves a generator suspended when its call is cancelled; it would be finalised in another task, where
+    grpc leaves a generator suspended when its call is cancelled; its finalisation would run in another task, where
     context variables cannot be restored, at a time of the garbage collector's choosing.
     """
     if not inspect.isasyncgenfunction(behaviour):
@@ -96,33 +113,46 @@ async def written(behaviour: Any, request: Any, context: Any) -> None:
 
 
 class ErrorInterceptor(CallInterceptor):
-    """Our errors become structured statuses; anything else is a bug: logged with its trace, told as INTERNAL.
+    """Converts our errors to structured statuses; any other error is a bug: logged with its traceback, returned as
+    INTERNAL.
 
-    The same refusal is logged once a second, however often it happens: no peer fills the disk with log lines.
+    The same refusal is logged once a second, so that no peer fills the disk with log lines.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._repeats = Repeats()
 
-    @asynccontextmanager
-    async def around(self, method: str, context: Context) -> AsyncIterator[None]:
+    def _unary(self, method: str, behaviour: Any) -> Any:
+        async def wrapped(request: Any, context: Context) -> Any:
+            return await self._told(behaviour(request, context), method, context)
+
+        return wrapped
+
+    def _streaming(self, method: str, behaviour: Any) -> Any:
+        async def wrapped(request: Any, context: Context) -> None:
+            await self._told(written(behaviour, request, context), method, context)
+
+        return wrapped
+
+    async def _told(self, call: Awaitable[Any], method: str, context: Context) -> Any:
+        """The result of the call; converts its errors to statuses."""
         try:
-            yield
+            return await call
         except grpc.aio.AbortError:
             raise  # told already
         except grpc.aio.InternalError:
-            log.debug("rpc.client_left", method=method)  # in the middle of a write; nobody is there to be told
+            log.debug("rpc.client_left", method=method)  # in the middle of a write; no caller is left for the error
         except MillraceError as error:
             self._tell(method, error)
             await _abort(method, context, error)
         except Exception:
             # The boundary of the process: the caller must get an answer, and the trace stays here.
-            log.exception("rpc.failed", method=method)
+            log.exception(LogEvent.RPC_FAILED, method=method)
             await _abort(method, context, MillraceError("internal error"))
 
     def _tell(self, method: str, error: MillraceError) -> None:
-        # A stranger is refused whatever method it names, and could name another one each time.
+        # An unauthenticated caller could name another method each time, so these share one kind.
         kind = method if allowed(method) else "unknown"
         if (untold := self._repeats.tell(kind, error.reason)) is not None:
             log.info("rpc.refused", method=method, reason=error.reason, error=error.message, **untold)
@@ -132,7 +162,7 @@ async def _abort(method: str, context: Context, error: MillraceError) -> None:
     try:
         await context.abort_with_status(to_status(error))
     except grpc.aio.InternalError:
-        # The caller left before it could be told. grpc would log this with its trace for everybody who does so.
+        # The caller left before the answer. grpc would log each of these with a traceback.
         log.debug("rpc.client_left", method=method)
         raise asyncio.CancelledError from None
 
@@ -140,7 +170,26 @@ async def _abort(method: str, context: Context, error: MillraceError) -> None:
 class ContextInterceptor(CallInterceptor):
     """Binds the caller's ids to every log line of the call."""
 
-    @asynccontextmanager
-    async def around(self, method: str, context: Context) -> AsyncIterator[None]:
-        with structlog.contextvars.bound_contextvars(**ids_from_metadata(context.invocation_metadata() or ())):
+    def around(self, method: str, context: Context) -> AbstractContextManager[object]:
+        return structlog.contextvars.bound_contextvars(**ids_from_metadata(context.invocation_metadata() or ()))
+
+
+class AccountInterceptor(CallInterceptor):
+    """``activities``: the activity of a method ("/package.Service/Method") or a whole service ("/package.Service/").
+    Other calls, such as GetStatus, are not booked."""
+
+    def __init__(self, account: TimeAccount, activities: Mapping[str, AnyActivity]) -> None:
+        super().__init__()
+        self._account = account
+        self._activities = activities
+
+    @contextmanager
+    def around(self, method: str, context: Context) -> Iterator[None]:
+        service = method[: method.rfind("/") + 1]
+        name = self._activities.get(method) or self._activities.get(service)
+        if name is None:
             yield
+            return
+        with self._account.during(name):
+            yield
+        self._account.beat()

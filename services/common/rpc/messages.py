@@ -1,24 +1,23 @@
-"""The interceptors that keep peers within ``limits``: how often they call, and what their messages may be.
+"""Interceptors that enforce ``limits`` on peers: on the rate of calls and on their messages.
 
-Messages are parsed here and not by gRPC, which tells a message that cannot be parsed as UNKNOWN, and logs its trace: any
-peer could fill the disk. Here it is the peer's mistake, told as such, after everything that may refuse the call without
-looking at the message.
+Messages are parsed here and not by gRPC, which returns UNKNOWN for a message that cannot be parsed, and logs a
+traceback: any peer could fill the disk. Here the fault is an error of the peer, returned as such, after all checks that
+need no message.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from services.common.errors import InvalidRequestError
-from services.common.peers import peer_of_grpc
+from services.common.net.hosts import peer_of_grpc
 from services.common.rpc.interceptors import CallInterceptor, Context, Handler, written
-from services.common.rpc.limits import Limit, limit_of
-from services.common.rpc.rates import Rates
+from services.common.rpc.limits import Limit, Rates, limit_of
 from services.common.security.caller import caller
 
 Parse = Callable[[bytes], Any]
@@ -27,7 +26,7 @@ Parse = Callable[[bytes], Any]
 def peer_of(context: Context) -> str:
     """The caller at its host; without keys, its host. Never its connection: each new one would have new limits."""
     host, known = peer_of_grpc(str(context.peer())), caller.get()
-    # By host: the replicas of a run may share keys, and one machine of them shall not use up what another may.
+    # By host: the replicas of a run may share keys, and one machine must not use up the limit of another.
     return host if known is None else f"{known.name}@{host}"
 
 
@@ -38,25 +37,16 @@ class RateInterceptor(CallInterceptor):
         super().__init__()
         self._rates = rates or Rates()
 
-    @asynccontextmanager
-    async def around(self, method: str, context: Context) -> AsyncIterator[None]:
+    def around(self, method: str, context: Context) -> AbstractContextManager[object]:
         name = method.rpartition("/")[2]
-        with self._rates.call(peer_of(context), name, limit_of(name)):
-            yield
+        return self._rates.call(peer_of(context), name, limit_of(name))
 
 
-class MessageInterceptor(grpc.aio.ServerInterceptor):
+class MessageInterceptor(CallInterceptor):
     """Parses requests and writes responses within the limits on their size. Comes last, next to the servicer."""
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        name = handler_call_details.method.rpartition("/")[2]
+    def _wrap(self, handler: Handler, method: str) -> Handler:
+        name = method.rpartition("/")[2]
         limit = limit_of(name)
         read = _reader(name, limit, handler.request_deserializer)
         write = _writer(name, limit, handler.response_serializer)
@@ -73,7 +63,7 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
 
 def _unary(behaviour: Any, read: Callable[[Any], Any], write: Callable[[Any], bytes]) -> Any:
     async def wrapped(request: Any, context: Context) -> bytes:
-        # Written here and not by gRPC, so that an answer that is too large is told like any other error.
+        # Serialised here and not by gRPC, so that an answer that is too large becomes a structured error.
         return write(await behaviour(read(request), context))
 
     return wrapped

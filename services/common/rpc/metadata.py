@@ -1,6 +1,6 @@
 """The ids that every call carries, so that the logs of two processes can be joined.
 
-They are the ``run`` and ``request`` that the caller has bound to its logs (``services.common.logs.bind``); the server
+They are the ``run`` and ``request`` that the caller has bound to its logs (``services.common.telemetry.logs.bind``); the server
 binds them for as long as the call lasts, so a call made on behalf of a call carries the same request id.
 """
 
@@ -18,7 +18,7 @@ _KEYS = {"run": "x-run-id", "request": "x-request-id"}
 
 
 def call_metadata(run_id: str = "", request_id: str = "") -> Metadata:
-    """Metadata of one call; what is not given is taken from the logs' context, and a request id is made at need."""
+    """Metadata of one call; missing ids come from the logs' context, and a missing request id is created."""
     bound = structlog.contextvars.get_contextvars()
     ids = {
         "run": run_id or str(bound.get("run", "")),
@@ -31,7 +31,7 @@ def call_metadata(run_id: str = "", request_id: str = "") -> Metadata:
 
 
 def completed(metadata: Iterable[tuple[str, Any]] | None) -> tuple[tuple[str, Any], ...]:
-    """What the caller gave, and those ids that it did not give."""
+    """The given metadata, with the missing ids added."""
     given = tuple(metadata or ())
     keys = {key for key, _ in given}
     return given + tuple((key, value) for key, value in call_metadata() if key not in keys)

@@ -22,30 +22,31 @@ from typing import Any
 import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from services.common import hosts
-from services.common.accounts import AccountState
 from services.common.aio import deadline
 from services.common.errors import ConfigError
+from services.common.net import hosts
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.rpc.channel import KEEPALIVE
+from services.common.rpc.client.channel import KEEPALIVE
 from services.common.rpc.credentials import server_credentials
-from services.common.rpc.interceptors import ContextInterceptor, ErrorInterceptor
+from services.common.rpc.interceptors import CallInterceptor, Chain, ContextInterceptor, ErrorInterceptor
 from services.common.rpc.limits import server_options
 from services.common.rpc.messages import MessageInterceptor, RateInterceptor
 from services.common.security import identity
 from services.common.security.binding import check_bind
-from services.common.serde import timestamp_to_proto
-from services.common.serde_accounts import account_to_proto
-from services.common.status import ProcessStatus
+from services.common.telemetry.accounts import AccountState
+from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.status import ProcessStatus
+from services.common.wire.accounts import account_to_proto
+from services.common.wire.records import timestamp_to_proto
 
 log = structlog.get_logger()
 
 STATUS_SERVICE = "millrace.v1.StatusService"
 GRACE_S = 5.0
 STOP_CALLBACK_S = 30.0
-PORT_PATIENCE_S = 5.0  # for a port that whoever was here before has not let go of yet
+PORT_PATIENCE_S = 5.0  # for a port that a previous process has not released yet
 _PORT_LOOK_S = 0.2
 
 Gauges = Callable[[], Mapping[str, float]]
@@ -54,12 +55,12 @@ Accounts = Callable[[], Iterable[AccountState]]
 
 
 class Server:
-    """A gRPC server of one process: with keys over TLS to those it may serve, without keys on loopback only.
+    """A gRPC server of one process: with keys over TLS to permitted roles, without keys on loopback only.
 
     Raises ``ConfigError`` for another bind without keys, for keys of another run, and for a taken port.
 
     ``port_setting`` is the port's path in the recipe, for that error; left out, ``<service>.port``. ``interceptors``
-    come after the server's own: what they raise is told like any other error.
+    come after the server's own: their errors are sent like all others.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Server:
         port: int,
         run_id: str = "",
         port_setting: str = "",
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        interceptors: Sequence[CallInterceptor] = (),
     ) -> None:
         self.identity = identity.current()
         check_bind(service, host, self.identity, run_id)
@@ -80,14 +81,11 @@ class Server:
         self.port = port
         self._port_setting = port_setting or f"{service}.port"
         self._server = grpc.aio.server(
-            interceptors=[
-                ContextInterceptor(),
-                ErrorInterceptor(),
-                *_authentication(self.identity),
-                RateInterceptor(),
-                *interceptors,
-                MessageInterceptor(),
-            ],
+            interceptors=_chained(
+                (ContextInterceptor(), ErrorInterceptor()),
+                _authentication(self.identity),
+                (RateInterceptor(), *interceptors, MessageInterceptor()),
+            ),
             options=[
                 *KEEPALIVE,
                 *server_options(service),
@@ -100,7 +98,7 @@ class Server:
         self._status = _StatusServicer(service, instance_id, run_id)
         self._on_stop: list[Callable[[], Awaitable[None] | None]] = []
         self._stop_requested = asyncio.Event()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, _ByName(self._server))
         self.add(status_pb2_grpc.add_StatusServiceServicer_to_server, self._status, STATUS_SERVICE)
 
     @property
@@ -109,7 +107,7 @@ class Server:
 
     def add(self, add_to_server: Callable[[Any, Any], None], servicer: object, name: str) -> None:
         """Serve a servicer under its full service name."""
-        add_to_server(servicer, self._server)
+        add_to_server(servicer, _ByName(self._server))
         self._names.append(name)
 
     def on_stop(self, callback: Callable[[], Awaitable[None] | None]) -> None:
@@ -126,7 +124,7 @@ class Server:
         self._status.accounts = accounts
 
     def status(self) -> ProcessStatus:
-        """What GetStatus answers, now."""
+        """The present answer of GetStatus."""
         return self._status.now()
 
     async def start(self) -> int:
@@ -134,7 +132,8 @@ class Server:
 
         Waits a little for a port that is taken: a process that is started again may come before its predecessor has gone.
         """
-        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        reflected = reflection.aio.ReflectionServicer([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME])
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, _ByName(self._server))
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         until = time.monotonic() + PORT_PATIENCE_S
         while True:
@@ -143,7 +142,7 @@ class Server:
             await asyncio.sleep(_PORT_LOOK_S)
         self._heed_signals()
         await self._server.start()
-        log.info("server.listening", service=self.service, address=self.address, tls=self.identity is not None)
+        log.info(LogEvent.SERVER_LISTENING, service=self.service, address=self.address, tls=self.identity is not None)
         return self.port
 
     def _bind(self, *, is_last_try: bool) -> bool:
@@ -157,7 +156,7 @@ class Server:
             if not is_last_try and why in (_IN_USE, _WAS_IN_USE):
                 return False
             raise ConfigError(
-                f"{self.service} cannot listen on {self.address}: {why}; stop what holds "
+                f"{self.service} cannot listen on {self.address}: {why}; stop the process that holds "
                 f"the port, or give this service another with {self._port_setting} in the recipe (0 takes a free one)"
             ) from None
         return True
@@ -169,14 +168,14 @@ class Server:
             # The servicer's setter is a coroutine without a wait inside; a task keeps this callable from anywhere.
             _KEEP.add(task := asyncio.ensure_future(self._health.set(name, health_pb2.HealthCheckResponse.SERVING)))
             task.add_done_callback(_KEEP.discard)
-        log.info("server.ready", service=self.service, address=self.address)
+        log.info(LogEvent.SERVER_READY, service=self.service, address=self.address)
 
     def request_stop(self) -> None:
         """Ask for the stop that ``wait_for_stop`` waits for."""
         self._stop_requested.set()
 
     async def wait_for_stop(self) -> None:
-        """Return on SIGTERM, SIGINT or ``request_stop``. No deadline: a service runs until it is told to stop."""
+        """Return on SIGTERM, SIGINT or ``request_stop``. No deadline: a service runs until stopped."""
         await self._stop_requested.wait()
 
     def _heed_signals(self) -> None:
@@ -215,6 +214,23 @@ class Server:
 _IN_USE = "the port is in use"
 _WAS_IN_USE = "the port was in use a moment ago"
 _KEEP: set[asyncio.Future[None]] = set()  # asyncio holds tasks weakly
+
+
+class _ByName:
+    """Collects the methods of a servicer by name.
+
+    Methods that are registered one by one have a pending call each, and grpc.aio waits for all of them anew at every
+    call: with a dozen methods that costs more than a short call itself.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
+        """They are among the generic ones."""
 
 
 class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
@@ -256,7 +272,16 @@ class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
         )
 
 
-def _authentication(who: identity.Identity | None) -> list[grpc.aio.ServerInterceptor]:
+def _chained(
+    before: Sequence[CallInterceptor], authentication: Sequence[CallInterceptor], after: Sequence[CallInterceptor]
+) -> list[grpc.aio.ServerInterceptor]:
+    """As few as possible. Authentication stays one of its own: the refusal of a call needs no handler."""
+    if authentication:
+        return [Chain(before), *authentication, Chain(after)]
+    return [Chain((*before, *after))]
+
+
+def _authentication(who: identity.Identity | None) -> list[CallInterceptor]:
     if who is None:
         return []
     from services.common.rpc.authentication import AuthInterceptor  # and cryptography: for those with keys only

@@ -1,14 +1,14 @@
 """gRPC statuses from our errors and back, from one table.
 
 On the wire: ``google.rpc.Status`` with one ``ErrorInfo{reason, domain "millrace", metadata}``, plus ``RetryInfo``
-where waiting helps. It travels in the trailing metadata, where HTTP/2 peers refuse more than 8 KiB, so long texts are
-cut: the caller must get the right error with half of a message, not another error with none.
+where waiting helps. The error travels in the trailing metadata, where HTTP/2 peers refuse more than 8 KiB, so long
+texts are cut: the caller must get the right error with half of a message, not another error with none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+from types import TracebackType
 
 import grpc
 from google.protobuf import any_pb2
@@ -57,7 +57,7 @@ STATUS_OF: dict[type[MillraceError], grpc.StatusCode] = {
     errors.GraderFailedError: Code.UNAVAILABLE,
 }
 CLASS_OF_REASON: dict[str, type[MillraceError]] = {cls.reason: cls for cls in STATUS_OF}
-# A status without our details: what the transport itself says. A server of ours tells even its bugs with details, so
+# A status without our details comes from the transport. A server of ours adds details even to its bugs, so
 # UNKNOWN ("Stream removed") and INTERNAL (RST_STREAM, a forwarder's answer) are a connection that broke in mid-call.
 CLASS_OF_BARE_STATUS: dict[grpc.StatusCode, type[MillraceError]] = {
     Code.UNAVAILABLE: InfrastructureError,
@@ -69,7 +69,7 @@ CLASS_OF_BARE_STATUS: dict[grpc.StatusCode, type[MillraceError]] = {
 
 
 def to_status(error: MillraceError) -> grpc.Status:
-    """The status that tells this error; an error class without a row of its own is told as its base."""
+    """The status of this error; an error class without a row uses that of its base."""
     code = next(STATUS_OF[cls] for cls in type(error).__mro__ if cls in STATUS_OF)
     metadata = {key: _cut(str(value), METADATA_VALUE_BYTES) for key, value in error.metadata.items()}
     details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))]
@@ -83,7 +83,7 @@ def to_status(error: MillraceError) -> grpc.Status:
 
 
 def from_call(error: grpc.RpcError, peer: str) -> MillraceError:
-    """The error that a failed call tells, as the class that the other side raised."""
+    """The error of a failed call, as the class that the other side raised."""
     status = _details(error)
     if status is not None:
         info, retry_after_s = error_details_pb2.ErrorInfo(), None
@@ -104,13 +104,39 @@ def from_call(error: grpc.RpcError, peer: str) -> MillraceError:
     return CLASS_OF_BARE_STATUS.get(code, MillraceError)(f"{peer}: {code.name}: {message}")
 
 
-@contextmanager
-def translated_errors(peer: str) -> Iterator[None]:
-    """Raise what the peer raised instead of ``grpc.RpcError``; ``peer`` names it for people."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise from_call(error, peer) from None
+class translated_errors:
+    """Raise the peer's error instead of ``grpc.RpcError``; ``peer`` names the peer in messages.
+
+    ``stream`` names the call whose stream the body reads: its cancellation becomes an ``InfrastructureError``. grpc.aio
+    raises ``CancelledError`` in the task that reads, also when the server ended the call with CANCELLED (as one that
+    stops does). Taken for the cancellation of the task itself, it would end a loop that should reconnect.
+    """
+
+    __slots__ = ("_cancelling", "_peer", "_stream")
+
+    def __init__(self, peer: str, stream: str = "") -> None:
+        self._peer = peer
+        self._stream = stream
+        self._cancelling = 0
+
+    def __enter__(self) -> None:
+        if self._stream:
+            self._cancelling = _num_cancellations()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, grpc.RpcError):
+            raise from_call(error, self._peer) from None
+        if self._stream and isinstance(error, asyncio.CancelledError) and _num_cancellations() <= self._cancelling:
+            raise InfrastructureError(f"{self._stream}: the call was cancelled") from None
+
+
+def _num_cancellations() -> int:
+    """Number of pending cancellations of the current task."""
+    task = asyncio.current_task()
+    assert task is not None, "a stream is read in a task"
+    return task.cancelling()
 
 
 def _details(error: grpc.RpcError) -> status_pb2.Status | None:

@@ -1,1 +1,1 @@
-"""Who may call whom: key material of a run, identities, tokens, and the table of who may do what."""
+"""Authentication and authorisation: key material of a run, identities, tokens, and the table of permissions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.common.errors import ConfigError
-from services.common.loopback import is_loopback
+from services.common.net.loopback import is_loopback
 from services.common.security.bundle import VARIABLE
 from services.common.security.identity import Identity
 
@@ -12,7 +12,7 @@ def check_bind(what: str, host: str, identity: Identity | None, run_id: str = ""
     """Raises ``ConfigError`` for a bind that others reach while callers cannot be known, and for another run's keys."""
     if identity is None and not is_loopback(host):
         raise ConfigError(
-            f"{what} may not bind {host} without keys, because then it would take in whoever calls: make them with "
+            f"{what} may not bind {host} without keys, because then any caller would be accepted: make them with "
             f"`millrace keys` and set {VARIABLE} to their directory, or bind loopback with host: 127.0.0.1"
         )
     if identity is not None and run_id and identity.run != run_id:

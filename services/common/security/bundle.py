@@ -1,13 +1,13 @@
-"""The files of one role, which its processes find through ``MILLRACE_KEYS``: a *bundle*.
+"""Reads and writes a *bundle*: the key files of one role, which its processes find through ``MILLRACE_KEYS``.
 
-    ca.pem      the run's authority: whom to trust
-    cert.pem    who this is
-    key.pem     the private key to it
-    token       the same, as a token for those who cannot show a certificate
-    token.pub   checks tokens of others
-    bundle.json how services take callers in
+    ca.pem      the certificate of the run's authority
+    cert.pem    the certificate of the role
+    key.pem     its private key
+    token       the same identity as a token, for clients without a certificate
+    token.pub   verifies tokens of others
+    bundle.json how services authenticate callers
 
-A process needs its own bundle only. ``MILLRACE_KEYS`` names the bundle, or a directory that holds it under the role's
+A process needs its own bundle only. ``MILLRACE_KEYS`` names the bundle, or a directory with a bundle under the role's
 name, as ``millrace keys`` makes them.
 """
 
@@ -41,7 +41,7 @@ FILES = (CA, CERTIFICATE, KEY, TOKEN, TOKEN_PUBLIC, SETTINGS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What the files hold."""
+    """The contents of the files."""
 
     ca: bytes
     certificate: bytes
@@ -88,7 +88,7 @@ def is_there(path: Path) -> bool:
 
 
 def unusable(path: Path | str, error: OSError) -> ConfigError:
-    """What to do about a file of keys that cannot be read. In a container the user is seldom who made the keys."""
+    """The remedy for a key file that cannot be read. In a container the user often differs from the owner of the keys."""
     if isinstance(error, PermissionError):
         user = os.geteuid()
         return ConfigError(
@@ -99,7 +99,7 @@ def unusable(path: Path | str, error: OSError) -> ConfigError:
 
 
 def load(folder: Path) -> Bundle:
-    """Read a bundle. Raises ``ConfigError`` for what is missing, and for secrets that everybody could read."""
+    """Read a bundle. Raises ``ConfigError`` for missing files, and for secrets that are readable by all users."""
     read = {name: _read(folder / name) for name in FILES}
     try:
         settings = json.loads(read[SETTINGS])
@@ -117,11 +117,11 @@ def load(folder: Path) -> Bundle:
 
 
 def save(folder: Path, bundle: Bundle) -> None:
-    """Write a bundle, each file whole: whoever reads meanwhile finds the old one or the new one."""
+    """Write a bundle, each file atomically: a concurrent reader finds the old one or the new one."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
     settings = json.dumps({"client_certificates": bundle.client_certificates}) + "\n"
-    # The certificate last: it is what a running process looks at to notice a renewal.
+    # The certificate last: running processes watch it to notice a renewal.
     write_file(folder / CA, bundle.ca)
     write_file(folder / TOKEN_PUBLIC, bundle.token_public)
     write_file(folder / SETTINGS, settings.encode())

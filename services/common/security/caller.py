@@ -1,4 +1,5 @@
-"""Who makes the call that is being served. Imports nothing heavy: limits and logs ask it in processes without keys too."""
+"""The caller of the request that is being served. No heavy imports: limits and logs use this module in processes
+without keys."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from services.common.security.roles import Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who calls, until when that is so."""
+    """The role of a caller, and its time of expiry."""
 
     role: Role
     name: str

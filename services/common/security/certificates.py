@@ -1,7 +1,8 @@
-"""Certificates of a run: its own authority, and what that signs. ECDSA over P-256; imports ``cryptography``.
+"""Certificates of a run: its own authority, and the certificates signed by the authority. ECDSA over P-256; imports
+``cryptography``.
 
-Role and run are in a URI of the certificate, ``millrace://run/<id>/role/<role>``. Nothing else is trusted than this one
-authority, so a certificate of another run fails in the handshake already, whatever it says.
+Role and run are in a URI of the certificate, ``millrace://run/<id>/role/<role>``. Only this authority is trusted, so a
+certificate of another run fails in the handshake.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who a certificate is for, and when. Times are seconds since the epoch."""
+    """The holder of a certificate and its validity. Times are seconds since the epoch."""
 
     run: str
     role: Role
@@ -63,8 +64,8 @@ def public_part(key: bytes) -> bytes:
     )
 
 
-def make_authority(run: str, now: float, days: float = AUTHORITY_DAYS) -> Pair:
-    """The authority of one run; it signs certificates of processes, and no other authority."""
+def make_authority(run: str, now: float) -> Pair:
+    """The authority of one run; signs certificates of processes, and no other authority."""
     key = make_key()
     private = _private(key)
     name = _name(f"millrace run {run}")
@@ -75,7 +76,7 @@ def make_authority(run: str, now: float, days: float = AUTHORITY_DAYS) -> Pair:
         .public_key(private.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(_moment(now - BACKDATE_S))
-        .not_valid_after(_moment(now + days * 86400))
+        .not_valid_after(_moment(now + AUTHORITY_DAYS * 86400))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs=True), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(private.public_key()), critical=False)
@@ -85,9 +86,9 @@ def make_authority(run: str, now: float, days: float = AUTHORITY_DAYS) -> Pair:
 
 
 def issue(authority: Pair, run: str, role: Role, hosts: Sequence[str], now: float, days: float) -> Pair:
-    """A certificate of one role, with a new key. ``hosts``: names and addresses under which it answers besides loopback.
+    """A certificate of one role, with a new key. ``hosts``: names and addresses of the process besides loopback.
 
-    Raises ``ConfigError`` when it would outlive the authority.
+    Raises ``ConfigError`` if the certificate would outlive the authority.
     """
     signer = x509.load_pem_x509_certificate(authority.certificate)
     if now + days * 86400 > signer.not_valid_after_utc.timestamp():
@@ -128,9 +129,9 @@ def role_uri(run: str, role: Role) -> str:
 
 
 def holder_of(certificate: bytes) -> Holder:
-    """Who a certificate (PEM or DER) is for. Its signature is not checked here: the handshake did, or will.
+    """The holder of a certificate (PEM or DER). Its signature is not checked here: the handshake did, or will.
 
-    Raises ``ConfigError`` for what is no certificate of a run.
+    Raises ``ConfigError`` for anything but a certificate of a run.
     """
     pem = certificate.lstrip().startswith(b"-----")
     try:
@@ -190,7 +191,7 @@ def _moment(seconds: float) -> datetime.datetime:
 
 
 def general_name(host: str) -> x509.GeneralName:
-    """A host as certificates name it. Raises ``ConfigError`` for what is none."""
+    """A host in the form of certificates. Raises ``ConfigError`` for an invalid one."""
     bare = host.strip("[]")
     try:
         return x509.IPAddress(ipaddress.ip_address(bare))

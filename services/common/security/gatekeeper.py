@@ -1,4 +1,4 @@
-"""Who calls: found out from a certificate or a token, allowed or refused by the table of permissions."""
+"""Identifies callers by certificate or token, and checks the table of permissions."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Gatekeeper:
         self._generation = identity.generation
 
     def by_token(self, authorization: str) -> Caller:
-        """Who a header ``Bearer TOKEN`` speaks for. Raises ``UnauthenticatedError``.
+        """The caller of a header ``Bearer TOKEN``. Raises ``UnauthenticatedError``.
 
-        Small calls are as fast as this is: a header that was seen before costs a lookup and a look at the clock.
+        Limits the speed of small calls, so a header that was seen before costs a lookup and a look at the clock.
         """
         found = self._known_as(authorization) or self._keep(authorization, self._holder_of(authorization))
         check_times("the token", found.role, found.begins_at, found.ends_at, self._identity.clock(), leeway_s=LEEWAY_S)
@@ -54,7 +54,8 @@ class Gatekeeper:
         )
 
     def by_certificate(self, certificate: bytes) -> Caller:
-        """Who a certificate (PEM or DER) is of, whose chain the handshake has verified. Raises ``UnauthenticatedError``."""
+        """The holder of a certificate (PEM or DER); the handshake has verified its chain. Raises
+        ``UnauthenticatedError``."""
         digest = hashlib.sha256(certificate).digest()
         found = self._known_as(digest)
         if found is None:
@@ -83,7 +84,7 @@ class Gatekeeper:
         return found
 
     def identify(self, authorization: str | None, certificate: bytes | None) -> Caller:
-        """Who calls, from what was shown. A certificate and a token of different roles are refused.
+        """The caller, from its credentials. A certificate and a token of different roles are refused.
 
         Raises ``UnauthenticatedError`` or ``PermissionDeniedError``.
         """
@@ -112,7 +113,7 @@ class Gatekeeper:
 
 
 def permit(found: Caller, what: str) -> None:
-    """Raises ``PermissionDeniedError`` when the caller's role may not do ``what`` (see ``permissions``)."""
+    """Raise ``PermissionDeniedError`` if the caller's role may not do ``what`` (see ``permissions``)."""
     roles = allowed(what)
     if found.role not in roles:
         who = ", ".join(sorted(role.value for role in roles)) or "nobody"

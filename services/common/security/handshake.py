@@ -1,7 +1,7 @@
-"""Why a peer cannot be spoken to, when keys are the reason.
+"""Finds the reason why a connection to a peer fails because of keys.
 
-grpc only says that a connection failed, and often only that time ran out. So the handshake is made once more, with
-``ssl``, which says what is wrong with it.
+grpc only reports a failed connection, and often only a timeout. So this module repeats the handshake with ``ssl``,
+which reports the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ssl
 import time
 
 from services.common.errors import AccessError, UnauthenticatedError
-from services.common.hosts import host_and_port
+from services.common.net.hosts import host_and_port
 from services.common.security import bundle as files
 from services.common.security.identity import Identity
 from services.common.security.roles import Peer
@@ -28,7 +28,7 @@ _WRONG_NAMES = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_M
 
 
 async def refusal(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) -> AccessError | None:
-    """What is wrong between this process and ``HOST:PORT``; None when it is nothing that keys could mend.
+    """The error of keys between this process and ``HOST:PORT``; None if keys are not the reason.
 
     Takes a few seconds at most.
     """
@@ -46,13 +46,13 @@ def refusal_now(address: str, who: Identity | None, peer: Peer = Peer.MEMBER) ->
             if remaining:
                 time.sleep(_BETWEEN_S)
         except (OSError, ValueError):
-            return None  # nobody is there: not a matter of keys
+            return None  # nothing listens there: keys are not the reason
     assert who is not None
     return _refused(address, "it closed the connection", who)
 
 
 class _ClosedError(Exception):
-    """The server ended the connection right after a good handshake: it refuses us without a word, or it is ending."""
+    """The server ended the connection right after a good handshake: a refusal, or its own end."""
 
 
 def _without_keys(address: str, connection: socket.socket) -> AccessError | None:
@@ -97,7 +97,7 @@ def _with_keys(address: str, connection: socket.socket, who: Identity, peer: Pee
     except OSError as error:
         if talking and who.bundle.client_certificates:
             raise _ClosedError from error
-        return None  # before it showed who it is: a process that is ending, or a forwarder with nobody behind it
+        return None  # before it showed a certificate: a process that is ending, or a forwarder without a target
     return None
 
 
@@ -120,7 +120,8 @@ def _distrusted(address: str, error: ssl.SSLCertVerificationError, who: Identity
     if error.verify_code in _WRONG_NAMES:
         _, _, role = _validity(address)
         return UnauthenticatedError(
-            f"{address} is {role}, not {peer.value}: the address is wrong, or somebody answers in its place", why="peer"
+            f"{address} is {role}, not {peer.value}: the address is wrong, or another service answers in its place",
+            why="peer",
         )
     return UnauthenticatedError(
         f"{address} has a certificate that this run's authority did not sign ({error.verify_message}): it belongs to "
@@ -143,7 +144,7 @@ def _refused(address: str, said: str, who: Identity) -> AccessError:
 
 
 def _validity(address: str) -> tuple[float, float, str]:
-    """From when to when the certificate at an address is valid, and whose it is; it need not be one to trust."""
+    """The validity and the holder of the certificate at an address; trust is not checked."""
     from services.common.errors import ConfigError
     from services.common.security.certificates import holder_of
 
@@ -159,7 +160,7 @@ def _validity(address: str) -> tuple[float, float, str]:
 
 
 def _anyone() -> ssl.SSLContext:
-    """Trusts whoever answers: for looking, never for talking."""
+    """A context that trusts any peer: to read its certificate, never to exchange data."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False

@@ -1,9 +1,9 @@
-"""Who this process is in its run: loaded once at its start, found by all that serves or calls.
+"""The identity of this process in its run: loaded once at its start, used by all servers and clients.
 
     identity.configure(Role.INFERENCE)      # once, in __main__: reads MILLRACE_KEYS
     identity.current()                      # None: no keys, so loopback only, and plain
 
-Files that were renewed are read again by themselves, so keys are rotated without a restart.
+Renewed files are read again automatically, so keys are rotated without a restart.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Identity:
         return self._bundle
 
     def refresh(self) -> None:
-        """Read renewed files now. Keys that cannot be read, or of another role, change nothing, and are logged."""
+        """Read renewed files now. Unreadable keys, or keys of another role, are logged and ignored."""
         try:
             stamp = self._stamp()
             if stamp == self._seen:
@@ -102,7 +102,8 @@ class Identity:
         return loaded, holder
 
     def _check_token(self, loaded: Bundle, holder: Holder) -> None:
-        """That the token is one, of this run, and that the key beside it checks it; its times are told when it is used."""
+        """Check that the token is valid in form, of this run, and signed by the key beside it; its times are checked at
+        use."""
         from services.common.security import tokens
 
         try:
@@ -131,11 +132,11 @@ _current: Identity | None = None
 
 
 def configure(*roles: Role, environment: Mapping[str, str] = os.environ) -> Identity | None:
-    """Take the identity that ``MILLRACE_KEYS`` names, as the role that this process plays; None without keys.
+    """Load the identity that ``MILLRACE_KEYS`` names, for the role of this process; None without keys.
 
-    Of several roles the first is taken whose keys are there.
+    Of several roles the first one with keys is taken.
 
-    Raises ``ConfigError`` for keys that cannot be used, or are another role's.
+    Raises ``ConfigError`` for keys that cannot be used, or that belong to another role.
     """
     global _current
     where = environment.get(files.VARIABLE, "")
@@ -156,13 +157,13 @@ def load(where: Path, *roles: Role) -> Identity:
 
 
 def current() -> Identity | None:
-    """Who this process is; None when it has no keys."""
+    """The identity of this process; None without keys."""
     return _current
 
 
 @contextmanager
 def used(identity: Identity | None) -> Iterator[None]:
-    """For as long as this lasts, the process is somebody else: for tests, and for tools that play several."""
+    """Use another identity in the body of this ``with``: for tests, and for tools that have several."""
     global _current
     before, _current = _current, identity
     try:

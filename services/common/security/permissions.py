@@ -1,6 +1,6 @@
-"""Who may call what: every RPC and every group of HTTP routes, in this one table. What is not in it is nobody's.
+"""The table of permissions: which roles may call each RPC and each group of HTTP routes. Unlisted methods are denied.
 
-A test compares it with all protos, so that a new RPC cannot be forgotten.
+A test compares the table with all protos, so that a new RPC cannot be forgotten.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ RPCS: dict[str, dict[str, Iterable[Role]]] = {
     "millrace.v1.PoolService": {
         "JoinPool": {Role.INFERENCE},
         "ReportReplica": {Role.INFERENCE},
+        "StreamReports": {Role.INFERENCE},
         "StreamTrajectories": {Role.INFERENCE},
         "JoinGateway": {Role.ENVGATEWAY},  # which learns from it that the run has ended, and nothing else of the run
     },
@@ -34,12 +35,18 @@ RPCS: dict[str, dict[str, Iterable[Role]]] = {
         "CloseEpisode": {Role.INFERENCE, Role.OPERATOR},
         "ListEnvironments": {Role.INFERENCE, *_LOOKING},
     },
-    "millrace.v1.CodeExecutionService": {"ExecuteCode": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR}},
+    "millrace.v1.CodeExecutionService": {
+        "ExecuteCode": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
+        "ExecuteCodes": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
+    },
     "millrace.v1.JudgeService": {
         "Judge": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
         "JudgeBatch": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
     },
-    "millrace.v1.RewardService": {"ComputeReward": {Role.INFERENCE, Role.OPERATOR}},
+    "millrace.v1.RewardService": {
+        "ComputeReward": {Role.INFERENCE, Role.OPERATOR},
+        "ComputeRewards": {Role.INFERENCE, Role.OPERATOR},
+    },
     "millrace.v1.RunService": {
         "GetRun": {Role.INFERENCE, Role.TRAINER, *_LOOKING},  # how a joining process learns its settings
         "WatchRun": _LOOKING,
@@ -49,7 +56,7 @@ RPCS: dict[str, dict[str, Iterable[Role]]] = {
         "DrainReplica": {Role.OPERATOR},
         "StartEvaluation": {Role.OPERATOR},
     },
-    # A replica asks its gateway whether it lives, a trainer its publisher.
+    # A replica polls the status of its gateway, a trainer that of its publisher.
     "millrace.v1.StatusService": {"GetStatus": {*_LOOKING, Role.ORCHESTRATOR, Role.INFERENCE, Role.TRAINER}},
     # A container is probed with the bundle of its own process.
     "grpc.health.v1.Health": {"Check": {*SERVICES, *_LOOKING}, "List": _LOOKING, "Watch": _LOOKING},
@@ -62,6 +69,7 @@ HTTP: dict[str, Iterable[Role]] = {
     "judge": {Role.CLIENT, Role.OPERATOR},
     "task_server": {Role.CLIENT, Role.OPERATOR},
     "metrics": _LOOKING,
+    "page": _LOOKING,
 }
 
 _ALLOWED: dict[str, frozenset[Role]] = {

@@ -1,8 +1,8 @@
-"""The roles of a run, least privilege each, and the names under which those who serve are known.
+"""The roles of a run, with least privilege each, and the names of servers in certificates.
 
-A certificate is checked for what its holder *is* (``orchestrator.millrace.internal``), not for where it runs: addresses
-change, and a replica that answers at the orchestrator's address is still no orchestrator. Names of hosts are in the
-certificates beside these, for clients of others (``millrace keys --host``). Imports nothing heavy.
+A certificate is checked for the role of its holder (``orchestrator.millrace.internal``), not for its address: addresses
+change, and a replica at the orchestrator's address is still no orchestrator. Host names are also in the certificates,
+for other clients (``millrace keys --host``). No heavy imports.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ DOMAIN = "millrace.internal"
 
 
 class Role(Enum):
-    """What the holder of a certificate or a token is in a run."""
+    """The role of the holder of a certificate or a token in a run."""
 
     ORCHESTRATOR = "orchestrator"
     INFERENCE = "inference"
@@ -34,7 +34,7 @@ WHAT_FOR: dict[Role, str] = {
     Role.TRAINER: "trainers: pull batches, announce versions",
     Role.PUBLISHER: "weight publishers, started by trainers",
     Role.ENVGATEWAY: "environments, judge, sandbox",
-    Role.OPERATOR: "people who run it: watch, pause, stop",
+    Role.OPERATOR: "people: watch, pause, stop the run",
     Role.VIEWER: "people and dashboards that only look",
     Role.AGENT: "agent frameworks: the OpenAI-compatible endpoint only",
     Role.CLIENT: "other frameworks: judge and task server only",
@@ -42,7 +42,7 @@ WHAT_FOR: dict[Role, str] = {
 
 
 class Peer(Enum):
-    """Whom a caller means to reach; the certificate of who answers must have this name."""
+    """The service that a caller wants to reach; the peer's certificate must have this name."""
 
     MEMBER = "member"  # any process of the run that serves
     ORCHESTRATOR = "orchestrator"
@@ -61,4 +61,4 @@ PEERS_OF: dict[Role, tuple[Peer, ...]] = {
     Role.PUBLISHER: (Peer.MEMBER, Peer.WEIGHTS),
     Role.ENVGATEWAY: (Peer.MEMBER, Peer.ENVGATEWAY),
 }
-"""What the certificate of each role may answer as. Roles that serve nothing are not in it."""
+"""Names for which the certificate of each role is valid. Roles without a server are absent."""

@@ -1,4 +1,4 @@
-"""Whether the time of a certificate or token is now, told so that two differing clocks are noticed."""
+"""Checks the validity period of a certificate or token, with messages that reveal two differing clocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEEWAY_S = 60.0  # by which clocks of two machines may differ
 
 
 def check_times(what: str, role: Role, begins_at: float, ends_at: float, now: float, *, leeway_s: float) -> None:
-    """Raises ``UnauthenticatedError`` that says when it was valid, what the clock here says, and what to do."""
+    """Raise ``UnauthenticatedError`` with the validity period, the local time, and the remedy."""
     if now > ends_at + leeway_s:
         raise UnauthenticatedError(
             f"{what} of role {role.value} expired at {moment(ends_at)} (the clock here says {moment(now)}): make new "

@@ -1,6 +1,6 @@
-"""Run tokens: a role in one run until a moment, signed with the run's token key (JWT, ES256).
+"""Run tokens: a role in one run until an expiry, signed with the run's token key (JWT, ES256).
 
-Who checks a token holds the public key only, so no service can make one. Imports ``jwt`` (PyJWT).
+Services hold the public key only, so none can create a token. Imports ``jwt`` (PyJWT).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.common.security.times import LEEWAY_S, check_times
 
 TOKEN_BYTES = 4096  # a longer one is refused unread
 LONGEST_S = 10 * 366 * 86_400.0  # between a token's times; it cannot be revoked, so it must end
-_LAST = 253_402_300_799  # 9999-12-31 23:59:59 UTC: what is beyond is no time
+_LAST = 253_402_300_799  # 9999-12-31 23:59:59 UTC, the last valid time
 
 _ISSUER = "millrace"
 _ALGORITHM = "ES256"
@@ -24,7 +24,7 @@ _ALGORITHM = "ES256"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """What a token says. Times are seconds since the epoch."""
+    """The claims of a token. Times are seconds since the epoch."""
 
     run: str
     role: Role
@@ -34,7 +34,7 @@ class Claims:
 
 
 def mint(key: bytes, run: str, role: Role, now: float, hours: float) -> str:
-    """A new token; ``key`` is the run's private token key, PEM. Raises ``ConfigError`` for one that nobody would take."""
+    """Create a token; ``key`` is the run's private token key, PEM. Raises ``ConfigError`` for an invalid validity."""
     if not 0 <= hours * 3600 <= LONGEST_S:
         raise ConfigError(f"a token for {hours:g} hours is not taken anywhere: at most {LONGEST_S / 3600:.0f} hours")
     claims = {
@@ -49,14 +49,14 @@ def mint(key: bytes, run: str, role: Role, now: float, hours: float) -> str:
 
 
 def read(token: str) -> Claims:
-    """What a token says, its signature and times unchecked: for its own bearer, and for people."""
+    """The claims of a token, without checking signature and times: for its own bearer, and for display."""
     return _claims(token, None)
 
 
 def check(token: str, public_key: bytes, run: str, now: float) -> Claims:
-    """What a token says, when it is this run's and its time is now.
+    """The claims of a token, if valid now and of this run.
 
-    Raises ``UnauthenticatedError`` without any part of the token in it.
+    Raises ``UnauthenticatedError``, which has no part of the token.
     """
     claims = _claims(token, public_key)
     if claims.run != run:

@@ -1,19 +1,23 @@
 """The bulk plane's sending end: payloads over a ZeroMQ ROUTER on TCP, for bearers of tickets.
 
-Nothing is sent that was not asked for (``bulk_frames``), and one receiver has at most ``WINDOW`` open requests, so a
-slow one holds a bounded number of frames, which are views of the payload, not copies. ZeroMQ's own I/O thread moves the
+The server only sends requested ranges (``bulk_socket``), and one receiver has at most ``WINDOW`` open requests, so a slow
+receiver holds a bounded number of frames, which are views of the payload, not copies. ZeroMQ's own I/O thread moves the
 bytes; this module runs on the event loop, woken by the socket's descriptor, and spends some ten microseconds per MiB.
-A wrong ticket or a garbage frame is answered with an error and changes nothing for others.
+The answer to a wrong ticket or a garbage frame is an error; other receivers are unaffected.
 
-In a run with keys the socket speaks CURVE, with a key pair of this process that the control channel hands out beside
-the ticket: who has no ticket of ours never got the key either, and does not get through the handshake. Without keys the
-socket binds loopback only, and is plain.
+In a run with keys the socket uses CURVE, with a key pair of this process. The control channel hands out the public key with
+the ticket: a peer without a ticket has no key either, and fails the handshake. Without keys the socket binds loopback only,
+in plain text.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
@@ -25,37 +29,89 @@ from services.common.errors import (
     DeadlineError,
     InvalidRequestError,
     MillraceError,
+    NotFoundError,
     OffsetOutOfRangeError,
 )
-from services.common.hosts import address, bracketed
-from services.common.loopback import is_loopback
-from services.common.repeats import Repeats
-from services.common.transfer.bulk_curve import HANDSHAKE_BYTES, new_keys
-from services.common.transfer.bulk_frames import (
+from services.common.net.hosts import address, bracketed
+from services.common.net.loopback import is_loopback
+from services.common.telemetry.repeats import Repeats
+from services.common.transfer.bulk_socket import (
+    HANDSHAKE_BYTES,
     REQUEST_BYTES,
+    TICKET_BYTES,
     WINDOW,
     BulkRequest,
     Kind,
     Operation,
+    Socket,
+    descriptor,
     encode_answer,
+    has_input,
+    new_keys,
 )
 from services.common.transfer.sending import CHUNK_BYTES, SendBudget
-from services.common.transfer.source import PayloadReader
-from services.common.transfer.tickets import TICKET_S, Tickets
-from services.common.transfer.zmq_loop import Socket, descriptor, has_input
+from services.common.transfer.source import PayloadReader, PayloadSource
 
 log = structlog.get_logger()
 
 BULK_FROM_BYTES = 4 << 20  # below it, opening another connection takes longer than it saves
 
-_HIGH_WATER = 2 * WINDOW  # frames per receiver inside ZeroMQ, also of one that asks for more than it may
-_FULL_S = 0.002  # before another try when that many wait
+TICKET_S = 60.0  # lifetime of a ticket without use
+MOST_TICKETS = 4096  # the oldest unused goes first
+
+_HIGH_WATER = 2 * WINDOW  # frames per receiver inside ZeroMQ, also for receivers that exceed WINDOW
+_FULL_S = 0.002  # retry interval when the queue is full
 _DRAIN_AT_ONCE = 64  # requests read before others get their turn on the event loop
 
 
 @dataclass(slots=True)
+class Ticket:
+    """The payload that a bearer may read."""
+
+    source: PayloadSource
+    payload_id: str
+    expires_at: float
+
+
+class Tickets:
+    """The valid tickets: random, each for one payload. Their bearers may read that payload over the bulk socket."""
+
+    def __init__(self, lifetime_s: float = TICKET_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lifetime_s = lifetime_s
+        self._clock = clock
+        self._tickets: OrderedDict[bytes, Ticket] = OrderedDict()  # the one that expires first comes first
+
+    def give(self, source: PayloadSource, payload_id: str) -> bytes:
+        """A ticket for one payload."""
+        self._drop_expired()
+        while len(self._tickets) >= MOST_TICKETS:
+            self._tickets.popitem(last=False)
+        secret = secrets.token_bytes(TICKET_BYTES)
+        self._tickets[secret] = Ticket(source, payload_id, self._clock() + self._lifetime_s)
+        return secret
+
+    def use(self, secret: bytes) -> Ticket:
+        """The payload of the ticket; a use renews the ticket. Raises ``NotFoundError`` for a wrong or expired one."""
+        self._drop_expired()
+        ticket = self._tickets.get(secret)
+        if ticket is None:
+            raise NotFoundError("the ticket is unknown or has expired: ask for the manifest again")
+        ticket.expires_at = self._clock() + self._lifetime_s
+        self._tickets.move_to_end(secret)
+        return ticket
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def _drop_expired(self) -> None:
+        now = self._clock()
+        while self._tickets and next(iter(self._tickets.values())).expires_at <= now:
+            self._tickets.popitem(last=False)
+
+
+@dataclass(slots=True)
 class _Session:
-    """One receiver with one ticket: its requests are served in order by a task of its own."""
+    """One receiver with one ticket. A task serves its requests in order."""
 
     peer: bytes
     ticket: bytes
@@ -131,7 +187,7 @@ class BulkServer:
         return len(self._sessions)
 
     def _drain(self) -> None:
-        """Read the requests that have come. The descriptor tells of news once, so also called after every send."""
+        """Read the pending requests. The descriptor signals once, so this is also called after every send."""
         for _ in range(_DRAIN_AT_ONCE):
             if self._socket is None or not has_input(self._socket):
                 return
@@ -149,9 +205,7 @@ class BulkServer:
 
     def _take(self, peer: bytes, request: BulkRequest) -> None:
         session = self._sessions.get((peer, request.ticket))
-        if (
-            request.operation is Operation.BYE
-        ):  # the ticket stays: its bearer may be fetching another range, or be about to
+        if request.operation is Operation.BYE:  # the ticket stays: the receiver may fetch another range, now or later
             if session is not None and session.task is not None:
                 session.task.cancel()
             return
@@ -160,7 +214,7 @@ class BulkServer:
             session = _Session(peer=peer, ticket=request.ticket, reader=ticket.source.open(ticket.payload_id))
             self._sessions[peer, request.ticket] = session
             task = asyncio.get_running_loop().create_task(self._serve(session), name="bulk.session")
-            # Not a ``finally`` of the task: one that is cancelled before its first step never gets there.
+            # Not a ``finally`` of the task: a task that is cancelled before its first step never runs that block.
             task.add_done_callback(lambda ended: self._end(session, ended))
             session.task = task
         if request.offset + request.size_bytes > session.reader.size_bytes:
@@ -169,7 +223,7 @@ class BulkServer:
                 f"{session.reader.size_bytes} bytes"
             )
         if not 0 < request.size_bytes <= CHUNK_BYTES or session.requests.qsize() >= WINDOW:
-            raise InvalidRequestError(f"more is asked for at once than {WINDOW} requests of up to {CHUNK_BYTES} bytes")
+            raise InvalidRequestError(f"too many open requests: at most {WINDOW}, each of up to {CHUNK_BYTES} bytes")
         session.requests.put_nowait(request)
 
     async def _serve(self, session: _Session) -> None:
@@ -201,7 +255,7 @@ class BulkServer:
             data = await session.reader.read(offset, min(end - offset, self._budget.chunk_bytes))
             await self._budget.take(len(data), "bulk")
             async with deadline(self._idle_s, "room for the next frame of a bulk receiver"):
-                # Polled: ZeroMQ does not tell when one of many receivers has room.
+                # Polled: ZeroMQ does not signal when one of many receivers has room.
                 while not self._put(session.peer, encode_answer(Kind.DATA, offset), data):  # noqa: ASYNC110
                     await asyncio.sleep(_FULL_S)
             offset += len(data)

@@ -1,6 +1,6 @@
-"""How much one sender sends: a token bucket and a counter that all its transports share.
+"""Limits the send rate of one sender: a token bucket and a counter that all its transports share.
 
-Knows nothing about what is sent, or over what.
+Independent of contents and transports.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import asyncio
 import time
 from collections import Counter
 
-CHUNK_BYTES = 1 << 20  # what gRPC and ZeroMQ move fastest; larger gRPC messages are slower again
+CHUNK_BYTES = 1 << 20  # the fastest size for gRPC and ZeroMQ; larger gRPC messages are slower
 
 _BURST_S = 0.1  # of unused rate that may be caught up
-_CHUNK_S = 0.05  # a chunk of a slow sender lasts this long: its receivers take turns, and many think none stands still
+_CHUNK_S = 0.05  # duration of a chunk of a slow sender: short turns, so that no receiver detects a stall
 _SMALLEST_CHUNK = 16 << 10
 
 
@@ -33,7 +33,7 @@ class SendBudget:
         return max(_SMALLEST_CHUNK, min(CHUNK_BYTES, int(self._bytes_per_s * _CHUNK_S)))
 
     async def take(self, num_bytes: int, transport: str) -> None:
-        """Wait for the turn of these bytes, and count them. No deadline: the rate bounds it, the receiver has one."""
+        """Wait for the turn of these bytes, and count them. No deadline: the rate bounds the wait, the receiver has one."""
         if self._bytes_per_s:
             begin = max(self._free_at, time.monotonic() - _BURST_S)
             self._free_at = begin + num_bytes / self._bytes_per_s

@@ -1,27 +1,34 @@
-"""``WeightService`` over one or several ``PayloadSource``s, by policy: convert, call, convert.
+"""``WeightService`` and its bulk socket over one or several ``PayloadSource``s, by policy: convert, call, convert.
 
-Used by publishers (their store) and by replicas that relay. What else the receiver may use beside gRPC chunks, a
-mapped file or the bulk socket, is offered with the manifest.
+Used by publishers (their store) and by replicas that relay. The manifest offers the other transports of the receiver
+beside gRPC chunks: a mapped file or the bulk socket.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import structlog
 
 from services.common.errors import NotFoundError, OffsetOutOfRangeError, UnknownPolicyError
+from services.common.net.hosts import host_identity
 from services.common.pb import weights_pb2, weights_pb2_grpc
-from services.common.serde_weights import payload_to_proto
+from services.common.rpc.server import Server
 from services.common.transfer.bulk_server import BulkServer
-from services.common.transfer.host import host_identity
 from services.common.transfer.sending import SendBudget
-from services.common.transfer.serde_requests import payload_request_from_proto, transports_from_proto
 from services.common.transfer.source import PayloadSource
 from services.common.weights.manifest import Payload
+from services.common.weights.not_ready import PayloadNotReadyError
+from services.common.wire.weights import (
+    not_ready_to_proto,
+    payload_request_from_proto,
+    payload_to_proto,
+    transports_from_proto,
+)
 
 log = structlog.get_logger()
 
@@ -29,7 +36,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
-    """``sources`` may gain and lose policies while it serves."""
+    """Serves ``sources``, by policy; policies may be added and removed while the servicer runs."""
 
     def __init__(
         self, sources: Mapping[str, PayloadSource], budget: SendBudget | None = None, bulk: BulkServer | None = None
@@ -45,10 +52,15 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         if source is None:
             raise UnknownPolicyError(f"served here: {sorted(self._sources)}; not {request.policy!r}")
         # In a thread: a delta of a large model takes seconds to encode, and others are being served.
-        payload = await asyncio.to_thread(source.payload, payload_request_from_proto(request))
-        response = payload_to_proto(payload)
         transports = transports_from_proto(request)
-        if "mapped" in transports and request.host and request.host == host_identity():
+        can_map = "mapped" in transports and bool(request.host) and request.host == host_identity()
+        try:
+            asked = replace(payload_request_from_proto(request), can_map=can_map)
+            payload = await asyncio.to_thread(source.payload, asked)
+        except PayloadNotReadyError as error:
+            return not_ready_to_proto(error)
+        response = payload_to_proto(payload)
+        if can_map:
             _offer_mapped(source, payload, response)
         if "bulk" in transports and self._bulk is not None and payload.size_bytes >= self._bulk.from_bytes:
             response.bulk.endpoint = self._bulk.endpoint
@@ -77,8 +89,24 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
             reader.close()
 
 
+async def add_weight_service(
+    server: Server, sources: Mapping[str, PayloadSource], *, send_bytes_per_s: float = 0.0, bulk_wanted: bool = True
+) -> WeightServicer:
+    """Serve these sources, by policy, within one send budget. Call before ``server.start``; stops with the server."""
+    budget = SendBudget(send_bytes_per_s)
+    bulk = None
+    if bulk_wanted:  # else the recipe's transports leave it out, and no socket is opened
+        host = "127.0.0.1" if server.host == "localhost" else server.host
+        bulk = BulkServer(budget, host=host, encrypted=server.identity is not None)
+        await bulk.start()
+        server.on_stop(bulk.stop)
+    servicer = WeightServicer(sources, budget, bulk)
+    server.add(weights_pb2_grpc.add_WeightServiceServicer_to_server, servicer, "millrace.v1.WeightService")
+    return servicer
+
+
 def source_of(payload_id: str, sources: Mapping[str, PayloadSource]) -> PayloadSource:
-    """Whose payload it is: a payload's name begins with its policy's."""
+    """The source of a payload: a payload's name begins with its policy's."""
     found = _longest(policy for policy in sources if payload_id.startswith(f"{policy}:"))
     if found is None:
         raise NotFoundError(f"payload {payload_id!r} is of none of {sorted(sources)}: ask for the manifest again")
@@ -92,7 +120,7 @@ def _longest(names: Iterable[str]) -> str | None:
 def _offer_mapped(source: PayloadSource, payload: Payload, response: weights_pb2.GetManifestResponse) -> None:
     try:
         reader = source.open(payload.payload_id)
-    except NotFoundError as error:  # it went between the two calls; the receiver will hear the same
+    except NotFoundError as error:  # dropped between the two calls; the receiver will get the same error
         log.info("mapped.not_offered", payload=payload.payload_id, error=error.message)
         return
     try:

@@ -1,4 +1,4 @@
-"""What the server side of ``WeightService`` asks of whoever holds weights: a publisher's store, or a relay.
+"""The interface of holders of weights (a publisher's store, or a relay) to the server side of ``WeightService``.
 
 Protocols and small records; no gRPC, no ZeroMQ, no data of their own.
 
@@ -11,26 +11,10 @@ A payload's name is global: the same name is the same bytes, here and at every r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from services.common.weights.manifest import BaseVersion, Payload
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PayloadRequest:
-    """What a receiver wants, and what it can take.
-
-    >>> PayloadRequest(run_id="r", policy="model0", version=7).base is None
-    True
-    """
-
-    run_id: str
-    policy: str
-    version: int
-    base: BaseVersion | None = None  # held by the receiver; None asks for the full snapshot
-    link_bytes_per_s: float = 0.0  # as the receiver measured it; 0 when unknown
+from services.common.weights.manifest import Payload, PayloadRequest
 
 
 class PayloadReader(Protocol):
@@ -45,13 +29,13 @@ class PayloadReader(Protocol):
         Waits where these bytes have not been received yet.
 
         Raises:
-            DeadlineError: they did not come.
-            NotFoundError: they never will.
+            DeadlineError: the bytes did not arrive in time.
+            NotFoundError: the bytes will never arrive.
         """
         ...
 
     def file(self) -> tuple[Path, int] | None:
-        """Path and begin of the payload when it lies whole in a file that others may map; None otherwise."""
+        """Path and offset of the payload in a file that other processes may map; None without a complete file."""
         ...
 
     def close(self) -> None:
@@ -60,24 +44,25 @@ class PayloadReader(Protocol):
 
 
 class PayloadSource(Protocol):
-    """One policy's weights as somebody holds them."""
+    """The weights of one policy, at one holder."""
 
     def payload(self, request: PayloadRequest) -> Payload:
-        """What to fetch to hold the version. Called in a thread: encoding may take seconds.
+        """The payload to fetch for a version. Called in a thread: encoding may take seconds.
 
         Raises:
-            VersionUnavailableError: another run's version, or one that is not held.
-            BaseUnavailableError: the base is not held with that digest; ask without one.
+            PayloadNotReadyError: encoding takes longer than the request's ``wait_s``.
+            VersionUnavailableError: a version of another run, or an unknown one.
+            BaseUnavailableError: no base with that digest; ask without a base.
         """
         ...
 
     def open(self, payload_id: str) -> PayloadReader:
-        """Lease a payload. ``NotFoundError`` when it is gone: the receiver asks for the manifest again."""
+        """Lease a payload. ``NotFoundError`` when the payload was dropped: the receiver asks for the manifest again."""
         ...
 
 
 class MemoryReader:
-    """A payload that lies whole in memory (a mapped file, or bytes), and what ends its lease."""
+    """A payload that is whole in memory (a mapped file, or bytes), and the function that ends its lease."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The lossless delta codec: two tensors of the same shape and dtype in, the bytes of their difference out, and back.
+"""The lossless delta codec: encodes the difference of two tensors of the same shape and dtype, and decodes the bytes.
 
 A tensor is cut into chunks of 2**20 elements. Unchanged chunks take no space. Each other chunk has a record
 
@@ -6,67 +6,63 @@ A tensor is cut into chunks of 2**20 elements. Unchanged chunks take no space. E
 
 and takes the cheapest of
 
-- sparse: gaps between changed positions, and the steps there (``sparse``);
-- context: the same, counted and coded within classes of the old value's magnitude (``context``); the body is empty,
-  because these changes are coded once for the whole tensor, before the records. Only in the small profile, and only
-  where it takes fewer bytes than the sparse form of the same chunks;
+- sparse: gaps between changed positions, and the steps there (``planes``);
 - dense: the step of every element, in byte planes;
 - raw: the new elements.
 
-A step is the number of representable values from the old element to the new one (``steps``). Planes go through zstd's
-entropy coder where that pays (``planes``). A coded tensor begins with its format: 1 is records; 2 is the context part,
-then records. Integers have no magnitudes to be classed by and always take format 1.
+A step is the number of representable values from the old element to the new one (``elements``). Planes go through zstd's
+entropy coder if that saves bytes (``planes``). The first byte of a coded tensor is its format, which is 1.
 
-Knows nothing about tensors' names, versions or digests; the caller verifies results.
+Consecutive deltas of one tensor merge into one, from the newest version's bits alone: elements that no delta changes are the
+same in the base and in the newest version. Steps wrap, so stepping back all deltas from the newest bits, in any order, gives
+exactly the base. Only raw chunks have no steps: a chunk that is raw in any delta is sent with its newest elements, for which
+no base is needed.
+
+Independent of tensors' names, versions and digests; the caller verifies results.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from services.common.errors import CorruptDataError
-from services.common.weights.classes import has_classes
-from services.common.weights.context import MAX_SHARE, ContextDecoder, ContextEncoder
-from services.common.weights.dtypes import Bits, element_type
-from services.common.weights.manifest import Profile
-from services.common.weights.planes import PlaneReader
-from services.common.weights.sparse import (
+from services.common.weights.elements import Bits, element_type, step_back, step_forward, zigzagged_steps
+from services.common.weights.planes import (
+    PlaneReader,
     pack_columns,
     pack_positions,
     pack_steps,
+    scatter,
+    true_positions,
     unpack_columns,
     unpack_positions,
     unpack_steps,
 )
-from services.common.weights.steps import step_forward, zigzagged_steps
 
 CHUNK_ELEMENTS = 1 << 20
 
-_RECORDS, _WITH_CONTEXT = 1, 2  # first byte of every coded tensor
+_FORMAT = 1  # first byte of every coded tensor
 _RECORD = struct.Struct("<IBxxxI")  # chunk index, method, number of changes
+_BLOCK = 1 << 17  # elements that are compared at once
+_DENSE_FROM = 0.9  # bits of positions per element, below which dense is not tried
 _SPARSE_UP_TO = 0.5  # changed share above which sparse is never the cheapest
-_DENSE_FROM = MAX_SHARE  # changed share below which dense is never the cheapest
-# Classes cost a few bytes per chunk, and time per element whether it changed or not.
-_CONTEXT_FROM = 16  # changes in a chunk below which that does not pay,
-_CONTEXT_FROM_SHARE = 1 / 2048  # and their share in it
 
 
 class Method(enum.IntEnum):
     SPARSE = 1
     DENSE = 2
     RAW = 3
-    CONTEXT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkChange:
-    """New absolute values of one chunk, so that writing them twice does no harm."""
+    """New absolute values of one chunk: ``write_to`` is idempotent."""
 
     start: int  # first element of the chunk
     positions: npt.NDArray[np.intp] | None  # ascending, from ``start``; None when ``values`` covers the chunk
@@ -77,7 +73,7 @@ class ChunkChange:
         if self.positions is None:
             target[self.start : self.start + len(self.values)] = self.values
         else:
-            target[self.start : self.start + CHUNK_ELEMENTS][self.positions] = self.values
+            scatter(target[self.start : self.start + CHUNK_ELEMENTS], self.positions, self.values)
 
     @property
     def size_bytes(self) -> int:
@@ -86,18 +82,18 @@ class ChunkChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSteps:
-    """One chunk of a delta as it is coded, for which no base is needed."""
+    """One chunk of a delta in coded form, independent of the base."""
 
     start: int
     positions: npt.NDArray[np.intp] | None  # None when ``steps`` covers the chunk
     steps: Bits | None  # zigzagged; None for a raw chunk, whose new elements are the receiver's already
 
 
-def encode_tensor(old: Bits, new: Bits, dtype: str, profile: Profile = Profile.FAST) -> bytes:
+def encode_tensor(old: Bits, new: Bits, dtype: str) -> bytes:
     """The difference of two flat arrays of bits; empty when there is none."""
     if old.shape != new.shape or old.dtype != new.dtype:
         raise ValueError(f"a delta needs equal tensors, not {old.shape} {old.dtype} and {new.shape} {new.dtype}")
-    encoder = TensorEncoder(dtype, profile, len(new))
+    encoder = TensorEncoder(dtype)
     for start in range(0, len(new), CHUNK_ELEMENTS):
         encoder.add(start, old[start : start + CHUNK_ELEMENTS], new[start : start + CHUNK_ELEMENTS])
     return encoder.finish()
@@ -106,7 +102,7 @@ def encode_tensor(old: Bits, new: Bits, dtype: str, profile: Profile = Profile.F
 def decode_tensor(old: Bits, data: bytes | memoryview, dtype: str) -> Iterator[ChunkChange]:
     """The changes, chunk by chunk, as absolute values. ``CorruptDataError`` when the bytes make no sense."""
     is_float = element_type(dtype).is_float
-    for record in _Records(old, data, dtype):
+    for record in _records(old, data):
         start, here = record.start, old[record.start : record.start + CHUNK_ELEMENTS]
         if record.method == Method.RAW:
             values: Bits = np.frombuffer(record.reader.take(here.nbytes), dtype=old.dtype)
@@ -119,15 +115,8 @@ def decode_tensor(old: Bits, data: bytes | memoryview, dtype: str) -> Iterator[C
 
 
 def decode_steps(like: Bits, data: bytes | memoryview) -> Iterator[ChunkSteps]:
-    """A delta in the fast profile as positions and steps; ``like`` is any version of the tensor.
-
-    Raises:
-        CorruptDataError: the bytes make no sense.
-        ValueError: the delta needs its base to be read.
-    """
-    if len(data) and data[0] == _WITH_CONTEXT:
-        raise ValueError("a delta in the small profile cannot be read without its base")
-    for record in _Records(like, data, None):
+    """A delta as positions and steps; ``like`` is any version of the tensor. ``CorruptDataError`` as ``decode_tensor``."""
+    for record in _records(like, data):
         here = like[record.start : record.start + CHUNK_ELEMENTS]
         if record.method == Method.RAW:
             record.reader.take(here.nbytes)
@@ -137,58 +126,82 @@ def decode_steps(like: Bits, data: bytes | memoryview) -> Iterator[ChunkSteps]:
             yield ChunkSteps(start=record.start, positions=positions, steps=steps)
 
 
+def merge_tensor(deltas: Sequence[bytes], newest: Bits, dtype: str) -> bytes:
+    """One delta from the base of the first delta to ``newest``.
+
+    ``deltas`` are consecutive and end at ``newest``, oldest first; b"" is a version in which the tensor did not change. Applied to the base, the result
+    gives ``newest`` bit for bit, without elements that changed and changed back. ``CorruptDataError``: a delta is
+    damaged.
+    """
+    changed = [delta for delta in deltas if len(delta)]
+    if not changed:
+        return b""
+    if len(changed) == 1:
+        return bytes(changed[0])
+    is_float = element_type(dtype).is_float
+    encoder = TensorEncoder(dtype)
+    streams = [decode_steps(newest, delta) for delta in changed]
+    upcoming = [next(stream, None) for stream in streams]
+    while waiting := [chunk.start for chunk in upcoming if chunk is not None]:
+        start = min(waiting)
+        here: list[ChunkSteps] = []
+        for place, chunk in enumerate(upcoming):
+            if chunk is not None and chunk.start == start:
+                here.append(chunk)
+                upcoming[place] = next(streams[place], None)
+        after = newest[start : start + CHUNK_ELEMENTS]
+        if any(chunk.steps is None for chunk in here):
+            encoder.add_raw(start, after)
+        else:
+            encoder.add(start, _before(after, here, is_float), after)
+    return encoder.finish()
+
+
 class TensorEncoder:
     """Codes one tensor, chunk by chunk in ascending order."""
 
-    def __init__(self, dtype: str, profile: Profile, num_elements: int) -> None:
+    def __init__(self, dtype: str) -> None:
         self._is_float = element_type(dtype).is_float
         self._records: list[bytes] = []
-        self._context: ContextEncoder | None = None
-        self._in_context: list[int] = []  # places in the records of chunks that the context form covers
-        if profile is Profile.SMALL and has_classes(dtype):
-            self._context = ContextEncoder(dtype, max(1.0, num_elements / CHUNK_ELEMENTS))
 
     def add(self, start: int, old: Bits, new: Bits) -> None:
         """One chunk, changed or not."""
-        positions = np.flatnonzero(old != new)
+        positions, steps = self._changes(old, new)
         num_changes = len(positions)
         if not num_changes:
             return
-        share = num_changes / len(new)
-        if share < _DENSE_FROM:
-            steps = zigzagged_steps(old[positions], new[positions], self._is_float)
-            self._add_sparse(start, old, positions, steps)
-            return
-        coded = {Method.RAW: [new.tobytes()]}
-        if share <= _SPARSE_UP_TO:
-            steps = zigzagged_steps(old[positions], new[positions], self._is_float)
+        coded: dict[Method, list[bytes]] = {}
+        if num_changes <= _SPARSE_UP_TO * len(new):
             coded[Method.SPARSE] = [pack_positions(positions), pack_steps(steps)]
-        coded[Method.DENSE] = pack_columns(zigzagged_steps(old, new, self._is_float))
-        method = min(coded, key=lambda candidate: sum(map(len, coded[candidate])))
+        # The steps cost about the same in both forms. Dense adds at least a bit for every element, sparse the positions:
+        # where these are clearly smaller, coding all elements only costs time, most of all at 10 to 30% changed.
+        if Method.SPARSE not in coded or len(coded[Method.SPARSE][0]) > _DENSE_FROM * len(new) / 8:
+            coded[Method.DENSE] = pack_columns(zigzagged_steps(old, new, self._is_float))
+            coded[Method.RAW] = [new.tobytes()]
+        method = min(coded, key=lambda candidate: _size(coded[candidate]))
         self._record(start, method, num_changes, coded[method])
 
     def add_raw(self, start: int, new: Bits) -> None:
-        """One chunk whose old elements are not known."""
+        """Add one chunk with unknown old elements."""
         self._record(start, Method.RAW, len(new), [new.tobytes()])
 
     def finish(self) -> bytes:
-        """Everything; empty when nothing changed."""
-        if not self._records:
-            return b""
-        if self._context is not None and self._in_context:
-            coded = self._context.finish()
-            if len(coded) < sum(len(self._records[place]) - _RECORD.size for place in self._in_context):
-                for place in self._in_context:
-                    index, _, num_changes = _RECORD.unpack_from(self._records[place])
-                    self._records[place] = _RECORD.pack(index, Method.CONTEXT, num_changes)
-                return b"".join([bytes([_WITH_CONTEXT]), coded, *self._records])
-        return b"".join([bytes([_RECORDS]), *self._records])
+        """The coded tensor; empty without a change."""
+        return b"".join([bytes([_FORMAT]), *self._records]) if self._records else b""
 
-    def _add_sparse(self, start: int, old: Bits, positions: npt.NDArray[np.intp], steps: Bits) -> None:
-        if self._context is not None and len(positions) >= max(_CONTEXT_FROM, _CONTEXT_FROM_SHARE * len(old)):
-            self._context.add(old, positions, steps)
-            self._in_context.append(len(self._records))
-        self._record(start, Method.SPARSE, len(positions), [pack_positions(positions), pack_steps(steps)])
+    def _changes(self, old: Bits, new: Bits) -> tuple[npt.NDArray[np.intp], Bits]:
+        """Positions of changes, and their zigzagged steps: block by block, so that a block stays in the cache."""
+        positions, steps = [], []
+        for begin in range(0, len(new), _BLOCK):
+            before, after = old[begin : begin + _BLOCK], new[begin : begin + _BLOCK]
+            where = true_positions(before != after)
+            if len(where):
+                steps.append(zigzagged_steps(before[where], after[where], self._is_float))
+                where += begin
+                positions.append(where)
+        if not positions:
+            return np.empty(0, dtype=np.intp), old[:0]
+        return np.concatenate(positions), np.concatenate(steps)
 
     def _record(self, start: int, method: Method, num_changes: int, body: list[bytes]) -> None:
         self._records.append(b"".join([_RECORD.pack(start // CHUNK_ELEMENTS, method, num_changes), *body]))
@@ -202,7 +215,6 @@ class _Record:
     method: int
     num_changes: int
     reader: PlaneReader
-    context: ContextDecoder | None
 
     def steps(self, here: Bits) -> tuple[npt.NDArray[np.intp] | None, Bits]:
         if self.method == Method.SPARSE:
@@ -212,40 +224,40 @@ class _Record:
             return positions, unpack_steps(self.reader, self.num_changes, here.dtype)
         if self.method == Method.DENSE:
             return None, unpack_columns(self.reader, len(here), here.dtype)
-        if self.method == Method.CONTEXT and self.context is not None:
-            return self.context.take(here, self.num_changes)
         raise CorruptDataError(f"delta uses method {self.method}, which is unknown here")
 
 
-class _Records:
-    """Walks over a coded tensor. Whoever iterates reads each record's body before going on."""
+def _size(parts: Sequence[bytes]) -> int:
+    return sum(map(len, parts))
 
-    def __init__(self, like: Bits, data: bytes | memoryview, dtype: str | None) -> None:
-        """``dtype`` is what the context form needs to know of ``like``; without it there is no such form."""
-        self._like = like
-        self._data = data
-        self._dtype = dtype if dtype is not None and has_classes(dtype) else None
 
-    def __iter__(self) -> Iterator[_Record]:
-        if not len(self._data):
-            return
-        reader = PlaneReader(memoryview(self._data)[1:])
-        context = None
-        if self._data[0] == _WITH_CONTEXT and self._dtype is not None:
-            context = ContextDecoder(reader, self._dtype, len(self._like))
-        elif self._data[0] != _RECORDS:
-            raise CorruptDataError(f"delta format {self._data[0]} is unknown here; this end reads formats 1 and 2")
-        previous = -1
-        while not reader.at_end:
-            index, method, num_changes = reader.unpack(_RECORD)
-            start = index * CHUNK_ELEMENTS
-            if index <= previous or start >= len(self._like):
-                raise CorruptDataError(
-                    f"delta names chunk {index} after chunk {previous} of a tensor of {len(self._like)} elements"
-                )
-            previous = index
-            if not 0 < num_changes <= min(CHUNK_ELEMENTS, len(self._like) - start):
-                raise CorruptDataError(f"delta says {num_changes} changes in chunk {index}")
-            yield _Record(start, method, num_changes, reader, context)
-        if context is not None:
-            context.check_finished()
+def _records(like: Bits, data: bytes | memoryview) -> Iterator[_Record]:
+    """The records of a coded tensor. Read each record's body before the next one."""
+    if not len(data):
+        return
+    if data[0] != _FORMAT:
+        raise CorruptDataError(f"delta format {data[0]} is unknown here; this end reads format {_FORMAT}")
+    reader = PlaneReader(memoryview(data)[1:])
+    previous = -1
+    while not reader.at_end:
+        index, method, num_changes = reader.unpack(_RECORD)
+        start = index * CHUNK_ELEMENTS
+        if index <= previous or start >= len(like):
+            raise CorruptDataError(
+                f"delta names chunk {index} after chunk {previous} of a tensor of {len(like)} elements"
+            )
+        previous = index
+        if not 0 < num_changes <= min(CHUNK_ELEMENTS, len(like) - start):
+            raise CorruptDataError(f"delta says {num_changes} changes in chunk {index}")
+        yield _Record(start, method, num_changes, reader)
+
+
+def _before(after: Bits, chunks: Sequence[ChunkSteps], is_float: bool) -> Bits:
+    before: Bits = np.array(after)
+    for chunk in chunks:
+        assert chunk.steps is not None
+        if chunk.positions is None:
+            before = step_back(before, chunk.steps, is_float)
+        else:
+            before[chunk.positions] = step_back(before[chunk.positions], chunk.steps, is_float)
+    return before

@@ -1,7 +1,13 @@
-"""What a weight version consists of, and what a payload carries. Frozen records; no data, no gRPC.
+"""The records of weight versions and of payloads, and their digests. Frozen; no data, no gRPC.
 
-``Manifest`` describes a version as it lies in memory or in a snapshot file. ``Payload`` describes what a receiver
-fetches to hold that version: the full snapshot, or a delta against a base that it holds.
+``Manifest`` describes a version in memory or in a snapshot file. ``Payload`` describes the bytes that a receiver fetches to
+get that version: the full snapshot, or a delta against a base version of the receiver.
+
+A tensor's digest covers its raw little-endian bytes. A version's digest covers, for its tensors sorted by name: name, dtype,
+shape and tensor digest, and before them the identity of an adapter, if the version is one. So the digest does not depend on the order in which tensors are stored or sent. There are two
+algorithms: xxh3-128, which detects accidental damage at the speed of memory, and blake3, which also resists deliberate
+collisions. A digest names its algorithm ("xxh3-128:<32 hexadecimal digits>", "blake3:<64 hexadecimal digits>"), so a
+receiver verifies with the algorithm of the manifest.
 """
 
 from __future__ import annotations
@@ -10,27 +16,38 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from services.common.errors import CorruptDataError
-from services.common.weights.digest import PLACEHOLDER, version_digest
-from services.common.weights.dtypes import element_type
+from services.common.weights.adapter import AdapterIdentity
+from services.common.weights.elements import element_type
 
 ALIGNMENT = 64  # tensors begin at multiples of this, in snapshots and full payloads
 
+DigestAlgorithm = Literal["xxh3-128", "blake3"]
+
+_HEX_DIGITS: dict[DigestAlgorithm, int] = {"xxh3-128": 32, "blake3": 64}
+
+DEFAULT_ALGORITHM: DigestAlgorithm = "xxh3-128"
+
+
+def placeholder(algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> str:
+    """A dummy digest with the length of the algorithm's digests, to compute layouts before data exists."""
+    return f"{algorithm}:{'0' * _HEX_DIGITS[algorithm]}"
+
+
+PLACEHOLDER = placeholder()
+
 
 class Encoding(enum.StrEnum):
-    """How a payload is coded."""
+    """The coding of a payload."""
 
     FULL = "full"  # every tensor, raw
-    DELTA = "delta"  # per tensor, what changed since the base
-
-
-class Profile(enum.StrEnum):
-    """How the changes of a delta are coded."""
-
-    FAST = "fast"  # little time on both sides
-    SMALL = "small"  # fewer bytes: the receiver's old weights are the context
+    DELTA = "delta"  # per tensor, the changes since the base
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +69,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry(TensorSpec):
-    """One tensor of a version: where its bytes lie, and the digest of the whole tensor."""
+    """One tensor of a version: the place of its bytes, and the digest of the whole tensor."""
 
     offset: int
     length: int  # equals size_bytes in a snapshot; of the coded part in a delta, 0 when nothing changed
@@ -72,12 +89,22 @@ class Manifest:
     version: int
     digest: str
     tensors: tuple[TensorEntry, ...]
+    adapter: AdapterIdentity | None = None  # None: the tensors are all weights of a model
 
     @classmethod
-    def of(cls, *, run_id: str, policy: str, version: int, tensors: Iterable[TensorEntry]) -> Manifest:
-        """A manifest whose digest is computed from its tensors."""
+    def of(
+        cls,
+        *,
+        run_id: str,
+        policy: str,
+        version: int,
+        tensors: Iterable[TensorEntry],
+        adapter: AdapterIdentity | None = None,
+    ) -> Manifest:
+        """Create a manifest, with the digest of its tensors."""
         entries = tuple(tensors)
-        return cls(run_id=run_id, policy=policy, version=version, digest=version_digest(entries), tensors=entries)
+        digest = version_digest(entries, adapter)
+        return cls(run_id=run_id, policy=policy, version=version, digest=digest, tensors=entries, adapter=adapter)
 
     @property
     def size_bytes(self) -> int:
@@ -91,6 +118,7 @@ class Manifest:
             "version": self.version,
             "digest": self.digest,
             "tensors": [[t.name, t.dtype, list(t.shape), t.offset, t.length, t.digest] for t in self.tensors],
+            **({} if self.adapter is None else {"adapter": self.adapter.to_json()}),
         }
 
     @classmethod
@@ -106,6 +134,7 @@ class Manifest:
                     TensorEntry(name=n, dtype=d, shape=tuple(s), offset=int(o), length=int(size), digest=x)
                     for n, d, s, o, size, x in data["tensors"]
                 ),
+                adapter=AdapterIdentity.from_json(data["adapter"]) if "adapter" in data else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptDataError(f"not a weight manifest: {error!r}") from error
@@ -121,25 +150,50 @@ class BaseVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What to fetch, and the version that must come out. Offsets in ``target`` are offsets in the payload."""
+    """The payload to fetch, and the version that results. Offsets in ``target`` are offsets in the payload."""
 
     payload_id: str
     encoding: Encoding
     size_bytes: int
     target: Manifest
     base: BaseVersion | None = None
-    profile: Profile | None = None  # of a delta
-    encode_s: float = 0.0  # that making it took
+    encode_s: float = 0.0  # time of the encoding
+    choice: str = ""  # why this payload, with the estimated costs; empty when there was no choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverRates:
+    """Rates that a receiver measured in its last fetches, in bytes per second; 0: not measured."""
+
+    link: float = 0.0  # payload bytes over a network
+    decode: float = 0.0  # bytes of the whole version, whose delta was decoded and verified
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadRequest:
+    """The version that a receiver requests, and the receiver's transports.
+
+    >>> PayloadRequest(run_id="r", policy="model0", version=7).base is None
+    True
+    """
+
+    run_id: str
+    policy: str
+    version: int
+    base: BaseVersion | None = None  # held by the receiver; None asks for the full snapshot
+    wait_s: float | None = None  # longest wait for the answer; None waits until the payload is made
+    can_map: bool = False  # the receiver is on the source's host and maps files
+    rates: ReceiverRates = ReceiverRates()
 
 
 def full_payload_id(manifest: Manifest) -> str:
-    """Names the full payload of a version: the same name is the same bytes, whoever serves it."""
+    """The name of a version's full payload: the same name means the same bytes, at every server."""
     return f"{manifest.policy}:{manifest.version}:full:{manifest.digest}"
 
 
-def delta_payload_id(policy: str, base: int, version: int, profile: Profile, content_digest: str) -> str:
-    """Names a delta; ``content_digest`` is of its bytes, because a delta may be coded in more than one way."""
-    return f"{policy}:{base}-{version}:{profile}:{content_digest}"
+def delta_payload_id(policy: str, base: int, version: int, content_digest: str) -> str:
+    """Names a delta; ``content_digest`` is of its bytes, because merged deltas of one change may differ."""
+    return f"{policy}:{base}-{version}:{content_digest}"
 
 
 def align(offset: int) -> int:
@@ -150,7 +204,7 @@ def align(offset: int) -> int:
 def lay_out(specs: Iterable[TensorSpec]) -> tuple[TensorEntry, ...]:
     """Raw tensors one after another by name, aligned, with placeholder digests.
 
-    By name, so that everybody who holds a version lays it out alike.
+    By name, so that all holders of a version have the same layout.
     """
     entries: list[TensorEntry] = []
     names: set[str] = set()
@@ -182,3 +236,76 @@ def with_digest(entry: TensorEntry, digest: str) -> TensorEntry:
 def same_tensors(left: Iterable[TensorSpec], right: Iterable[TensorSpec]) -> bool:
     """Whether both have the same names, dtypes and shapes, in any order: only then a delta makes sense."""
     return {t.name: (t.dtype, t.shape) for t in left} == {t.name: (t.dtype, t.shape) for t in right}
+
+
+def algorithm_of(digest: str) -> DigestAlgorithm:
+    """The algorithm that a digest names. ``CorruptDataError`` for a text that is no digest."""
+    name, _, value = digest.partition(":")
+    if name not in _HEX_DIGITS or len(value) != _HEX_DIGITS[name] or not _is_hex(value):
+        forms = " or ".join(f"{known}:<{digits} hexadecimal digits>" for known, digits in _HEX_DIGITS.items())
+        raise CorruptDataError(f"digest {digest!r} is not of the form {forms}")
+    return name
+
+
+def tensor_digest(
+    data: npt.NDArray[np.generic] | bytes | memoryview,
+    algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
+    *,
+    num_threads: int = 1,
+) -> str:
+    """Digest of the raw bytes of one tensor. Arrays must be contiguous and little-endian.
+
+    ``num_threads`` is for blake3, which can use several; xxh3-128 is one thread always.
+    """
+    raw = data.reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data
+    state = _hasher(algorithm, num_threads)
+    state.update(raw)  # releases the interpreter lock for large buffers, so threads may digest beside other work
+    return f"{algorithm}:{state.hexdigest()}"
+
+
+def digest_parts(
+    parts: Iterable[npt.NDArray[np.generic] | bytes | memoryview], algorithm: DigestAlgorithm = DEFAULT_ALGORITHM
+) -> str:
+    """The digest of the concatenation of parts, without a copy.
+
+    >>> digest_parts([b"we", b"ights"]) == tensor_digest(b"weights")
+    True
+    """
+    state = _hasher(algorithm)
+    for part in parts:
+        state.update(part.reshape(-1).view(np.uint8).data if isinstance(part, np.ndarray) else part)
+    return f"{algorithm}:{state.hexdigest()}"
+
+
+def version_digest(tensors: Iterable[TensorEntry], adapter: AdapterIdentity | None = None) -> str:
+    """Digest of a whole version from the records of its tensors, in their algorithm (xxh3-128 when there are none).
+
+    The digest of an adapter's version covers its identity too, and so its base.
+
+    ``CorruptDataError`` when an entry's digest is none, or when two entries name different algorithms.
+    """
+    entries = sorted(tensors, key=lambda tensor: tensor.name)
+    algorithms = {algorithm_of(entry.digest) for entry in entries} or {DEFAULT_ALGORITHM}
+    if len(algorithms) > 1:
+        raise CorruptDataError(f"one version has digests of several algorithms: {sorted(algorithms)}")
+    algorithm = algorithms.pop()
+    state = _hasher(algorithm)
+    if adapter is not None:
+        state.update(adapter.digest_text.encode())
+    for entry in entries:
+        shape = ",".join(str(extent) for extent in entry.shape)
+        state.update(f"{entry.name}\0{entry.dtype}\0{shape}\0".encode())
+        state.update(bytes.fromhex(entry.digest.partition(":")[2]))
+    return f"{algorithm}:{state.hexdigest()}"
+
+
+def _hasher(algorithm: DigestAlgorithm, num_threads: int = 1) -> Any:
+    if algorithm == "xxh3-128":
+        return xxhash.xxh3_128()
+    from blake3 import blake3  # only installed with the services that move weights
+
+    return blake3(max_threads=num_threads)
+
+
+def _is_hex(value: str) -> bool:
+    return all(digit in "0123456789abcdef" for digit in value)

@@ -1,13 +1,13 @@
 """Snapshots: immutable weight versions in named, memory-mapped files, normally in /dev/shm.
 
-A file is written under a hidden name, by one process or by several of the host (the ranks of a trainer, each its own
-rows), sealed (digests, manifest) and renamed, so a name that can be seen holds a whole version. The name has run,
-policy, version and the pid of who reserved it; who uses a file holds a shared ``flock``, so ``sweep_orphans`` removes
-exactly the files whose writer is dead and that nobody uses. Space is reserved before the first byte, so a full /dev/shm
-is an error here, not a bus error later. A mapping outlives its file's name.
+One process, or several of one host (the ranks of a trainer, each with its own rows), writes a file under a hidden name. The
+first process seals the file (digests, manifest) and renames the file, so a visible name holds a whole version. The name has
+run, policy, version and the pid of the process that reserved the file. Users hold a shared ``flock``, so ``sweep_orphans``
+removes exactly the files without a living writer and without a user. Space is reserved before the first byte, so a full
+/dev/shm is an error here, not a bus error later. A mapping outlives its file's name.
 
 Layout: magic, size of the manifest, manifest (JSON), padding to a page, tensors at their manifest offsets.
-Knows nothing about torch, gRPC, or which versions to keep.
+Independent of torch and gRPC.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ import numpy as np
 import orjson
 
 from services.common.errors import CorruptDataError, InfrastructureError
-from services.common.weights.digest import (
+from services.common.weights.adapter import AdapterIdentity
+from services.common.weights.elements import Bits, element_type
+from services.common.weights.manifest import (
     DEFAULT_ALGORITHM,
     DigestAlgorithm,
+    Manifest,
+    TensorEntry,
+    TensorSpec,
     algorithm_of,
+    lay_out,
     placeholder,
     tensor_digest,
+    with_digest,
 )
-from services.common.weights.dtypes import Bits, element_type
-from services.common.weights.manifest import Manifest, TensorEntry, TensorSpec, lay_out, with_digest
 
 DEFAULT_DIRECTORIES = (Path("/dev/shm"),)
 
@@ -47,23 +52,23 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 
 
 class SnapshotSpaceError(InfrastructureError):
-    """No configured directory has room for a snapshot."""
+    """No configured directory has enough space for a snapshot."""
 
 
 def snapshot_name(run_id: str, policy: str, version: int, pid: int) -> str:
-    """The file name; run and policy are quoted so that the dots between the parts stay the only ones."""
+    """The file name. Run and policy are quoted, so that dots only separate the parts."""
     run, name = (quote(part, safe="").replace(".", "%2E") for part in (run_id, policy))
     return f"{_PREFIX}.{run}.{name}.{version}.{pid}.{_SUFFIX}"
 
 
 class SnapshotPart:
-    """A version being written, mapped by one of its writers: every writer fills its own rows of any tensor.
+    """An unfinished version, mapped by one of its writers: every writer fills its own rows of any tensor.
 
-    The file is reserved by a ``SnapshotWriter``, in this or another process of the host; the others ``join`` it.
+    A ``SnapshotWriter``, in this or another process of the host, reserves the file; other writers ``join``.
     """
 
     def __init__(self, path: Path, manifest: Manifest, reserved: int, file_descriptor: int, mapped: mmap.mmap) -> None:
-        self.path = path  # the final name, which appears when the version is sealed
+        self.path = path  # the final name, visible after ``seal``
         self._manifest = manifest
         self._reserved = reserved
         self._fd = file_descriptor
@@ -71,15 +76,17 @@ class SnapshotPart:
 
     @classmethod
     def join(cls, path: Path) -> SnapshotPart:
-        """Map what a ``SnapshotWriter`` has reserved for ``path``.
+        """Map the file that a ``SnapshotWriter`` has reserved for ``path``.
 
         Raises:
-            OSError: it is not there (any more), or not to be seen from here.
-            CorruptDataError: it is no draft of a snapshot.
+            OSError: the file does not exist (any more), or this process cannot see the file.
+            CorruptDataError: the file is no draft of a snapshot.
         """
         descriptor = os.open(_hidden(path), os.O_RDWR | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody sweeps it while one of its writers lives
+            fcntl.flock(
+                descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
+            )  # no process sweeps it while one of its writers is alive
             mapped = mmap.mmap(descriptor, 0)
             manifest, reserved = _read_manifest(mapped, path, _DRAFT_MAGIC)
         except (OSError, CorruptDataError):
@@ -92,19 +99,19 @@ class SnapshotPart:
         return self._manifest.tensors
 
     def bits(self, entry: TensorEntry) -> Bits:
-        """The flat, writable array of one tensor's bits. Let go of it before ``seal`` or ``close``."""
+        """The flat, writable array of one tensor's bits. Delete the array before ``seal`` or ``close``."""
         kind = element_type(entry.dtype).bits_dtype
         return np.frombuffer(self._map, dtype=kind, count=entry.num_elements, offset=self._reserved + entry.offset)
 
     def digests(self, entries: Iterable[TensorEntry], num_threads: int = 1) -> dict[str, str]:
-        """Digests by name of tensors that all their writers have written."""
+        """Digests by name of tensors that all writers have filled."""
         return {
             entry.name: tensor_digest(self.bits(entry), algorithm_of(entry.digest), num_threads=num_threads)
             for entry in entries
         }
 
     def close(self) -> None:
-        """Let go of it: written, or given up. Closing twice does no harm."""
+        """Release the file without removing the file, for processes without a lease. Arrays over the mapping stay valid."""
         if self._fd >= 0:
             fcntl.flock(self._fd, fcntl.LOCK_UN)  # said, because the mapping, which holds on to it, may live on
             os.close(self._fd)
@@ -112,8 +119,8 @@ class SnapshotPart:
 
 
 class SnapshotWriter(SnapshotPart):
-    """The writer that reserves and seals. Fill every tensor, then ``seal``; ``abandon`` (or an exception in ``with``)
-    removes it."""
+    """Reserves and seals the file. Fill every tensor, then ``seal``; ``abandon`` (or an exception in ``with``) removes the
+    file."""
 
     @classmethod
     def create(
@@ -125,11 +132,12 @@ class SnapshotWriter(SnapshotPart):
         specs: Iterable[TensorSpec],
         directories: Sequence[Path] = DEFAULT_DIRECTORIES,
         algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
+        adapter: AdapterIdentity | None = None,
     ) -> SnapshotWriter:
-        """Reserve the file in the first directory with room; ``SnapshotSpaceError`` names what each one lacks."""
+        """Reserve the file in the first directory with enough space; ``SnapshotSpaceError`` names the space in each."""
         # All digests of an algorithm have one length, so the manifest's size is known before the data.
         entries = [with_digest(entry, placeholder(algorithm)) for entry in lay_out(specs)]
-        draft = Manifest.of(run_id=run_id, policy=policy, version=version, tensors=entries)
+        draft = Manifest.of(run_id=run_id, policy=policy, version=version, tensors=entries, adapter=adapter)
         encoded = orjson.dumps(draft.to_json())
         reserved = -(-(_HEADER.size + len(encoded)) // _PAGE) * _PAGE
         complaints = []
@@ -160,14 +168,15 @@ class SnapshotWriter(SnapshotPart):
         )
 
     def seal(self, digests: Mapping[str, str] | None = None) -> Manifest:
-        """Make it visible under its name, and let go of it. Nobody changes it afterwards.
+        """Write the manifest, rename the file to its final name and release the file, which is immutable from then on.
 
-        ``digests`` by tensor name when its writers have computed them, else every tensor is digested here.
+        ``digests`` by tensor name if the writers have computed them; otherwise this method digests every tensor.
         """
         known = self.digests(self.tensors) if digests is None else digests
         entries = [with_digest(entry, known[entry.name]) for entry in self.tensors]
+        draft = self._manifest
         manifest = Manifest.of(
-            run_id=self._manifest.run_id, policy=self._manifest.policy, version=self._manifest.version, tensors=entries
+            run_id=draft.run_id, policy=draft.policy, version=draft.version, tensors=entries, adapter=draft.adapter
         )
         encoded = orjson.dumps(manifest.to_json())
         assert len(encoded) <= self._reserved - _HEADER.size, "a digest is longer than its placeholder"
@@ -177,7 +186,7 @@ class SnapshotWriter(SnapshotPart):
         return manifest
 
     def abandon(self) -> None:
-        """Remove what was begun. Doing it twice, or after ``seal``, does no harm."""
+        """Remove an unfinished file. A second call, or a call after ``seal``, has no effect."""
         _hidden(self.path).unlink(missing_ok=True)
         self.close()
 
@@ -190,7 +199,7 @@ class SnapshotWriter(SnapshotPart):
 
 
 class Snapshot:
-    """A sealed version, mapped read-only. ``lease`` it while reading; ``retire`` removes it after the last lease."""
+    """A sealed version, mapped read-only. Readers hold a ``lease``; ``retire`` removes the file after the last lease."""
 
     def __init__(self, path: Path) -> None:
         """``CorruptDataError`` when the file is no snapshot, ``OSError`` when there is none."""
@@ -231,24 +240,24 @@ class Snapshot:
             self._remove()
 
     def retire(self) -> None:
-        """No longer wanted: removed now, or with the last lease."""
+        """Remove the file, now or with the last lease."""
         if not self._retired:
             self._retired = True
             if not self._leases:
                 self._remove()
 
     def close(self) -> None:
-        """Let go of the file without removing it, for who has not leased it. Arrays over it stay valid."""
+        """Release the file without removing the file, for processes without a lease. Arrays over the mapping stay valid."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)  # said, because the mapping, which holds on to it, may live on
         os.close(self._fd)
 
     def _remove(self) -> None:
         self.path.unlink(missing_ok=True)
-        self.close()  # the mapping goes when the last array over it goes
+        self.close()  # the mapping ends with the last array over it
 
 
 def sweep_orphans(directories: Iterable[Path] = DEFAULT_DIRECTORIES) -> list[Path]:
-    """Remove snapshots, sealed or not, whose writer is dead and that no process has open; returns what was removed."""
+    """Remove snapshots, sealed or not, of dead writers that no process has open; returns the removed paths."""
     removed = []
     for directory in directories:
         for pattern in (f"{_PREFIX}.*.{_SUFFIX}", f".{_PREFIX}.*.{_SUFFIX}"):

@@ -1,1 +1,1 @@
-"""Environments: what an episode is made of, the built-in ones, and the tools that they offer."""
+"""Environments: the interface, the built-in environments, and the tools that they offer."""

@@ -1,4 +1,4 @@
-"""What an environment is.
+"""Interface of environments.
 
 An environment is one class, one instance per episode, named by import path in the recipe
 (``envgateway.environments: {name: package.module:Class}``). Its methods may be plain or async:
@@ -9,11 +9,11 @@ An environment is one class, one instance per episode, named by import path in t
         def step(self, action: str) -> StepResult: ...
         def close(self) -> None: ...
 
-or a class in the style of gymnasium (``envs/gymnasium.py``). What the episodes of one kind share, such as a catalogue or
-processes, is a ``World``.
+or a class in the style of gymnasium (``envs/gymnasium/style.py``). A ``World`` holds the state that episodes of one kind
+share, such as a catalogue or processes.
 
-``InfrastructureError`` from ``step`` means that the turn did not happen and may be repeated; ``EpisodeLostError``, or any
-other exception, ends the episode. None is ever a reward.
+``InfrastructureError`` from ``step`` means that the turn did not happen and may be repeated; ``EpisodeLostError``, or
+any other exception, ends the episode. None is ever a reward.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from __future__ import annotations
 import enum
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from services.common.errors import InfrastructureError
-from services.envgateway.rewards.registry import Rewards
-from services.envgateway.tools.registry import ToolBox
+
+if TYPE_CHECKING:  # an environment is written without importing them
+    from services.envgateway.rewards.registry import Rewards
+    from services.envgateway.tools.registry import ToolBox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the policy sees first."""
+    """The first message to the policy."""
 
     text: str
     admissible_actions: Sequence[str] = ()
     tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas, OpenAI style
-    messages: Sequence[
-        Mapping[str, str]
-    ] = ()  # the same text as a chat (role, content), where it is more than one turn
-    remembered: str = ""  # what a history keeps of the last message once there is a newer one; empty: all of it
+    messages: Sequence[Mapping[str, str]] = ()  # the same text as a chat (role, content), if longer than one turn
+    remembered: str = ""  # replaces the last message in a history once there is a newer one; empty: the message stays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a turn brought."""
+    """Result of a turn."""
 
     observation: str = ""
     reward: float = 0.0
     done: bool = False
     admissible_actions: Sequence[str] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # countable facts, such as tool_errors
-    status: str = ""  # why it is done, in AgentBench's words where it has one: see ``EndStatus``
-    remembered: str = ""  # what a history keeps of the observation once there is a newer one; empty: all of it
+    status: str = ""  # reason of the end, in AgentBench's words where they exist: see ``EndStatus``
+    remembered: str = ""  # replaces the observation in a history once there is a newer one; empty: no change
 
 
 class EndStatus(enum.StrEnum):
@@ -65,16 +65,16 @@ class EndStatus(enum.StrEnum):
 
 
 class EpisodeLostError(InfrastructureError):
-    """What held the episode is gone or in no state to go on: no turn of it can be taken again."""
+    """The episode's state is lost or unusable: no turn can be taken again."""
 
 
 class ActionFailedError(EpisodeLostError):
-    """An engine raised at a command. Its game is gone; the process goes on."""
+    """An engine raised at a command. Its game is lost; the process continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentContext:
-    """What the gateway lends to environments."""
+    """Services that the gateway gives to environments."""
 
     rewards: Rewards
     tools: ToolBox
@@ -94,7 +94,7 @@ EnvironmentFactory = Callable[[EnvironmentContext], Environment]
 
 
 class World(Protocol):
-    """What the episodes of one kind share. It loads nothing before its first episode."""
+    """State shared by the episodes of one kind. A world loads data only for its first episode."""
 
     def build(self) -> Environment: ...
 
@@ -105,6 +105,6 @@ class World(Protocol):
 
 @runtime_checkable
 class IndexedWorld(World, Protocol):
-    """A world that can list its tasks: what a task's row may say under ``index``."""
+    """A world that can list its tasks: the values that a row may have under ``index``."""
 
     async def indices(self) -> Sequence[int | str]: ...

@@ -1,7 +1,8 @@
-"""An environment of ours whose faults cost the action that meets them, and give it no other try.
+"""Wraps a built-in environment: an action that triggers a fault ends the episode and is not repeated.
 
-What a step raises of ``DATA_ERRORS`` ends the episode as an invalid action without a reward, is logged with its trace and
-counted. Were it an infrastructure failure, the task would be played again, and a policy would learn to fail like that.
+An exception of ``DATA_ERRORS`` from a step ends the episode as an invalid action without a reward, is logged with its
+trace and counted. As an infrastructure failure, the task would be played again, and a policy would learn to fail like
+that.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import structlog
 
 from services.envgateway.calls import call_plain_or_async
 from services.envgateway.envs.base import ActionFailedError, EndStatus, Environment, Observation, StepResult
-from services.envgateway.envs.failures import DATA_ERRORS, told, trace_of
+from services.envgateway.envs.failures import DATA_ERRORS, short_text, trace_of
 
 log = structlog.get_logger()
 
@@ -37,7 +38,9 @@ class GuardedEnvironment:
             result: StepResult = await call_plain_or_async(self._inner.step, action)
         except _OF_THE_ACTION as error:
             self._counts[self._name] += 1
-            log.warning("environment.action_failed", environment=self._name, error=told(error), trace=trace_of(error))
+            log.warning(
+                "environment.action_failed", environment=self._name, error=short_text(error), trace=trace_of(error)
+            )
             return StepResult(
                 observation="The action could not be read.",
                 done=True,

@@ -7,19 +7,27 @@ from collections.abc import Mapping, Sequence
 
 from services.common.errors import ConfigError, UnknownEnvironmentError
 from services.common.importing import load_object
+from services.common.user_code import check_methods
 from services.envgateway.envs.base import Environment, EnvironmentContext, EnvironmentFactory, IndexedWorld, World
+from services.envgateway.envs.builtin.single_step import SingleStep
+from services.envgateway.envs.builtin.tool_calls import ToolCalls
+from services.envgateway.envs.builtin.tool_loop import ToolLoop
 from services.envgateway.envs.guarded import GuardedEnvironment
-from services.envgateway.envs.gymnasium import GymnasiumFactory, is_gymnasium_style
-from services.envgateway.envs.rooms.environment import RoomsEnvironment
-from services.envgateway.envs.single_step import SingleStep
-from services.envgateway.envs.tool_calls import ToolCalls
-from services.envgateway.envs.tool_loop import ToolLoop
+from services.envgateway.envs.gymnasium.style import GymnasiumFactory, is_gymnasium_style
+from services.envgateway.envs.household_toy.environment import HouseholdToyEnvironment
 
 ENVIRONMENTS: dict[str, EnvironmentFactory] = {
-    "rooms": RoomsEnvironment,
+    "household_toy": HouseholdToyEnvironment,
     "single_step": SingleStep,
     "tool": ToolLoop,
     "tools": ToolCalls,
+}
+
+
+ENVIRONMENT_METHODS = {
+    "reset": "def reset(self, task, seed) -> Observation",
+    "step": "def step(self, action) -> StepResult",
+    "close": "def close(self) -> None",
 }
 
 
@@ -32,11 +40,11 @@ class EnvironmentRegistry:
         context: EnvironmentContext,
         worlds: Mapping[str, World | str] | None = None,
     ) -> None:
-        """``worlds`` has a reason in place of a world that cannot be offered as the config stands."""
+        """``worlds`` maps a world that the config cannot offer to the reason."""
         self._context = context
         self._factories = dict(ENVIRONMENTS)
         self._worlds: dict[str, World] = {}
-        self._failed_actions: Counter[str] = Counter()
+        self.failed_actions: Counter[str] = Counter()
         self._absent: dict[str, str] = {}
         for name, world in (worlds or {}).items():
             if isinstance(world, str):
@@ -44,13 +52,15 @@ class EnvironmentRegistry:
             else:
                 self._worlds[name] = world
         for name, path in paths.items():
+            if name in ENVIRONMENTS or name in (worlds or {}):
+                raise ConfigError(
+                    f"envgateway.environments.{name}: Millrace has an environment of this name: write another name before {path}"
+                )
             self._factories[name] = _load(name, path)
-            self._worlds.pop(name, None)  # a recipe's own goes before ours
-        ours = {
+        self._guarded = {
             *ENVIRONMENTS,
             *(name for name, world in self._worlds.items() if not getattr(world, "is_remote", False)),
         }
-        self._guarded = ours - {*paths}
 
     @property
     def names(self) -> list[str]:
@@ -63,18 +73,18 @@ class EnvironmentRegistry:
 
     @property
     def absent(self) -> Mapping[str, str]:
-        """Worlds that are not set up here, with what is missing for each."""
+        """Unavailable worlds, with the missing part of each."""
         return self._absent
 
     def build(self, name: str) -> Environment:
-        """Raises ``UnknownEnvironmentError``, which says what is missing where something is."""
+        """Build an environment. Raises ``UnknownEnvironmentError``, which names a missing part."""
         self.require(name)
         world = self._worlds.get(name)
         environment = self._factories[name](self._context) if world is None else world.build()
-        return GuardedEnvironment(environment, name, self._failed_actions) if name in self._guarded else environment
+        return GuardedEnvironment(environment, name, self.failed_actions) if name in self._guarded else environment
 
     def require(self, name: str) -> None:
-        """Raises ``UnknownEnvironmentError``, which says what is missing where something is."""
+        """Raises ``UnknownEnvironmentError``, which names a missing part."""
         if name in self._worlds or name in self._factories:
             return
         if name in self._absent:
@@ -82,22 +92,22 @@ class EnvironmentRegistry:
         raise UnknownEnvironmentError(f"no environment {name!r}; this gateway has {', '.join(self.names)}")
 
     async def indices(self, name: str) -> Sequence[int | str] | None:
-        """Its tasks; None where it cannot list them. Raises what loading the world raises."""
+        """The environment's tasks; None where no list exists. Raises the errors of loading the world."""
         world = self._worlds.get(name)
         return await world.indices() if isinstance(world, IndexedWorld) else None
 
     def max_turns(self, name: str) -> int | None:
-        """Turns of its episodes, where its world says so in an attribute of this name."""
+        """Turns of an episode, where its world has an attribute of this name."""
         return getattr(self._worlds.get(name), "max_turns", None)
 
     @property
     def gauges(self) -> dict[str, float]:
-        """What the worlds count, where they do, in an attribute of this name; and actions at which ours failed."""
+        """Counts of the worlds that have an attribute ``gauges``; and failed actions of built-in environments."""
         counted = {name: n for world in self._worlds.values() for name, n in getattr(world, "gauges", {}).items()}
-        return counted | {f"{name}_failed_actions": float(n) for name, n in self._failed_actions.items()}
+        return counted | {f"{name}_failed_actions": float(n) for name, n in self.failed_actions.items()}
 
     async def close(self) -> None:
-        """Release what the worlds hold; every episode is closed by now."""
+        """Release the worlds' resources; every episode is closed by now."""
         for world in self._worlds.values():
             await world.close()
 
@@ -106,7 +116,5 @@ def _load(name: str, path: str) -> EnvironmentFactory:
     factory = load_object(path)
     if is_gymnasium_style(factory):
         return GymnasiumFactory(factory)
-    for method in ("reset", "step", "close"):
-        if not callable(getattr(factory, method, None)):
-            raise ConfigError(f"envgateway.environments.{name}: {path} has no method {method}()")
+    check_methods(factory, f"envgateway.environments.{name}: {path}", ENVIRONMENT_METHODS)
     return factory  # type: ignore[no-any-return]

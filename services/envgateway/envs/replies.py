@@ -16,21 +16,21 @@ ACTION: your next action
 with one of the available actions.
 """
 
-# No command of a text world comes near it; likeness and engines take time for each word.
+# No command of a text world is that long; similarity and engines take time for each word.
 MOST_COMMAND_CHARS = 500
 
 _ACTION = re.compile(r"ACTION:(.*)")
 
 
 def read_action(reply: str) -> str | None:
-    """What follows the first ``ACTION:`` on its line, lower-cased; None when there is nothing, or too much to be one."""
+    """The text after the first ``ACTION:`` on its line, lower-cased; None when empty or too long for an action."""
     found = _ACTION.search(reply)
     command = found[1].strip() if found else ""
     return command.lower() if 0 < len(command) <= MOST_COMMAND_CHARS else None
 
 
 def offer(admissible: Sequence[str]) -> str:
-    """The list that ends every message to the policy; empty where a world lists nothing."""
+    """The list that ends every message to the policy; empty where a world lists no actions."""
     return ACTIONS_LEAD + "\n".join(admissible) + "\n" if admissible else ""
 
 

@@ -1,4 +1,4 @@
-"""What an environment returned, as the rest of the gateway can rely on: right types, finite rewards, text that can be sent."""
+"""Checks and converts an environment's return values: right types, finite rewards, text that can be sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.envgateway.envs.base import Observation, StepResult
 
 
 def checked_observation(returned: Any) -> Observation:
-    """Raises ``TypeError`` for what is no ``Observation``."""
+    """Raises ``TypeError`` for a value that is not an ``Observation``."""
     if not isinstance(returned, Observation):
         raise TypeError(f"it returned a {type(returned).__name__}, not an Observation")
     return dataclasses.replace(
@@ -23,7 +23,8 @@ def checked_observation(returned: Any) -> Observation:
 
 
 def checked_result(returned: Any) -> StepResult:
-    """Raises ``TypeError`` for what is no ``StepResult`` and ``ValueError`` for a reward that is no finite number."""
+    """Raises ``TypeError`` for a value that is not a ``StepResult`` and ``ValueError`` for a reward that is not a
+    finite number."""
     if not isinstance(returned, StepResult):
         raise TypeError(f"it returned a {type(returned).__name__}, not a StepResult")
     reward = float(returned.reward)
@@ -42,7 +43,7 @@ def checked_result(returned: Any) -> StepResult:
 
 
 def _text(text: Any) -> str:
-    """Lone surrogates, which no message can carry, are replaced. Raises ``TypeError`` for what is no text."""
+    """Replaces lone surrogates, which no message can carry. Raises ``TypeError`` for a value that is not text."""
     if not isinstance(text, str):
         raise TypeError(f"it returned a {type(text).__name__} where text belongs")
     return str(text) if text.isascii() else text.encode(errors="replace").decode()

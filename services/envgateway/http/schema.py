@@ -1,4 +1,4 @@
-"""What clients of Code Judge send and read. Field names, types and defaults are their contract, not ours to change."""
+"""Requests and answers of Code Judge's clients. Field names, types and defaults are their contract and must not change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _made_id() -> str:
 
 
 class Reason(enum.StrEnum):
-    """Why a submission has no result of its own; empty when it has one, right or wrong."""
+    """Why a submission has no result of its own; empty when the program was judged, right or wrong."""
 
     NONE = ""
     INTERNAL_ERROR = "internal_error"
@@ -44,7 +44,7 @@ class BatchSubmission(BaseModel):
     submissions: list[Submission] = Field(min_length=1)
 
 
-class Outcome(BaseModel):
+class SubmissionOutcome(BaseModel):
     """``success``: exit code 0 and, where an output was expected, that output; ``run_success``: exit code 0."""
 
     sub_id: str = Field(default_factory=_made_id)
@@ -56,7 +56,7 @@ class Outcome(BaseModel):
     reason: Reason = Reason.NONE
 
     def shown(self, with_output: bool) -> dict[str, Any]:
-        """As /run answers (with output) or /judge (without)."""
+        """The fields of /run (with output) or of /judge (without)."""
         output = {"stdout": self.stdout, "stderr": self.stderr} if with_output else {}
         return {
             "sub_id": self.sub_id,

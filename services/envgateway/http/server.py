@@ -1,11 +1,11 @@
-"""Routes of Code Judge over aiohttp: single runs are interactive, and so are batches of one, as rollouts send their tool
-calls; larger batches are not.
+"""Routes of Code Judge over aiohttp: single runs are interactive, and so are batches of one, as rollouts send their
+tool calls; larger batches are not.
 
     GET  /ping, /status
     POST /run, /judge, each also /batch and /long-batch
 
-A client that leaves takes its jobs with it. A long batch sends a space now and then while it works, which JSON allows
-before a value, so that nothing between client and gateway takes the silence for death.
+A client that leaves takes its jobs with it. A running long batch sends a space at intervals, which JSON allows before a
+value, so that no proxy between client and gateway closes the connection.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import orjson
 from aiohttp import web
 
 from services.common.aio import ended
-from services.common.config.envgateway import HttpConfig
+from services.common.config.processes.envgateway import HttpConfig
 from services.common.http.answers import json_answer
 from services.common.http.listener import Listener
+from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.http.schema import (
     BatchSubmission,
     UnreadableBodyError,
@@ -29,7 +30,6 @@ from services.envgateway.http.schema import (
     read_submission,
 )
 from services.envgateway.http.submissions import Submissions
-from services.envgateway.judge.records import Lane
 from services.envgateway.queue.base import JobQueue
 from services.envgateway.queue.clients import on_behalf_of
 
@@ -126,7 +126,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def _for_client(handle: _Handler) -> _Handler:
-    """The queue's view of who asks, and the answer to a body that cannot be read."""
+    """Run the call for this client, or answer a body that cannot be read."""
 
     async def wrapped(request: web.Request) -> web.StreamResponse:
         with on_behalf_of(request.headers.get(CLIENT_HEADER) or f"http {request.remote}"):

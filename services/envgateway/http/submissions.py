@@ -1,4 +1,4 @@
-"""From submissions to jobs and from results to outcomes. Knows nothing of HTTP."""
+"""Converts submissions to jobs and results to outcomes, without HTTP."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError, MillraceError
-from services.envgateway.http.schema import SHOWN_CHARACTERS, Outcome, Reason, Submission
+from services.common.telemetry.gateway_queue import Lane
+from services.envgateway.http.schema import SHOWN_CHARACTERS, Reason, Submission, SubmissionOutcome
 from services.envgateway.judge.compare import difference
 from services.envgateway.judge.records import (
     Comparison,
     ComparisonMode,
     JudgeRequest,
     JudgeResult,
-    Lane,
     StdinCase,
     StdinTests,
-    Verdict,
 )
 from services.envgateway.queue.base import JobQueue
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
-from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
+from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 
 _STRIPPED = Comparison(mode=ComparisonMode.STRIPPED)
 _IN_FLIGHT = 256  # of one batch; the others wait here, so that one batch does not fill the queue
 _RETRY_S = 1.0
 _OUTPUT_MARGIN = 4096  # a program may print more than expected, and be seen to
 _REASON = {
-    ExecutionStatus.TIME_LIMIT: Reason.WORKER_TIMEOUT,
-    ExecutionStatus.INFRA_ERROR: Reason.INTERNAL_ERROR,
-    ExecutionStatus.CANCELLED: Reason.INTERNAL_ERROR,
-    ExecutionStatus.INVALID_REQUEST: Reason.INVALID_INPUT,
+    RunStatus.TIME_LIMIT: Reason.WORKER_TIMEOUT,
+    RunStatus.INFRA_ERROR: Reason.INTERNAL_ERROR,
+    RunStatus.CANCELLED: Reason.INTERNAL_ERROR,
+    RunStatus.INVALID_REQUEST: Reason.INVALID_INPUT,
 }
-_LIMITS = (ExecutionStatus.TIME_LIMIT, ExecutionStatus.MEMORY_LIMIT, ExecutionStatus.OUTPUT_LIMIT)
+_LIMITS = (RunStatus.TIME_LIMIT, RunStatus.MEMORY_LIMIT, RunStatus.OUTPUT_LIMIT)
 
 
 class Grading(Protocol):
@@ -44,17 +44,17 @@ class Grading(Protocol):
 
 
 class Submissions:
-    """Runs submissions; every one gets an outcome, and nothing but cancelling is raised."""
+    """Runs submissions; every submission gets an outcome, and only a cancellation is raised."""
 
     def __init__(self, queue: JobQueue, grading: Grading, *, run_s: float, compile_s: float, output_bytes: int) -> None:
-        """``run_s``, ``compile_s``: what these may take, on top of waiting. ``output_bytes``: kept of a program's output."""
+        """``run_s``, ``compile_s``: bounds of these, on top of waiting. ``output_bytes``: kept of a program's output."""
         self._queue = queue
         self._grading = grading
         self._run_s = {"python": run_s, "cpp": run_s + compile_s}
         self._output_bytes = output_bytes
 
-    async def run(self, submission: Submission, lane: Lane, wait_s: float) -> Outcome:
-        """One; ``wait_s`` is what it may wait for a slot."""
+    async def run(self, submission: Submission, lane: Lane, wait_s: float) -> SubmissionOutcome:
+        """Run one submission; ``wait_s`` bounds the wait for a slot."""
         began = time.monotonic()
         try:
             if submission.type == "math":
@@ -62,16 +62,16 @@ class Submissions:
             else:
                 outcome = await self._program(submission, lane, began + wait_s + self._run_s[submission.type])
         except (CapacityError, DeadlineError):
-            outcome = Outcome(reason=Reason.QUEUE_TIMEOUT, cost=time.monotonic() - began)
+            outcome = SubmissionOutcome(reason=Reason.QUEUE_TIMEOUT, cost=time.monotonic() - began)
         except InvalidRequestError as error:
-            outcome = Outcome(reason=Reason.INVALID_INPUT, stderr=error.message)
+            outcome = SubmissionOutcome(reason=Reason.INVALID_INPUT, stderr=error.message)
         except MillraceError as error:
-            outcome = Outcome(reason=Reason.INTERNAL_ERROR, stderr=error.message)
+            outcome = SubmissionOutcome(reason=Reason.INTERNAL_ERROR, stderr=error.message)
         return outcome.model_copy(update={"sub_id": submission.sub_id or outcome.sub_id})
 
-    async def run_all(self, submissions: Sequence[Submission], lane: Lane, wait_s: float) -> list[Outcome]:
+    async def run_all(self, submissions: Sequence[Submission], lane: Lane, wait_s: float) -> list[SubmissionOutcome]:
         """A batch, in its order."""
-        outcomes: list[Outcome | None] = [None] * len(submissions)
+        outcomes: list[SubmissionOutcome | None] = [None] * len(submissions)
         waiting = iter(enumerate(submissions))
 
         async def run_some() -> None:
@@ -83,7 +83,7 @@ class Submissions:
                 group.create_task(run_some())
         return [outcome for outcome in outcomes if outcome is not None]
 
-    async def _program(self, submission: Submission, lane: Lane, end: float) -> Outcome:
+    async def _program(self, submission: Submission, lane: Lane, end: float) -> SubmissionOutcome:
         expected = submission.expected_output
         stdin = submission.input or ""
         if expected is not None and len(expected.encode(errors="replace")) + _OUTPUT_MARGIN > self._output_bytes:
@@ -109,13 +109,13 @@ class Submissions:
                     raise
                 await asyncio.sleep(pause_s)
 
-    async def _math(self, submission: Submission) -> Outcome:
+    async def _math(self, submission: Submission) -> SubmissionOutcome:
         if submission.expected_output is None:
             raise InvalidRequestError("a math submission needs expected_output: the right answer")
         began = time.monotonic()
         result = await self._grading.compute("math", {"answer": submission.expected_output}, submission.solution)
         failed = result.outcome is RewardOutcome.GRADER_FAILED
-        return Outcome(
+        return SubmissionOutcome(
             success=result.outcome is RewardOutcome.CORRECT,
             run_success=not failed,
             cost=time.monotonic() - began,
@@ -125,10 +125,10 @@ class Submissions:
         )
 
 
-def _executed(result: ExecutionResult, expected: str | None) -> Outcome:
+def _executed(result: ExecutionResult, expected: str | None) -> SubmissionOutcome:
     stdout = result.stdout.decode(errors="replace")
-    ran = result.status is ExecutionStatus.OK
-    return Outcome(
+    ran = result.status is RunStatus.OK
+    return SubmissionOutcome(
         success=ran and (expected is None or not difference(expected, result.stdout, _STRIPPED)),
         run_success=ran,
         cost=result.wall_s,
@@ -138,17 +138,17 @@ def _executed(result: ExecutionResult, expected: str | None) -> Outcome:
     )
 
 
-def _judged(result: JudgeResult) -> Outcome:
+def _judged(result: JudgeResult) -> SubmissionOutcome:
     if not result.cases:
-        invalid = result.verdict is Verdict.INVALID_TESTS
-        status = ExecutionStatus.INVALID_REQUEST if invalid else ExecutionStatus(result.verdict.value)
-        return Outcome(stderr=result.detail, reason=_REASON.get(status, Reason.NONE))
+        invalid = result.verdict is RunStatus.INVALID_TESTS
+        status = RunStatus.INVALID_REQUEST if invalid else result.verdict
+        return SubmissionOutcome(stderr=result.detail, reason=_REASON.get(status, Reason.NONE))
     [case] = result.cases
-    wrong = case.verdict is Verdict.WRONG_ANSWER
-    status = ExecutionStatus.OK if wrong else ExecutionStatus(case.verdict.value)
-    return Outcome(
-        success=case.verdict is Verdict.OK,
-        run_success=status is ExecutionStatus.OK,
+    wrong = case.verdict is RunStatus.WRONG_ANSWER
+    status = RunStatus.OK if wrong else case.verdict
+    return SubmissionOutcome(
+        success=case.verdict is RunStatus.OK,
+        run_success=status is RunStatus.OK,
         cost=case.wall_s,
         stdout=case.stdout[:SHOWN_CHARACTERS],
         stderr=_with_why(case.stderr, status, "" if wrong else case.detail),
@@ -156,8 +156,8 @@ def _judged(result: JudgeResult) -> Outcome:
     )
 
 
-def _with_why(stderr: str, status: ExecutionStatus, detail: str) -> str:
-    """After what the program said itself, which limit it was."""
+def _with_why(stderr: str, status: RunStatus, detail: str) -> str:
+    """The program's own output, then the limit that ended the program."""
     limit = status.value.replace("_", " ").lower() if status in _LIMITS else ""
     why = ": ".join(part for part in (limit, detail) if part)
     if not why:

@@ -1,7 +1,8 @@
-"""Reading assert-style tests: which calls they make and what must come back, where their text says it plainly.
+"""Reads assert-style tests: the calls and their expected values, where the text gives them as literals.
 
-``assert candidate(1, 2) == 3`` is a call and a value, so it is judged like a function call: the value stays here. Tests
-of which every assert has such a shape become ``DirectAssert``s; any others run as code (``judge.interview``).
+``assert candidate(1, 2) == 3`` is a call and a value, so the judge treats the assert like a function call: the value
+stays here. Tests of which every assert has such a shape become ``DirectAssert``s; any others run as code
+(``judge.interactive_judge``).
 
     assert candidate(...) == value        value == candidate(...)        candidate(...) is None / True / False
     assert candidate(...)                 assert not candidate(...)
@@ -17,7 +18,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.assert_tests import TestNames, names_of, parsed
+from services.common.text.assert_tests import TestNames, names_of, parsed
 from services.envgateway.judge.literals import NotLiteralError, tree_of
 from services.envgateway.judge.records import AssertTests
 from services.envgateway.judge.values import ValueRule, distance, equal, shown, truth
@@ -35,7 +36,7 @@ class Relation(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectAssert:
-    """One call and what must be true of its value; all trees of plain data."""
+    """One call and the condition on its value; all values are trees of plain data."""
 
     entry_point: str
     args: Any
@@ -45,7 +46,7 @@ class DirectAssert:
     tolerance: float = 0.0
 
     def failure(self, actual: Any) -> str:
-        """What is wrong with a returned value; empty when nothing is."""
+        """Why a returned value is wrong; empty when the value is right."""
         match self.relation:
             case Relation.EQUAL:
                 right = equal(self.expected, actual, _STRICT)
@@ -65,7 +66,7 @@ class DirectAssert:
 
 
 def names(tests: AssertTests) -> TestNames:
-    """What the names of the tests stand for; raises ``UnusableTestsError``."""
+    """The values of the names in the tests; raises ``UnusableTestsError``."""
     return names_of(tests.tests, tests.entry_point, tests.preamble, tests.names)
 
 
@@ -85,7 +86,7 @@ def read(tests: AssertTests) -> tuple[DirectAssert, ...] | None:
 
 
 def num_asserts(tests: AssertTests) -> int:
-    """How many asserts the text has."""
+    """Number of asserts in the text."""
     return sum(isinstance(node, ast.Assert) for node in ast.walk(parsed(tests.tests)))
 
 
@@ -106,7 +107,7 @@ class _Reader:
                 case ast.Expr(value=ast.Call(func=ast.Name(id="check"))) | ast.Expr(value=ast.Constant() | ast.Name()):
                     continue
                 case ast.Assign(value=value):
-                    tree_of(value)  # a description, or it would be used in an assert that is none of ours
+                    tree_of(value)  # a description; otherwise the name would appear in an assert of unknown form
                 case ast.Import() | ast.ImportFrom() | ast.Pass():
                     continue
                 case _:

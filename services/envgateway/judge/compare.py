@@ -1,16 +1,17 @@
-"""Comparing what a program printed with what was expected: the rules, one function each.
+"""Compares a program's output with the expected text: the rules, one function each.
 
     exact             the same bytes
     stripped          the same bytes, without white space at both ends of the whole
     lines             the same lines, without white space at their ends and without empty lines at the end
     tokens            the same words
-    float             the same words; numbers within the tolerance unless both are integers; NaN equals nothing
+    float             the same words; numbers within the tolerance unless both are integers; NaN equals no value
     unordered_lines   the same lines (as above) in any order, as often
     unordered_tokens  the same words in any order, as often
-    json, literal     both are JSON, or Python literals, and equal as values; NaN equals nothing
+    json              both are JSON and equal as such: true is not 1, and 1.0 is 1; NaN equals no value
+    literal           both are Python literals and equal as values: True is 1; NaN equals no value
 
 Everywhere but in ``exact`` a CRLF is a line feed. White space is ASCII white space; bytes that are no UTF-8 equal only
-themselves, so they equal nothing that an expected text can hold. The value modes, for calls, are in ``values``.
+themselves, so they equal no expected text. The value modes, for calls, are in ``values``.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from services.common.text.parsing import PARSING
 from services.envgateway.judge.literals import NotLiteralError, tree_of
 from services.envgateway.judge.records import Comparison, ComparisonMode
 from services.envgateway.judge.values import ValueRule, close, equal
-from services.envgateway.sandbox.bare import plain
+from services.envgateway.sandbox.bare.harness import plain
 
-_LARGEST_PARSED = 1 << 18  # bytes of a JSON or literal text: parsing what a stranger wrote costs a multiple in memory
+_LARGEST_PARSED = 1 << 18  # bytes of a JSON or literal text: parsing untrusted text costs a multiple in memory
 _INTEGER = re.compile(rb"[+-]?\d+")
 _NUMBER = re.compile(rb"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _INFINITE = re.compile(rb"([+-]?)inf(?:inity)?", re.IGNORECASE)
@@ -38,7 +40,7 @@ VALUE_MODES = (ComparisonMode.VALUE, ComparisonMode.VALUE_UNORDERED, ComparisonM
 
 
 def value_rule(comparison: Comparison) -> ValueRule:
-    """For returned values; a list equals a tuple, because requests that were JSON cannot say which they mean."""
+    """The rule for returned values; a list equals a tuple, because JSON requests do not distinguish them."""
     mode = comparison.mode
     return ValueRule(
         tolerance=comparison.tolerance if mode is ComparisonMode.VALUE_FLOAT else None,
@@ -47,11 +49,11 @@ def value_rule(comparison: Comparison) -> ValueRule:
 
 
 def difference(expected: str, printed: bytes, comparison: Comparison) -> str:
-    """What differs, for people; empty when the rule is satisfied."""
+    """The difference in words; empty when the rule is satisfied."""
     mode = comparison.mode or ComparisonMode.LINES
     try:
         wanted = expected.encode()
-    except UnicodeEncodeError:  # a lone surrogate: no bytes stand for it
+    except UnicodeEncodeError:  # a lone surrogate: no bytes encode one
         return "the expected output is no text"
     if mode is ComparisonMode.EXACT:
         return "" if wanted == printed else _first_difference([wanted], [printed], "output")
@@ -115,7 +117,7 @@ def _close_words(expected: bytes, actual: bytes, tolerance: float) -> bool:
         return _plain_integer(expected) == _plain_integer(actual)
     if _NUMBER.fullmatch(expected) and _NUMBER.fullmatch(actual):
         wanted, given = float(expected), float(actual)
-        if math.isinf(wanted) or math.isinf(given):  # beyond what a float holds: as they are written
+        if math.isinf(wanted) or math.isinf(given):  # beyond the range of a float: compared as text
             return expected == actual
         return close(wanted, given, tolerance)
     infinite, also = _INFINITE.fullmatch(expected), _INFINITE.fullmatch(actual)
@@ -140,15 +142,18 @@ def _parsed_difference(parse: Callable[[bytes], Any], what: str, wanted: bytes, 
             trees.append(parse(text))
         except (ValueError, RecursionError, MemoryError, SyntaxError) as error:
             return f"{whose} is no {what}: {str(error)[:_SHOWN_BYTES]}"
-    return "" if equal(trees[0], trees[1], ValueRule(strict=True)) else f"another value than the expected {what}"
+    rule = ValueRule(strict=True, booleans=what == "JSON")
+    return "" if equal(trees[0], trees[1], rule) else f"another value than the expected {what}"
 
 
 def _why_no_value(printed: bytes) -> str:
-    """A program has to print a value, not what one is to be worked out from: ``3 * 19``, ``list((1, 2))``."""
+    """Why the text is not a value: a program must print a value, not an expression such as ``3 * 19`` or ``list((1,
+    2))``."""
     try:
-        tree = ast.parse(printed.strip(), mode="eval")
+        with PARSING:
+            tree = ast.parse(printed.strip(), mode="eval")
     except (ValueError, RecursionError, MemoryError, SyntaxError):
-        return ""  # said where it is read
+        return ""  # the detail comes from the reading function
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id="set" | "frozenset" | "float")):
@@ -166,6 +171,8 @@ def _json_tree(text: bytes) -> Any:
 
 def _literal_tree(text: bytes) -> Any:
     try:
-        return tree_of(ast.parse(text.strip(), mode="eval").body)
+        with PARSING:
+            tree = ast.parse(text.strip(), mode="eval")
+        return tree_of(tree.body)
     except NotLiteralError as error:
         raise ValueError(str(error)) from None

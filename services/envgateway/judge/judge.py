@@ -2,11 +2,13 @@
 
     programs        stdin in, stdout compared here
     function calls  arguments in, one call a process; the returned value comes out as plain data, compared here
-    asserts         read as calls and values where their text allows it; else an interview (see ``interview``)
+    asserts         read as calls and values where their text allows it; else run as code (see ``interactive_judge``)
 
-Expected values, test code and the rules of comparison never enter the process of the program. What completes a call is
-the value that its harness wrote to a descriptor of its own after the last step; an exit code of 0 without it is a
-wrong answer.
+The cases of a Python program are run by one host while they leave no trace (see ``together``); others are run alone.
+
+Expected values, test code and the rules of comparison never enter the process of the program. A call is complete when
+its harness has written the value to a descriptor of its own, after the last step; an exit code of 0 without the value
+is a wrong answer.
 """
 
 from __future__ import annotations
@@ -15,41 +17,52 @@ import asyncio
 import json
 import struct
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
-from services.common.assert_tests import UnusableTestsError
+from services.common.text.assert_tests import UnusableTestsError
 from services.envgateway.judge.asserts import DirectAssert, names, num_asserts, read
 from services.envgateway.judge.compare import VALUE_MODES, difference, value_rule
-from services.envgateway.judge.interview import Interview
+from services.envgateway.judge.interactive_judge import InteractiveJudge
 from services.envgateway.judge.records import (
     AssertTests,
     CallTests,
     CaseResult,
     JudgeRequest,
     JudgeResult,
-    Lane,
     StdinCase,
     StdinTests,
-    Verdict,
 )
 from services.envgateway.judge.results import RETRYABLE, case_result, refused, unusable, whole_result
+from services.envgateway.judge.together import MOST_CASES, CaseHost, HostedCase, is_unfinished, result_of
 from services.envgateway.judge.values import equal, shown
-from services.envgateway.sandbox.bare import plain
+from services.envgateway.sandbox.bare.harness import plain
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.connection import SubmittedRun
 from services.envgateway.sandbox.cpp import compile_cpp, cpp_job
 from services.envgateway.sandbox.jobs import Job, profile_of, why_unusable
 from services.envgateway.sandbox.lease import SlotLease
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.sandbox.records import ExecutionResult, ExecutionStatus
+from services.envgateway.sandbox.records import ExecutionResult
 
 MAX_CASES = 10_000
 _FRAME = struct.Struct("!I")
+_MORE_WHEN_PASSED = 8
 _SLOW_TO_COMPARE = 1 << 16  # bytes from which comparing leaves the event loop
 
-# What a program can make of the frame that its harness should write: nothing of it is a failure of ours.
+# Errors that a program can cause by a false frame in place of its harness's: none of them is a failure of ours.
 _NO_DATA = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
-Wrong = Callable[[Any], str]  # what is wrong with the tree of a returned value; empty when nothing is
+Wrong = Callable[[Any], str]  # the fault in the tree of a returned value; empty for a right value
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Input of a case, for a host or ``alone``; ``judged`` gets the case's index, its result and its answer."""
+
+    hosted: HostedCase
+    alone: Callable[[], Job]
+    judged: Callable[[int, ExecutionResult, bytes], Awaitable[CaseResult]]
 
 
 class Judge:
@@ -59,7 +72,7 @@ class Judge:
         self._sandbox = sandbox
 
     async def judge(self, request: JudgeRequest, queue_timeout_s: float = 60.0) -> JudgeResult:
-        """Every case's verdict. Cancelling the caller kills what runs.
+        """Every case's verdict. Cancelling the caller kills the running programs.
 
         Raises:
             CapacityError: no slot came free in time; says when to come back.
@@ -75,7 +88,7 @@ class Judge:
                 return unusable(request, str(error), self._sandbox.tier)
         if wrong:
             return refused(request, wrong, self._sandbox.tier)
-        async with self._sandbox.lease(queue_timeout_s, patient=request.lane is Lane.BATCH) as slot:
+        async with self._sandbox.lease(request.lane, queue_timeout_s) as slot:
             return await _Judgement(slot, request, self._sandbox.tier).run(direct)
 
 
@@ -111,27 +124,71 @@ class _Judgement:
                 return await self._all(calls)
             case AssertTests() as tests:
                 if direct is None:
-                    return await self._interview(tests)
+                    return await self._judge_interactively(tests)
                 return await self._all([self._call(d.entry_point, d.args, d.kwargs, d.failure) for d in direct])
 
-    async def _all(self, cases: list[Callable[[int], Awaitable[CaseResult]]]) -> JudgeResult:
-        """Each case on its own, until they have taken too long together; what does not even compile is not tried again."""
-        results: list[CaseResult] = []
+    async def _all(self, cases: list[_Case]) -> JudgeResult:
+        """The result of each case, until their total time is used up; a program that does not compile is not tried
+        again."""
+        results = await self._together(cases) if len(cases) > 1 and self._request.language == "python" else []
         longest_s = self._slot.config.judging_time_s
-        for index, judge_case in enumerate(cases):
+        for index, case in enumerate(cases[len(results) :], start=len(results)):
+            if self._is_decided(results):
+                break
             if self._spent_s >= longest_s:
                 detail = f"the cases before it took {longest_s:g} s (envgateway.sandbox.judging_time_s)"
-                results.append(CaseResult(index=index, verdict=Verdict.TIME_LIMIT, detail=detail))
-            elif results and results[-1].verdict is Verdict.COMPILE_ERROR:
+                results.append(CaseResult(index=index, verdict=RunStatus.TIME_LIMIT, detail=detail))
+            elif results and results[-1].verdict is RunStatus.COMPILE_ERROR:
                 results.append(_again(results[-1], index))
             else:
-                results.append(await judge_case(index))
-            if self._request.stop_early and results[-1].verdict is not Verdict.OK:
-                break
+                run = await self._run(case.alone())
+                results.append(await case.judged(index, run.result.result(), run.answer))
         return whole_result(self._request, results, len(cases), self._tier)
 
+    def _is_decided(self, results: list[CaseResult]) -> bool:
+        return self._request.stop_early and bool(results) and results[-1].verdict is not RunStatus.OK
+
+    async def _together(self, cases: list[_Case]) -> list[CaseResult]:
+        """The results of the first cases, by hosts. Those that are missing are run by themselves."""
+        results: list[CaseResult] = []
+        apart = False
+        while len(results) < len(cases) and not self._is_decided(results):
+            some = cases[len(results) : len(results) + MOST_CASES]
+            found, ended = await self._by_host(some, len(results), apart)
+            results += found
+            if len(found) == len(some):
+                continue
+            if self._request.stop_early or apart or not is_unfinished(ended):
+                break  # the next is likely to be the one that fails, or one that hosts do not suit
+            apart = True
+        return results
+
+    async def _by_host(self, cases: list[_Case], first: int, apart: bool) -> tuple[list[CaseResult], ExecutionResult]:
+        """The results of some of these cases, of which the first is number ``first``; and how the host ended."""
+        budget_s = self._slot.config.judging_time_s - self._spent_s
+        hosted = [case.hosted for case in cases]
+        host = CaseHost(self._slot, self._profile, self._source, hosted, budget_s, apart)
+        results: list[CaseResult] = []
+        # all at once, or, where the first failure is the last case, more the more have passed
+        num_asked = 1 if self._request.stop_early else len(cases)
+        while len(results) < len(cases) and not self._is_decided(results):
+            found = await (host.ask(num_asked) if results else host.start(num_asked))
+            for record, case in zip(found, cases[len(results) :], strict=False):
+                self._spent_s += record.wall_s
+                result = result_of(record, case.hosted, self._tier)
+                results.append(await case.judged(first + len(results), result, record.answer))
+                if self._is_decided(results):
+                    break
+            if len(found) < num_asked:
+                break
+            num_asked = min(_MORE_WHEN_PASSED * num_asked, len(cases) - len(results))
+        ended = await host.end()
+        if not results and ended.status is RunStatus.COMPILE_ERROR:
+            results.append(case_result(first, ended))
+        return results, ended
+
     async def _run(self, job: Job) -> SubmittedRun:
-        """Once more when the machinery failed: the program has no part in it."""
+        """Run a case, and repeat the run once after a failure of the machinery: the program is not at fault."""
         run = await self._slot.run(job)
         if run.result.result().status in RETRYABLE:
             run = await self._slot.run(job)
@@ -150,71 +207,67 @@ class _Judgement:
         return await self._all([self._program(case, artefact) for case in cases])
 
     def _not_made(self, made: ExecutionResult, num_cases: int) -> JudgeResult:
-        if made.status is ExecutionStatus.INVALID_REQUEST:
+        if made.status is RunStatus.INVALID_REQUEST:
             return refused(self._request, made.detail, self._tier)
         first = case_result(0, made)
         count = 1 if self._request.stop_early else num_cases
         return whole_result(self._request, [_again(first, i) for i in range(count)], num_cases, self._tier)
 
-    def _program(self, case: StdinCase, artefact: bytes | None) -> Callable[[int], Awaitable[CaseResult]]:
-        async def judge_case(index: int) -> CaseResult:
-            limits = dict(self._limits)
-            if case.expected is not None:  # room for an answer as long as the right one, and a wrong one to be seen
-                room = min(2 * len(case.expected) + 4096, self._slot.config.answer_bytes)
-                limits["output_bytes"] = max(limits["output_bytes"], room)
-            stdin = case.stdin.encode()
+    def _program(self, case: StdinCase, artefact: bytes | None) -> _Case:
+        limits = dict(self._limits)
+        if case.expected is not None:  # room for an answer as long as the right one, and a wrong one to be seen
+            room = min(2 * len(case.expected) + 4096, self._slot.config.answer_bytes)
+            limits["output_bytes"] = max(limits["output_bytes"], room)
+        stdin = case.stdin.encode()
+
+        def alone() -> Job:
             if artefact is not None:
-                job = cpp_job(artefact, stdin, limits)
-            else:
-                job = Job(mode="program", profile=self._profile, source=self._source, stdin=stdin, limits=limits)
-            result = (await self._run(job)).result.result()
-            if result.status is not ExecutionStatus.OK or case.expected is None:
+                return cpp_job(artefact, stdin, limits)
+            return Job(mode="program", profile=self._profile, source=self._source, stdin=stdin, limits=limits)
+
+        async def judged(index: int, result: ExecutionResult, answer: bytes) -> CaseResult:
+            if result.status is not RunStatus.OK or case.expected is None:
                 return case_result(index, result)
             size = len(case.expected) + len(result.stdout)
-            wrong = await _aside(size, difference, case.expected, result.stdout, self._request.comparison)
-            return case_result(index, result, Verdict.WRONG_ANSWER if wrong else Verdict.OK, wrong)
+            wrong = await _compare_in_thread(size, difference, case.expected, result.stdout, self._request.comparison)
+            return case_result(index, result, RunStatus.WRONG_ANSWER if wrong else RunStatus.OK, wrong)
 
-        return judge_case
+        return _Case(HostedCase(limits, stdin), alone, judged)
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    def _call(self, entry_point: str, args: Any, kwargs: Any, wrong: Wrong) -> Callable[[int], Awaitable[CaseResult]]:
+    def _call(self, entry_point: str, args: Any, kwargs: Any, wrong: Wrong) -> _Case:
         has_prelude = entry_point.startswith("Solution") or b"class Solution" in self._source
-        payload = {"entry_point": entry_point, "args": args, "kwargs": kwargs, "prelude": has_prelude}
-        job = Job(
-            mode="call",
-            profile=self._profile,
-            source=self._source,
-            payload=json.dumps(payload).encode(),
-            limits=self._limits,
-        )
+        call = {"entry_point": entry_point, "args": args, "kwargs": kwargs, "prelude": has_prelude}
 
-        async def judge_case(index: int) -> CaseResult:
-            run = await self._run(job)
-            result = run.result.result()
-            if result.status is not ExecutionStatus.OK:
+        def alone() -> Job:
+            payload = json.dumps(call).encode()
+            return Job(mode="call", profile=self._profile, source=self._source, payload=payload, limits=self._limits)
+
+        async def judged(index: int, result: ExecutionResult, answer: bytes) -> CaseResult:
+            if result.status is not RunStatus.OK:
                 return case_result(index, result)
-            value = _framed_value(run.answer)
+            value = _framed_value(answer)
             if value is None:
-                return case_result(index, result, Verdict.WRONG_ANSWER, "the program ended before the call returned")
-            failure = await _aside(len(value), _judged_value, value, wrong)
-            return case_result(index, result, Verdict.WRONG_ANSWER if failure else Verdict.OK, failure)
+                return case_result(index, result, RunStatus.WRONG_ANSWER, "the program ended before the call returned")
+            failure = await _compare_in_thread(len(value), _judged_value, value, wrong)
+            return case_result(index, result, RunStatus.WRONG_ANSWER if failure else RunStatus.OK, failure)
 
-        return judge_case
+        return _Case(HostedCase(self._limits, call=call), alone, judged)
 
     # -- tests that have to be run ----------------------------------------------------------------------------------
 
-    async def _interview(self, tests: AssertTests) -> JudgeResult:
+    async def _judge_interactively(self, tests: AssertTests) -> JudgeResult:
         meant = names(tests)
         expected = max(1, num_asserts(tests))
-        cases = await Interview(self._slot, self._request, tests, meant, expected).run()
+        cases = await InteractiveJudge(self._slot, self._request, tests, meant, expected).run()
         if isinstance(cases, str):
             return unusable(self._request, cases, self._tier)
         if not cases:
             return unusable(
-                self._request, f"the tests of {meant.entry_point or 'the program'} test nothing", self._tier
+                self._request, f"the tests of {meant.entry_point or 'the program'} have no assert", self._tier
             )
-        stopped = self._request.stop_early and cases[-1].verdict is not Verdict.OK
+        stopped = self._request.stop_early and cases[-1].verdict is not RunStatus.OK
         return whole_result(self._request, cases, max(expected, len(cases)) if stopped else len(cases), self._tier)
 
 
@@ -276,8 +329,8 @@ def _judged_value(value: bytes, wrong: Wrong) -> str:
         return f"the returned value is no data: {error!r}"
 
 
-async def _aside(size: int, function: Callable[..., str], *arguments: Any) -> str:
-    """A comparison; a long one in a thread, so that it holds nobody up."""
+async def _compare_in_thread(size: int, function: Callable[..., str], *arguments: Any) -> str:
+    """Compare; a long comparison runs in a thread, so that the event loop goes on."""
     return await asyncio.to_thread(function, *arguments) if size > _SLOW_TO_COMPARE else function(*arguments)
 
 

@@ -1,7 +1,7 @@
-"""Python literals as trees of plain data, from their syntax alone: nothing is evaluated but small arithmetic.
+"""Python literals as trees of plain data, from their syntax alone: only small arithmetic is evaluated.
 
-Test code writes values as ``3 * 19``, ``list_node([1, 2])`` or ``float("inf")``; these are understood, too. Whatever
-could be large or slow to work out is refused rather than bounded.
+Test code writes values as ``3 * 19``, ``list_node([1, 2])`` or ``float("inf")``; these are understood, too. An
+expression that could be large or slow is refused rather than bounded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from services.envgateway.sandbox.bare import plain
+from services.envgateway.sandbox.bare.harness import plain
 
 _LARGEST_OPERAND = 1e15
 _LARGEST_POWER = 64
@@ -30,14 +30,14 @@ _NODES = {"list_node": "L", "tree_node": "T"}
 
 
 class NotLiteralError(ValueError):
-    """An expression whose value is not plain from its text."""
+    """The text of the expression does not give its value."""
 
 
 def tree_of(node: ast.expr) -> Any:
     """The tree of a literal expression.
 
     Raises:
-        NotLiteralError: it is something else.
+        NotLiteralError: the expression is not a literal.
     """
     match node:
         case ast.Constant(value=value) if value is not Ellipsis:

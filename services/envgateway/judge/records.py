@@ -1,7 +1,7 @@
-"""What is asked of the judge and what it answers: plain records with a JSON form for queues.
+"""Requests and results of the judge: plain records with a JSON form for queues.
 
-Knows nothing of how a verdict is found. Values of function calls travel in the tagged form of
-``services.envgateway.sandbox.bare.plain``, which keeps what JSON loses: tuples, sets, big integers, NaN.
+Values of function calls travel in the tagged form of
+``services.envgateway.sandbox.bare.harness.plain``, which keeps types that JSON loses: tuples, sets, big integers, NaN.
 """
 
 from __future__ import annotations
@@ -11,40 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from services.common.errors import InvalidRequestError
-from services.envgateway.sandbox.bare import plain
+from services.common.telemetry.gateway_queue import Lane
+from services.envgateway.sandbox.bare.harness import plain
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits
 
 
-class Verdict(enum.StrEnum):
-    """Of a case or a whole request. INVALID_TESTS, INFRA_ERROR and CANCELLED say nothing about the program."""
-
-    OK = "OK"
-    WRONG_ANSWER = "WRONG_ANSWER"
-    RUNTIME_ERROR = "RUNTIME_ERROR"
-    COMPILE_ERROR = "COMPILE_ERROR"
-    TIME_LIMIT = "TIME_LIMIT"
-    MEMORY_LIMIT = "MEMORY_LIMIT"
-    OUTPUT_LIMIT = "OUTPUT_LIMIT"
-    INVALID_REQUEST = "INVALID_REQUEST"
-    INVALID_TESTS = "INVALID_TESTS"  # the tests can judge no program
-    CANCELLED = "CANCELLED"
-    INFRA_ERROR = "INFRA_ERROR"
-
-    @property
-    def is_about_the_program(self) -> bool:
-        """False for what never becomes a reward."""
-        return self not in (Verdict.INFRA_ERROR, Verdict.CANCELLED, Verdict.INVALID_TESTS)
-
-
-class Lane(enum.StrEnum):
-    """Who goes first: somebody waiting for an answer, or a batch."""
-
-    INTERACTIVE = "interactive"
-    BATCH = "batch"
-
-
 class ComparisonMode(enum.StrEnum):
-    """How an answer is compared with what was expected; ``services.envgateway.judge.compare`` has the rules."""
+    """Rule that compares an answer with the expected one; ``services.envgateway.judge.compare`` has the rules."""
 
     EXACT = "exact"  # byte for byte
     STRIPPED = "stripped"  # without white space at both ends of the whole
@@ -62,19 +36,19 @@ class ComparisonMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Which rule decides; None takes ``LINES`` for programs and ``VALUE`` for calls. NaN equals nothing, ever.
+    """Rule of a comparison; None takes ``LINES`` for programs and ``VALUE`` for calls. NaN never equals any value.
 
     >>> Comparison(mode=ComparisonMode.FLOAT, tolerance=1e-4).mode
     <ComparisonMode.FLOAT: 'float'>
     """
 
     mode: ComparisonMode | None = None
-    tolerance: float = 1e-6  # relative or absolute, whichever is wider
+    tolerance: float = 1e-6  # relative or absolute, the wider of the two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StdinCase:
-    """One input of a program; without ``expected`` it only has to end with exit code 0."""
+    """One input of a program; without ``expected`` the program only has to end with exit code 0."""
 
     stdin: str = ""
     expected: str | None = None
@@ -110,17 +84,17 @@ class CallTests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssertTests:
-    """Test code: bare asserts, or a ``check(candidate)`` that it calls or leaves to be called.
+    """Test code: bare asserts, or a ``check(candidate)`` that the tests call, or leave to be called.
 
     ``preamble`` is trusted code that the tests may use, such as the task's own prompt. The program never sees either:
     the tests run in an interpreter of their own and call the program from there. Only the entry point and ``names`` are
-    calls into the program (``services.common.assert_tests``).
+    calls into the program (``services.common.text.assert_tests``).
     """
 
     tests: str
-    entry_point: str = ""  # what ``candidate`` is; read from the tests where they say it
+    entry_point: str = ""  # the object that ``candidate`` names; read from the tests where they define one
     preamble: str = ""
-    names: tuple[str, ...] = ()  # what else the program defines and the tests use
+    names: tuple[str, ...] = ()  # further names that the program defines and the tests use
 
 
 Tests: TypeAlias = StdinTests | CallTests | AssertTests
@@ -128,7 +102,7 @@ Tests: TypeAlias = StdinTests | CallTests | AssertTests
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeRequest:
-    """One program and how to judge it. Limits are per case; ``stop_early`` ends at the first case that is not OK.
+    """One program and its tests. Limits are per case; ``stop_early`` ends at the first case that is not OK.
 
     >>> tests = StdinTests(cases=(StdinCase(stdin="1 2", expected="3"),))
     >>> request = JudgeRequest(code="print(sum(map(int, input().split())))", tests=tests)
@@ -177,10 +151,10 @@ class JudgeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """How one case went. Output is cut to what a person would read; ``truncated`` says so."""
+    """The result of one case. Output is cut to a length for people; ``truncated`` is set then."""
 
     index: int
-    verdict: Verdict
+    verdict: RunStatus
     detail: str = ""
     stdout: str = ""
     stderr: str = ""
@@ -198,7 +172,7 @@ class CaseResult:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> CaseResult:
-        return CaseResult(**{**data, "verdict": Verdict(data["verdict"])})
+        return CaseResult(**{**data, "verdict": RunStatus(data["verdict"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +183,7 @@ class JudgeResult:
     which ``sandbox.judging_time_s`` was over are TIME_LIMIT, and were not run.
     """
 
-    verdict: Verdict
+    verdict: RunStatus
     cases: tuple[CaseResult, ...] = ()
     num_cases: int = 0  # asked for; more than len(cases) after an early stop
     tier: str = ""
@@ -218,7 +192,7 @@ class JudgeResult:
 
     @property
     def num_passed(self) -> int:
-        return sum(case.verdict is Verdict.OK for case in self.cases)
+        return sum(case.verdict is RunStatus.OK for case in self.cases)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -233,7 +207,7 @@ class JudgeResult:
     @staticmethod
     def from_json(data: dict[str, Any]) -> JudgeResult:
         cases = tuple(CaseResult.from_json(case) for case in data["cases"])
-        return JudgeResult(**{**data, "verdict": Verdict(data["verdict"]), "cases": cases})
+        return JudgeResult(**{**data, "verdict": RunStatus(data["verdict"]), "cases": cases})
 
 
 def _tests_to_json(tests: Tests) -> dict[str, Any]:

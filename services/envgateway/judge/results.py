@@ -1,22 +1,23 @@
-"""From what the sandbox saw to what the judge says: verdicts of cases and of whole requests."""
+"""Converts the sandbox's results to verdicts of cases and of whole requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.envgateway.judge.records import CaseResult, JudgeRequest, JudgeResult, Verdict
-from services.envgateway.sandbox.records import ExecutionResult, ExecutionStatus
+from services.envgateway.judge.records import CaseResult, JudgeRequest, JudgeResult
+from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.records import ExecutionResult
 
 _SHOWN_BYTES = 2000
 _SHOWN_LINE = 300
-RETRYABLE = (ExecutionStatus.INFRA_ERROR,)
+RETRYABLE = (RunStatus.INFRA_ERROR,)
 
 
-def case_result(index: int, run: ExecutionResult, verdict: Verdict | None = None, detail: str = "") -> CaseResult:
+def case_result(index: int, run: ExecutionResult, verdict: RunStatus | None = None, detail: str = "") -> CaseResult:
     """A case that was one run; ``verdict`` where the judge knows better than the sandbox."""
     return CaseResult(
         index=index,
-        verdict=verdict if verdict is not None else Verdict(run.status.value),
+        verdict=verdict if verdict is not None else run.status,
         detail=detail or run.detail or _last_line(run),
         stdout=run.stdout[:_SHOWN_BYTES].decode(errors="replace"),
         stderr=run.stderr[-_SHOWN_BYTES:].decode(errors="replace"),
@@ -30,8 +31,8 @@ def case_result(index: int, run: ExecutionResult, verdict: Verdict | None = None
 
 
 def _last_line(run: ExecutionResult) -> str:
-    """What a program that failed said last, which names its error."""
-    if run.status not in (ExecutionStatus.RUNTIME_ERROR, ExecutionStatus.COMPILE_ERROR):
+    """The last line of a failed program's output, which names its error."""
+    if run.status not in (RunStatus.RUNTIME_ERROR, RunStatus.COMPILE_ERROR):
         return ""
     if run.signal is not None:
         return f"signal {run.signal}"
@@ -40,12 +41,12 @@ def _last_line(run: ExecutionResult) -> str:
 
 
 def whole_result(request: JudgeRequest, cases: Sequence[CaseResult], num_cases: int, tier: str) -> JudgeResult:
-    """What failed first decides, but never the machinery where the program failed as well."""
-    failed = [case for case in cases if case.verdict is not Verdict.OK]
+    """The first failure decides, but a failure of the machinery never does where the program failed as well."""
+    failed = [case for case in cases if case.verdict is not RunStatus.OK]
     about_program = [case for case in failed if case.verdict.is_about_the_program]
     first = next(iter(about_program or failed), None)
     return JudgeResult(
-        verdict=first.verdict if first else Verdict.OK,
+        verdict=first.verdict if first else RunStatus.OK,
         cases=tuple(cases),
         num_cases=num_cases,
         tier=tier,
@@ -55,10 +56,10 @@ def whole_result(request: JudgeRequest, cases: Sequence[CaseResult], num_cases: 
 
 
 def refused(request: JudgeRequest, detail: str, tier: str) -> JudgeResult:
-    """A request that cannot be judged as it is."""
-    return JudgeResult(verdict=Verdict.INVALID_REQUEST, detail=detail, tier=tier, request_id=request.request_id)
+    """The result of a request that cannot be judged."""
+    return JudgeResult(verdict=RunStatus.INVALID_REQUEST, detail=detail, tier=tier, request_id=request.request_id)
 
 
 def unusable(request: JudgeRequest, detail: str, tier: str) -> JudgeResult:
-    """Tests that can judge no program: nothing is said about this one."""
-    return JudgeResult(verdict=Verdict.INVALID_TESTS, detail=detail, tier=tier, request_id=request.request_id)
+    """The result of tests that cannot judge any program: the program gets no verdict."""
+    return JudgeResult(verdict=RunStatus.INVALID_TESTS, detail=detail, tier=tier, request_id=request.request_id)

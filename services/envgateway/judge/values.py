@@ -1,7 +1,7 @@
-"""Comparing plain data in its tree form (``bare.plain``), without ever building the objects of a stranger.
+"""Compares plain data in its tree form (``bare.harness.plain``), without building objects from untrusted code.
 
-Nothing here hashes or orders a value that a program chose (texts excepted, whose hashes it cannot foresee), so no
-choice of values makes a comparison slow. Numbers compare by value, exactly; NaN equals nothing, itself included.
+No value that a program chose is hashed or ordered here (except texts, whose hashes are salted), so no choice of values
+makes a comparison slow. Numbers compare by value, exactly; NaN equals no value, itself included.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ _NO_TREE = (
     LookupError,
     TypeError,
     AttributeError,
-)  # what a stranger's tree may lead to
+)  # errors that an untrusted tree may cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueRule:
-    """What counts as equal beyond Python's own ``==``.
+    """Values that count as equal beyond Python's own ``==``.
 
     >>> equal(["l", 1], ["t", 1], ValueRule()), equal(["l", 1], ["t", 1], ValueRule(strict=True))
     (True, False)
     """
 
     strict: bool = False  # a list is no tuple
+    booleans: bool = False  # true and false are no numbers, as in JSON
     tolerance: float | None = None  # of numbers that are not both integers: relative or absolute
     unordered: bool = False  # the outermost list or tuple is a multiset
 
 
 def equal(expected: Tree, actual: Tree, rule: ValueRule) -> bool:
-    """Whether two trees stand for equal values; False for what is no tree."""
+    """Whether two trees represent equal values; False for a value that is not a tree."""
     try:
         if rule.unordered:
             expected, actual = _listed(expected), _listed(actual)
@@ -160,7 +161,7 @@ def _decimal(text: str) -> _Number:
 
 
 def _listed(tree: Tree) -> Tree:
-    """A range, a deque or an array of numpy as the list of its values; any other tree as it is."""
+    """A range, a deque or an array of numpy as the list of its values; any other tree unchanged."""
     if not isinstance(tree, list) or not tree:
         return tree
     if tree[0] == "q":
@@ -203,8 +204,10 @@ def close(expected: _Number, actual: _Number, tolerance: float | None) -> bool:
 def _equal(a: Tree, b: Tree, rule: ValueRule) -> bool:
     if not rule.strict:
         a, b = _listed(a), _listed(b)
-    elif isinstance(b, list) and b[:1] == ["n"] and len(b) == 4:  # numpy compares part by part: here it is one
+    elif isinstance(b, list) and b[:1] == ["n"] and len(b) == 4:  # numpy compares part by part; here the result is one
         a, b = _only_value(a), b[3]
+    if rule.booleans and isinstance(a, bool) is not isinstance(b, bool):
+        return False
     first, second = _number(a), _number(b)
     if first is not None and second is not None:
         return close(first, second, rule.tolerance)
@@ -243,7 +246,7 @@ def _equal_dicts(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
     second = {key(k): v for k, v in zip(b[1::2], b[2::2], strict=True)}
     if (
         not rule.strict and first.keys() != second.keys() and all(isinstance(k, str) for k in a[1::2])
-    ):  # JSON has text keys only, so it cannot say which are meant
+    ):  # JSON has text keys only, so the intended types are unknown
         first = {_json_key(k): v for k, v in zip(a[1::2], a[2::2], strict=True)}
         second = {_json_key(k): v for k, v in zip(b[1::2], b[2::2], strict=True)}
         if 2 * len(first) != len(a) - 1 or 2 * len(second) != len(b) - 1:
@@ -252,7 +255,7 @@ def _equal_dicts(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
 
 
 def _json_key(tree: Tree) -> str:
-    """A key as JSON writes it: 1 and "1" are the same."""
+    """A key in JSON's form: 1 and "1" are the same."""
     if isinstance(tree, bool) or tree is None:
         return {True: "true", False: "false", None: "null"}[tree]
     number = _number(tree)
@@ -268,11 +271,11 @@ def _same_multiset(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
 
 
 def key(tree: Tree) -> str:
-    """A text that equal values share. Raises ``ValueError`` for NaN and for what is no data."""
+    """A text that equal values share. Raises ``ValueError`` for NaN and for a tree that is not data."""
     number = _number(tree)
     if number is not None:
         if number != number:
-            raise ValueError("NaN equals nothing")
+            raise ValueError("NaN equals no value")
         if isinstance(number, complex):
             number = number.real if number.imag == 0 else number
         if isinstance(number, Fraction):

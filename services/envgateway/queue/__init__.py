@@ -1,1 +1,1 @@
-"""Where executions and judgements wait for a slot: here (embedded), or at workers on any node (streams)."""
+"""Queues of executions and judgements: for the gateway's own slots (embedded), or for workers on any node (streams)."""

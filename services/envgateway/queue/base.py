@@ -1,26 +1,28 @@
-"""What a queue of jobs promises, whatever is behind it. Knows neither lanes' rules nor Redis nor grpc."""
+"""Interface of a queue of jobs, independent of lanes' rules, of Redis and of grpc."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Protocol, TypeAlias, overload
 
-from services.envgateway.judge.records import JudgeRequest, JudgeResult, Lane, Verdict
-from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
+from services.common.telemetry.gateway_queue import Lane
+from services.envgateway.judge.records import JudgeRequest, JudgeResult
+from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 
 Job: TypeAlias = ExecutionRequest | JudgeRequest
 JobResult: TypeAlias = ExecutionResult | JudgeResult
 
 
 class JobQueue(Protocol):
-    """Runs programs when their turn has come. Cancelling the caller takes a job out, or kills what runs.
+    """Runs programs when their turn has come. Cancelling the caller removes a waiting job, or kills a running one.
 
-    ``request_id`` is the key of the job, empty for none: who repeats the same job under the same key joins the running
-    one or gets its stored result. ``deadline_s`` bounds waiting and running together.
+    ``request_id`` is the key of the job, empty for none: the same job under the same key joins the running one or gets
+    the stored result. ``deadline_s`` bounds waiting and running together.
 
     Raises:
         CapacityError: too many wait already; says when to come back.
-        DeadlineError: no result within ``deadline_s`` seconds; what ran was killed.
+        DeadlineError: no result within ``deadline_s`` seconds; a running program was killed.
     """
 
     @overload
@@ -48,7 +50,7 @@ class JobQueue(Protocol):
 
 
 class Runner(Protocol):
-    """Runs a job whose turn has come. Cancelling the caller kills it."""
+    """Runs a job whose turn has come. Cancelling the caller kills the job."""
 
     async def run(self, job: Job, lane: Lane) -> JobResult: ...
 
@@ -56,15 +58,13 @@ class Runner(Protocol):
 class Executor(Protocol):
     """Runs one program (``SandboxPool``)."""
 
-    async def run(
-        self, request: ExecutionRequest, queue_timeout_s: float = 60.0, *, patient: bool = False, ahead: bool = False
-    ) -> ExecutionResult: ...
+    async def run(self, request: ExecutionRequest, lane: Lane = Lane.INTERACTIVE) -> ExecutionResult: ...
 
 
 class Judging(Protocol):
     """Judges one program (``Judge``)."""
 
-    async def judge(self, request: JudgeRequest, queue_timeout_s: float = 60.0) -> JudgeResult: ...
+    async def judge(self, request: JudgeRequest) -> JudgeResult: ...
 
 
 class LocalRunner:
@@ -77,18 +77,18 @@ class LocalRunner:
     async def run(self, job: Job, lane: Lane) -> JobResult:
         if isinstance(job, JudgeRequest):
             return await self._judge.judge(job)
-        return await self._sandbox.run(job, patient=lane is Lane.BATCH, ahead=True)
+        return await self._sandbox.run(job, lane)
 
 
 def is_about_the_program(result: JobResult) -> bool:
-    """False for what may be tried again and never becomes a reward."""
+    """False for a result that may be tried again and never becomes a reward."""
     if isinstance(result, JudgeResult):
         return result.verdict.is_about_the_program
-    return result.status not in (ExecutionStatus.INFRA_ERROR, ExecutionStatus.CANCELLED)
+    return result.status.is_about_the_program
 
 
 def infrastructure_failure(job: Job, detail: str) -> JobResult:
     """The result of a job that the machinery could not run."""
     if isinstance(job, JudgeRequest):
-        return JudgeResult(verdict=Verdict.INFRA_ERROR, detail=detail, request_id=job.request_id)
-    return ExecutionResult(status=ExecutionStatus.INFRA_ERROR, detail=detail)
+        return JudgeResult(verdict=RunStatus.INFRA_ERROR, detail=detail, request_id=job.request_id)
+    return ExecutionResult(status=RunStatus.INFRA_ERROR, detail=detail)

@@ -1,6 +1,6 @@
-"""On whose behalf the current task works, so that clients can share slots fairly.
+"""The client of the current task, so that clients can share slots fairly.
 
-Servers set it at their edge; it follows every task that a call starts. Knows nothing of grpc, HTTP or queues.
+Servers set the client at their edge; every task that a call starts inherits the client.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def current_client() -> str:
 
 @contextmanager
 def on_behalf_of(client: str) -> Iterator[None]:
-    """What runs inside, and the tasks it starts, work for this client."""
+    """The code inside, and the tasks that the code starts, work for this client."""
     token = _client.set(client)
     try:
         yield

@@ -20,7 +20,7 @@ def encode_job(job: Job) -> bytes:
 
 
 def decode_job(data: bytes) -> Job:
-    """Raises ``InvalidRequestError`` for what another version of this program may have written."""
+    """Raises ``InvalidRequestError`` for a record that another version of this program may have written."""
     job: Job = _built(_JOBS, data)
     return job
 
@@ -30,7 +30,7 @@ def encode_result(result: JobResult) -> bytes:
 
 
 def decode_result(data: bytes) -> JobResult:
-    """Raises ``InvalidRequestError`` for what another version of this program may have written."""
+    """Raises ``InvalidRequestError`` for a record that another version of this program may have written."""
     result: JobResult = _built(_RESULTS, data)
     return result
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import overload
+from collections.abc import Awaitable
+from typing import Any, overload
 
 from services.common.aio import deadline
 from services.common.errors import DeadlineError
+from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.calls import SharedCalls
-from services.envgateway.judge.records import JudgeRequest, JudgeResult, Lane
+from services.envgateway.judge.records import JudgeRequest, JudgeResult
+from services.envgateway.memory.runs import RunMemory
+from services.envgateway.memory.verdicts import JudgeMemory
 from services.envgateway.queue.base import Job, JobResult, Runner, is_about_the_program
 from services.envgateway.queue.clients import current_client
 from services.envgateway.queue.codec import digest, encode_job
@@ -22,6 +26,10 @@ _STORED_BYTES = 64 << 20
 
 class FairQueue:
     """A ``JobQueue`` over any ``Runner``."""
+
+    # asked before a turn is waited for
+    verdicts: JudgeMemory | None = None
+    runs: RunMemory | None = None
 
     def __init__(self, runner: Runner, turns: Turns) -> None:
         self._runner = runner
@@ -38,25 +46,37 @@ class FairQueue:
     @overload
     async def run(self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float) -> JudgeResult: ...
     async def run(self, job: Job, *, lane: Lane, request_id: str, deadline_s: float) -> JobResult:
-        # Another job under the same key is another job: nobody is given the result of a program that is not theirs.
+        # Another job under the same key is another job: no caller gets the result of another program.
         key = f"{request_id} {digest(encode_job(job))}" if request_id else ""
         client = current_client()
         try:
             async with deadline(deadline_s, f"execution {request_id or 'without id'} in the {lane} lane"):
-                return await self._shared.run(key, lambda: self._in_turn(job, lane, client))
+                return await self._shared.run(key, lambda: self._run(job, lane, client))
         except DeadlineError:
             self.counts["expired"] += 1
             raise
 
+    async def _run(self, job: Job, lane: Lane, client: str) -> JobResult:
+        def in_turn() -> Awaitable[Any]:
+            return self._turns.run(lane, client, lambda: self._runner.run(job, lane))
+
+        if isinstance(job, JudgeRequest):
+            if self.verdicts is not None:
+                return await self.verdicts.run(job, lane, client, in_turn)
+        elif self.runs is not None:
+            return await self.runs.run(job, lane, client, in_turn)
+        result: JobResult = await in_turn()
+        return result
+
     def start(self) -> None:
-        """Before the first job."""
+        """Call before the first job."""
 
     async def failed(self) -> None:
-        """Until something broke that does not mend itself; raises it. Here nothing can: cancel the wait."""
+        """Wait for a permanent failure and raise the failure. None can occur here: cancel the wait."""
         await asyncio.Event().wait()
 
     async def close(self) -> None:
-        """After the last."""
+        """Call after the last job."""
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -73,10 +93,6 @@ class FairQueue:
     @property
     def num_slots(self) -> int:
         return self._turns.num_slots
-
-    async def _in_turn(self, job: Job, lane: Lane, client: str) -> JobResult:
-        async with self._turns.turn(lane, client):
-            return await self._runner.run(job, lane)
 
 
 def _weight(result: JobResult) -> int:

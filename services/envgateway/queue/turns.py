@@ -1,50 +1,51 @@
-"""Who may use a slot next: interactive before batch, some slots never for batch, clients in turn, bounded.
+"""Decides the next user of a slot: interactive before batch, batch within its share of the slots, clients in turn, bounded.
 
     interactive (a rollout waits) --> |
                                       | --> at most ``num_slots`` at once
-    batch (judging)               --> |     ``num_reserved`` of them never for batch
+    batch (judging)               --> |     at most ``batch_slots`` of them for batch
 
-While jobs are brief, some are let through ahead of a slot, so that none stands empty between two of them; these wait at
-the sandbox, which lets the interactive go first and keeps the reserved slots as well. A full lane refuses the client that has most waiting there, not the one
-that happens to come last.
+While jobs are brief, some are let through ahead of a slot, so that no slot is idle between two of them; these wait at
+the sandbox, which lets the interactive go first and keeps the share of batch as well. A full lane refuses the client
+with the most waiting jobs there, not the last one to arrive.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from services.common.errors import CapacityError
-from services.envgateway.judge.records import Lane
-from services.envgateway.queue.line import FairLine
+from services.common.telemetry.gateway_queue import Lane, waiting_gauge
+from services.envgateway.queue.round_robin_queue import RoundRobinQueue
 
 _RETRY_FROM_S = 0.5
 _RETRY_AT_MOST_S = 30.0
 _BRIEF_S = 0.03  # of a turn, on average
 
 _Turn = asyncio.Future[None]
+Result = TypeVar("Result")
 
 
 class Turns:
-    """``async with turns.turn(lane, client)``: inside, a slot is yours."""
+    """``await turns.run(lane, client, work)``: while the work is done, a slot is the caller's."""
 
-    def __init__(self, *, num_slots: int, num_reserved: int, lane_size: int, sends_ahead: bool = False) -> None:
+    def __init__(self, *, num_slots: int, batch_slots: int, lane_size: int, sends_ahead: bool = False) -> None:
         """``sends_ahead``: behind the slots is a sandbox, where a job may wait for one."""
         self._lane_size = lane_size
         self._sends_ahead = sends_ahead
-        self._waiting: dict[Lane, FairLine[_Turn]] = {lane: FairLine() for lane in Lane}
+        self._waiting: dict[Lane, RoundRobinQueue[_Turn]] = {lane: RoundRobinQueue() for lane in Lane}
         self._running: Counter[Lane] = Counter()
         self._mean_s = 0.05  # of a job, for telling when to come back
         self.counts: Counter[str] = Counter()
         self.num_slots = num_slots
-        self._batch_slots = max(1, num_slots - num_reserved)
+        self._batch_slots = batch_slots
 
-    def resize(self, num_slots: int, num_reserved: int) -> None:
-        """From the next turn on."""
+    def resize(self, num_slots: int, batch_slots: int) -> None:
+        """Change the number of slots, from the next turn on."""
         self.num_slots = num_slots
-        self._batch_slots = max(1, num_slots - num_reserved)
+        self._batch_slots = batch_slots
         self._wake()
 
     @property
@@ -57,26 +58,28 @@ class Turns:
 
     @property
     def mean_s(self) -> float:
-        """How long a turn lasts, lately."""
+        """Mean duration of recent turns."""
         return self._mean_s
 
     @property
     def gauges(self) -> dict[str, float]:
         return {
-            **{f"queue_{lane}_waiting": float(len(waiting)) for lane, waiting in self._waiting.items()},
+            **{waiting_gauge(lane): float(len(waiting)) for lane, waiting in self._waiting.items()},
             **{f"queue_{lane}_running": float(self._running[lane]) for lane in Lane},
             "queue_mean_s": self._mean_s,
             **{f"queue_{name}": float(count) for name, count in self.counts.items()},
         }
 
-    @asynccontextmanager
-    async def turn(self, lane: Lane, client: str) -> AsyncIterator[None]:
-        """Raises ``CapacityError`` when too many wait. Cancelling the waiter gives up its place."""
+    async def run(self, lane: Lane, client: str, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Await a call while the caller holds a slot.
+
+        Raises ``CapacityError`` when too many wait. Cancelling the waiter gives up its place.
+        """
         await self._take(lane, client)
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
-            yield
+            return await work()
         finally:
             self._mean_s += 0.05 * (clock() - began - self._mean_s)
             self._running[lane] -= 1
@@ -93,7 +96,7 @@ class Turns:
             await turn
         except asyncio.CancelledError:
             if not self._waiting[lane].remove(client, turn) and not turn.cancelled() and turn.exception() is None:
-                self._running[lane] -= 1  # it was given in the very moment of leaving: to the next
+                self._running[lane] -= 1  # the turn was given in the very moment of leaving: pass the turn on
                 self._wake()
             raise
 

@@ -1,13 +1,14 @@
 """``code``: a completion is right when its program passes every test of the task.
 
-The program is the last fenced block, or the whole text when there is none. A task's row has its tests in one of the forms
+The program is the last fenced block, or the whole text when there is none. A task's row has its tests in one of the
+forms
 
     {"kind": "stdin",  "cases": [{"stdin": text, "expected": text}, ...]}
     {"kind": "call",   "entry_point": name, "cases": [{"args": [...], "expected": value}, ...]}
     {"kind": "assert", "tests": code, "entry_point": name, "preamble": code, "names": [name, ...]}
 
-Every case is run and reported on its own; the first that fails decides what is said. Machinery that failed, and tests that
-can judge no program, are no reward.
+Cases are run until one fails, and the first failure decides the details. A rollout waits for the reward, as for a tool:
+the lane is the interactive one. Machinery that failed, and tests that can judge no program, are no reward.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError
-from services.common.programs import program_of, with_preamble
+from services.common.telemetry.gateway_queue import Lane
+from services.common.text.programs import program_of, with_preamble
 from services.envgateway.judge.records import (
     AssertTests,
     CallCase,
     CallTests,
     JudgeRequest,
     JudgeResult,
-    Lane,
     StdinCase,
     StdinTests,
     Tests,
-    Verdict,
 )
 from services.envgateway.rewards.result import CORRECT, RewardOutcome, RewardResult, grader_failed
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits
 
 JUDGING_TIMEOUT_S = 600.0  # of all cases together, the queue included
 
 
 class JudgeQueue(Protocol):
-    """Where requests wait for a slot."""
+    """Interface of the queue in which requests wait for a slot."""
 
     async def run(self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float) -> JudgeResult: ...
 
@@ -52,23 +53,23 @@ class CodeReward:
         self._limits = ExecutionLimits(wall_s=case_time_s)
 
     async def __call__(self, task: Mapping[str, Any], completion: str) -> RewardResult:
-        """Raises ``InvalidRequestError`` for a task whose tests are not understood."""
+        """Raises ``InvalidRequestError`` for a task with tests of unknown form."""
         tests = read_tests(task)
         code = program_of(completion)
         if not code.strip():
             return RewardResult(outcome=RewardOutcome.UNPARSED, detail="there is no program in the completion")
         if isinstance(tests, AssertTests):  # the completion may go on where the prompt ended
             code = with_preamble(code, tests.preamble, tests.entry_point)
-        request = JudgeRequest(code=code, tests=tests, limits=self._limits, lane=Lane.BATCH)
+        request = JudgeRequest(code=code, tests=tests, limits=self._limits, stop_early=True, lane=Lane.INTERACTIVE)
         try:
-            result = await self._queue.run(request, lane=Lane.BATCH, request_id="", deadline_s=self.timeout_s)
+            result = await self._queue.run(request, lane=request.lane, request_id="", deadline_s=self.timeout_s)
         except (CapacityError, DeadlineError) as error:
             return grader_failed(error.message)
         return _reward(result)
 
 
 def read_tests(task: Mapping[str, Any]) -> Tests:
-    """The tests of a row; ``InvalidRequestError`` says what is wrong with them."""
+    """The tests of a row; ``InvalidRequestError`` names the fault."""
     tests = task.get("tests")
     if not isinstance(tests, Mapping):
         raise InvalidRequestError("the task has no tests: a row needs `tests` with a `kind`")
@@ -89,14 +90,14 @@ def read_tests(task: Mapping[str, Any]) -> Tests:
                 names=tuple(tests.get("names", ())),
             )
     except (KeyError, TypeError, AttributeError) as error:
-        raise InvalidRequestError(f"the task's tests are not as they should be: {error!r}") from None
+        raise InvalidRequestError(f"the task's tests have the wrong form: {error!r}") from None
     raise InvalidRequestError(f"the task's tests are of kind {tests['kind']!r}; there are stdin, call and assert")
 
 
 def _reward(result: JudgeResult) -> RewardResult:
-    if result.verdict is Verdict.OK:
+    if result.verdict is RunStatus.OK:
         return CORRECT
-    passed = f"{result.num_passed} of {result.num_cases} cases pass"
+    passed = f"{result.num_passed} of {result.num_cases} cases passed before"
     detail = "; ".join(part for part in (f"{result.verdict}", passed, result.detail) if part)
     if not result.verdict.is_about_the_program:
         return grader_failed(detail)

@@ -1,7 +1,7 @@
 """Reward functions by name: the built-in ones, and those that the recipe names by import path.
 
-A caller names a function and never a module to import: whoever may ask for a reward could else run any code of this
-machine in the gateway's own process.
+A caller names a function and never a module to import: else any client of rewards could run any code of this machine in
+the gateway's own process.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from typing import Any
 
 import structlog
 
-from services.common.errors import ConfigError, InvalidRequestError, MillraceError
+from services.common.errors import InvalidRequestError, MillraceError
 from services.common.importing import load_object
+from services.common.records.dataset_rows import BuiltInReward
+from services.common.user_code import check_call
 from services.envgateway.calls import call_plain_or_async
-from services.envgateway.rewards.boxed import boxed_match
 from services.envgateway.rewards.code import CodeReward, JudgeQueue
-from services.envgateway.rewards.math import MathReward
-from services.envgateway.rewards.math_pool import MathPool
+from services.envgateway.rewards.math.boxed import boxed_match
+from services.envgateway.rewards.math.pool import MathPool
+from services.envgateway.rewards.math.reward import MathReward
+from services.envgateway.rewards.reasoning_gym import ReasoningGymReward
 from services.envgateway.rewards.result import RewardFunction, RewardOutcome, RewardResult, grader_failed
 
 log = structlog.get_logger()
@@ -37,12 +40,18 @@ class Rewards:
         paths: Iterable[str] = (),
         *,
         case_time_s: float | None = None,
+        reasoning_pool: MathPool | None = None,
     ) -> None:
-        """Without a queue there is no ``code`` reward; ``case_time_s`` is its time of one test case. ``paths`` are the import paths that callers may name
-        (``envgateway.rewards``); ``ConfigError`` for one that cannot be loaded."""
-        self._functions: dict[str, RewardFunction] = {"boxed": boxed_match, "math": MathReward(math_pool)}
+        """Without a queue there is no ``code`` reward; ``case_time_s`` bounds one test case. ``paths`` are the import
+        paths that callers may name (``envgateway.rewards``); ``ConfigError`` for one that cannot be loaded."""
+        self._functions: dict[str, RewardFunction] = {
+            BuiltInReward.BOXED: boxed_match,
+            BuiltInReward.MATH: MathReward(math_pool),
+        }
         if queue is not None:
-            self._functions["code"] = CodeReward(queue, case_time_s)
+            self._functions[BuiltInReward.CODE] = CodeReward(queue, case_time_s)
+        if reasoning_pool is not None:
+            self._functions[BuiltInReward.REASONING_GYM] = ReasoningGymReward(reasoning_pool)
         self._functions |= {path: _load(path) for path in paths}
         self.counts: Counter[RewardOutcome] = Counter()
 
@@ -51,7 +60,7 @@ class Rewards:
 
         Raises:
             InvalidRequestError: an unknown name, or a task that the function cannot use.
-            InfrastructureError: what the function needs has failed; never a reward.
+            InfrastructureError: a service that the function needs has failed; never a reward.
         """
         function = self._find(name)
         timeout_s = float(getattr(function, "timeout_s", FUNCTION_TIMEOUT_S))
@@ -62,7 +71,7 @@ class Rewards:
             raise
         except TimeoutError:
             result = grader_failed(f"{name} took longer than {timeout_s:g} s")
-        except Exception as error:  # a user's function may raise anything; it is told, counted and no reward
+        except Exception as error:  # user code may raise any error; an error is counted and is no reward
             log.warning("reward.failed", reward=name, exc_info=error)
             result = grader_failed(f"{name} raised {type(error).__name__}: {error}")
         self.counts[result.outcome] += 1
@@ -83,8 +92,7 @@ class Rewards:
 
 def _load(path: str) -> RewardFunction:
     loaded = load_object(path)
-    if not callable(loaded):
-        raise ConfigError(f"envgateway.rewards: {path} is a {type(loaded).__name__}, not a function")
+    check_call(loaded, f"envgateway.rewards: {path}", "def reward(task, completion) -> float", "task", "completion")
     return loaded  # type: ignore[no-any-return]
 
 

@@ -1,10 +1,10 @@
-"""What a reward function returns, and what it is.
+"""Interface and results of reward functions.
 
 A reward function takes the task's dataset row and the completion, and may be ``async``:
 
     def reward(task: Mapping[str, Any], completion: str) -> RewardResult | float: ...
 
-It raises ``InvalidRequestError`` for a row that it cannot use and ``InfrastructureError`` for machinery that failed;
+The function raises ``InvalidRequestError`` for an unusable row and ``InfrastructureError`` for machinery that failed;
 neither is a reward. Any other exception is a grader failure, which is no reward either.
 """
 
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InvalidRequestError
-from services.common.rows import TRUTH_FIELDS, truth_in
+from services.common.records.dataset_rows import TRUTH_FIELDS, truth_in
 
 
 class RewardOutcome(enum.StrEnum):
-    """How a reward came about. GRADER_FAILED is no reward: retry, then drop the sample."""
+    """Kind of a grade. GRADER_FAILED is no reward: retry, then drop the sample."""
 
     CORRECT = "correct"
     WRONG = "wrong"

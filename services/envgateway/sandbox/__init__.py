@@ -1,1 +1,1 @@
-"""Sandboxed execution of strangers' Python: the pool (asyncio side) and ``bare`` (the supervisor's side)."""
+"""Sandboxed execution of untrusted Python: the pool (asyncio side) and ``bare`` (the supervisor's side)."""

@@ -1,27 +1,31 @@
-"""The gateway's end of the supervisor's channel: requests out, results to whoever waits for them."""
+"""The gateway's end of the supervisor's channel: sends requests, hands results to waiting callers."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from services.envgateway.sandbox.bare import wire
+from services.envgateway.sandbox.bare.statuses import RunStatus, status_of_run
 from services.envgateway.sandbox.jobs import Job
-from services.envgateway.sandbox.records import ExecutionResult, ExecutionStatus
+from services.envgateway.sandbox.records import ExecutionResult
 
 _ids = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A piece of what an interactive run says; of a live process also what else came of the question."""
+class RunMessage:
+    """A message of an interactive run; for a live process also the other results of the question."""
 
     data: bytes
     stdout: bytes = b""
     stderr: bytes = b""
-    interrupted: str = ""  # TIME_LIMIT or OUTPUT_LIMIT, when it was stopped to make it answer
+    interrupted: RunStatus | None = None  # TIME_LIMIT or OUTPUT_LIMIT, after an interruption
     truncated: bool = False
 
 
@@ -29,7 +33,7 @@ class SupervisorConnection(asyncio.Protocol):
     """Every accepted run gets exactly one result: when the channel breaks, an INFRA_ERROR."""
 
     def __init__(self) -> None:
-        self._frames = wire.FrameReader()
+        self._frames = wire.FrameReader(orjson.loads)
         self._runs: dict[int, SubmittedRun] = {}
         self._transport: asyncio.WriteTransport | None = None
         self.lost = asyncio.get_running_loop().create_future()
@@ -51,8 +55,8 @@ class SupervisorConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def tell(self, kind: str, run_id: int, data: bytes | None = None) -> None:
-        """About a run that has not ended; nothing happens about another."""
+    def send(self, kind: str, run_id: int, data: bytes | None = None) -> None:
+        """Send to a running run; without effect on another run."""
         if run_id in self._runs:
             self._write({"kind": kind, "id": run_id}, [] if data is None else [data])
 
@@ -64,7 +68,11 @@ class SupervisorConnection(asyncio.Protocol):
         for head, blobs in self._frames.feed(data):
             if head["kind"] == "said":
                 if head["id"] in self._runs:
-                    self._runs[head["id"]].said.put_nowait(_said(head, blobs))
+                    self._runs[head["id"]].messages.put_nowait(_run_message(head, blobs))
+                continue
+            if head["kind"] == "age":
+                if head["id"] in self._runs:
+                    self._runs[head["id"]].tell_age(head["age_s"])
                 continue
             run = self._runs.pop(head["id"], None)
             if run is not None:
@@ -79,48 +87,82 @@ class SupervisorConnection(asyncio.Protocol):
 
     def _write(self, head: dict[str, Any], blobs: list[bytes]) -> None:
         assert self._transport is not None
-        self._transport.write(wire.encode(head, blobs))
+        self._transport.write(wire.encode(head, blobs, orjson.dumps))
 
 
 class SubmittedRun:
-    """A run on its way; ``result`` always completes, ``answer`` is complete with it."""
+    """A submitted run; ``result`` always completes, ``answer`` is complete with the result."""
 
     def __init__(self, connection: SupervisorConnection, run_id: int) -> None:
         self._connection = connection
         self.id = run_id
         self.result: asyncio.Future[ExecutionResult] = asyncio.get_running_loop().create_future()
-        self.said: asyncio.Queue[Said | None] = asyncio.Queue()  # of an interactive run; None at its end
+        self.messages: asyncio.Queue[RunMessage | None] = asyncio.Queue()  # of an interactive run; None at its end
+        self._age: asyncio.Future[float | None] | None = None  # what ``age`` waits for
         self.answer = b""
+        self._waiting: list[asyncio.Future[None]] = []
+        self._on_end: Callable[[SubmittedRun], None] | None = None
+
+    def when_ended(self, on_end: Callable[[SubmittedRun], None]) -> None:
+        """Call this at the run's end, in the same round of the event loop; at once when the run has ended."""
+        self._on_end = on_end
+        if self.result.done():
+            on_end(self)
+
+    async def ended(self) -> ExecutionResult:
+        """The run's result. Cancelling the waiting caller does not affect the run."""
+        if not self.result.done():
+            end = asyncio.get_running_loop().create_future()
+            self._waiting.append(end)
+            await end
+        return self.result.result()
 
     def cancel(self) -> None:
-        """Kill it; the result still comes, as CANCELLED, when the slot is empty."""
-        self._connection.tell("cancel", self.id)
+        """Kill the run; the result still comes, as CANCELLED, when the slot is empty."""
+        self._connection.send("cancel", self.id)
 
-    def say(self, data: bytes) -> None:
-        """To the harness of an interactive run."""
-        self._connection.tell("say", self.id, data)
+    async def age(self) -> float | None:
+        """Seconds that the run has had its slot; None while the run waits for one. No answer comes after its end."""
+        self._age = asyncio.get_running_loop().create_future()
+        self._connection.send("age", self.id)
+        return await self._age
+
+    def tell_age(self, age_s: float | None) -> None:
+        if self._age is not None and not self._age.done():
+            self._age.set_result(age_s)
+
+    def write(self, data: bytes) -> None:
+        """Write to the harness of an interactive run."""
+        self._connection.send("say", self.id, data)
 
     def finish(self, result: ExecutionResult, answer: bytes) -> None:
         self.answer = answer
         if not self.result.done():
             self.result.set_result(result)
-        self.said.put_nowait(None)
+            if self._on_end is not None:
+                self._on_end(self)
+        for end in self._waiting:
+            if not end.done():
+                end.set_result(None)
+        self._waiting.clear()
+        self.messages.put_nowait(None)
 
 
-def _said(head: dict[str, Any], blobs: list[bytes]) -> Said:
+def _run_message(head: dict[str, Any], blobs: list[bytes]) -> RunMessage:
     if len(blobs) == 1:
-        return Said(blobs[0])
+        return RunMessage(blobs[0])
     data, stdout, stderr = blobs
-    return Said(data, stdout, stderr, head["interrupted"], head["truncated"])
+    interrupted = head["interrupted"]
+    return RunMessage(data, stdout, stderr, RunStatus(interrupted) if interrupted else None, head["truncated"])
 
 
 def _broken(why: str) -> ExecutionResult:
-    return ExecutionResult(status=ExecutionStatus.INFRA_ERROR, detail=why)
+    return ExecutionResult(status=RunStatus.INFRA_ERROR, detail=why)
 
 
 def _result(head: dict[str, Any], stdout: bytes, stderr: bytes) -> ExecutionResult:
     return ExecutionResult(
-        status=ExecutionStatus(head["status"]),
+        status=status_of_run(head["status"]),
         exit_code=head["exit_code"],
         signal=head["signal"],
         stdout=stdout,

@@ -1,18 +1,19 @@
-"""C++: compile once in the sandbox, run what came of it as often as asked."""
+"""C++: compiles a program once in the sandbox, and runs the binary as often as asked."""
 
 from __future__ import annotations
 
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.jobs import Job
 from services.envgateway.sandbox.lease import SlotLease
-from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 
 _MESSAGE_BYTES = 16_384
 _ARTEFACT_BYTES = 32 << 20
 _PROCESSES = 16
 _COMPILER_LIMITS = {
-    ExecutionStatus.TIME_LIMIT: "the compiler took too long",
-    ExecutionStatus.MEMORY_LIMIT: "the compiler used too much memory",
-    ExecutionStatus.OUTPUT_LIMIT: "the compiler said too much, or made a program that is too large",
+    RunStatus.TIME_LIMIT: "the compiler took too long",
+    RunStatus.MEMORY_LIMIT: "the compiler used too much memory",
+    RunStatus.OUTPUT_LIMIT: "the compiler printed too much, or its program is too large",
 }
 
 
@@ -20,7 +21,7 @@ async def compile_cpp(slot: SlotLease, code: str) -> bytes | ExecutionResult:
     """The program, or why there is none: COMPILE_ERROR, INVALID_REQUEST without a compiler, INFRA_ERROR."""
     if not slot.has_cpp:
         detail = "this gateway has no C++ compiler (g++); it runs python"
-        return ExecutionResult(status=ExecutionStatus.INVALID_REQUEST, detail=detail)
+        return ExecutionResult(status=RunStatus.INVALID_REQUEST, detail=detail)
     config = slot.config
     limits: dict[str, float | int] = {
         "wall_s": config.compile_time_s,
@@ -36,12 +37,12 @@ async def compile_cpp(slot: SlotLease, code: str) -> bytes | ExecutionResult:
     }
     run = await slot.run(Job(mode="compile", profile="native", source=code.encode(), limits=limits))
     result = run.result.result()
-    if result.status is ExecutionStatus.OK:
+    if result.status is RunStatus.OK:
         return run.answer
-    if result.status in (ExecutionStatus.INFRA_ERROR, ExecutionStatus.CANCELLED):
+    if result.status in (RunStatus.INFRA_ERROR, RunStatus.CANCELLED):
         return result
     return ExecutionResult(
-        status=ExecutionStatus.COMPILE_ERROR,
+        status=RunStatus.COMPILE_ERROR,
         stderr=result.stderr,
         truncated=result.truncated,
         wall_s=result.wall_s,

@@ -1,6 +1,6 @@
-"""What the supervisor is asked to run: a source, a mode, a profile and complete limits.
+"""Jobs for the supervisor: a source, a mode, a profile and complete limits.
 
-Says which profile a program wants from its imports; knows nothing of slots or of what comes out.
+A program's imports choose its profile.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.envgateway.sandbox.bare.places import PROGRAM
+from services.common.telemetry.gateway_queue import Lane
+from services.envgateway.sandbox.bare.supervisor.places import PROGRAM
 
 MAX_CODE_BYTES = 1 << 20
 # A look at the text, not a parse: a false find costs some memory, a missed one the time of an import.
@@ -25,10 +26,11 @@ class Job:
     source: bytes
     limits: dict[str, float | int] = field(default_factory=dict)
     stdin: bytes = b""
-    payload: bytes = b""  # what a harness reads; the first words of an interactive run
+    inputs: tuple[int, ...] = ()  # of a host: the sizes of the parts of ``stdin``, each that of one case
+    payload: bytes = b""  # input of a harness; the first messages of an interactive run
     interactive: bool = False
-    patient: bool = False  # leaves a slot to those that are not; may be sent before one is free
-    place: str = PROGRAM  # COMPANION: beside a program that it calls; LIVE: apart from the slots of programs
+    lane: Lane = Lane.INTERACTIVE
+    place: str = PROGRAM  # COMPANION: beside the program that the tests call; LIVE: apart from the slots of programs
 
     @property
     def head(self) -> dict[str, Any]:
@@ -37,8 +39,9 @@ class Job:
             "profile": self.profile,
             "limits": self.limits,
             "interactive": self.interactive,
-            "patient": self.patient,
+            "batch": self.lane is Lane.BATCH,
             "place": self.place,
+            "inputs": self.inputs,
         }
 
 
@@ -52,7 +55,7 @@ def profile_of(source: bytes) -> str:
 
 
 def why_unusable(code: str) -> str:
-    """Why a text cannot be a program's source at all; empty when it can."""
+    """Why a text cannot be a program's source; empty for a valid text."""
     try:
         size = len(code.encode())
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Starting the supervisor: a bare interpreter, by exec, with one socket and an empty environment.
+"""Starts the supervisor: a bare interpreter, by exec, with one socket and an empty environment.
 
 The first start happens before the gateway has threads. A restart after a crash happens later and is still safe:
 ``subprocess`` uses vfork and exec, which runs no fork handler of grpc and no Python between the two.
@@ -20,10 +20,12 @@ from typing import Any
 
 import structlog
 
-from services.common.config.envgateway import SandboxConfig
+from services.common.config.processes.envgateway import SandboxConfig
 from services.common.errors import InfrastructureError, SandboxRefusedError
+from services.common.harbor.places import WRITABLE
 from services.envgateway.sandbox.bare import wire
-from services.envgateway.sandbox.bare.slots import remove_tree
+from services.envgateway.sandbox.bare.slot_queue import batch_share
+from services.envgateway.sandbox.bare.supervisor.slots import remove_tree
 from services.envgateway.sandbox.slot_users import SlotUsers
 
 log = structlog.get_logger()
@@ -52,7 +54,7 @@ class LaunchedSupervisor:
     facts: dict[str, Any]
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Close its channel, on which it ends all runs and itself."""
+        """Close the channel, which ends all runs and the supervisor."""
         self.channel.close()
         try:
             self.process.wait(timeout_s)
@@ -62,7 +64,7 @@ class LaunchedSupervisor:
 
 
 class SupervisorLauncher:
-    """Holds what outlives one supervisor: slot users and the directory of work dirs."""
+    """Holds resources that survive one supervisor: slot users and the directory of work dirs."""
 
     def __init__(self, config: SandboxConfig, tiers: tuple[str, ...] | None = None) -> None:
         self._config = config
@@ -70,16 +72,20 @@ class SupervisorLauncher:
         # as many again for the tests that call programs
         self._num_users = 2 * config.num_slots + config.num_live
         self._users = SlotUsers(self._num_users)
-        _remove_directories_of_the_dead()
-        self._base_dir = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
-        os.chmod(self._base_dir, 0o711)  # slot users pass through, and see nothing of each other
+        _remove_directories_of_dead_gateways()
+        self.base_dir = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        os.chmod(self.base_dir, 0o711)  # slot users pass through, and cannot list each other's directories
+
+    @property
+    def user_ids(self) -> frozenset[int]:
+        return frozenset(self._users.uids)
 
     def launch(self) -> LaunchedSupervisor:
         """Start a supervisor and wait for its hello.
 
         Raises:
             SandboxRefusedError: no tier that the config allows works here; names the line to add.
-            InfrastructureError: it died or said nothing.
+            InfrastructureError: the supervisor died or did not answer.
         """
         tiers = self._tiers
         if not self._users.marks:
@@ -88,17 +94,19 @@ class SupervisorLauncher:
         settings = {
             "channel": theirs.fileno(),
             "tiers": tiers,
-            "base_dir": self._base_dir,
+            "base_dir": str(self.base_dir),
             "uids": self._users.uids,
             "marks": self._users.marks or [0] * self._num_users,
             "num_slots": self._config.num_slots,
+            "batch_slots": batch_share(self._config.num_slots),
             "num_live": self._config.num_live,
             "packages": _packages(self._config.packages),
             "profiles": ["scientific"] if self._config.prewarm_scientific else [],
             "fork_server_runs": self._config.fork_server_runs,
+            "links": WRITABLE,
             "memory_cgroup": self._config.memory_cgroup,
         }
-        boot = f"import sys; sys.path.append({_PACKAGE_PARENT!r}); from bare.main import main; main()"
+        boot = f"import sys; sys.path.append({_PACKAGE_PARENT!r}); from bare.supervisor.main import main; main()"
         # the real interpreter, not a version manager's shim: 150 ms a start
         interpreter = os.path.realpath(sys.executable)
         try:
@@ -133,7 +141,7 @@ class SupervisorLauncher:
         return LaunchedSupervisor(process, ours, hello["tier"], hello["facts"])
 
     def close(self) -> None:
-        remove_tree(self._base_dir)
+        remove_tree(str(self.base_dir))
         self._users.release()
 
 
@@ -145,7 +153,7 @@ def _allowed_tiers(config: SandboxConfig) -> tuple[str, ...]:
 
 
 def _packages(names: list[str]) -> dict[str, str]:
-    """Where the installed ones of these packages lie, and the shared libraries that wheels put beside them."""
+    """Paths of the installed packages among these, and of the shared libraries that wheels install beside them."""
     found: dict[str, str] = {}
     for name in names:
         spec = importlib.util.find_spec(name)
@@ -165,7 +173,7 @@ def _read_hello(channel: socket.socket) -> dict[str, Any]:
     while data := channel.recv(65536):
         for head, _ in frames.feed(data):
             return head
-    raise EOFError("it ended without a word")
+    raise EOFError("it ended before its first message")
 
 
 def _refusal(reasons: list[str], tier_0_allowed: bool) -> str:
@@ -179,7 +187,7 @@ def _refusal(reasons: list[str], tier_0_allowed: bool) -> str:
     return message
 
 
-def _remove_directories_of_the_dead() -> None:
+def _remove_directories_of_dead_gateways() -> None:
     """Work dirs of gateways that were killed. Their names carry the gateway's pid."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         match = re.fullmatch(rf"{_PREFIX}(\d+)-.*", path.name)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 import structlog
 
-from services.common.config.envgateway import SandboxConfig
+from services.common.config.processes.envgateway import SandboxConfig
+from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.sandbox.connection import SubmittedRun, SupervisorConnection
 from services.envgateway.sandbox.jobs import Job
 from services.envgateway.sandbox.records import ExecutionResult
@@ -16,10 +18,11 @@ from services.envgateway.sandbox.records import ExecutionResult
 log = structlog.get_logger()
 
 _ANSWER_GRACE_S = 40.0  # a fork server's start, the wipe of a slot
+_AGE_TIMEOUT_S = 5.0  # of a supervisor that is asked about a run
 
 
 class LeaseOwner(Protocol):
-    """What a lease needs of the pool that gave it."""
+    """Operations that a lease needs of its pool."""
 
     @property
     def config(self) -> SandboxConfig: ...
@@ -28,16 +31,17 @@ class LeaseOwner(Protocol):
 
     async def submit(self, job: Job) -> SubmittedRun | ExecutionResult: ...
     def count(self, result: ExecutionResult) -> ExecutionResult: ...
-    def slot_is_empty(self, patient: bool) -> None: ...
     def kill_supervisor(self) -> None: ...
 
 
 class SlotLease:
-    """One slot's turn. It is given back when the holder has left and all that ran under it has ended."""
+    """One slot's turn. The slot is free again when the holder has left and all its runs have ended."""
 
-    def __init__(self, pool: LeaseOwner, patient: bool = False) -> None:
+    def __init__(self, pool: LeaseOwner, lane: Lane, on_empty: Callable[[], None]) -> None:
+        """``on_empty`` is called once, when no run uses the slot any more."""
         self._pool = pool
-        self._patient = patient
+        self._lane = lane
+        self._on_empty = on_empty
         self._live: set[SubmittedRun] = set()
         self._left = False
         self._given_back = False
@@ -45,37 +49,58 @@ class SlotLease:
         self.has_cpp = pool.has_cpp
 
     async def start(self, job: Job) -> SubmittedRun:
-        """A run that has begun; whoever holds it waits for its ``result``.
+        """A run that has begun; the caller waits for its ``result``.
 
-        A supervisor that cannot be had is a result of its own, INFRA_ERROR.
+        An unavailable supervisor gives the result INFRA_ERROR.
         """
-        submitted = await self._pool.submit(replace(job, patient=True) if self._patient else job)
+        submitted = await self._pool.submit(job if job.lane is self._lane else replace(job, lane=self._lane))
         if isinstance(submitted, ExecutionResult):
             failed = SubmittedRun(SupervisorConnection(), 0)
             failed.finish(self._pool.count(submitted), b"")
             return failed
         self._live.add(submitted)
-        submitted.result.add_done_callback(lambda _: self._ended(submitted))
+        submitted.when_ended(self._ended)
         return submitted
 
     async def run(self, job: Job) -> SubmittedRun:
-        """A run that has ended. Cancelling the caller kills it."""
+        """A run that has ended. Cancelling the caller kills the run."""
         run = await self.start(job)
         await self.wait(run, float(job.limits["wall_s"]))
         return run
 
     async def wait(self, run: SubmittedRun, limit_s: float) -> ExecutionResult:
-        """Its result, within its own limit and a grace; a supervisor that does not answer is killed."""
+        """The run's result. A supervisor that does not end the run within its limit and a grace is killed; the time that
+        the run waits for a slot does not count."""
+        loop = asyncio.get_running_loop()
+        checks: list[asyncio.Task[None]] = []
+        timer = loop.call_later(
+            limit_s + _ANSWER_GRACE_S, lambda: checks.append(loop.create_task(self._check(run, limit_s)))
+        )
         try:
-            async with asyncio.timeout(limit_s + _ANSWER_GRACE_S):
-                return await asyncio.shield(run.result)
-        except TimeoutError:
-            log.error("sandbox.supervisor_stalled", waited_s=limit_s + _ANSWER_GRACE_S)
-            self._pool.kill_supervisor()
-            return await run.result  # comes when the channel breaks
+            return await run.ended()
         except asyncio.CancelledError:
             run.cancel()
             raise
+        finally:
+            timer.cancel()
+            for check in checks:
+                check.cancel()
+
+    async def _check(self, run: SubmittedRun, limit_s: float) -> None:
+        """Ask about an overdue run until its end. After a kill of the supervisor the result comes from the broken
+        channel."""
+        while True:
+            try:
+                async with asyncio.timeout(_AGE_TIMEOUT_S):
+                    age_s = await run.age()
+            except TimeoutError:
+                break
+            left_s = limit_s + _ANSWER_GRACE_S - (age_s or 0.0)
+            if left_s <= 0:
+                break
+            await asyncio.sleep(left_s)
+        log.error("sandbox.supervisor_stalled", waited_s=limit_s + _ANSWER_GRACE_S)
+        self._pool.kill_supervisor()
 
     def leave(self) -> None:
         """No more runs; leaving twice is fine."""
@@ -90,4 +115,4 @@ class SlotLease:
     def _release_when_empty(self) -> None:
         if self._left and not self._live and not self._given_back:
             self._given_back = True
-            self._pool.slot_is_empty(self._patient)
+            self._on_empty()

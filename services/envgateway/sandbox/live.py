@@ -1,6 +1,6 @@
-"""Processes that live on between calls: code in, what it did out, the state kept.
+"""Live processes: code in, results out, the state kept between calls.
 
-Knows nothing of who asks. There is a fixed number of places, apart from the slots of programs; nobody waits for one.
+There is a fixed number of places, apart from the slots of programs; a caller never waits for a place.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import json
 import struct
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.common.config.envgateway import LiveConfig, SandboxConfig
+from services.common.config.processes.envgateway import LiveConfig, SandboxConfig
 from services.common.errors import CapacityError
-from services.envgateway.sandbox.bare.places import LIVE
-from services.envgateway.sandbox.connection import Said, SubmittedRun
+from services.common.telemetry.gateway_queue import Lane
+from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.bare.supervisor.places import LIVE
+from services.envgateway.sandbox.connection import RunMessage, SubmittedRun
 from services.envgateway.sandbox.jobs import Job, profile_of
 from services.envgateway.sandbox.lease import LeaseOwner, SlotLease
-from services.envgateway.sandbox.records import OPEN_FILES, ExecutionResult, ExecutionStatus
+from services.envgateway.sandbox.records import OPEN_FILES, ExecutionResult
 
 _FRAME = struct.Struct("!I")
 _ANSWER_BYTES = 4096  # a frame has a number, an outcome and a name
@@ -30,12 +33,13 @@ _BACKSTOP_S = 45.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult:
-    """What one piece of code did. ``alive`` is false when its process is gone, and with it what was defined there."""
+    """Result of one piece of code. ``alive`` is false when its process has ended, and all its definitions with the
+    process."""
 
-    status: ExecutionStatus
+    status: RunStatus
     stdout: bytes = b""
     stderr: bytes = b""
-    error: str = ""  # the type of what it raised
+    error: str = ""  # the type of the raised exception
     wall_s: float = 0.0
     alive: bool = True
     detail: str = ""
@@ -62,7 +66,7 @@ class LiveSlots:
             self.counts["refused"] += 1
             raise CapacityError(f"all {self._num} live processes of the sandbox are in use", retry_after_s=_RETRY_S)
         self._free -= 1
-        return SlotLease(self)
+        return SlotLease(self, Lane.INTERACTIVE, self._give_back)
 
     @property
     def gauges(self) -> dict[str, float]:
@@ -79,15 +83,15 @@ class LiveSlots:
         self.counts[result.status.lower()] += 1
         return result
 
-    def slot_is_empty(self, patient: bool) -> None:
-        self._free += 1
-
     def kill_supervisor(self) -> None:
         self._pool.kill_supervisor()
 
+    def _give_back(self) -> None:
+        self._free += 1
+
 
 class LiveProcess:
-    """One process, asked one thing at a time. Cancelling the caller of ``run`` ends it."""
+    """One process that answers one question at a time. Cancelling the caller of ``run`` ends the process."""
 
     def __init__(self, lease: SlotLease, run: SubmittedRun, config: LiveConfig) -> None:
         self._lease = lease
@@ -96,16 +100,26 @@ class LiveProcess:
         self._numbers = itertools.count(1)
 
     @classmethod
-    async def start(cls, slots: LiveSlots, config: LiveConfig, code: str) -> LiveProcess:
-        """``code`` is what it will be asked first: its imports say which warm interpreter suits.
+    async def start(
+        cls,
+        slots: LiveSlots,
+        config: LiveConfig,
+        code: str,
+        *,
+        profile: str = "",
+        bounds: Mapping[str, float | int] | None = None,
+    ) -> LiveProcess:
+        """``code`` is the first question: its imports choose the warm interpreter, unless ``profile`` names one. ``bounds``
+        go before the sandbox's limits.
 
         Raises:
             CapacityError: all places are taken.
         """
         lease = slots.lease()
         try:
-            profile = "scientific" if slots.config.prewarm_scientific else profile_of(code.encode(errors="replace"))
-            limits = _limits(config, slots.config)
+            if not profile:
+                profile = "scientific" if slots.config.prewarm_scientific else profile_of(code.encode(errors="replace"))
+            limits = {**_limits(config, slots.config), **(bounds or {})}
             job = Job(mode="cells", profile=profile, source=b"", interactive=True, place=LIVE, limits=limits)
             return cls(lease, await lease.start(job), config)
         except BaseException:
@@ -114,44 +128,45 @@ class LiveProcess:
 
     @property
     def ended(self) -> ExecutionResult | None:
-        """How the process has ended; None while it lives."""
+        """The result of an ended process; None while the process lives."""
         return self._run.result.result() if self._run.result.done() else None
 
     async def run(self, code: str) -> CellResult:
-        """Run one cell. It is interrupted when it takes too long or prints too much, and killed where that does not help."""
+        """Run one cell. A cell that takes too long or prints too much is interrupted, and killed if the interruption
+        fails."""
         number = next(self._numbers)
         frame = json.dumps({"cell": number, "code": code}).encode()
         began = time.monotonic()
-        self._run.say(_FRAME.pack(len(frame)) + frame)
+        self._run.write(_FRAME.pack(len(frame)) + frame)
         try:
             async with asyncio.timeout(self._config.cell_time_s + _BACKSTOP_S):
-                result = await self._hear(number)
+                result = await self._read_result(number)
         except (TimeoutError, asyncio.CancelledError) as left:
             await self.close()
             if isinstance(left, TimeoutError):
-                return CellResult(status=ExecutionStatus.INFRA_ERROR, alive=False, detail="the process does not answer")
+                return CellResult(status=RunStatus.INFRA_ERROR, alive=False, detail="the process does not answer")
             raise
         return _timed(result, time.monotonic() - began)
 
     async def close(self) -> None:
-        """Kill it. The place is free when nothing of it is left."""
+        """Kill the process. The place is free when no process remains."""
         self._run.cancel()
         self._lease.leave()
 
-    async def _hear(self, number: int) -> CellResult:
+    async def _read_result(self, number: int) -> CellResult:
         heard = b""
         stdout, stderr = bytearray(), bytearray()
-        while (said := await self._run.said.get()) is not None:
-            heard += said.data
-            stdout += said.stdout
-            stderr += said.stderr
+        while (message := await self._run.messages.get()) is not None:
+            heard += message.data
+            stdout += message.stdout
+            stderr += message.stderr
             if len(heard) < _FRAME.size or len(heard) < _FRAME.size + _FRAME.unpack_from(heard)[0]:
                 continue
             answer = _parsed(heard, number)
             if answer is None:
                 break
             return CellResult(
-                status=_status(said, answer),
+                status=_status(message, answer),
                 stdout=bytes(stdout),
                 stderr=bytes(stderr),
                 error=answer["error"],
@@ -159,11 +174,11 @@ class LiveProcess:
         await self.close()
         ended = await self._lease.wait(self._run, 0.0)
         status, detail = ended.status, ended.detail
-        if status is ExecutionStatus.CANCELLED:  # by us, just now
-            status, detail = ExecutionStatus.RUNTIME_ERROR, "the code wrote to the process's own channel"
-        elif status is ExecutionStatus.OK:
-            status, detail = ExecutionStatus.RUNTIME_ERROR, "the code ended its process"
-        elif status is ExecutionStatus.RUNTIME_ERROR and ended.signal:
+        if status is RunStatus.CANCELLED:  # by us, just now
+            status, detail = RunStatus.RUNTIME_ERROR, "the code wrote to the process's own channel"
+        elif status is RunStatus.OK:
+            status, detail = RunStatus.RUNTIME_ERROR, "the code ended its process"
+        elif status is RunStatus.RUNTIME_ERROR and ended.signal:
             detail = detail or f"the process died of signal {ended.signal}"
         return CellResult(
             status=status,
@@ -174,18 +189,18 @@ class LiveProcess:
         )
 
 
-def _status(said: Said, answer: dict[str, str]) -> ExecutionStatus:
-    if said.interrupted:
-        return ExecutionStatus(said.interrupted)
-    if said.truncated:
-        return ExecutionStatus.OUTPUT_LIMIT
+def _status(message: RunMessage, answer: dict[str, str]) -> RunStatus:
+    if message.interrupted is not None:
+        return message.interrupted
+    if message.truncated:
+        return RunStatus.OUTPUT_LIMIT
     if answer["outcome"] == "ok":
-        return ExecutionStatus.OK
-    return ExecutionStatus.MEMORY_LIMIT if answer["error"] == "MemoryError" else ExecutionStatus.RUNTIME_ERROR
+        return RunStatus.OK
+    return RunStatus.MEMORY_LIMIT if answer["error"] == "MemoryError" else RunStatus.RUNTIME_ERROR
 
 
 def _parsed(heard: bytes, number: int) -> dict[str, str] | None:
-    """The answer to cell ``number``; None for what our harness never writes: the code has used its descriptor."""
+    """The answer to cell ``number``; None for a frame that our harness never writes: the code has used its descriptor."""
     try:
         answer = json.loads(heard[_FRAME.size :])
         if answer["cell"] != number or answer["outcome"] not in ("ok", "raised"):

@@ -1,38 +1,43 @@
-"""Programs in, results out: a first-come queue before a fixed number of slots.
+"""Pool of slots: runs programs and leases of many runs on a fixed number of slots.
 
-Knows nothing about how a program is confined. Each run goes
+    program ─────────────────────────────────> supervisor (its queue) → result
+    lease → queue (bounded, with a deadline) → supervisor → results; the slot is free when the holder has left and the
+                                               supervisor has reported the end of all its runs
 
-    queue (bounded, with a deadline) → slot → supervisor → result; the slot is free again when the supervisor says so,
-    which is when it is empty, also for a run whose caller has gone.
-
-A caller with several runs to do, one after the other, takes a slot's turn once (``lease``). Patient callers leave one
-slot to the others. A program may be sent ahead of the queue: it waits at the supervisor, the urgent before the patient, and
-begins in the moment when another has ended; how many are sent ahead is the business of who calls.
+A program is sent at once and waits at the supervisor, which starts it as soon as a slot is empty; the callers bound the
+number of programs that wait there. A lease has several runs to do, one after the other: it waits here. Both queues have
+the same order (``bare.slot_queue``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import structlog
 
-from services.common.config.envgateway import SandboxConfig
+from services.common.config.processes.envgateway import SandboxConfig
 from services.common.errors import CapacityError, InfrastructureError, SandboxRefusedError
+from services.common.telemetry.gateway_queue import Lane
+from services.envgateway.sandbox.bare.slot_queue import SlotQueue, batch_share
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.connection import SubmittedRun, SupervisorConnection
 from services.envgateway.sandbox.cpp import run_cpp
 from services.envgateway.sandbox.jobs import Job, profile_of, why_unusable
 from services.envgateway.sandbox.launch import LaunchedSupervisor, SupervisorLauncher
 from services.envgateway.sandbox.lease import SlotLease
 from services.envgateway.sandbox.live import LiveSlots
-from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 
 log = structlog.get_logger()
 
 _RESTART_PAUSE_S = 1.0
+_keys = itertools.count(1)
 
 
 class SandboxPool:
@@ -43,13 +48,9 @@ class SandboxPool:
         self._launcher = launcher
         self._supervisor: LaunchedSupervisor | None = supervisor
         self._connection: SupervisorConnection | None = None
-        self._connecting = asyncio.Lock()
-        self._free = config.num_slots
-        self._most_patient = max(1, config.num_slots - 1)  # leases of the patient at once
-        self._patient = 0
-        self._ahead = 0  # programs that were sent ahead, running or waiting at the supervisor
-        self._queue: collections.deque[asyncio.Future[None]] = collections.deque()
-        self._patient_queue: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._connecting: asyncio.Task[SupervisorConnection | ExecutionResult] | None = None
+        self._leases = SlotQueue[asyncio.Future[None]](config.num_slots, batch_share(config.num_slots))
+        self._programs = 0  # running or waiting at the supervisor
         self._last_start = 0.0
         self._mean_wall_s = 0.05
         self._closed = False
@@ -64,7 +65,7 @@ class SandboxPool:
         """Start the supervisor and find the tier; ``tiers`` narrows the choice.
 
         Raises:
-            SandboxRefusedError: nothing that the config allows works here; names the line to add.
+            SandboxRefusedError: no tier that the config allows works here; names the line to add.
         """
         launcher = SupervisorLauncher(config, tiers)
         try:
@@ -74,22 +75,20 @@ class SandboxPool:
             raise
         return cls(config, launcher, supervisor)
 
-    async def run(
-        self, request: ExecutionRequest, queue_timeout_s: float = 60.0, *, patient: bool = False, ahead: bool = False
-    ) -> ExecutionResult:
-        """Run one program. Cancelling the caller kills it.
+    async def run(self, request: ExecutionRequest, lane: Lane = Lane.INTERACTIVE) -> ExecutionResult:
+        """Run one program. Cancelling the caller kills the program.
 
         Raises:
-            CapacityError: too many are waiting, or no slot came free in time; says when to come back.
+            CapacityError: a program to compile, and no slot came free in time; gives a time to retry.
         """
         unusable = why_unusable(request.code)
         if unusable:
-            return ExecutionResult(status=ExecutionStatus.INVALID_REQUEST, detail=unusable)
+            return ExecutionResult(status=RunStatus.INVALID_REQUEST, detail=unusable)
         if request.language not in ("python", "cpp"):
             detail = f"no language {request.language!r}; there are python and cpp"
-            return ExecutionResult(status=ExecutionStatus.INVALID_REQUEST, detail=detail)
+            return ExecutionResult(status=RunStatus.INVALID_REQUEST, detail=detail)
         if request.language == "cpp":
-            async with self.lease(queue_timeout_s, patient) as slot:
+            async with self.lease(lane) as slot:
                 return await run_cpp(slot, request)
         source = request.code.encode()
         job = Job(
@@ -99,28 +98,22 @@ class SandboxPool:
             stdin=request.stdin,
             limits=request.limits.within(self._config),
         )
-        if ahead:
-            return await self._run_ahead(job, patient)
-        async with self.lease(queue_timeout_s, patient) as slot:
-            return (await slot.run(job)).result.result()
-
-    async def _run_ahead(self, job: Job, patient: bool) -> ExecutionResult:
-        self._ahead += 1
-        slot = SlotLease(_Ahead(self), patient)
+        self._programs += 1
+        slot = SlotLease(self, lane, self._program_has_ended)
         try:
             return (await slot.run(job)).result.result()
         finally:
             slot.leave()
 
     @asynccontextmanager
-    async def lease(self, queue_timeout_s: float = 60.0, patient: bool = False) -> AsyncIterator[SlotLease]:
-        """A slot's turn: runs within it start at once, or as soon as a program that was sent ahead has ended.
+    async def lease(self, lane: Lane = Lane.INTERACTIVE, queue_timeout_s: float = 60.0) -> AsyncIterator[SlotLease]:
+        """A slot's turn: its runs start at once, or as soon as a program has ended.
 
         Raises:
-            CapacityError: too many are waiting, or no slot came free in time; says when to come back.
+            CapacityError: too many are waiting, or no slot came free in time; gives a time to retry.
         """
-        await self._take_slot(queue_timeout_s, patient)
-        lease = SlotLease(self, patient)
+        key = await self._take_slot(lane, queue_timeout_s)
+        lease = SlotLease(self, lane, lambda: self._give_slot(key))
         try:
             yield lease
         finally:
@@ -129,6 +122,21 @@ class SandboxPool:
     @property
     def config(self) -> SandboxConfig:
         return self._config
+
+    @property
+    def supervisor_pid(self) -> int | None:
+        """None while a dead supervisor is replaced."""
+        return None if self._supervisor is None else self._supervisor.process.pid
+
+    @property
+    def base_dir(self) -> Path:
+        """The directory of the slots' own directories."""
+        return self._launcher.base_dir
+
+    @property
+    def user_ids(self) -> frozenset[int]:
+        """Users of the slots; empty without the rights to have some."""
+        return self._launcher.user_ids
 
     @property
     def has_cpp(self) -> bool:
@@ -143,8 +151,10 @@ class SandboxPool:
     async def close(self) -> None:
         """End all runs and the supervisor."""
         self._closed = True
-        for waiting in (*self._queue, *self._patient_queue):
-            waiting.cancel()
+        for turn in self._leases.waiting:
+            turn.cancel()
+        if self._connecting is not None:
+            await asyncio.wait([self._connecting])  # else a supervisor that is starting would be left behind
         if self._connection is not None:
             self._connection.close()
         if self._supervisor is not None:
@@ -154,66 +164,55 @@ class SandboxPool:
     @property
     def gauges(self) -> dict[str, float]:
         """Numbers for GetStatus."""
-        busy = self._config.num_slots - self._free + self._ahead
+        busy = self._leases.num_holding + self._programs
         return {
             "sandbox_busy_slots": float(min(busy, self._config.num_slots)),
             "sandbox_memory_cgroup": float(self._memory_cgroup),
-            "sandbox_queued": float(len(self._queue) + len(self._patient_queue)),
+            "sandbox_queued": float(sum(map(self._leases.num_waiting, (False, True)))),
             **{f"sandbox_{status.lower()}": float(count) for status, count in self.counts.items()},
             **{f"sandbox_{name}": value for name, value in self.live.gauges.items()},
         }
 
     # -- slots --------------------------------------------------------------------------------------------------
 
-    def _may_take(self, patient: bool) -> bool:
-        return self._free > 0 and (not patient or self._patient < self._most_patient)
-
-    def _take(self, patient: bool) -> None:
-        self._free -= 1
-        self._patient += patient
-
-    async def _take_slot(self, timeout_s: float, patient: bool) -> None:
-        queue = self._patient_queue if patient else self._queue
-        if self._may_take(patient) and not queue:
-            self._take(patient)
-            return
-        if len(queue) >= self._config.queue_size:
-            raise self._full(f"{len(queue)} programs are waiting")
+    async def _take_slot(self, lane: Lane, timeout_s: float) -> int:
+        """Wait for a slot. Returns the key under which the slot is held."""
+        is_batch = lane is Lane.BATCH
+        num_waiting = self._leases.num_waiting(is_batch)
+        if num_waiting >= self._config.queue_size:
+            raise self._full(f"{num_waiting} programs are waiting")
+        key = next(_keys)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue.append(turn)
+        self._leases.add(key, turn, is_batch)
+        self._start_next()
+        if turn.done():
+            return key
         try:
             async with asyncio.timeout(timeout_s):
                 await turn
         except (TimeoutError, asyncio.CancelledError) as left:
-            if turn.done() and not turn.cancelled():
-                self._give_slot(patient)  # it was our turn in the very moment of leaving
-            elif turn in queue:
-                queue.remove(turn)
+            if not self._leases.remove(key):
+                self._give_slot(key)  # the turn came in the very moment of leaving
             if isinstance(left, TimeoutError):
                 raise self._full(f"no slot came free within {timeout_s:g} s") from None
             raise
+        return key
 
     def _full(self, why: str) -> CapacityError:
-        wait_s = max(0.1, self._mean_wall_s * (len(self._queue) + 1) / self._config.num_slots)
+        wait_s = max(0.1, self._mean_wall_s * (self._leases.num_waiting(False) + 1) / self._config.num_slots)
         return CapacityError(f"the sandbox is full: {why}", retry_after_s=min(wait_s, 30.0))
 
-    def _give_slot(self, patient: bool) -> None:
-        self._free += 1
-        self._patient -= patient
-        for next_patient, queue in ((False, self._queue), (True, self._patient_queue)):
-            while queue and self._may_take(next_patient):
-                turn = queue.popleft()
-                if not turn.done():
-                    self._take(next_patient)
-                    turn.set_result(None)
+    def _give_slot(self, key: int) -> None:
+        self._leases.ended(key)
+        self._start_next()
 
-    def ahead_has_ended(self) -> None:
-        """A program that was sent ahead has ended."""
-        self._ahead -= 1
+    def _start_next(self) -> None:
+        while (turn := self._leases.take()) is not None:
+            if not turn.done():  # a cancelled caller gives the slot back
+                turn.set_result(None)
 
-    def slot_is_empty(self, patient: bool) -> None:
-        """For leases: nothing runs under it any more."""
-        self._give_slot(patient)
+    def _program_has_ended(self) -> None:
+        self._programs -= 1
 
     def count(self, result: ExecutionResult) -> ExecutionResult:
         """For leases: a run has ended."""
@@ -224,24 +223,26 @@ class SandboxPool:
     # -- the supervisor -----------------------------------------------------------------------------------------
 
     async def _connected(self) -> SupervisorConnection | ExecutionResult:
-        """A live connection, or why there is none."""
+        """A live connection, or why there is none. A caller that leaves ends no connection that others wait for."""
         if self._connection is not None and self._connection.is_open:
             return self._connection
-        async with self._connecting:
-            if self._connection is not None and self._connection.is_open:
-                return self._connection
-            if self._connection is not None or self._supervisor is None:
-                try:
-                    await self._restart()
-                except (InfrastructureError, SandboxRefusedError) as error:
-                    log.error("sandbox.restart_failed", error=error.message)
-                    return ExecutionResult(status=ExecutionStatus.INFRA_ERROR, detail=error.message)
-            assert self._supervisor is not None
-            channel = self._supervisor.channel
-            channel.setblocking(False)
-            loop = asyncio.get_running_loop()
-            _, self._connection = await loop.create_unix_connection(SupervisorConnection, sock=channel)
-            return self._connection
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._connect(), name="sandbox: connect to the supervisor")
+        return await asyncio.shield(self._connecting)
+
+    async def _connect(self) -> SupervisorConnection | ExecutionResult:
+        if self._connection is not None or self._supervisor is None:
+            try:
+                await self._restart()
+            except (InfrastructureError, SandboxRefusedError) as error:
+                log.error("sandbox.restart_failed", error=error.message)
+                return ExecutionResult(status=RunStatus.INFRA_ERROR, detail=error.message)
+        assert self._supervisor is not None
+        channel = self._supervisor.channel
+        channel.setblocking(False)
+        loop = asyncio.get_running_loop()
+        _, self._connection = await loop.create_unix_connection(SupervisorConnection, sock=channel)
+        return self._connection
 
     async def _restart(self) -> None:
         dead, self._supervisor, self._connection = self._supervisor, None, None
@@ -257,30 +258,9 @@ class SandboxPool:
         self.tier = self._supervisor.tier
         self._memory_cgroup = int(self._supervisor.facts["memory_cgroup"])
         self.counts["restarts"] += 1
-        log.warning("sandbox.restarted", tier=self.tier)
+        log.warning("sandbox.restarted", tier=self.tier, pid=self.supervisor_pid)
 
     def kill_supervisor(self) -> None:
-        """For leases: it does not answer. The next run starts another."""
+        """For leases: the supervisor does not answer. The next run starts another one."""
         if self._supervisor is not None:
             self._supervisor.process.kill()
-
-
-class _Ahead:
-    """The ``LeaseOwner`` of one program that takes no slot's turn: the supervisor starts it when a slot is free."""
-
-    def __init__(self, pool: SandboxPool) -> None:
-        self._pool = pool
-        self.config = pool.config
-        self.has_cpp = pool.has_cpp
-
-    async def submit(self, job: Job) -> SubmittedRun | ExecutionResult:
-        return await self._pool.submit(job)
-
-    def count(self, result: ExecutionResult) -> ExecutionResult:
-        return self._pool.count(result)
-
-    def slot_is_empty(self, patient: bool) -> None:
-        self._pool.ahead_has_ended()
-
-    def kill_supervisor(self) -> None:
-        self._pool.kill_supervisor()

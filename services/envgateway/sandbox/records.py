@@ -1,31 +1,17 @@
-"""What is asked of the sandbox and what it answers."""
+"""Requests and results of the sandbox."""
 
 from __future__ import annotations
 
 import base64
-import enum
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from services.common.config.envgateway import SandboxConfig
+from services.common.config.processes.envgateway import SandboxConfig
+from services.envgateway.sandbox.bare.statuses import RunStatus, status_of_run
 
 OPEN_FILES = 64
 
 Number = TypeVar("Number", int, float)
-
-
-class ExecutionStatus(enum.StrEnum):
-    """How an execution ended. Only INFRA_ERROR says nothing about the program: retry it."""
-
-    OK = "OK"  # exit code 0
-    RUNTIME_ERROR = "RUNTIME_ERROR"  # another exit code, or a signal
-    TIME_LIMIT = "TIME_LIMIT"
-    MEMORY_LIMIT = "MEMORY_LIMIT"
-    OUTPUT_LIMIT = "OUTPUT_LIMIT"
-    INVALID_REQUEST = "INVALID_REQUEST"
-    COMPILE_ERROR = "COMPILE_ERROR"  # the source is no program
-    CANCELLED = "CANCELLED"
-    INFRA_ERROR = "INFRA_ERROR"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +36,7 @@ class ExecutionLimits:
         return ExecutionLimits(**data)
 
     def within(self, config: SandboxConfig) -> dict[str, float | int]:
-        """Complete limits, cut to what the config allows, as the supervisor reads them."""
+        """Complete limits, cut to the config's bounds, in the supervisor's form."""
         return {
             "wall_s": _at_most(self.wall_s, config.wall_time_s),
             "cpu_s": _at_most(self.cpu_s, config.cpu_time_s),
@@ -101,9 +87,9 @@ class ExecutionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionResult:
-    """What the supervisor saw. ``wall_s``, ``cpu_s`` and memory are its measurements, over the whole tree."""
+    """Result of a run, measured by the supervisor: ``wall_s``, ``cpu_s`` and memory cover the whole tree."""
 
-    status: ExecutionStatus
+    status: RunStatus
     exit_code: int | None = None
     signal: int | None = None
     stdout: bytes = b""
@@ -113,7 +99,7 @@ class ExecutionResult:
     cpu_s: float = 0.0
     peak_memory_bytes: int = 0
     tier: str = ""
-    detail: str = ""  # for people: which limit, or what broke
+    detail: str = ""  # for people: the exceeded limit, or the failed part
     slot_s: float = 0.0  # from the program's start until its slot was empty again
 
     def to_json(self) -> dict[str, Any]:
@@ -128,7 +114,7 @@ class ExecutionResult:
         return ExecutionResult(
             **{
                 **data,
-                "status": ExecutionStatus(data["status"]),
+                "status": status_of_run(data["status"]),
                 "stdout": base64.b64decode(data["stdout"]),
                 "stderr": base64.b64decode(data["stderr"]),
             }

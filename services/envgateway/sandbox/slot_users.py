@@ -1,7 +1,7 @@
 """Users and marks for slots, shared fairly with other gateways on this machine; and the end of dead gateways' programs.
 
-A slot user is a number without an account. It is held by an abstract socket, which the kernel frees when the gateway
-dies, however it dies; the gateway holds it rather than the supervisor, so that a restarted supervisor finds, and
+A slot user is a number without an account. An abstract socket holds the user; the kernel frees the socket at any death
+of the gateway. The gateway rather than the supervisor holds the socket, so that a restarted supervisor finds, and
 sweeps, the same users.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 
 from services.envgateway.sandbox.bare import procfs
-from services.envgateway.sandbox.bare.slots import kill_user
+from services.envgateway.sandbox.bare.supervisor.slots import kill_user
 
 log = structlog.get_logger()
 
@@ -36,7 +36,7 @@ class SlotUsers:
         self.uids: list[int] = self._reserve(num_slots) if os.getuid() == 0 else []
         hard = resource.getrlimit(_RLIMIT_MSGQUEUE)[1]
         highest = 1 << 40 if hard == resource.RLIM_INFINITY else hard
-        # a low limit could be anybody's, and a sweep by mark must never reach a stranger
+        # a low limit may be an ordinary process's, and a sweep by mark must never reach a foreign process
         usable = highest >= _SMALLEST_USEFUL_HARD_LIMIT
         self.marks: list[int] = random.sample(range(1024, min(highest, 1 << 40)), num_slots) if usable else []
 
@@ -61,7 +61,7 @@ class SlotUsers:
 
 
 def _hold(uid: int) -> socket.socket | None:
-    """The user for as long as the socket is open; None when another gateway has it."""
+    """Hold the user for as long as the socket is open; None when another gateway has the user."""
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         holder.bind(f"\0millrace-slot-user-{uid}")
@@ -74,7 +74,7 @@ def _hold(uid: int) -> socket.socket | None:
 
 
 def _sweep_orphans() -> None:
-    """Kill what gateways that were killed have left running: processes of slot users whom nobody holds."""
+    """Kill processes of slot users that no gateway holds: programs of gateways that were killed."""
     users: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 from aiohttp import web
-from pydantic import BaseModel
 
 from services.common.errors import (
     CapacityError,
@@ -20,28 +19,18 @@ from services.common.errors import (
     NotFoundError,
     StateError,
 )
+from services.envgateway.envs.agentbench.messages import (
+    CancelEpisode,
+    EpisodeAnswer,
+    EpisodeInfo,
+    EpisodeObservation,
+    StartEpisode,
+    StepEpisode,
+    TaskInfo,
+)
 from services.envgateway.taskserver.answers import Handler, Refusal, answered, read
 from services.envgateway.taskserver.conversations import RUNNING, Conversation, Conversations
-from services.envgateway.taskserver.tasks import Index, Task, Tasks
-
-
-class StartBody(BaseModel):
-    sample_id: Index
-    config: dict[str, Any] | None = None
-
-
-class Action(BaseModel):
-    type: str = "text"
-    content: str
-
-
-class StepBody(BaseModel):
-    episode_id: str
-    action: Action
-
-
-class CancelBody(BaseModel):
-    episode_id: str
+from services.envgateway.taskserver.tasks import Task, Tasks
 
 
 class AdapterProtocol:
@@ -79,7 +68,7 @@ class AdapterProtocol:
             raise Refusal(404, f"no task {name!r}")
         return task
 
-    async def _info(self, request: web.Request) -> object:
+    async def _info(self, request: web.Request) -> TaskInfo:
         task = self._task(request)
         return {
             "name": task.name,
@@ -95,7 +84,7 @@ class AdapterProtocol:
         return {"status": "healthy", "active_episodes": self._conversations.num_taken(task), "task_name": task.name}
 
     async def _start(self, request: web.Request) -> object:
-        task, body = self._task(request), await read(request, StartBody)
+        task, body = self._task(request), await read(request, StartEpisode)
         index = await self._tasks.index(task, body.sample_id)
         if index is None:
             raise Refusal(404, f"no sample {body.sample_id!r} in {task.name}")
@@ -103,7 +92,7 @@ class AdapterProtocol:
         return _answer(one, {"type": "messages", "content": one.history})
 
     async def _step(self, request: web.Request) -> object:
-        body = await read(request, StepBody)
+        body = await read(request, StepEpisode)
         one = self._conversations.by_uuid(body.episode_id)
         await self._conversations.say(one, body.action.content)
         if one.status == RUNNING:
@@ -111,16 +100,17 @@ class AdapterProtocol:
         return _answer(one, None)
 
     async def _cancel(self, request: web.Request) -> object:
-        body = await read(request, CancelBody)
+        body = await read(request, CancelEpisode)
         await self._conversations.end(self._conversations.by_uuid(body.episode_id))
         return {"status": "cancelled", "episode_id": body.episode_id}
 
 
-def _answer(one: Conversation, observation: object) -> dict[str, Any]:
+def _answer(one: Conversation, observation: EpisodeObservation | None) -> EpisodeAnswer:
     done = one.status != RUNNING
-    info: dict[str, Any] = {"turn": one.turn, "status": f"SampleStatus.{one.status.upper().replace(' ', '_')}"}
+    info: EpisodeInfo = {"turn": one.turn, "status": f"SampleStatus.{one.status.upper().replace(' ', '_')}"}
     if done:
-        info |= {"success": one.reward > 0, "metrics": dict(one.metrics)}
+        info["success"] = one.reward > 0
+        info["metrics"] = dict(one.metrics)
     return {
         "episode_id": one.uuid,
         "observation": observation,

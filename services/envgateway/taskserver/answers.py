@@ -24,7 +24,7 @@ class Refusal(Exception):
 
 
 def answered(handle: Callable[[web.Request], Awaitable[object]]) -> Handler:
-    """A handler that returns what is to be JSON, or raises ``Refusal``."""
+    """Wraps a handler that returns a value for JSON, or raises ``Refusal``."""
 
     async def wrapped(request: web.Request) -> web.StreamResponse:
         try:

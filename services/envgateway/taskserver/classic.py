@@ -10,46 +10,28 @@ is answered at once with a plain 500, as the real controller answers after a sec
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any
 
 from aiohttp import web
-from pydantic import BaseModel, FiniteFloat, field_validator, model_validator
+from pydantic import BaseModel, FiniteFloat, field_validator
 
 from services.common.errors import CapacityError, InvalidRequestError, MillraceError, NotFoundError, StateError
+from services.envgateway.envs.agentbench.messages import (
+    CancelSession,
+    Interact,
+    SampleOutput,
+    SessionAnswer,
+    StartSample,
+)
 from services.envgateway.envs.base import EndStatus
 from services.envgateway.taskserver.answers import Handler, Refusal, answered, read
 from services.envgateway.taskserver.conversations import RUNNING, Conversation, Conversations
 from services.envgateway.taskserver.history import cut
-from services.envgateway.taskserver.tasks import Index, Task, Tasks
+from services.envgateway.taskserver.tasks import Task, Tasks
 
 _WORKER = 0
 _ALIVE = 0
 _TASK_ERROR = "task error"
-
-
-class StartBody(BaseModel):
-    name: str
-    index: Index
-
-
-class AgentResponse(BaseModel):
-    status: Literal["normal", "cancelled", "agent context limit"] = "normal"
-    content: str | None = None
-
-    @model_validator(mode="after")
-    def _says_something(self) -> AgentResponse:
-        if self.status == "normal" and self.content is None:
-            raise ValueError("If status is NORMAL, content should not be None")
-        return self
-
-
-class InteractBody(BaseModel):
-    session_id: int
-    agent_response: AgentResponse
-
-
-class CancelBody(BaseModel):
-    session_id: int
 
 
 class Result(BaseModel):
@@ -62,7 +44,7 @@ class Output(BaseModel):
     @field_validator("result", mode="before")
     @classmethod
     def _without_a_reward(cls, given: Any) -> Any:
-        """What a failed sample says of itself is text."""
+        """A failed sample's description of itself is text."""
         return given if isinstance(given, dict) else None
 
 
@@ -89,8 +71,8 @@ class ClassicProtocol:
             "calculate_overall": self._calculate_overall,
             "cancel_all": self._cancel_all,
             "clean_session": self._clean_session,
-            "sync_all": self._nothing,
-            "clean_worker": self._nothing,
+            "sync_all": self._acknowledge,
+            "clean_worker": self._acknowledge,
         }
         return [
             *(web.get(f"{prefix}/{name}", self._handler(handle)) for name, handle in get.items()),
@@ -144,7 +126,7 @@ class ClassicProtocol:
         }
 
     async def _start_sample(self, request: web.Request) -> object:
-        body = await read(request, StartBody)
+        body = await read(request, StartSample)
         task = self._task(body.name, missing=406)
         index = await self._tasks.index(task, body.index)
         if index is None:
@@ -152,7 +134,7 @@ class ClassicProtocol:
         return _answer(await self._conversations.start(task, index))
 
     async def _interact(self, request: web.Request) -> object:
-        body = await read(request, InteractBody)
+        body = await read(request, Interact)
         one = self._conversations.by_number(body.session_id)
         response = body.agent_response
         if response.status == "cancelled":
@@ -169,11 +151,11 @@ class ClassicProtocol:
         except (StateError, NotFoundError):
             raise
         except MillraceError as error:
-            output = {**_output(one), "index": one.index, "status": _TASK_ERROR, "result": error.message}
+            output: SampleOutput = {**_output(one), "index": one.index, "status": _TASK_ERROR, "result": error.message}
             raise Refusal(501, {"session_id": one.number, "output": output}) from error
 
     async def _cancel(self, request: web.Request) -> object:
-        body = await read(request, CancelBody)
+        body = await read(request, CancelSession)
         await self._conversations.end(self._conversations.by_number(body.session_id))
         return {"session_id": body.session_id}
 
@@ -190,7 +172,7 @@ class ClassicProtocol:
         await self._conversations.expire()
         return None
 
-    async def _nothing(self, request: web.Request) -> object:
+    async def _acknowledge(self, request: web.Request) -> object:
         """There is no worker that could be out of step."""
         return None
 
@@ -202,7 +184,7 @@ class ClassicProtocol:
 
 
 def overall(rewards: list[float]) -> dict[str, Any]:
-    """Mean reward, and how many got all of it."""
+    """Mean reward, and the number of samples with the full reward."""
     passed = sum(reward >= 1.0 for reward in rewards)
     return {
         "reward": sum(rewards) / len(rewards) if rewards else 0.0,
@@ -215,11 +197,11 @@ def overall(rewards: list[float]) -> dict[str, Any]:
     }
 
 
-def _answer(one: Conversation) -> dict[str, Any]:
+def _answer(one: Conversation) -> SessionAnswer:
     return {"session_id": one.number, "output": _output(one)}
 
 
-def _output(one: Conversation) -> dict[str, Any]:
+def _output(one: Conversation) -> SampleOutput:
     if one.status == RUNNING:
         return {"index": None, "status": RUNNING, "result": None, "history": cut(one.history)}
     result = {"reward": one.reward, "result": one.reward, "turns": one.turn, "metrics": dict(one.metrics)}

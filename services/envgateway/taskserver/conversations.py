@@ -1,10 +1,10 @@
-"""Episodes as conversations: who said what, one turn at a time, until one side ends it.
+"""Episodes as conversations: messages of both sides, one turn at a time, until one side ends the conversation.
 
 Invariants
-- A place is taken from the start of a conversation to its end, whatever the end is.
+- A place is taken from the start of a conversation to its end, for any kind of end.
 - One turn at a time: another one meanwhile is refused, never interleaved.
-- A turn that failed for infrastructure is tried again; when it keeps failing, or the episode is lost, the conversation is
-  over and has no reward.
+- A turn that failed for infrastructure is tried again; after repeated failures, or the loss of the episode, the
+  conversation is over and has no reward.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from services.common.errors import (
     NotFoundError,
     StateError,
 )
+from services.envgateway.envs.agentbench.messages import Index
 from services.envgateway.envs.base import EndStatus, Observation, StepResult
-from services.envgateway.episodes import EpisodeManager
+from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.taskserver.history import Message
-from services.envgateway.taskserver.tasks import Index, Task
+from services.envgateway.taskserver.tasks import Task
 
 log = structlog.get_logger()
 
 RUNNING = "running"
-CANCELLED = "unknown"  # AgentBench has no word for it
+CANCELLED = "unknown"  # AgentBench has no such status
 _ATTEMPTS = 3
 _LONGEST_SWEEP_PAUSE_S = 5.0
-_ROLES = {"assistant": "agent"}  # everybody else is as they are
+_ROLES = {"assistant": "agent"}  # all other roles are unchanged
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +51,7 @@ class Conversation:
     index: Index
     episode_id: str
     history: list[Message]
-    remembered: str  # what its last message becomes when there is a newer one; empty: it stays
+    remembered: str  # replaces its last message when there is a newer one; empty: the message stays
     started: float = field(default_factory=time.time)  # seconds since 1970
     last_update: float = field(default_factory=time.time)
     turn: int = 0
@@ -61,7 +62,7 @@ class Conversation:
 
 
 class Conversations:
-    """All that are going on. ``expire_forever`` runs beside it and ends those that nobody continues."""
+    """Holds all live conversations. ``expire_forever`` runs in a task and ends those without new turns."""
 
     def __init__(self, episodes: EpisodeManager, *, idle_s: float) -> None:
         self._episodes = episodes
@@ -115,8 +116,8 @@ class Conversations:
 
         Raises:
             StateError: a turn is being taken.
-            NotFoundError: it has ended meanwhile.
-            InfrastructureError: it is over, without a reward.
+            NotFoundError: the conversation has ended meanwhile.
+            InfrastructureError: the conversation is over, without a reward.
         """
         if one.busy:
             raise StateError(f"session {one.number} is busy: its last turn is not over")
@@ -169,14 +170,14 @@ class Conversations:
             log.info("taskserver.expired", conversations=len(overdue))
 
     async def _take_turn(self, one: Conversation, content: str) -> StepResult:
-        """HTTP's clients repeat nothing, so this does: a turn that failed for infrastructure did not happen."""
+        """Take a turn, and repeat a turn that failed for infrastructure: HTTP's clients repeat no request."""
         failure: InfrastructureError | None = None
         for _, pause_s in zip(range(_ATTEMPTS), backoff(), strict=False):
             try:
                 return await self._episodes.step(one.episode_id, one.turn + 1, content)
             except EpisodeNotFoundError:
                 if failure is not None:
-                    raise failure from None  # that is what the episode was lost to
+                    raise failure from None  # the reason of the loss of the episode
                 raise
             except InfrastructureError as error:
                 failure = error

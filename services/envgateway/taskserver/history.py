@@ -1,4 +1,4 @@
-"""A conversation as AgentBench shows it: whole while it is short, the newest of it when it is long."""
+"""Conversations in AgentBench's form: whole when short, only the newest messages when long."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _count(text: str, most: int) -> int:
 
 
 def cut(messages: Sequence[Message], most: int = _MOST_PIECES) -> list[Message]:
-    """The first message, and of the others the newest that fit; the first says how many are left out."""
+    """The first message, and the newest others that fit; the first names the number of those left out."""
     first, others = messages[0], messages[1:]
     pieces, kept = _count(first["content"], most), 0
     for message in reversed(others):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from aiohttp import web
 
 from services.common.aio import TaskOwner
-from services.common.config.environments import TaskServerConfig
+from services.common.config.processes.environments import TaskServerConfig
 from services.common.errors import ConfigError
 from services.common.http.listener import Listener
-from services.envgateway.episodes import EpisodeManager
+from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.taskserver.adapter import AdapterProtocol
 from services.envgateway.taskserver.classic import ClassicProtocol
 from services.envgateway.taskserver.conversations import Conversations
@@ -23,13 +23,13 @@ class TaskServer:
     def __init__(
         self, config: TaskServerConfig, host: str, episodes: EpisodeManager, environments: Environments, idle_s: float
     ) -> None:
-        """Whoever leaves a conversation alone for ``idle_s`` seconds loses it."""
+        """A conversation without a call for ``idle_s`` seconds ends."""
         assert config.port is not None
         tasks = Tasks(config, environments)
         if not tasks.all:
             absent = "".join(f"\n  {name}: {why}" for name, why in environments.absent.items())
             raise ConfigError(
-                "envgateway.task_server has nothing to serve: name an environment under "
+                "envgateway.task_server has no environment to serve: name an environment under "
                 f"envgateway.task_server.environments, or set up one of these:{absent}"
             )
         self.conversations = Conversations(episodes, idle_s=idle_s)
@@ -38,7 +38,7 @@ class TaskServer:
         # First the names that are fixed, then those with a task in the path.
         application.add_routes(ClassicProtocol(tasks, self.conversations).routes(PREFIX))
         application.add_routes(AdapterProtocol(tasks, self.conversations).routes(PREFIX))
-        # A client that leaves ends nothing: its turn is taken once, and may be looked up by no one.
+        # A client that leaves ends no conversation: its turn is taken once, even if no client reads the result.
         self._listener = Listener(
             application, host, config.port,
             name="the task server", setting="envgateway.task_server.port", group="task_server", leaving_cancels=False,

@@ -1,4 +1,4 @@
-"""Which tasks are served: a name for clients, an environment of the gateway, indices, and the rows they stand for."""
+"""Served tasks: a name for clients, an environment of the gateway, indices, and their rows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.common.config.environments import ServedTaskConfig, TaskServerConfig
+from services.common.config.processes.environments import ServedTaskConfig, TaskServerConfig
 from services.common.errors import ConfigError, InvalidRequestError, UnknownEnvironmentError
-
-Index = int | str
+from services.envgateway.envs.agentbench.messages import Index
 
 
 class Environments(Protocol):
@@ -66,14 +65,14 @@ class Tasks:
         return self._by_name.get(name)
 
     def max_turns(self, task: Task) -> int | None:
-        """Turns of an episode, where the row or the environment says so."""
+        """Turns of an episode, where the row or the environment has the number."""
         settings = task.config.row.get("environment")
         in_row = settings.get("max_turns") if isinstance(settings, dict) else None
         return self._environments.max_turns(task.environment) if in_row is None else in_row
 
     async def indices(self, task: Task) -> Sequence[Index]:
-        """What ``index`` may be, in order. Raises what loading the environment raises, and ``ConfigError`` where it holds
-        fewer tasks than the config's ``end`` says."""
+        """Valid values of ``index``, in order. Raises the errors of loading the environment, and ``ConfigError`` for
+        fewer tasks than the config's ``end``."""
         if task.name not in self._indices:
             everything = await self._environments.indices(task.environment)
             if everything is None:

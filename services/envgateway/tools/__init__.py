@@ -1,1 +1,1 @@
-"""Tools that the gateway runs for a policy: what one is, those by name, and the calls of one trajectory."""
+"""Tools that the gateway runs for a policy: interface, registry, and the calls of one trajectory."""

@@ -1,99 +1,52 @@
-"""What a tool is: a name, a description, a JSON schema for its arguments, and an asynchronous call.
+"""Tools of the gateway: those of ``services.common.tools``, and the error of a state that is lost.
 
-    class Capital:
-        name = "capital"
-        description = "The capital of a country."
-        parameters = {"type": "object", "properties": {"country": {"type": "string"}}, "required": ["country"]}
-
-        async def call(self, arguments: Mapping[str, Any]) -> str: ...
-
-One object serves all trajectories. A tool with a state per trajectory has ``open`` instead of ``call``. Either may say
-``timeout_s`` and ``concurrency``; the config's ``tools.limits`` goes before them. ``call`` may be a plain function: it is
-run in a thread, and its time-out then ends the waiting, not the thread.
-
-    ToolError             the tool cannot do what it was asked: told to the policy, counted as its failure
-    InfrastructureError,  the machinery failed or is full: no result, the call did not happen and may be repeated
-    CapacityError
     StateLostError        the machinery has lost a state: the trajectory cannot go on
-    anything else         a fault of the tool: logged, and an infrastructure failure
+
+The config's ``tools.limits`` go before a tool's own ``timeout_s`` and ``concurrency``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+import asyncio
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
+from services.common.config.processes.envgateway import ToolConfig
 from services.common.errors import InfrastructureError
-from services.common.tool_results import ToolStatus
+from services.common.tools import (
+    AnyTool,
+    StatefulTool,
+    Tool,
+    ToolDescription,
+    ToolError,
+    ToolResult,
+    ToolState,
+    schema_of,
+)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolResult:
-    """How a call ended, and what the policy is shown.
-
-    >>> ToolResult(text="42").status
-    <ToolStatus.OK: 'ok'>
-    """
-
-    text: str
-    status: ToolStatus = ToolStatus.OK
-
-
-class ToolError(Exception):
-    """Raised by a tool that cannot do what it was asked; its text is what the policy is shown."""
+__all__ = [
+    "AnyTool",
+    "RegisteredTool",
+    "StateLostError",
+    "StatefulTool",
+    "Tool",
+    "ToolDescription",
+    "ToolError",
+    "ToolResult",
+    "ToolState",
+    "schema_of",
+]
 
 
 class StateLostError(InfrastructureError):
-    """The machinery has lost what a tool kept for a trajectory: repeating the call does not bring it back."""
+    """The machinery has lost a trajectory's tool state: a repeated call does not restore the state."""
 
 
-class ToolDescription(Protocol):
-    """What every tool says of itself."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredTool:
+    """A tool with its limits."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def description(self) -> str: ...
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """JSON schema of an object, in the part that ``services.common.tool_schema`` checks."""
-        ...
-
-
-class Tool(ToolDescription, Protocol):
-    """One call is like another."""
-
-    def call(self, arguments: Mapping[str, Any]) -> Awaitable[ToolResult | str] | ToolResult | str:
-        """``arguments`` match the schema."""
-        ...
-
-
-class ToolState(Protocol):
-    """What a trajectory has of a tool; made at its first call, closed with it."""
-
-    def call(self, arguments: Mapping[str, Any]) -> Awaitable[ToolResult | str] | ToolResult | str: ...
-
-    def close(self) -> Awaitable[None] | None: ...
-
-
-@runtime_checkable
-class StatefulTool(Protocol):
-    """One call knows what earlier ones of its trajectory did."""
-
-    name: str
-    description: str
-    parameters: Mapping[str, Any]
-
-    def open(self) -> ToolState: ...
-
-
-AnyTool = Tool | StatefulTool
-
-
-def schema_of(tool: ToolDescription) -> dict[str, Any]:
-    """As policies are shown it, OpenAI style."""
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}
+    tool: AnyTool
+    config: ToolConfig
+    timeout_s: float | None  # None: the tool keeps its own
+    running: asyncio.Semaphore
+    has_state: bool  # of each trajectory's own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.config.envgateway import EnvGatewayConfig, ToolConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig, ToolConfig
 from services.envgateway.queue.base import JobQueue
 from services.envgateway.sandbox.live import LiveSlots
 from services.envgateway.tools.base import AnyTool
@@ -13,7 +13,7 @@ _WITH_INPUT = {"python": False, "python_code_with_standard_io": True}
 
 
 def built_in_tools(config: EnvGatewayConfig, queue: JobQueue, live: LiveSlots) -> list[AnyTool]:
-    """Their time-outs are limits of the sandbox, so they are told of them here."""
+    """Built-in tools with time-outs from the sandbox's limits."""
     limits = config.tools.limits
     tools: list[AnyTool] = [
         PythonTool(

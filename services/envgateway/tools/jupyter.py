@@ -1,9 +1,9 @@
 """``jupyter_code``: a process per trajectory that keeps what its cells define.
 
-The process starts with the first call and ends with the trajectory. A cell that raises shows its traceback and leaves the
-process as it is; one that takes too long or prints too much is interrupted; what cannot be interrupted, or uses too much
-memory, is killed, and the next call says that it runs in a fresh process. All live processes of the gateway taken is
-``CapacityError``: the call did not happen.
+The process starts with the first call and ends with the trajectory. A cell that raises shows its traceback and leaves
+the process as it is; one that takes too long or prints too much is interrupted; a cell that cannot be interrupted, or
+uses too much memory, is killed with its process, and the next call reports a fresh process. All live processes of the
+gateway taken is ``CapacityError``: the call did not happen.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.config.envgateway import LiveConfig
+from services.common.config.processes.envgateway import LiveConfig
 from services.common.errors import InfrastructureError
-from services.common.tool_results import ToolStatus, shown_output
+from services.common.text.tool_calls import ToolStatus, shown_output
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.jobs import why_unusable
 from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots
-from services.envgateway.sandbox.records import ExecutionStatus
 from services.envgateway.tools.base import StateLostError, ToolResult
 from services.envgateway.tools.python import STATUS
 
@@ -53,23 +53,23 @@ class JupyterTool:
 
 
 class Notebook:
-    """One trajectory's process, started when it is first needed and again after it has died of its own doing."""
+    """One trajectory's process, started at the first call and again after a death that its code caused."""
 
     def __init__(self, slots: LiveSlots, config: LiveConfig) -> None:
         self._slots = slots
         self._config = config
         self._process: LiveProcess | None = None
         self._has_state = False
-        self._lost = ""  # why what earlier cells defined is gone by their own doing, until it was told
-        self._broken = ""  # why it is gone through no fault of theirs: there is no going on
+        self._lost = ""  # why earlier definitions are gone through their own code, until reported
+        self._broken = ""  # why they are gone through no fault of the code: the state cannot be restored
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Run one cell.
 
         Raises:
             CapacityError: all live processes are in use.
-            StateLostError: the machinery has lost what earlier cells defined.
-            InfrastructureError: it failed before there was anything to lose.
+            StateLostError: the machinery has lost the definitions of earlier cells.
+            InfrastructureError: the machinery failed before the first definition.
         """
         code = arguments["code"]
         unusable = why_unusable(code)
@@ -101,7 +101,7 @@ class Notebook:
             status = self._status(ended.status, ended.detail)
             self._forget(_WHY.get(status, ended.detail or "it ended between two calls"))
 
-    def _status(self, status: ExecutionStatus, detail: str) -> ToolStatus:
+    def _status(self, status: RunStatus, detail: str) -> ToolStatus:
         known = STATUS.get(status)
         if known is not None:
             return known

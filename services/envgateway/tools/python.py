@@ -1,4 +1,4 @@
-"""``python`` and ``python_code_with_standard_io``: one program a call, nothing kept."""
+"""``python`` and ``python_code_with_standard_io``: one program a call, without kept state."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.common.errors import InfrastructureError
-from services.common.tool_results import ToolStatus, shown_output
-from services.envgateway.judge.records import Lane
+from services.common.telemetry.gateway_queue import Lane
+from services.common.text.tool_calls import ToolStatus, shown_output
 from services.envgateway.queue.base import JobQueue
-from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionStatus
+from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
 from services.envgateway.tools.base import ToolResult
 
 _QUEUE_S = 30.0  # waiting for a slot, on top of a program's own time
 _LONGEST_S = 55.0
 
 STATUS = {
-    ExecutionStatus.OK: ToolStatus.OK,
-    ExecutionStatus.RUNTIME_ERROR: ToolStatus.PROGRAM_ERROR,
-    ExecutionStatus.COMPILE_ERROR: ToolStatus.PROGRAM_ERROR,
-    ExecutionStatus.TIME_LIMIT: ToolStatus.TIME_LIMIT,
-    ExecutionStatus.MEMORY_LIMIT: ToolStatus.MEMORY_LIMIT,
-    ExecutionStatus.OUTPUT_LIMIT: ToolStatus.OUTPUT_LIMIT,
-    ExecutionStatus.INVALID_REQUEST: ToolStatus.INVALID_ARGUMENTS,
+    RunStatus.OK: ToolStatus.OK,
+    RunStatus.RUNTIME_ERROR: ToolStatus.PROGRAM_ERROR,
+    RunStatus.COMPILE_ERROR: ToolStatus.PROGRAM_ERROR,
+    RunStatus.TIME_LIMIT: ToolStatus.TIME_LIMIT,
+    RunStatus.MEMORY_LIMIT: ToolStatus.MEMORY_LIMIT,
+    RunStatus.OUTPUT_LIMIT: ToolStatus.OUTPUT_LIMIT,
+    RunStatus.INVALID_REQUEST: ToolStatus.INVALID_ARGUMENTS,
 }  # the others are no answer
 
 
@@ -30,7 +31,7 @@ class PythonTool:
     """Runs a program in the sandbox; the value of a trailing expression is printed, too."""
 
     timeout_s = None  # the sandbox holds the program's
-    concurrency = 1024  # the queue bounds what runs
+    concurrency = 1024  # the queue bounds running programs
 
     def __init__(self, queue: JobQueue, name: str, *, takes_input: bool, wall_s: float) -> None:
         """``wall_s``: of one program, on the wall's clock; the sandbox may allow less."""

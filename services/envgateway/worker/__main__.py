@@ -1,4 +1,4 @@
-"""``python -m services.envgateway.worker``: the sandbox first, then Redis and what starts threads."""
+"""``python -m services.envgateway.worker``: starts the sandbox first, then Redis and other parts with threads."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 import sys
 from pathlib import Path
 
-from services.common import logs
-from services.common.config.loading import load_recipe, load_resolved
+from services.common.config.reading.loading import load_recipe, load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError
-from services.common.process import die_with_parent_if_asked
+from services.common.system.child import die_with_parent_if_asked
+from services.common.telemetry import logs
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.variables import VARIABLES
 from services.envgateway.worker.settings import worker_settings
@@ -23,7 +23,7 @@ many workers as you like, on as many nodes as you like, and stop or kill them at
 
   REDIS_URI=redis://127.0.0.1:6379 MAX_WORKERS=64 MAX_EXECUTION_TIME=4 python -m services.envgateway.worker
 
-SIGTERM: take no more, let what runs end, give back the rest. kill -9: others take over what ran here after lease_s.
+SIGTERM: take no more jobs, finish running jobs, give back the rest. kill -9: others take over its jobs after lease_s.
 Where Redis is away the worker waits for it, for ever; it ends by itself only over settings that cannot work.
 """
 

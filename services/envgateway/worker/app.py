@@ -1,4 +1,4 @@
-"""Wiring of a worker: sandbox, judge, Redis, and the signals that end it."""
+"""Wiring of a worker: sandbox, judge, Redis, and the signals that end the worker."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import socket
 import time
 from pathlib import Path
 
-from services.common.config.services import MetricsConfig
+from services.common.config.processes.services import MetricsConfig
 from services.common.prometheus.serving import metrics_server
-from services.common.status import ProcessStatus
+from services.common.telemetry.status import ProcessStatus
 from services.envgateway.judge.judge import Judge
 from services.envgateway.prometheus import WORKER_METRICS
 from services.envgateway.queue.base import LocalRunner
@@ -32,7 +32,7 @@ async def work(
     run_id: str = "",
     run_dir: Path | None = None,
 ) -> None:
-    """Take jobs until SIGTERM or SIGINT, then let what runs end. Metrics are served on loopback.
+    """Take jobs until SIGTERM or SIGINT, then let running jobs end. Metrics are served on loopback.
 
     Raises:
         ConfigError: a URI that cannot be used.

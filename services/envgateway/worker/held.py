@@ -1,6 +1,6 @@
 """The jobs that a worker holds: leased from a stream, on their way through its own slots.
 
-Knows nothing of Redis but names of entries.
+Of Redis only names of entries are known here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from services.envgateway.judge.records import Lane
+from services.common.telemetry.gateway_queue import Lane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Delivery:
 
     @property
     def place(self) -> Place:
-        """Each lane's stream counts its entries by itself: an id alone may name one in each."""
+        """Lane and entry id: each lane's stream counts its own entries, so an id alone may name one in each."""
         return self.lane, self.entry
 
 
@@ -35,7 +35,7 @@ Place: TypeAlias = tuple[Lane, bytes]
 
 
 class HeldJobs:
-    """Deliveries in hand, each with the task that deals with it."""
+    """Deliveries in hand, each with the task that runs the job."""
 
     def __init__(self) -> None:
         self._tasks: dict[Place, asyncio.Task[None]] = {}
@@ -58,7 +58,7 @@ class HeldJobs:
         return [entry for of_lane, entry in self._deliveries if of_lane is lane]
 
     def hold(self, delivery: Delivery, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start the work; the delivery is in hand until it ends."""
+        """Start the work; the delivery is in hand until the work ends."""
         place = delivery.place
         assert place not in self._deliveries, f"{place} is in hand already"
         self._deliveries[place] = delivery
@@ -69,7 +69,7 @@ class HeldJobs:
         return task
 
     def kill(self, lane: Lane, entry: bytes) -> bool:
-        """It is no longer ours, or nobody waits for it. False when it is not in hand."""
+        """The job is no longer ours, or has no waiting caller. False when the job is not in hand."""
         task = self._tasks.get((lane, entry))
         return task is not None and task.cancel()
 
@@ -85,7 +85,7 @@ class HeldJobs:
         self._changed.set()
 
     async def wait_for_change(self) -> None:
-        """Until a job ends, or ``changed`` is called."""
+        """Wait until a job ends, or ``changed`` is called."""
         self._changed.clear()
         await self._changed.wait()
 

@@ -1,6 +1,6 @@
-"""Jobs at their last attempt: each waits until nothing else runs at this worker, then runs alone.
+"""Jobs at their last attempt: each waits until no other job runs at this worker, then runs alone.
 
-So that the innocent who ran beside a job that kills its workers are not counted out with it. Knows nothing of Redis.
+So jobs whose failure is transient do not use up their attempts beside a job that kills its workers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ class _LastAttempt:
 
 
 class LastAttempts:
-    """``add`` holds a job at once, so that its lease is renewed while it waits; ``make`` is the loop that lets them go."""
+    """``add`` holds a job at once, so that its lease is renewed during the wait; ``make`` is the loop that starts
+    waiting jobs."""
 
     def __init__(self, held: HeldJobs, deal_with: Callable[[Delivery], Coroutine[Any, Any, None]]) -> None:
         self._held = held
         self._deal_with = deal_with
         self._waiting: deque[_LastAttempt] = deque()
         self._came = asyncio.Event()
-        self.alone = False  # one wants the worker to itself: take nothing
+        self.alone = False  # a waiting job needs the worker alone: take no other
 
     def add(self, delivery: Delivery) -> None:
         last = _LastAttempt()

@@ -1,4 +1,4 @@
-"""What a worker says to Redis about jobs: take, renew, take over, answer, give back. Knows not how a job runs."""
+"""Redis operations of a worker on jobs: take, renew, take over, answer, give back. Running jobs is the caller's part."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import orjson
 import structlog
 from redis.exceptions import ResponseError
 
+from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.calls import SharedCalls
-from services.envgateway.judge.records import Lane
 from services.envgateway.queue.streams.connection import BLOCK_MS, UNREACHABLE, Client
 from services.envgateway.queue.streams.names import GATEWAY, GROUP, JOB_ID, PAYLOAD, Names, finish
 from services.envgateway.queue.streams.scripts import ANSWER
@@ -27,7 +27,7 @@ _CONSUMER_FORGOTTEN_MS = 3_600_000
 
 
 class Leases:
-    """One worker's dealings. Every method raises what redis raises when it is away (``UNREACHABLE``)."""
+    """One worker's dealings. Every method raises redis' errors during an outage (``UNREACHABLE``)."""
 
     def __init__(self, client: Client, names: Names, worker: str, lease_s: float) -> None:
         self._client = client
@@ -43,7 +43,7 @@ class Leases:
         self.all_sent.set()
 
     async def make_groups(self) -> None:
-        """The consumer group on both streams; what was there before it counts as well."""
+        """The consumer group on both streams; earlier entries count as well."""
         for lane in Lane:
             try:
                 await self._client.xgroup_create(self._names.jobs(lane), GROUP, id="0", mkstream=True)
@@ -52,17 +52,17 @@ class Leases:
                     raise
 
     async def take(self, lane: Lane, at_most: int) -> list[Delivery]:
-        """Jobs that nobody has had; waits up to a second for the first."""
+        """Take jobs that no worker has had; waits up to a second for the first."""
         stream = self._names.jobs(lane)
         reply: Any = await self._client.xreadgroup(GROUP, self._worker, {stream: ">"}, count=at_most, block=BLOCK_MS)
         return await self._read(lane, [(entry, fields, 1) for _, entries in reply for entry, fields in entries])
 
     async def renew(self, lane: Lane, entries: list[bytes]) -> set[bytes]:
-        """Which of these are still ours; the others were withdrawn, or given to somebody else."""
+        """Renew leases. Returns those that are still ours; the others were withdrawn, or given to another worker."""
         if not entries:
             return set()
         stream = self._names.jobs(lane)
-        # min_idle_time 0 would also take back what another has taken over: ours are those that are listed as ours.
+        # min_idle_time 0 would also take back entries that another worker has taken over: ours are listed as ours.
         ours: Any = await self._client.xpending_range(stream, GROUP, "-", "+", len(entries) + 1000, self._worker)
         listed: set[Any] = {item["message_id"] for item in ours} & set(entries)
         if not listed:
@@ -73,7 +73,7 @@ class Leases:
     async def take_over(self, lane: Lane, at_most: int) -> list[Delivery]:
         """Jobs whose workers have not been heard of, each with the number of its next attempt.
 
-        One call looks at ten times ``at_most`` leases; the next goes on where it ended.
+        One call looks at ten times ``at_most`` leases; the next continues there.
         """
         stream = self._names.jobs(lane)
         reply: Any = await self._client.xautoclaim(
@@ -101,7 +101,7 @@ class Leases:
         return await self._looks_for_gateways.run(delivery.gateway, lambda: self._look_for(delivery.gateway))
 
     def answer(self, delivery: Delivery, payload: bytes) -> None:
-        """Goes out with ``send_answers``, as soon as Redis takes it."""
+        """Queue an answer for ``send_answers``, which retries until Redis accepts the answer."""
         self._answers.append((delivery, payload))
         self._answer_is_there.set()
         self.all_sent.clear()
@@ -130,7 +130,7 @@ class Leases:
         await self._client.eval(ANSWER, len(keys), *keys, *arguments)
 
     async def drop(self, delivery: Delivery) -> None:
-        """Nobody waits for it."""
+        """Drop a job that has no waiting caller."""
         async with self._client.pipeline(transaction=True) as pipe:
             finish(pipe, self._names.jobs(delivery.lane), delivery.entry)
             await pipe.execute()
@@ -145,8 +145,8 @@ class Leases:
                 )  # fmt: skip
             await pipe.execute()
 
-    async def say(self, words: Mapping[str, Any]) -> None:
-        """That this worker lives, and what it is."""
+    async def report(self, words: Mapping[str, Any]) -> None:
+        """Tell Redis that this worker lives, and its facts."""
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.sadd(self._names.workers, self._worker)
             pipe.set(self._names.worker(self._worker), orjson.dumps(words), px=3 * self._lease_ms)
@@ -159,7 +159,7 @@ class Leases:
             await pipe.execute()
 
     async def forget_consumers(self) -> None:
-        """Those that hold nothing and were not seen for an hour: names of workers that are gone."""
+        """Remove consumers without jobs that were not seen for an hour: names of workers that are gone."""
         for lane in Lane:
             for consumer in await self._client.xinfo_consumers(self._names.jobs(lane), GROUP):
                 if not consumer["pending"] and consumer["idle"] > _CONSUMER_FORGOTTEN_MS:
@@ -174,7 +174,7 @@ class Leases:
         return there
 
     async def _read(self, lane: Lane, entries: Iterable[tuple[bytes, Mapping[bytes, bytes], int]]) -> list[Delivery]:
-        """Entries that no gateway of ours wrote go: left there, they would come back to every worker."""
+        """Parse entries. Entries that no gateway of ours wrote are removed: they would come back to every worker."""
         deliveries, strange = [], []
         for entry, fields, attempt in entries:
             try:

@@ -1,4 +1,4 @@
-"""What a worker is told, by a recipe's section and by variables."""
+"""Settings of a worker, from a recipe's section and from variables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.common.config.envgateway import EnvGatewayConfig, QueueConfig, SandboxConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig, QueueConfig, SandboxConfig
 from services.common.errors import ConfigError
 from services.envgateway.variables import with_variables
 
@@ -19,11 +19,7 @@ class WorkerSettings:
 
 
 def worker_settings(config: EnvGatewayConfig | None, environment: Mapping[str, str] = os.environ) -> WorkerSettings:
-    """From a recipe's section (None: Code Judge's defaults) and variables.
-
-    Raises:
-        ConfigError: a variable that is not a number, or no URI of Redis.
-    """
+    """Settings from a recipe's section (None: Code Judge's defaults) and variables."""
     told, redis_uri = with_variables(config, environment)
     if not redis_uri:
         raise ConfigError("a worker needs a Redis: set REDIS_URI=redis://127.0.0.1:6379, or envgateway.queue.redis_uri")

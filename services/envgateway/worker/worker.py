@@ -6,8 +6,9 @@
     listen (withdrawn) ── kill ───────'
 
 Rules: a job is answered, given back or still held, never forgotten; a job whose workers keep dying is answered with
-INFRA_ERROR after ``max_attempts``, and its last attempt has a worker to itself, so that the innocent beside it are not
-counted out with it. Every loop outlives any failure of Redis; what runs meanwhile is answered when Redis is back.
+INFRA_ERROR after ``max_attempts``, and its last attempt has a worker to itself, so that other jobs do not use up their
+attempts beside that job. Every loop survives any failure of Redis; jobs that run meanwhile are answered when Redis is
+back.
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ import structlog
 
 from services.common.aio import TaskOwner
 from services.common.errors import InvalidRequestError, MillraceError
-from services.envgateway.judge.records import Lane
+from services.common.telemetry.gateway_queue import Lane
+from services.common.telemetry.log_events import LogEvent
 from services.envgateway.queue.base import Job, JobResult, Runner, infrastructure_failure, is_about_the_program
 from services.envgateway.queue.codec import decode_job, encode_result
-from services.envgateway.queue.streams.connection import UNREACHABLE, Client, heed_cancellation
+from services.envgateway.queue.streams.connection import UNREACHABLE, Client, raise_if_cancelled
 from services.envgateway.queue.streams.loops import RedisLoops
 from services.envgateway.queue.streams.names import Names
 from services.envgateway.queue.turns import Turns
+from services.envgateway.sandbox.bare.slot_queue import batch_share
 from services.envgateway.sandbox.records import ExecutionRequest
 from services.envgateway.worker.held import Delivery, HeldJobs
 from services.envgateway.worker.last_attempts import LastAttempts
 from services.envgateway.worker.leases import Leases
-from services.envgateway.worker.rest import Rest
+from services.envgateway.worker.worker_backoff import WorkerBackoff
 
 log = structlog.get_logger()
 
@@ -47,7 +50,7 @@ _SEND_AT_END_S = 5.0
 
 
 class Worker:
-    """``run`` until it is cancelled or ``stop`` is called; ``drain_s`` is what running jobs get to end."""
+    """Takes and runs jobs. ``run`` until cancelled or ``stop`` is called; ``drain_s`` bounds the end of running jobs."""
 
     def __init__(
         self,
@@ -66,15 +69,15 @@ class Worker:
         self._names = names
         self._runner = runner
         self._num_slots = num_slots
-        self._reserved = 1 if num_slots > 1 else 0
-        self._turns = Turns(num_slots=num_slots, num_reserved=self._reserved, lane_size=1 << 30, sends_ahead=True)
+        self._batch_slots = batch_share(num_slots)
+        self._turns = Turns(num_slots=num_slots, batch_slots=self._batch_slots, lane_size=1 << 30, sends_ahead=True)
         self._leases = Leases(client, names, self.name, lease_s)
         self._lease_s = lease_s
         self._max_attempts = max_attempts
         self._about = about or {}
-        self._held = HeldJobs()
-        self._rest = Rest(longest_s=lease_s)
-        self._last_attempts = LastAttempts(self._held, self._deal_with)
+        self.held = HeldJobs()
+        self._backoff = WorkerBackoff(longest_s=lease_s)
+        self._last_attempts = LastAttempts(self.held, self._deal_with)
         self._reads = 0  # of the streams, under way
         self._no_reads = asyncio.Event()
         self._no_reads.set()
@@ -83,11 +86,11 @@ class Worker:
         self.counts: Counter[str] = Counter()
 
     def stop(self) -> None:
-        """Take no more; ``run`` returns when what runs has ended."""
+        """Take no more; ``run`` returns when running jobs have ended."""
         self._stopping.set()
 
     async def run(self, drain_s: float) -> None:
-        """Raises what broke one of the loops, which only a bug can do; the leases of what runs then run out."""
+        """Raises the error of a broken loop, which only a bug can cause; the leases of running jobs then expire."""
         try:
             await self._leases.make_groups()
         except UNREACHABLE as error:
@@ -98,16 +101,16 @@ class Worker:
                 taking.start(loops.for_ever(partial(self._take, lane)), f"worker: take {lane}")
             make = partial(self._last_attempts.make, lambda: self._reads > 0)
             taking.start(loops.for_ever(make), "worker: last attempts")
-            keeping.start(loops.for_ever(self._look), "worker: leases")
+            keeping.start(loops.for_ever(self._maintain), "worker: leases")
             keeping.start(loops.for_ever(self._listen), "worker: withdrawn jobs")
             keeping.start(loops.for_ever(self._leases.send_answers), "worker: answers")
-            log.info("worker.ready", worker=self.name, slots=self._num_slots, **self._about)
+            log.info(LogEvent.WORKER_READY, worker=self.name, slots=self._num_slots, **self._about)
             stop = taking.start(self._stopping.wait(), "worker: stop")
             broken = [tasks.start(tasks.failed(), "worker: first failure") for tasks in (taking, keeping)]
             ended, _ = await asyncio.wait((stop, *broken), return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 await task
-            await self._no_reads.wait()  # within a second; cut off, they would lose what Redis just gave
+            await self._no_reads.wait()  # within a second; a cut-off call would lose the jobs that Redis just gave
             await taking.close()
             await self._drain(drain_s)
 
@@ -117,7 +120,7 @@ class Worker:
 
     def _redis_failed(self, error: BaseException, was_connected: bool) -> None:
         if was_connected:
-            log.warning("worker.redis_lost", error=str(error), running=len(self._held))
+            log.warning("worker.redis_lost", error=str(error), running=len(self.held))
 
     async def _make_groups(self) -> None:
         """Redis may be another one, without our group."""
@@ -131,10 +134,10 @@ class Worker:
     async def _take(self, lane: Lane) -> None:
         room = self._room(lane)
         if room <= self._ahead(lane) // 2 or self._last_attempts.alone or self._stopping.is_set():
-            await self._held.wait_for_change()
+            await self.held.wait_for_change()
             return
-        if self._rest.left_s:
-            await asyncio.sleep(min(self._rest.left_s, _REST_AT_ONCE_S))
+        if self._backoff.left_s:
+            await asyncio.sleep(min(self._backoff.left_s, _REST_AT_ONCE_S))
             return
         self._reads += 1
         self._no_reads.clear()
@@ -148,27 +151,28 @@ class Worker:
             self._hold(delivery)
 
     def _slots(self, lane: Lane) -> int:
-        return self._num_slots - (self._reserved if lane is Lane.BATCH else 0)
+        return self._batch_slots if lane is Lane.BATCH else self._num_slots
 
     def _room(self, lane: Lane) -> int:
         """Jobs of this lane to take now: its slots, and as many ahead as are finished in a blink."""
-        return self._slots(lane) + self._ahead(lane) - self._held.count(lane)
+        return self._slots(lane) + self._ahead(lane) - self.held.count(lane)
 
     def _ahead(self, lane: Lane) -> int:
         return int(self._slots(lane) * min(_MOST_AHEAD_PER_SLOT, _AHEAD_S / max(self._turns.mean_s, 1e-3)))
 
     def _hold(self, delivery: Delivery) -> asyncio.Task[None]:
-        return self._held.hold(delivery, self._deal_with(delivery))
+        return self.held.hold(delivery, self._deal_with(delivery))
 
     async def _take_over(self) -> None:
-        """Room or not, up to a bound: they have waited longest, and new jobs fill all room before anybody looks."""
+        """Take jobs over even without a free slot, up to a bound: they have waited longest, and new jobs would fill all
+        slots first."""
         for lane in Lane:
             slots = self._slots(lane)
-            bound = min(slots, (1 + _MOST_AHEAD_PER_SLOT) * slots - self._held.count(lane))
-            if bound <= 0 or self._last_attempts.alone or self._rest.left_s:
+            bound = min(slots, (1 + _MOST_AHEAD_PER_SLOT) * slots - self.held.count(lane))
+            if bound <= 0 or self._last_attempts.alone or self._backoff.left_s:
                 continue
             for delivery in await self._leases.take_over(lane, bound):
-                if delivery in self._held:
+                if delivery in self.held:
                     continue  # our own, from before Redis was away
                 self.counts["taken_over"] += 1
                 log.info("worker.taken_over", job=delivery.job_id, attempt=delivery.attempt)
@@ -180,13 +184,13 @@ class Worker:
     # -- running --------------------------------------------------------------------------------------------------
 
     async def _deal_with(self, delivery: Delivery) -> None:
-        """From taken to answered, dropped or given back."""
+        """Handle one job: answer, drop or give back."""
         try:
             if not await self._leases.is_anybody_waiting(delivery):
-                self.counts["dropped"] += 1  # first: once it is gone from Redis, a look at the leases may end this task
+                self.counts["dropped"] += 1  # first: without the entry a check of the leases may end this task
                 await self._leases.drop(delivery)
                 return
-            heed_cancellation()
+            raise_if_cancelled()
             result = await self._result(delivery)
             if is_about_the_program(result) or delivery.attempt >= self._max_attempts:
                 self._leases.answer(delivery, encode_result(result))
@@ -195,7 +199,7 @@ class Worker:
                 self.counts["given_back"] += 1
                 await self._leases.give_back([delivery], attempt_counts=True)
         except UNREACHABLE as error:
-            # It stays leased to us in Redis, if that still knows it; when the lease runs out, somebody takes it over.
+            # An existing entry stays leased to us; when the lease expires, another worker takes the job over.
             log.warning("worker.job_let_go", job=delivery.job_id, error=str(error))
 
     async def _result(self, delivery: Delivery) -> JobResult:
@@ -209,27 +213,26 @@ class Worker:
             detail = f"{delivery.attempt - 1} workers died or gave up while they ran this job; it is not tried again"
             return infrastructure_failure(job, detail)
         try:
-            async with self._turns.turn(delivery.lane, ""):
-                result = await self._runner.run(job, delivery.lane)
+            result = await self._turns.run(delivery.lane, "", lambda: self._runner.run(job, delivery.lane))
         except MillraceError as error:
             result = infrastructure_failure(job, f"worker {self.name}: {error.message}")
         except Exception as error:  # the boundary of a job: the trace stays here, the gateway gets an answer
             log.exception("worker.job_failed", job=delivery.job_id)
             result = infrastructure_failure(job, f"worker {self.name}: {type(error).__name__}")
-        self._rest.note(is_about_the_program(result))
+        self._backoff.note(is_about_the_program(result))
         return result
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
-    async def _look(self) -> None:
-        """Say that we live, renew what we hold, take over what the dead held."""
-        await self._leases.say({"slots": self._num_slots, "busy": self._turns.num_running, **self._about})
+    async def _maintain(self) -> None:
+        """Report that this worker lives, renew held leases, take over the leases of dead workers."""
+        await self._leases.report({"slots": self._num_slots, "busy": self._turns.num_running, **self._about})
         for lane in Lane:
-            held = self._held.of(lane)
+            held = self.held.of(lane)
             ours = await self._leases.renew(lane, held)
             for entry in held:
                 if entry not in ours:
-                    self.counts["lost_leases"] += self._held.kill(lane, entry)
+                    self.counts["lost_leases"] += self.held.kill(lane, entry)
         if not self._stopping.is_set():
             await self._take_over()
         if self._looks % _FORGET_CONSUMERS_EVERY == 0:
@@ -238,24 +241,24 @@ class Worker:
         await asyncio.sleep(self._lease_s / _LOOKS_A_LEASE)
 
     async def _listen(self) -> None:
-        """Kill what nobody waits for any more. A message that is missed is made up for by the lease: its entry is gone."""
+        """Kill jobs without a waiting caller. The lease makes up for a missed message: the job's entry is gone."""
         async with self._client.pubsub() as channel:
             await channel.subscribe(self._names.withdrawn)
             while True:
                 message = await channel.get_message(ignore_subscribe_messages=True, timeout=1.0)
-                if message is not None and self._held.kill_job(message["data"].decode()):
+                if message is not None and self.held.kill_job(message["data"].decode()):
                     self.counts["withdrawn"] += 1
-                heed_cancellation()
+                raise_if_cancelled()
 
     async def _drain(self, drain_s: float) -> None:
-        """Let what runs end; give back the rest; send what is answered."""
-        log.info("worker.draining", running=len(self._held), drain_s=drain_s)
+        """Let running jobs end; give back the rest; send pending answers."""
+        log.info("worker.draining", running=len(self.held), drain_s=drain_s)
         try:
             async with asyncio.timeout(drain_s):
-                await self._held.wait_until_empty()
+                await self.held.wait_until_empty()
         except TimeoutError:
             pass  # the rest is given back
-        left = self._held.all()
+        left = self.held.all()
         for _, task in left:
             task.cancel()
         if left:

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible endpoint: HTTP round captured sessions."""
+"""The OpenAI-compatible endpoint: HTTP access to captured sessions."""

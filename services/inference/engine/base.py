@@ -1,8 +1,8 @@
 """The ``Engine`` protocol: token ids in; token ids, behaviour log-probabilities and weight versions out.
 
-An engine serves one policy. It knows nothing about text, workflows, gRPC or where weights come from.
+An engine serves one policy. The protocol is independent of text, workflows, gRPC and the source of weights.
 
-Weight updates never drop what is being generated: ``update`` takes effect between two decoding steps, tokens
+Weight updates never drop running generations: ``update`` takes effect between two decoding steps, tokens
 keep the version that computed them, and by default the KV cache of live requests is recomputed, so that every
 log-probability equals a plain forward pass of the version named on its segment.
 """
@@ -12,25 +12,26 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from services.common.types import Logprobs, Sampling, Segment, TokenIds
+from services.common.errors import ConfigError
+from services.common.records.types import Logprobs, Sampling, Segment, TokenIds
 from services.inference.engine.weight_update import WeightUpdate
 
-Watch = Callable[[int], bool]  # is told each token as it is sampled; True ends the generation with that token
+Watch = Callable[[int], bool]  # called with each sampled token; True ends the generation with that token
 
 
 class FinishReason(enum.StrEnum):
-    STOP = "stop"  # a stop token was sampled (it is the last token of the result)
-    LENGTH = "length"  # max_new_tokens, the context, or what was to be said ran out
+    STOP = "stop"  # a stop token was sampled: the last token of the result
+    LENGTH = "length"  # the end of max_new_tokens, the context, or forced_ids
     ABORTED = "aborted"
 
 
 class KvPolicy(enum.StrEnum):
-    """What happens to the KV cache of live requests when the weights change."""
+    """Treatment of the KV cache of live requests when the weights change."""
 
     RECOMPUTE = "recompute"  # exact: later tokens equal a forward pass of the new weights
     KEEP = "keep"  # cheaper: later segments are marked ``mixed_cache``
@@ -46,17 +47,17 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...]
     seed: int | None = None
     forced_ids: tuple[int, ...] | None = None
-    """What to say instead of sampling, one token per decoding step. The forced engine asks for it, others refuse it."""
+    """Tokens to emit instead of sampled ones, one per decoding step. Required by the replay engine; others refuse them."""
     record_kept: bool = True
-    """Whether segments say which tokens could be drawn, where the sampling is truncated. Evaluation does without."""
+    """Whether segments list the drawable tokens if the sampling is truncated. Off in evaluation."""
     watch: Watch | None = field(default=None, compare=False)
-    """Called in the engine's thread, so it must be quick. An engine that cannot call it leaves it out: whoever watches
-    looks at the finished generation for what it was not told."""
+    """Called in the engine's thread, so the call must be quick. An engine may never call ``watch``: the caller then checks
+    the finished generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What was sampled. ``segments`` are policy segments, one per run of tokens of one weight version."""
+    """The sampled tokens. ``segments`` are policy segments, one per run of tokens of one weight version."""
 
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
@@ -68,12 +69,23 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """What tokens that somebody else sampled are to be scored: those at ``positions``, given all before them."""
+    """Tokens to score that this engine did not sample: those at ``positions``, each given all tokens before."""
 
     request_id: str
     token_ids: TokenIds  # [num_tokens] of the whole sequence
     positions: npt.NDArray[np.int64]  # [num_scored], ascending, from 1 on: no token precedes the first
     temperatures: npt.NDArray[np.float32]  # [num_scored] that they were drawn at, above 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvUse:
+    """A paged KV cache: blocks now, and two counts since start."""
+
+    blocks: int  # that requests can hold
+    used: int  # by running requests and by cached prefixes
+    shared: int  # used by several sequences at once
+    evicted: int  # cached prefixes that were given up for their memory
+    parked: int  # running requests that gave up their cache for memory, and computed it again later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +96,7 @@ class EngineHealth:
     waiting: int  # requests queued
     free_slots: int
     generated_tokens: int  # since start
+    kv: KvUse | None = None  # None where the cache is not paged, or is the business of another process
 
 
 class Engine(Protocol):
@@ -101,7 +114,7 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its ``generate`` returns what it has with ``FinishReason.ABORTED``."""
+        """End a request; its ``generate`` returns the tokens so far with ``FinishReason.ABORTED``."""
         ...
 
     async def pause(self) -> None:
@@ -111,10 +124,10 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def update(self, update: WeightUpdate) -> float:
-        """Take another version, in place; returns seconds that decoding stood still.
+        """Switch to another version in place; returns the seconds without decoding.
 
         Atomic between two decoding steps: no token is ever computed from a mixture. ``ModelMismatchError`` for a
-        missing name or another shape, before anything changes. The arrays of the update may change once it returned.
+        missing name or another shape, before anything changes. The caller may change the update's arrays after the return.
         """
         ...
 
@@ -128,3 +141,27 @@ class Engine(Protocol):
     def health(self) -> EngineHealth: ...
 
     async def stop(self) -> None: ...
+
+
+@runtime_checkable
+class SharesDevice(Protocol):
+    """An engine that frees its memory while another process needs the device."""
+
+    async def release(self) -> None:
+        """Stop between two decoding steps, and free the memory of weights and caches. Requests stay where they are, and new
+        ones wait; ``update`` only changes the version, under which ``restore`` goes on. Harmless when released already."""
+        ...
+
+    async def restore(self, update: WeightUpdate) -> None:
+        """Take the memory again, with the weights of a complete update, and go on: the caches of running requests are computed
+        again. Raises like ``update``."""
+        ...
+
+
+def sharing(engine: Engine) -> SharesDevice:
+    """The engine as one that frees its memory. Raises ``ConfigError`` for one that does not."""
+    if isinstance(engine, SharesDevice):
+        return engine
+    raise ConfigError(
+        f"engine {type(engine).__name__} does not free its memory between turns: write placement: apart, or engine: torch"
+    )

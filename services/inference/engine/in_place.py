@@ -1,9 +1,9 @@
-"""Changing a model's weights where they lie: everything is prepared beside, so that the pause is only the writing.
+"""Changes a model's weights in place: values are prepared beforehand, so that the pause covers only the writing.
 
     prepare (any thread)  check names and shapes, cast values to the model's type, move them to its device
-    apply (engine thread) scatter what changed, copy what is whole
+    apply (engine thread) scatter changed elements, copy whole tensors
 
-Knows nothing about requests, versions or caches.
+Independent of requests, versions and caches.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 
 from services.common.weights.codec import ChunkChange
-from services.common.weights.dtypes import Bits, element_type
+from services.common.weights.elements import Bits, element_type
+from services.inference.engine.threads import run_all
 from services.inference.engine.weight_update import WeightUpdate, check_update
-from services.inference.threads import run_all
 
 # numpy scatters into a tensor's memory about 1.5 times faster than torch's index_copy_ does, and copies bfloat16 twice as
 # fast as copy_; it has no bfloat16.
@@ -29,7 +29,7 @@ _CACHE_LINE = 64  # bytes that one scattered element moves
 
 @dataclass(frozen=True, slots=True)
 class _HostScatter:
-    """Elements of one tensor in host memory, through an array that shares it."""
+    """Elements of one tensor in host memory, through an array that shares the memory."""
 
     target: npt.NDArray[np.signedinteger[Any]]  # flat
     positions: npt.NDArray[np.intp]
@@ -57,7 +57,7 @@ class _DeviceScatter:
 
 @dataclass(frozen=True, slots=True)
 class _HostCopy:
-    """Consecutive elements of one tensor in host memory, or all of it, through arrays that share the memory."""
+    """Consecutive elements of one tensor in host memory, or the whole tensor, through arrays that share the memory."""
 
     target: npt.NDArray[np.signedinteger[Any]]  # flat
     values: npt.NDArray[np.signedinteger[Any]]
@@ -72,7 +72,7 @@ class _HostCopy:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive elements of one tensor, or all of it, on a device or from another type."""
+    """Consecutive elements of one tensor, or the whole tensor, on a device or from another type."""
 
     target: torch.Tensor
     values: torch.Tensor
@@ -126,7 +126,7 @@ def _writes(own: torch.Tensor, changes: Sequence[ChunkChange], dtype: str) -> li
         positions = np.concatenate([positions + change.start for change, positions in scattered])
         values = _cast(np.concatenate([change.values for change, _ in scattered]), dtype, own)
         return [*runs, _DeviceScatter(flat, torch.from_numpy(positions).to(own.device), values)]
-    # Chunk by chunk, with the positions as they were decoded: beyond a cast of the values nothing is copied.
+    # Chunk by chunk, with the decoded positions: only a cast of the values copies data.
     signed = _SIGNED[own.element_size()]
     shared = flat.view(signed).numpy()
     scatters = [

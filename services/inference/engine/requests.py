@@ -1,7 +1,4 @@
-"""Whether a generation request makes sense, asked before any engine touches it.
-
-Knows the context and vocabulary of an engine, nothing of how it generates.
-"""
+"""Validates generation requests against an engine's context and vocabulary, before the engine takes them."""
 
 from __future__ import annotations
 
@@ -32,21 +29,21 @@ def check_request(
     elif vocab_size is not None and any(not 0 <= token < vocab_size for token in request.stop_token_ids):
         problem = f"stop tokens {request.stop_token_ids} reach outside 0…{vocab_size - 1}"
     elif sampling.max_new_tokens < 1:
-        problem = f"max_new_tokens is {sampling.max_new_tokens}; it must be at least 1"
+        problem = f"max_new_tokens is {sampling.max_new_tokens}; must be at least 1"
     elif sampling.min_new_tokens < 0:
-        problem = f"min_new_tokens is {sampling.min_new_tokens}; it must be 0 or more"
+        problem = f"min_new_tokens is {sampling.min_new_tokens}; must be 0 or more"
     elif not sampling.temperature >= 0:  # written so that NaN is refused too
-        problem = f"temperature is {sampling.temperature}; it must be 0 (greedy) or more"
+        problem = f"temperature is {sampling.temperature}; must be 0 (greedy) or more"
     elif not 0 < sampling.top_p <= 1:
-        problem = f"top_p is {sampling.top_p}; it must be above 0 and at most 1"
+        problem = f"top_p is {sampling.top_p}; must be above 0 and at most 1"
     elif sampling.top_k < 0:
-        problem = f"top_k is {sampling.top_k}; it must be 0 (off) or more"
+        problem = f"top_k is {sampling.top_k}; must be 0 (off) or more"
     elif not 0 <= sampling.min_p < 1:
-        problem = f"min_p is {sampling.min_p}; it must be 0 (off) or more, and below 1"
+        problem = f"min_p is {sampling.min_p}; must be 0 (off) or more, and below 1"
     elif forced:
         problem = _problem_with_forced(request, vocab_size)
     elif request.forced_ids is not None:
-        problem = "it says which tokens to emit, and this engine chooses them itself; write engine: forced"
+        problem = "forced_ids names the tokens to emit, and this engine samples; write engine: forced"
     if problem:
         raise InvalidRequestError(f"request {request.request_id!r}: {problem}")
 
@@ -64,11 +61,11 @@ def check_score_request(request: ScoreRequest, *, context_length: int, vocab_siz
     if len(positions) and not 1 <= int(positions.min()) <= int(positions.max()) < len(tokens):
         problem = f"positions {positions.min()}…{positions.max()} are not within 1…{len(tokens) - 1}"
     elif len(temperatures) != len(positions):
-        problem = f"it has {len(temperatures)} temperatures for {len(positions)} positions"
+        problem = f"{len(temperatures)} temperatures for {len(positions)} positions"
     elif not (temperatures > 0).all():
         problem = f"a temperature is {temperatures.min()}; tokens that were not drawn have no log-probability"
     elif vocab_size is not None and len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        problem = f"it has token ids outside 0…{vocab_size - 1}"
+        problem = f"token ids outside 0…{vocab_size - 1}"
     if problem:
         raise InvalidRequestError(f"score request {request.request_id!r}: {problem}")
 
@@ -76,7 +73,7 @@ def check_score_request(request: ScoreRequest, *, context_length: int, vocab_siz
 def _problem_with_forced(request: GenerationRequest, vocab_size: int | None) -> str:
     tokens = request.forced_ids
     if not tokens:
-        return "it does not say which tokens to emit, and the forced engine samples none"
+        return "forced_ids is missing, and the replay engine (engine: forced) samples none"
     if vocab_size is not None and not 0 <= min(tokens) <= max(tokens) < vocab_size:
         return f"the forced tokens reach outside 0…{vocab_size - 1}"
     early = tokens[: request.sampling.min_new_tokens]

@@ -1,9 +1,9 @@
-"""An engine without a model: a script chooses the tokens, a clock says when they appear.
+"""An engine without a model: a script chooses the tokens, a clock determines their times.
 
-For tests, simulations and benchmarks of everything round the engine. Content, log-probabilities and latency are
+For tests, simulations and benchmarks of the parts around the engine. Content, log-probabilities and latency are
 pure functions of the request and the settings, and a request of a thousand tokens costs a few dozen microseconds.
-It honours slots, weight versions, pause, abort and the context limit as the torch engine does. Importing it does
-not import torch.
+Slots, weight versions, pause, abort and the context limit work as in the torch engine. Importing this module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
+from services.common.errors import InfrastructureError, InvalidRequestError
 from services.common.importing import load_object
-from services.common.types import Logprobs, Segment, TokenIds
+from services.common.records.types import Logprobs, Segment, TokenIds
+from services.common.user_code import check_call
 from services.inference.engine.base import (
     EngineHealth,
     FinishReason,
@@ -67,7 +68,7 @@ class RandomTokens:
 @dataclass(slots=True, eq=False)
 class _Entry:
     request: GenerationRequest
-    tokens: TokenIds  # all that will be said
+    tokens: TokenIds  # all tokens of the response
     finish_reason: FinishReason
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     started_at: float = math.inf  # on the engine's clock; infinite while waiting for a slot
@@ -92,8 +93,7 @@ class ScriptedEngine:
         on_tokens: Callable[[int, float], None] | None = None,  # called when a request ends
     ) -> None:
         self._script: Script = load_object(script) if isinstance(script, str) else (script or RandomTokens())
-        if not callable(self._script):
-            raise ConfigError(f"script {script!r} is not a function of a GenerationRequest")
+        check_call(self._script, f"script {script!r}", "def script(request) -> Sequence[int]", "request")
         self._num_slots = num_slots
         self._context_length = context_length
         self._tokens_per_second = tokens_per_second or math.inf
@@ -122,7 +122,7 @@ class ScriptedEngine:
                     async with asyncio.timeout(None if math.isinf(remaining) else remaining):
                         await entry.changed.wait()
                 except TimeoutError:
-                    pass  # that was the clock
+                    pass  # the timer has fired
                 if self._failure is not None:
                     raise InfrastructureError(f"engine: {self._failure}")
             return self._result(entry)
@@ -130,7 +130,7 @@ class ScriptedEngine:
             self._release(entry)
 
     async def score(self, request: ScoreRequest) -> Logprobs:
-        """A fixed function of each token and the one before it, in (-3, 0)."""
+        """A fixed function of each token and its predecessor, in (-3, 0)."""
         if self._failure is not None:
             raise InfrastructureError(f"engine: {self._failure}")
         check_score_request(request, context_length=self._context_length)
@@ -164,7 +164,15 @@ class ScriptedEngine:
         return 0.0
 
     async def flush(self) -> None:
-        """There is no cache to forget."""
+        """Without effect: this engine has no cache."""
+
+    async def release(self) -> None:
+        await self.pause()
+
+    async def restore(self, update: WeightUpdate) -> None:
+        if update.version != self._version:
+            await self.update(update)
+        await self.resume()
 
     @property
     def version(self) -> int:
@@ -197,14 +205,14 @@ class ScriptedEngine:
                 f"request {request.request_id!r}: a scripted engine cannot tell which tokens top_k, top_p and min_p keep; "
                 "write engine: torch, or top_p 1, top_k 0 and min_p 0"
             )
-        tokens, finish_reason = self._say(request)
+        tokens, finish_reason = self._script_tokens(request)
         entry = _Entry(request=request, tokens=tokens, finish_reason=finish_reason)
         self._by_id[request.request_id] = entry
         self._waiting.append(entry)
         self._fill_slots()
         return entry
 
-    def _say(self, request: GenerationRequest) -> tuple[TokenIds, FinishReason]:
+    def _script_tokens(self, request: GenerationRequest) -> tuple[TokenIds, FinishReason]:
         """The script's tokens up to the first stop token, the budget, or the context."""
         tokens = np.asarray(self._script(request), dtype=np.int32)
         finish_reason = FinishReason.STOP
@@ -232,7 +240,9 @@ class ScriptedEngine:
         ends = [start for start, _, _ in entry.marks[1:]] + [emitted]
         segments = tuple(
             Segment.policy(tokens[start:end], logprobs[start:end], version, mixed)
-            for (start, version, mixed), end in zip(entry.marks, ends, strict=False)  # no marks: it never had a slot
+            for (start, version, mixed), end in zip(
+                entry.marks, ends, strict=False
+            )  # no marks: the request never had a slot
             if end > start
         )
         cut = entry.aborted and emitted < len(entry.tokens)
@@ -252,7 +262,7 @@ class ScriptedEngine:
     # -- time ---------------------------------------------------------------------------------------------------
 
     def _clock(self) -> float:
-        """Seconds that stand still while the engine is paused."""
+        """Seconds on the engine's clock, which stops during a pause."""
         return self._paused_at if self._paused_at is not None else time.monotonic() - self._paused_for
 
     def _remaining(self, entry: _Entry) -> float:

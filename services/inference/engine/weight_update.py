@@ -1,6 +1,6 @@
-"""What ``Engine.update`` is given: whole tensors, or only the elements of them that changed; and whether it fits a model.
+"""The argument of ``Engine.update``: whole tensors, or only their changed elements; with a check against a model's shapes.
 
-Numpy arrays and torch tensors go through untouched; nothing here imports torch.
+Numpy arrays and torch tensors pass unchanged; this module does not import torch.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import ModelMismatchError
-from services.common.models import check_weights_match
+from services.common.text.huggingface import check_weights_match
 from services.common.weights.codec import ChunkChange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """From one version to another. Tensors go by their Hugging Face names, tied weights once.
+    """The change from one version to another. Tensors have their Hugging Face names; tied weights appear once.
 
-    ``complete`` says that ``whole`` names every tensor of the model; otherwise what is not named stays as it is.
+    ``complete``: ``whole`` names every tensor of the model. Otherwise tensors that are not named keep their values.
     """
 
     version: int
     whole: Mapping[str, Any] = field(default_factory=dict)  # host tensors, in any floating type
     changes: Mapping[str, Sequence[ChunkChange]] = field(default_factory=dict)  # bits of the type ``dtype``
-    dtype: str = ""  # of the changes, as torch names it
+    dtype: str = ""  # of the changes, in torch's notation
     complete: bool = True
 
     @classmethod

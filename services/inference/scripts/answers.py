@@ -1,4 +1,4 @@
-r"""What a scripted policy answers to a task of a dataset: the reference, or something that is wrong.
+r"""The answer of a scripted policy to a task of a dataset: the reference, or a wrong answer.
 
 A row with ``tests`` wants a program, one with ``answer`` a ``\boxed{}``, and one with only a ``solution`` that text.
 """
@@ -38,7 +38,7 @@ def value(cue: Cue, *, right: bool, topic: str = "") -> str:
 
 
 def wrong_value(truth: str, step: int) -> str:
-    """An answer that is not the right one: a whole number ``step`` higher, else a whole number that nothing comes to.
+    """A wrong answer: a whole number ``step`` higher, else a large whole number that is no answer of a task.
 
     >>> wrong_value("12", 3), wrong_value("\\\\frac{1}{2}", 3)
     ('15', '90000003')
@@ -61,3 +61,8 @@ def is_right(row: Mapping[str, Any], text: str) -> bool:
     if "answer" in row:
         return boxed(str(row["answer"]).strip()) in text
     return text == row.get("solution")
+
+
+def speak(cue: Cue) -> str:
+    """The script of ``single_turn``: the reference answer, or a wrong one."""
+    return answer(cue, right=cue.is_right())

@@ -1,10 +1,9 @@
-"""What a forced policy says: a script turns what is known when the policy is asked to speak (a ``Cue``) into text.
+"""Generates a scripted policy's text: a script is a function from a ``Cue`` (the state of the rollout) to text.
 
-    workflow -> RolloutPolicy.generate(prompt) -> Scene.forced_ids -> script(cue) -> text -> tokens -> forced engine
+    workflow -> RolloutPolicy.generate(prompt) -> Scene.forced_ids -> script(cue) -> text -> tokens -> replay engine
 
-Workflows and engines know nothing of it: the same workflow plays, the same requests are made, and only the choice of the
-tokens is taken out of the engine's hands. Scripts are pure functions of their cue, so a rollout that is played again says
-the same.
+Workflows and engines do not depend on scripts: the same workflow makes the same requests, and only the tokens come from the
+script. Scripts are pure functions of their cue, so a repeated rollout has the same text.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from typing import Any
 
 import xxhash
 
-from services.common.chat import Chat
-from services.common.types import Purpose, Task
+from services.common.records.types import PlayedBy, Purpose, Task, part_for
+from services.common.text.chat import Chat
 
 Script = Callable[["Cue"], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """What one policy said earlier in the rollout."""
+class EarlierTurn:
+    """The text of one policy's earlier turn."""
 
     policy: str
     text: str
@@ -32,34 +31,34 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cue:
-    """What is known when a policy is asked to speak.
+    """The state of a rollout when a policy's turn begins.
 
-    ``prompt`` is all that it reads, as text with the marks of the chat template. ``said`` is what any policy said before
-    it in this rollout, oldest first. ``settings`` are the workflow's, checked and with their defaults.
+    ``prompt`` is the policy's whole prompt as text with the marks of the chat template. ``said`` has the earlier turns of all
+    policies in this rollout, oldest first. ``settings`` are the workflow's, validated and with their defaults.
     """
 
     policy: str
     task: Task
     purpose: Purpose
     prompt: str
-    said: tuple[Line, ...]
+    said: tuple[EarlierTurn, ...]
     settings: Any
     right_share: float
     num_words: int
     seed: int  # of this rollout
 
     def random(self, topic: str = "") -> random.Random:
-        """Draws of this rollout about one topic; the same whenever they are asked for."""
+        """The random generator of this rollout for one topic; each call returns the same draws."""
         return random.Random(xxhash.xxh3_64_intdigest(f"{self.seed}/{topic}".encode()))
 
     def is_right(self, topic: str = "") -> bool:
-        """Whether to be right about something: ``right_share`` of the rollouts are."""
+        """Whether to answer right about ``topic``: True in ``right_share`` of the rollouts."""
         return self.random(f"right/{topic}").random() < self.right_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A script and the settings of the workflow that it speaks in."""
+    """A script and the settings of its workflow."""
 
     script: Script
     settings: Any
@@ -67,26 +66,28 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptBook:
-    """The scripts of a recipe, by what a rollout is for, with what it says about them."""
+    """The scripts of a recipe by the rollout's purpose and dataset, with their settings."""
 
-    parts: Mapping[Purpose, Part]
+    parts: Mapping[PlayedBy, Part]
     right_share: float
     num_words: int
     seed: int
 
 
 class Scene:
-    """One rollout as scripts see it, over all of its policies."""
+    """The state of one rollout for scripts, over all of its policies."""
 
-    def __init__(self, task: Task, purpose: Purpose, seed: int) -> None:
+    def __init__(self, task: Task, purpose: Purpose, seed: int, source: str = "") -> None:
+        """``source``: of the task's order."""
         self._task = task
         self._purpose = purpose
+        self._source = source
         self._seed = seed
-        self._said: list[Line] = []
+        self._said: list[EarlierTurn] = []
 
     def forced_ids(self, book: ScriptBook, policy: str, chat: Chat, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-        """What the policy is to say next, with the end of its turn."""
-        part = book.parts[self._purpose]
+        """The tokens of the policy's next turn, with the end of the turn."""
+        part = part_for(book.parts, self._purpose, self._source)
         cue = Cue(
             policy=policy,
             task=self._task,
@@ -100,6 +101,6 @@ class Scene:
         )
         return (*chat.encode(part.script(cue)), chat.end_of_turn_id)
 
-    def heard(self, policy: str, text: str) -> None:
-        """Remember what a policy said, which its budget may have cut."""
-        self._said.append(Line(policy=policy, text=text))
+    def add_turn(self, policy: str, text: str) -> None:
+        """Record a policy's turn, which its budget may have cut."""
+        self._said.append(EarlierTurn(policy=policy, text=text))

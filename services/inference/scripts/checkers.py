@@ -1,6 +1,6 @@
-"""``actor_verifier`` and ``codegen_verifier``: who speaks is told by how much was said before.
+"""Scripts of ``actor_verifier`` and ``codegen_verifier``: the number of earlier turns decides the role.
 
-    0 a solution   1 a review of it   2 the second solution
+    0 a solution   1 its review   2 the second solution
 
 Each is right or wrong on its own draw: the review about the first solution, the test cases about the problem.
 """
@@ -34,7 +34,7 @@ def write_and_test(cue: Cue) -> str:
 
 
 def _thought(cue: Cue) -> str:
-    """A thought before the words, where the recipe has the verifier think."""
+    """A thought before the text, if the recipe turns on the verifier's thinking."""
     if not getattr(cue.settings, "verifier_thinking", False):
         return ""
     return f"<think>\n{reasoning(cue, 'thought').strip()}\n</think>\n\n"

@@ -1,4 +1,4 @@
-"""``agent_env``: an expert's actions in the share of episodes that are right; the others come to nothing, soon.
+"""Script of ``agent_env``: an expert's actions in the share of episodes that are right; the others fail soon.
 
 The expert is the task's own list of actions (``expert``, ``walkthrough`` or ``actions``). Without one a shop is shopped
 in by reading its pages: search for the instruction, look at the first hit, buy it; elsewhere any action that is listed
@@ -24,7 +24,7 @@ _IDLE = "look"
 
 def act(cue: Cue) -> str:
     turn = len(cue.said)
-    page = cue.prompt[max(0, cue.prompt.rfind("<|im_start|>user")) :]  # the newest that the environment said
+    page = cue.prompt[max(0, cue.prompt.rfind("<|im_start|>user")) :]  # the environment's last message
     instructions = _INSTRUCTION.findall(page)
     if cue.is_right():
         expert = _expert(cue)
@@ -49,7 +49,7 @@ def _expert(cue: Cue) -> Sequence[str]:
 
 
 def _shopping(page: str, instruction: str) -> str:
-    """The straight way to a purchase, from what the page shows."""
+    """The next action of a direct purchase, from the text of the page."""
     shown = page[page.rfind("Instruction:") :]
     if "Buy Now" in shown:
         return "click[Buy Now]"
@@ -64,7 +64,7 @@ def _any_listed(cue: Cue, page: str) -> str:
 
 
 def _reply(cue: Cue, action: str, thought: str) -> str:
-    """As AgentBench's task servers read it; the bare action where the prompt asks for no form."""
+    """The reply in AgentBench's form; the bare action if the prompt asks for no form."""
     if "ACTION:" in cue.prompt:
         return f"THOUGHT: {thought}ACTION: {action}"
     if "Action:" in cue.prompt:

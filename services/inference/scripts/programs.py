@@ -1,6 +1,6 @@
 """Programs and test cases that a scripted policy writes for a row with ``tests``, right or wrong.
 
-A row without a reference solution gets a program that knows the answers of its cases by heart, where that stays short.
+A row without a reference solution gets a program with a table of its cases' answers, if the table is short.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-MAX_TABLE_CHARS = 1500  # of a program that knows its cases by heart
+MAX_TABLE_CHARS = 1500  # of a program with a table of its cases
 MAX_CASE_CHARS = 400  # of a test case that is written out
 
 Row = Mapping[str, Any]
@@ -44,7 +44,7 @@ def right_program(row: Row) -> str | None:
 
 
 def broken_program(draw: random.Random) -> str:
-    """A program that runs and answers nothing that was asked."""
+    """A program that runs and gives no right answer."""
     return f"guess = {draw.randrange(10**8, 10**9)}\nprint(guess)\n"
 
 
@@ -62,7 +62,7 @@ def cases_of(row: Row, limit: int) -> list[Case]:
 
 
 def falsified(case: Case) -> Case:
-    """The same case with an outcome that is not the right one."""
+    """The same case with a wrong outcome."""
     name = "output" if "output" in case else "expected"
     truth = case[name]
     if isinstance(truth, bool):
@@ -77,7 +77,7 @@ def falsified(case: Case) -> Case:
 
 
 def _asserted(code: str) -> list[Case]:
-    """Cases written as ``assert candidate(...) == value`` with plain values; others are passed over."""
+    """Cases written as ``assert candidate(...) == value`` with plain values; other cases are skipped."""
     try:
         tree = ast.parse(code)
     except SyntaxError:

@@ -31,7 +31,7 @@ def _code(cue: Cue, text: str) -> str:
 
 
 def _call(cue: Cue, code: str) -> str | None:
-    """What stands between the tags; None when the recipe offers no tool that runs code."""
+    """The text between the tags; None if the recipe offers no tool that runs code."""
     if cue.settings.format == "code":
         return code
     if "python_code_with_standard_io" in cue.settings.tools:

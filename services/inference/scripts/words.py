@@ -1,4 +1,4 @@
-"""Words that carry no meaning: the reasoning that a scripted policy shows before its answer."""
+"""Random filler words: the reasoning of a scripted policy before its answer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _WORDS = _TEXT.split()
 
 
 def reasoning(cue: Cue, topic: str = "") -> str:
-    """``cue.num_words`` drawn words with a space behind them; nothing where the recipe grades with a function of its own,
-    which may want the bare answer."""
+    """``cue.num_words`` drawn words and a space; empty if the recipe grades with a function of its own, which may need the bare
+    answer."""
     if not cue.num_words or ":" in str(getattr(cue.settings, "reward", "")):
         return ""
     draw = cue.random(f"words/{topic}/{len(cue.said)}")

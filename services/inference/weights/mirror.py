@@ -1,9 +1,9 @@
-"""A replica's host copy of one policy's weights, in the published type: what deltas are applied to.
+"""A replica's host copy of one policy's weights, in the published type: the base of deltas.
 
-Everything fetched is decoded and verified *beside* the mirror; only then is it written, so the mirror is one version
-or the other. A write that is interrupted leaves it dirty, and a dirty mirror takes nothing but a full snapshot.
-Relays lease its arrays; an array that is leased is replaced, never written. Arrays of bits only; torch is imported where
-an engine wants its tensors. It knows nothing about gRPC, nor about how far the engine is.
+A fetched payload is decoded and verified *beside* the mirror and only then written, so the mirror always has one version.
+An interrupted write leaves the mirror dirty, and a dirty mirror accepts only a full snapshot. Relays lease its arrays; a
+leased array is replaced, never written. Arrays of bits only; torch is imported only for an engine's tensors. Independent of
+gRPC and the engine's version.
 """
 
 from __future__ import annotations
@@ -16,11 +16,22 @@ from functools import partial
 from typing import Any
 
 from services.common.errors import CorruptDataError, VersionUnavailableError
+from services.common.weights.adapter import AdapterIdentity, check_same_adapter
 from services.common.weights.codec import ChunkChange
-from services.common.weights.digest import DEFAULT_ALGORITHM, DigestAlgorithm, tensor_digest
-from services.common.weights.dtypes import Bits, cast_bits, element_type
-from services.common.weights.manifest import BaseVersion, Encoding, Manifest, Payload, TensorSpec, lay_out, with_digest
-from services.inference.threads import run_all
+from services.common.weights.elements import Bits, cast_bits, element_type
+from services.common.weights.manifest import (
+    DEFAULT_ALGORITHM,
+    BaseVersion,
+    DigestAlgorithm,
+    Encoding,
+    Manifest,
+    Payload,
+    TensorSpec,
+    lay_out,
+    tensor_digest,
+    with_digest,
+)
+from services.inference.engine.threads import run_all
 from services.inference.weights.verify import Verified, verify_delta, verify_full
 
 _CACHE_LINE = 64  # bytes that one scattered element moves
@@ -28,28 +39,28 @@ _CACHE_LINE = 64  # bytes that one scattered element moves
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """A version as it was when it was leased: its arrays do not change."""
+    """A leased version: its arrays do not change."""
 
     manifest: Manifest
     bits: Mapping[str, Bits]
 
 
 class Mirror:
-    """The weights of one policy; empty until something is put in."""
+    """The weights of one policy; empty until the first version."""
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.manifest: Manifest | None = None
         self.dirty = False
         self._bits: dict[str, Bits] = {}
-        self._borrowed: set[str] = set()  # tensors in memory that is not ours alone: replaced, never written
+        self._borrowed: set[str] = set()  # tensors in shared memory: replaced, never written
         self._lock = threading.Lock()  # of the three below; verifying and writing happen in threads
         self._writing = False
         self._num_leases = 0
 
     @property
     def base(self) -> BaseVersion | None:
-        """What a delta may start from; None when only a full snapshot will do."""
+        """The base for a delta; None if only a full snapshot is possible."""
         if self.manifest is None or self.dirty:
             return None
         return BaseVersion(number=self.manifest.version, digest=self.manifest.digest)
@@ -62,26 +73,35 @@ class Mirror:
         version: int,
         dtype: str,
         algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
+        adapter: AdapterIdentity | None = None,
     ) -> Manifest:
-        """Take the weights of a loaded model (torch tensors), cast to the published type."""
+        """Take the weights of a loaded model (torch tensors), cast to the published type.
+
+        ``adapter``: they are those of this adapter, and the mirror takes no version of another.
+        """
         bits = {name: _own_bits(tensor, dtype) for name, tensor in tensors.items()}
         specs = [TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
         entries = [with_digest(entry, tensor_digest(bits[entry.name], algorithm)) for entry in lay_out(specs)]
         self._bits = bits
         self._borrowed = set()
-        self.manifest = Manifest.of(run_id=run_id, policy=self.policy, version=version, tensors=entries)
+        self.manifest = Manifest.of(
+            run_id=run_id, policy=self.policy, version=version, tensors=entries, adapter=adapter
+        )
         self.dirty = False
         return self.manifest
 
     def verify(self, payload: Payload, data: memoryview, *, borrowed: bool = False) -> Verified:
         """Decode a payload beside the mirror and check every tensor against its digest. Called in a thread.
 
-        ``data`` of a full payload becomes the mirror, without a copy; ``borrowed`` says that it is mapped from a file
-        that others share. Extra memory: the decoded changes and one chunk.
+        ``data`` of a full payload becomes the mirror, without a copy; ``borrowed``: the data is mapped from a file
+        that other processes share. Extra memory: the decoded changes and one chunk.
 
         Raises:
-            CorruptDataError: the payload is damaged, or its base is not what this mirror holds.
+            CorruptDataError: the payload is damaged, or its base is not this mirror's version.
+            ModelMismatchError: the payload is an adapter of another base, rank or target, or no adapter.
         """
+        if self.manifest is not None:
+            check_same_adapter(self.manifest.adapter, payload.target.adapter, f"version {payload.target.version}")
         if payload.encoding is Encoding.FULL:
             return verify_full(payload, data, borrowed=borrowed)
         if self.base is None or payload.base != self.base:
@@ -90,7 +110,7 @@ class Mirror:
         return verify_delta(payload, data, self.manifest, self._bits)
 
     def write(self, verified: Verified) -> None:
-        """Make a verified version the mirror's own. Called in a thread."""
+        """Write a verified version into the mirror. Called in a thread."""
         with self._lock:
             self._writing, leased = True, self._num_leases > 0
         self.dirty = True
@@ -110,7 +130,7 @@ class Mirror:
                 self._writing = False
 
     def _change(self, changes: Mapping[str, Sequence[ChunkChange]], leased: bool) -> None:
-        """In place, but for arrays that others still read. Borrowed ones go all at once: one would keep their file."""
+        """Write in place; leased arrays are replaced. Borrowed arrays are replaced together: one would keep their file mapped."""
 
         def change(name: str) -> None:
             if name in self._borrowed or (leased and name in changes):
@@ -126,10 +146,10 @@ class Mirror:
 
     @contextmanager
     def lease(self) -> Iterator[HeldWeights]:
-        """The version held now, unchanged as long as the lease lasts; later writes go elsewhere meanwhile.
+        """The held version, unchanged during the lease; writes during the lease go to new arrays.
 
         Raises:
-            VersionUnavailableError: nothing whole is held at this moment.
+            VersionUnavailableError: no complete version is held now.
         """
         with self._lock:
             if self._writing or self.dirty or self.manifest is None:
@@ -144,7 +164,7 @@ class Mirror:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """As long as this lasts, arrays that would be written are replaced, whatever is held now."""
+        """A context in which writes replace arrays instead of changing them, for any held version."""
         with self._lock:
             self._num_leases += 1
         try:
@@ -176,7 +196,7 @@ def _dtype_name(tensor: Any) -> str:
 
 
 def _own_bits(tensor: Any, dtype: str) -> Bits:
-    """Cast; a copy in any case, because the engine goes on writing into the tensor."""
+    """Cast, always with a copy, because the engine writes into the tensor later."""
     bits = _bits_of(tensor)
     cast = cast_bits(bits, _dtype_name(tensor), dtype)
     return bits.copy() if cast is bits else cast

@@ -1,7 +1,7 @@
-"""From a fetched payload to changes that are known to be right: decoded, and compared with the manifest's digests.
+"""Decodes a fetched payload and verifies its changes against the manifest's digests.
 
-Nothing is written. A tensor that a delta changes is digested chunk by chunk: unchanged chunks where they lie, changed
-ones from a scratch of one chunk, so that a model needs no second copy to be verified.
+No weights are written. A changed tensor is digested chunk by chunk: unchanged chunks in place, changed ones in a scratch
+buffer of one chunk, so that verification needs no second copy of a model.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ import numpy as np
 
 from services.common.errors import CorruptDataError
 from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, decode_tensor
-from services.common.weights.digest import algorithm_of, digest_parts, tensor_digest
-from services.common.weights.dtypes import Bits, element_type
-from services.common.weights.manifest import Manifest, Payload, TensorEntry
-from services.inference.threads import few_threads
+from services.common.weights.elements import Bits, element_type
+from services.common.weights.manifest import Manifest, Payload, TensorEntry, algorithm_of, digest_parts, tensor_digest
+from services.inference.engine.threads import few_threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """A payload that was decoded and found right: ready to be written."""
+    """A decoded and verified payload, ready to be written."""
 
     manifest: Manifest
     whole: Mapping[str, Bits] = field(default_factory=dict)  # tensors to replace
     changes: Mapping[str, Sequence[ChunkChange]] = field(default_factory=dict)  # tensors to change in place
     num_changes: int
-    borrowed: bool = False  # ``whole`` is memory that others share
+    borrowed: bool = False  # ``whole`` is in shared memory
 
 
 def verify_full(payload: Payload, data: memoryview, *, borrowed: bool = False) -> Verified:
-    """The tensors are views of ``data``. ``CorruptDataError`` when one is not what the manifest says."""
+    """Verify a snapshot; its tensors are views of ``data``. ``CorruptDataError`` if one differs from the manifest."""
 
     def check(entry: TensorEntry) -> Bits:
         kind = element_type(entry.dtype).bits_dtype
@@ -41,7 +40,7 @@ def verify_full(payload: Payload, data: memoryview, *, borrowed: bool = False) -
             )
         bits = np.frombuffer(data, dtype=kind, count=entry.num_elements, offset=entry.offset)
         if not bits.flags.writeable or not bits.flags.aligned:
-            bits = bits.copy()  # the mirror writes deltas into it later
+            bits = bits.copy()  # the mirror writes deltas into the array later
         _check(entry, tensor_digest(bits, algorithm_of(entry.digest)))
         return bits
 
@@ -58,13 +57,13 @@ def verify_full(payload: Payload, data: memoryview, *, borrowed: bool = False) -
 
 
 def verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mapping[str, Bits]) -> Verified:
-    """Changes against ``bits``, which stay as they are. ``CorruptDataError`` when the result would be another."""
+    """Verify a delta against ``bits``, which are not changed. ``CorruptDataError`` if the result differs from the manifest."""
     changes: dict[str, Sequence[ChunkChange]] = {}
     known = {entry.name: entry for entry in held.tensors}
     _check_places(payload.target.tensors, len(data), apart=False)
     with few_threads("weights.verify") as pool:
         checks = []
-        # Decoding is many short calls, which threads would only take from each other; digesting is few long ones.
+        # Decoding is many short calls, which threads would not speed up; digesting is few long ones.
         for entry in _largest_first(payload.target.tensors):
             before = known.get(entry.name)
             if before is None or (before.dtype, before.shape) != (entry.dtype, entry.shape):
@@ -72,7 +71,7 @@ def verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mappi
             if not entry.length:
                 if before.digest != entry.digest:
                     raise CorruptDataError(
-                        f"the delta leaves {entry.name} as it is, but the target's digest is another"
+                        f"the delta does not change {entry.name}, but the target's digest is another"
                     )
                 continue
             old = bits[entry.name]
@@ -86,7 +85,7 @@ def verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mappi
 
 
 def _check_places(entries: Sequence[TensorEntry], size_bytes: int, *, apart: bool) -> None:
-    """Digests cover tensors, not where they lie: that is the word of whoever served the manifest."""
+    """Check the tensors' offsets, which digests do not cover; they come from the source of the manifest."""
     end = 0
     for entry in sorted(entries, key=lambda entry: entry.offset):
         if entry.offset < 0 or entry.length < 0 or entry.offset + entry.length > size_bytes:
@@ -98,7 +97,7 @@ def _check_places(entries: Sequence[TensorEntry], size_bytes: int, *, apart: boo
 
 
 def _largest_first(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """So that no thread begins with a large one when the others are done."""
+    """Largest first, so that no thread begins a large one when the others are done."""
     return sorted(entries, key=lambda entry: -entry.size_bytes)
 
 
@@ -107,7 +106,7 @@ def _check_changed(entry: TensorEntry, old: Bits, changes: Sequence[ChunkChange]
 
 
 def _parts(old: Bits, changes: Sequence[ChunkChange]) -> Iterator[Bits]:
-    """The tensor as it would be, in pieces; the last piece is overwritten by the next."""
+    """The changed tensor in pieces; each piece overwrites the last one."""
     scratch = np.empty(min(CHUNK_ELEMENTS, len(old)), dtype=old.dtype)
     done = 0
     for change in changes:

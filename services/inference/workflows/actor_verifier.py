@@ -1,12 +1,12 @@
-"""``actor_verifier``: one policy solves, another checks, and after a rejection the first tries exactly once more.
+"""``actor_verifier``: one policy solves, another verifies, and after a rejection the first tries once more.
 
     solve --> verify --approve or unparsed--> done
                 '-----reject--> solve again, with the verifier's words --> done
 
 Credit: each solution has its own correctness, 1 or 0; the verifier 1 when its verdict (``verdicts`` has the rules) agrees
-with the correctness of the first solution, else 0, also when it cannot be read or was cut short by its budget. The rollout counts, in evaluation, by its last solution.
-A verification whose prompt does not fit the context is left out, and so is a second try: that is no failure of what
-was sampled before it.
+with the correctness of the first solution, else 0, also for an unreadable verdict or one cut by its budget. Evaluation
+counts the last solution of a rollout. A verification whose prompt does not fit the context is left out, and so is such a
+second try; the earlier samples still count.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from services.common.chat import Message
 from services.common.errors import PromptTooLongError
 from services.common.importing import load_object
-from services.common.types import Sequence as TokenSequence
-from services.common.types import StopReason, Task
+from services.common.records.types import Sequence as TokenSequence
+from services.common.records.types import StopReason, Task
+from services.common.text.chat import Message
+from services.common.user_code import check_call
 from services.inference.workflows.base import Gateway, Outcome, PolicyClient, WorkflowContext
 from services.inference.workflows.conversation import Conversation, Turn
 from services.inference.workflows.prompts import PromptSettings, build_messages, fill, with_last_text
 from services.inference.workflows.rewards import build_grader
-from services.inference.workflows.verdicts import Verdict, read_verdict
+from services.inference.workflows.verdicts import ReviewVerdict, read_verdict
 
 VERIFY = """You check the work of another solver. Read the problem and the proposed solution below, redo every step that \
 matters, and look for the first mistake. A solution counts only when its final answer is right.
@@ -58,14 +59,15 @@ class ActorVerifierSettings(PromptSettings):
     reward: str = "math"
     """A reward of the gateway (`math`, `boxed`), or the import path of a function (`package.module:function`)."""
     verify_prompt: str = VERIFY
-    """What the verifier reads, with `{problem}`, `{solution}` and `{evidence}`."""
+    """The verifier's prompt, with `{problem}`, `{solution}` and `{evidence}`."""
     evidence: str | None = None
-    """What else the verifier is shown, such as a test log: the import path of a function
-    `async def evidence(gateway, task, solution) -> str`. Machinery that fails there is raised, never told to a policy."""
+    """Further text for the verifier, such as a test log: the import path of a function
+    `async def evidence(gateway, task, solution) -> str`. An infrastructure failure there is raised, never shown to a
+    policy."""
     retry_prompt: str = TRY_AGAIN
-    """What the solver reads after a rejection, with `{problem}`, its first `{solution}` and the verifier's `{review}`."""
+    """The solver's prompt after a rejection, with `{problem}`, its first `{solution}` and the verifier's `{review}`."""
     max_review_chars: int | None = Field(default=None, ge=1)
-    """Keep only the end of a longer review in the retry; left out, all of it."""
+    """Keep only the end of a longer review in the retry; left out, the whole review."""
 
 
 class ActorVerifier:
@@ -75,6 +77,16 @@ class ActorVerifier:
         self._settings = settings
         self._grade = build_grader(settings.reward)
         self._evidence: Evidence | None = load_object(settings.evidence) if settings.evidence else None
+        if self._evidence is not None:
+            wanted = "async def evidence(gateway, task, solution) -> str"
+            check_call(
+                self._evidence,
+                f"workflow.settings.evidence: {settings.evidence}",
+                wanted,
+                "gateway",
+                "task",
+                "solution",
+            )
 
     def policies(self) -> tuple[str, ...]:
         return (self._settings.policy or "model0", self._settings.verifier)
@@ -105,17 +117,19 @@ class ActorVerifier:
             return Outcome(sequences=tuple(sequences), reward=final, metrics={**metrics, "verification_skipped": 1.0})
         check, words = review
         # A review that was cut short ends with no verdict.
-        verdict = read_verdict(words.text) if words.ended else Verdict.UNPARSED
-        agrees = verdict is not Verdict.UNPARSED and (verdict is Verdict.APPROVE) == (first_reward.value > 0)
+        verdict = read_verdict(words.text) if words.ended else ReviewVerdict.UNPARSED
+        agrees = verdict is not ReviewVerdict.UNPARSED and (verdict is ReviewVerdict.APPROVE) == (
+            first_reward.value > 0
+        )
         sequences.append(
             check.sequence(
                 reward=float(agrees),
                 stop_reason=_stop(words),
-                metrics={f"verdict_{name}": float(verdict is name) for name in Verdict},
+                metrics={f"verdict_{name}": float(verdict is name) for name in ReviewVerdict},
                 role="verifier",
             )
         )
-        if verdict is Verdict.REJECT:
+        if verdict is ReviewVerdict.REJECT:
             again = await self._retry(messages, problem, solution.text, words.text, context)
             if again is None:
                 metrics["retry_skipped"] = 1.0
@@ -130,7 +144,7 @@ class ActorVerifier:
     async def _verify(
         self, problem: str, solution: Turn, evidence: str, verifier: PolicyClient, context: WorkflowContext
     ) -> tuple[Conversation, Turn] | None:
-        # What one policy wrote must not end or begin a turn of the other.
+        # One policy's text must not end or begin a turn of the other.
         said, shown = verifier.chat.as_text(solution.text), verifier.chat.as_text(evidence)
         prompt = fill(self._settings.verify_prompt, problem=problem, solution=said, evidence=shown)
         try:

@@ -1,12 +1,13 @@
-"""``agent_env``: an episode against an environment of the gateway, as one sequence with the observations masked out.
+"""``agent_env``: plays an episode in an environment of the gateway; one sequence, with the observations masked out.
 
     observation -> turn -> step -> observation -> turn -> ... until done, the last turn, or a full context
 
-Reward of the sequence: the return, the sum of step rewards, whatever its sign. Two settings shape it, and both are off
-by default: ``turn_discount`` multiplies it by ``turn_discount ** turns``; ``failure_penalty`` replaces a return of at
-most ``failure_threshold``. The rollout's outcome, which evaluation averages, is the return alone. An episode that is not
-done when the turns or the context run out keeps what it has earned so far. A turn that is cut by its budget is acted upon
-like any other: the environment says what it makes of it.
+Reward of the sequence: the return, the sum of step rewards of any sign. Two settings shape the reward; both are off by
+default: ``turn_discount`` multiplies the return by ``turn_discount ** turns``; ``failure_penalty`` replaces a return of at
+most ``failure_threshold``. The rollout's outcome, which evaluation averages, is the return alone. An unfinished episode at
+the end of the turns or of the context keeps its return so far; an environment that is scored at its end (``harbor``) gets
+an empty action then, which ends the episode. A turn that is cut by its budget is sent to the environment
+like any other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from services.common.types import Purpose, StopReason, Task
+from services.common.harbor.places import SCORED_AT_END
+from services.common.records.types import Purpose, StopReason, Task
 from services.inference.workflows.base import Outcome, WorkflowContext
 from services.inference.workflows.conversation import Conversation
 from services.inference.workflows.prompts import PromptSettings
@@ -29,11 +31,11 @@ class AgentEnvSettings(PromptSettings):
     evaluation_max_turns: int | None = Field(default=None, ge=1)
     """Turns of an evaluation episode; left out, as in training."""
     turn_discount: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Factor on the return for every turn taken; it also shrinks negative returns."""
+    """Factor on the return for every turn taken; negative returns shrink, too."""
     failure_penalty: float | None = None
     """Reward of an episode whose return is at most `failure_threshold`; left out, its return is its reward."""
     failure_threshold: float = 1e-3
-    """The largest return of an episode that achieved nothing."""
+    """The largest return of a failed episode."""
     max_response_tokens: int | None = Field(default=None, ge=1)
     """Bound of everything after the first observation; left out, the context is the bound."""
 
@@ -73,6 +75,10 @@ class AgentEnv:
             if not conversation.add({"role": "user", "content": step.observation}):
                 stop = StopReason.LENGTH
                 break
+        if stop is not StopReason.ENVIRONMENT and settings.environment in SCORED_AT_END:
+            step = await context.gateway.step(episode_id, conversation.num_turns + 1, "")
+            total += step.reward
+            metrics = dict(step.metrics)
         achieved = total > settings.failure_threshold
         shaped = total * settings.turn_discount**conversation.num_turns
         if settings.failure_penalty is not None and not achieved:

@@ -1,8 +1,8 @@
-"""The small protocols that workflows are written against, and what a workflow returns.
+"""Protocols and types for workflows: policies, gateway, context, outcome.
 
 A workflow is one asynchronous method: given a task, the policies it may call and the environment gateway, it plays
-one rollout and returns its sequences with their rewards. It sees neither gRPC nor protobuf nor an engine, so that
-a test drives it with a few lines of fakes.
+one rollout and returns its sequences with their rewards. A workflow uses no gRPC, protobuf or engine, so that a test needs
+only a few lines of fakes.
 
 An infrastructure failure is never a reward: let ``InfrastructureError`` pass, and the rollout is played again.
 """
@@ -15,16 +15,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from services.common.chat import Chat
 from services.common.config.base import Section
 from services.common.errors import ConfigError, UnknownPolicyError
-from services.common.types import Purpose, Sampling, Task
-from services.common.types import Sequence as TokenSequence
+from services.common.records.types import Purpose, Sampling, Task
+from services.common.records.types import Sequence as TokenSequence
+from services.common.text.chat import Chat
 from services.inference.engine.base import Generation, Watch
 
 
 class PolicyClient(Protocol):
-    """One policy, as one rollout sees it. Requests are named and seeded behind this seam."""
+    """One policy in one rollout. The implementation names and seeds the requests."""
 
     @property
     def name(self) -> str: ...
@@ -38,16 +38,19 @@ class PolicyClient(Protocol):
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, watch: Watch | None = None, seed: int | None = None
     ) -> Generation:
-        """Sample one continuation that ends at a stop token of the chat, the budget, the context, or where ``watch``
-        says so. ``seed`` is instead of the rollout's own."""
+        """Sample one continuation that ends at a stop token of the chat, the budget, the context, or when
+        ``watch`` returns True. ``seed`` replaces the rollout's own."""
         ...
 
 
-class ExecutionStatus(enum.StrEnum):
-    """How a program ended. Machinery that failed is no status but an ``InfrastructureError``."""
+class RunStatus(enum.StrEnum):
+    """The end of a program, or the verdict on it for one case. An infrastructure failure is an ``InfrastructureError``, not
+    a status."""
 
     OK = "ok"
+    WRONG_ANSWER = "wrong_answer"  # of a case only
     RUNTIME_ERROR = "runtime_error"
+    COMPILE_ERROR = "compile_error"  # of a case only: an execution shows the compiler's message as a runtime error
     TIME_LIMIT = "time_limit"
     MEMORY_LIMIT = "memory_limit"
     OUTPUT_LIMIT = "output_limit"
@@ -56,9 +59,9 @@ class ExecutionStatus(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What a sandboxed program did."""
+    """The result of a sandboxed program."""
 
-    status: ExecutionStatus
+    status: RunStatus
     stdout: str = ""
     stderr: str = ""
     truncated: bool = False
@@ -78,7 +81,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one turn of an episode brought."""
+    """The result of one turn of an episode."""
 
     observation: str
     reward: float
@@ -96,19 +99,6 @@ class Reward:
     detail: str = ""
 
 
-class CaseVerdict(enum.StrEnum):
-    """What came of a program on one case. Machinery that failed is no verdict but an ``InfrastructureError``."""
-
-    OK = "ok"
-    WRONG_ANSWER = "wrong_answer"
-    RUNTIME_ERROR = "runtime_error"
-    COMPILE_ERROR = "compile_error"
-    TIME_LIMIT = "time_limit"
-    MEMORY_LIMIT = "memory_limit"
-    OUTPUT_LIMIT = "output_limit"
-    INVALID_REQUEST = "invalid_request"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeCase:
     """One case: text in and out of a program, or positional arguments (a list) and returned value of a function."""
@@ -119,20 +109,20 @@ class JudgeCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseOutcome:
-    """How one case went. Outputs are cut to what a person would read."""
+    """The outcome of one case. Outputs are cut to a readable length."""
 
-    verdict: CaseVerdict
+    verdict: RunStatus
     detail: str = ""
     stdout: str = ""
     stderr: str = ""
 
     @property
     def passed(self) -> bool:
-        return self.verdict is CaseVerdict.OK
+        return self.verdict is RunStatus.OK
 
 
 class Gateway(Protocol):
-    """The environment gateway. Every call raises ``InfrastructureError`` when the machinery failed."""
+    """The environment gateway. Every call raises ``InfrastructureError`` after an infrastructure failure."""
 
     async def execute_code(
         self, code: str, *, stdin: bytes = b"", print_trailing_expression: bool = False
@@ -157,27 +147,27 @@ class Gateway(Protocol):
 
 
 class Endpoint(Protocol):
-    """Where an agent outside reaches the policies of one rollout, by HTTP."""
+    """The HTTP endpoint where external agents call the policies of one rollout."""
 
     @property
     def base_url(self) -> str: ...
 
     def opened(self, session: Any) -> AbstractContextManager[str]:
-        """Serve a ``CapturedSession`` under the id that this gives; at the end its calls are over."""
+        """Serve a ``CapturedSession`` under the id that this context yields; its end cancels the session's requests."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowContext:
-    """What one rollout may use."""
+    """The policies, gateway and settings of one rollout."""
 
     policies: Mapping[str, PolicyClient]
     gateway: Gateway
     sampling: Sampling
-    seed: int  # of this slot: what is sampled, and what the workflow draws for this rollout alone
-    episode_seed: int  # of the task group: what all its rollouts play, such as an environment's start
+    seed: int  # of this slot: for sampling, and for the workflow's own draws
+    episode_seed: int  # of the task group: for shared draws, such as an environment's start
     purpose: Purpose = Purpose.TRAIN
-    endpoint: Endpoint | None = None  # of this replica; None where it serves none
+    endpoint: Endpoint | None = None  # of this replica, if there is one
 
     def policy(self, name: str | None = None) -> PolicyClient:
         """The named policy; without a name, the only one."""
@@ -194,7 +184,7 @@ class WorkflowContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one rollout left: its sequences, and the reward that evaluation averages."""
+    """The result of one rollout: its sequences, and the reward that evaluation averages."""
 
     sequences: tuple[TokenSequence, ...]
     reward: float
@@ -204,8 +194,8 @@ class Outcome:
 class Workflow(Protocol):
     """Built once per replica from its ``Settings``; ``run`` is called for many rollouts at once.
 
-    A workflow that asks for policies by name says which, so that a recipe without them is refused before it starts:
-    ``def policies(self) -> tuple[str, ...]``. One that needs more of a recipe has ``def check(self, recipe: Recipe) -> None``,
+    A workflow that uses policies by name lists them in ``def policies(self) -> tuple[str, ...]``, so that a recipe without
+    them is refused before the start. A workflow with further requirements has ``def check(self, recipe: Recipe) -> None``,
     which raises ``ConfigError``.
     """
 

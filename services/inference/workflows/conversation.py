@@ -1,26 +1,27 @@
 """A growing conversation with one policy: the segments of a sequence, exactly as sampled.
 
 The concatenated segments are at every moment exactly what the engine is asked to continue: token-in, token-out.
-It knows budgets (context, response) and nothing about tools or rewards.
+Applies budgets (context, response); independent of tools and rewards.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.common.chat import Message
 from services.common.errors import InfrastructureError, PromptTooLongError
-from services.common.types import Sampling, Segment, StopReason
-from services.common.types import Sequence as TokenSequence
+from services.common.records.types import Origin, Sampling, Segment, StopReason
+from services.common.records.types import Sequence as TokenSequence
+from services.common.text.chat import Message
 from services.inference.engine.base import FinishReason, Generation, Watch
 from services.inference.workflows.base import PolicyClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the policy said in one turn. ``ended``: by its own stop token, not by a budget."""
+    """The policy's text of one turn. ``ended``: by its own stop token, not by a budget."""
 
     text: str
     num_tokens: int
@@ -28,8 +29,8 @@ class Turn:
 
 
 class Conversation:
-    """``max_response_tokens`` bounds everything after the prompt, what the environment says included. ``thinking`` turns
-    the chat template's thinking on or off, where it has that; None leaves its default. ``assistant_prefill`` begins every
+    """``max_response_tokens`` bounds all tokens after the prompt, the environment's included. ``thinking`` turns the chat
+    template's thinking on or off, if supported; None leaves its default. ``assistant_prefill`` begins every
     turn of the policy: environment tokens, which are not trained."""
 
     def __init__(
@@ -63,7 +64,7 @@ class Conversation:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Everything so far."""
+        """All tokens so far."""
         return tuple(self._ids)
 
     async def generate(self) -> Turn:
@@ -75,10 +76,10 @@ class Conversation:
         return Turn(text=self._chat.decode(sampled), num_tokens=len(sampled), ended=ended)
 
     async def sample(self, sampling: Sampling, *, watch: Watch | None = None, seed: int | None = None) -> Generation:
-        """What the policy says next, within what the conversation has room for; not part of it until it is taken."""
+        """Generate the policy's next turn within the remaining budgets; ``take`` adds the turn to the conversation."""
         generation = await self._policy.generate(self._ids, self._within_room(sampling), watch=watch, seed=seed)
         if generation.finish_reason is FinishReason.ABORTED:
-            raise InfrastructureError("the engine aborted a generation that nobody here cancelled")
+            raise InfrastructureError("the engine aborted a generation without a cancellation here")
         return generation
 
     def take(self, generation: Generation) -> None:
@@ -92,7 +93,7 @@ class Conversation:
         self.num_sampled += num_tokens
 
     def add(self, *messages: Message) -> bool:
-        """Append what the environment answers; False, and nothing appended, when no token could follow it."""
+        """Append the environment's answer. False, without appending, if no token could follow."""
         ids = self._chat.continuation_ids(messages, last_sampled=self._ids[-1])
         if len(self._ids) + len(ids) >= self._limit:
             return False
@@ -100,10 +101,27 @@ class Conversation:
         self._segments.append(Segment.environment(ids))
         return True
 
+    def num_tokens_with(self, *messages: Message) -> int:
+        """The number of tokens that ``add`` of these messages would give."""
+        return self.num_tokens + len(self._chat.continuation_ids(messages, last_sampled=self._ids[-1]))
+
+    def fork(self, num_segments: int, *messages: Message) -> Conversation | None:
+        """A conversation that goes on behind the first segments with ``messages``. These segments, exactly as sampled, are a
+        part of its prompt: none of their tokens is trained in it. None if no token could follow."""
+        ids = [token for segment in self._segments[:num_segments] for token in segment.token_ids.tolist()]
+        ids += self._chat.continuation_ids(messages, last_sampled=ids[-1])
+        if len(ids) >= self._limit:
+            return None
+        forked = copy.copy(self)
+        forked._ids = ids
+        forked._segments = [Segment.environment(ids)]
+        forked.num_turns = forked.num_sampled = 0
+        return forked
+
     def take_back(self) -> None:
-        """Undo the last ``add``, when no turn followed it."""
+        """Undo the last ``add``, if no turn followed."""
         added = self._segments.pop()
-        assert not added.is_policy and self._segments, "there is nothing to take back"
+        assert not added.is_policy and self._segments, "no segment to take back"
         del self._ids[len(self._ids) - added.num_tokens :]
 
     def sequence(
@@ -115,6 +133,8 @@ class Conversation:
         role: str = "agent",
         attempt: int = 0,
         thread: int = 0,
+        parent: int | None = None,
+        origin: Origin = Origin.ROOT,
     ) -> TokenSequence:
         """The record of this conversation."""
         return TokenSequence(
@@ -122,6 +142,8 @@ class Conversation:
             role=role,
             attempt=attempt,
             thread=thread,
+            parent=parent,
+            origin=origin,
             segments=tuple(self._segments),
             reward=reward,
             stop_reason=stop_reason,
@@ -131,6 +153,10 @@ class Conversation:
     @property
     def num_tokens(self) -> int:
         return len(self._ids)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self._segments)
 
     def _within_room(self, sampling: Sampling) -> Sampling:
         room = self._limit - len(self._ids)

@@ -1,4 +1,4 @@
-"""From a dataset row to the messages of a prompt: the settings that all built-in workflows share."""
+"""Builds the messages of a prompt from a dataset row; the settings that all built-in workflows share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 
 from pydantic import Field
 
-from services.common.chat import Message
 from services.common.config.base import Section
 from services.common.errors import DatasetError
-from services.common.rows import prompt_in
-from services.common.types import Task
+from services.common.records.dataset_rows import prompt_in
+from services.common.records.types import Task
+from services.common.text.chat import Message
 
 
 class PromptSettings(Section):
@@ -24,7 +24,7 @@ class PromptSettings(Section):
     instruction: str = ""
     """Text after the last user turn, such as " Reason step by step and put the answer into \\boxed{}."."""
     thinking: bool | None = None
-    """Turn the thinking of the chat template on or off, where it has that (Qwen3); left out, its default."""
+    """Turn the thinking of the chat template on or off, if supported (Qwen3); left out, the template's default."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """A longer prompt is a failed rollout (PROMPT_TOO_LONG); left out, the context is the bound."""
 
@@ -36,7 +36,7 @@ class PromptSettings(Section):
 def build_messages(settings: PromptSettings, task: Task, system_suffix: str = "") -> list[Message]:
     """The messages of a task, with the system turn and the instruction of the settings.
 
-    A row's ``starter_code`` is shown after the last user turn, unless it is there already.
+    A row's ``starter_code`` is shown after the last user turn, unless the turn has the code already.
     """
     messages = _with_starter_code(_messages_of(settings.prompt_field, task), task)
     has_system = messages[0].get("role") == "system"

@@ -1,4 +1,4 @@
-"""Built-in workflows by name, and any other by import path."""
+"""Loads workflows: built-in ones by name, others by import path."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from services.common.config.base import Section
-from services.common.config.data import WorkflowConfig
-from services.common.config.explain import explain
+from services.common.config.data import VERIFIERS, WorkflowConfig, is_training, name_of
+from services.common.config.reading.explain import explain
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.importing import load_object
-from services.common.types import Purpose
+from services.common.records.types import PlayedBy, Purpose
+from services.common.user_code import check_methods, place_of
 from services.inference.workflows.base import Workflow
 
 WORKFLOWS: dict[str, str] = {
     "actor_verifier": "services.inference.workflows.actor_verifier:ActorVerifier",
     "agent_env": "services.inference.workflows.agent_env:AgentEnv",
-    "codegen_verifier": "services.inference.workflows.codegen_verifier:CodegenVerifier",
-    "external_agent": "services.inference.workflows.external_agent:ExternalAgent",
+    "codegen_verifier": "services.inference.workflows.codegen.codegen_verifier:CodegenVerifier",
+    "external_agent": "services.inference.workflows.agents.external_agent:ExternalAgent",
     "single_turn": "services.inference.workflows.single_turn:SingleTurn",
-    "tool_math": "services.inference.workflows.tool_math:ToolMath",
-    "tool_use": "services.inference.workflows.tool_use:ToolUse",
+    "tool_math": "services.inference.workflows.tools.tool_math:ToolMath",
+    "tool_use": "services.inference.workflows.tools.tool_use:ToolUse",
+    VERIFIERS: "services.inference.workflows.agents.verifiers_env:Verifiers",
 }
 
 
 def load_workflow(name: str) -> type[Workflow]:
-    """The class behind a built-in name or an import path; raises ``ConfigError`` saying what to write."""
+    """The class behind a built-in name or an import path; raises ``ConfigError``; the message names the remedy."""
     path = WORKFLOWS.get(name, name)
     if ":" not in path:
         raise ConfigError(
@@ -37,36 +39,48 @@ def load_workflow(name: str) -> type[Workflow]:
         )
     found: Any = load_object(path)
     settings = getattr(found, "Settings", None)
-    if not (isinstance(settings, type) and issubclass(settings, BaseModel) and hasattr(found, "run")):
+    if not (isinstance(settings, type) and issubclass(settings, BaseModel)):
         raise ConfigError(
-            f"workflow.name: {path} is no workflow: it needs a class attribute `Settings` (a Section) "
-            "and `async def run(self, task, context)`; see docs/workflows.md"
+            f"{place_of(found)}workflow.name: {path} is no workflow: write a class `class {path.rpartition(':')[2]}"
+            "(millrace.Workflow)` with `async def run(self, task, context)`; see docs/workflows.md"
         )
+    check_methods(found, f"workflow.name: {path}", {"run": "async def run(self, task, context) -> Outcome"})
     workflow: type[Workflow] = found
     return workflow
 
 
-def build_workflows(recipe: Recipe) -> dict[Purpose, Workflow]:
-    """What a recipe's rollouts are played by, in training and in evaluation, settings checked."""
-    training = build_workflow(recipe.workflow)
-    _check_policies(training, recipe.compositions(), recipe, "workflow")
+def build_workflows(recipe: Recipe) -> dict[PlayedBy, Workflow]:
+    """The workflows of a recipe with validated settings: for training and evaluation, and those that datasets have of
+    their own."""
+    training = _built(recipe, recipe.workflow, "workflow", Purpose.TRAIN)
     section = recipe.evaluation.workflow
-    evaluation = build_workflow(section, "evaluation.workflow") if section else training
-    _check_policies(
-        evaluation, recipe.evaluation_compositions(), recipe, "evaluation.workflow" if section else "workflow"
-    )
-    _check_case_time(recipe.workflow, "workflow", recipe)
     if section:
-        _check_case_time(section, "evaluation.workflow", recipe)
-    for workflow in (training, evaluation):
-        check: Callable[[Recipe], None] | None = getattr(workflow, "check", None)
-        if check is not None:
-            check(recipe)
-    return {Purpose.TRAIN: training, Purpose.EVALUATION: evaluation}
+        evaluation = _built(recipe, section, "evaluation.workflow", Purpose.EVALUATION)
+    else:
+        evaluation = training
+        _check_policies(evaluation, recipe.evaluation_compositions(), recipe, "workflow")
+    found: dict[PlayedBy, Workflow] = {Purpose.TRAIN: training, Purpose.EVALUATION: evaluation}
+    for where, config in recipe.data.sections().items():
+        if config.workflow is not None:
+            purpose = Purpose.TRAIN if is_training(where) else Purpose.EVALUATION
+            found[purpose, name_of(where)] = _built(recipe, config.workflow, f"{where}.workflow", purpose)
+    return found
+
+
+def _built(recipe: Recipe, config: WorkflowConfig, where: str, purpose: Purpose) -> Workflow:
+    """A workflow that passes the checks of its purpose."""
+    workflow = build_workflow(config, where)
+    compositions = recipe.compositions() if purpose is Purpose.TRAIN else recipe.evaluation_compositions()
+    _check_policies(workflow, compositions, recipe, where)
+    _check_case_time(config, where, recipe)
+    check: Callable[[Recipe], None] | None = getattr(workflow, "check", None)
+    if check is not None:
+        check(recipe)
+    return workflow
 
 
 def _check_policies(workflow: Workflow, compositions: list[tuple[str, ...]], recipe: Recipe, where: str) -> None:
-    """Every policy that a workflow asks for by name must be there in every rollout."""
+    """Check that every policy that a workflow uses by name takes part in every rollout."""
     names: Callable[[], tuple[str, ...]] | None = getattr(workflow, "policies", None)
     if names is None:
         return
@@ -75,7 +89,7 @@ def _check_policies(workflow: Workflow, compositions: list[tuple[str, ...]], rec
         for name in names():
             if name not in recipe.policies:
                 raise ConfigError(
-                    f"{where} {type(workflow).__name__} asks for the policy {name!r}, which this recipe lacks; it has "
+                    f"{where} {type(workflow).__name__} asks for the policy {name!r}, which this recipe lacks; known are "
                     f"{', '.join(recipe.policies)}: name one of them in {where}.settings, or add policies.{name}"
                 )
             if name not in present:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from services.common.types import StopReason, Task
+from services.common.records.types import StopReason, Task
 from services.inference.workflows.base import Outcome, WorkflowContext
+from services.inference.workflows.codegen.program_prompts import asking_for_program
 from services.inference.workflows.conversation import Conversation
-from services.inference.workflows.program_prompts import asking_for_program
 from services.inference.workflows.prompts import PromptSettings, build_messages
 from services.inference.workflows.rewards import build_grader
 
@@ -16,8 +16,8 @@ class SingleTurnSettings(PromptSettings):
     reward: str = "math"
     """A reward of the gateway (`math`, `boxed`), or the import path of a function (`package.module:function`)."""
     programs: bool = False
-    """Ask for a program, as `codegen_verifier` asks its coder: whether it reads stdin or is called, and by what name, is
-    taken from the row's tests."""
+    """Ask for a program, as `codegen_verifier` asks its coder: the row's tests decide whether the program
+    reads stdin or has a function of some name."""
 
 
 class SingleTurn:

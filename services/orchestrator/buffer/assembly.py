@@ -1,15 +1,57 @@
-"""From advantage groups to a recorded batch: minibatch, position and statistics of every sequence. Pure."""
+"""From advantage groups to a recorded batch: minibatch, position and statistics of every sequence, and the ranks' shares.
+
+Sequences go to minibatches independent of the number of ranks, then those of each minibatch to ranks. Both splits place
+sequences in decreasing length, each into the bin with the fewest tokens so far (first such bin). That balances tokens,
+and spreads long and short sequences over all bins; filling one bin after another would train all the long ones in the
+first minibatch. Pure: every rank, and every repetition, gets the same answer.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping
 
 from services.common import finite
-from services.common.fates import StepFact
-from services.common.types import MinibatchTotals, Sequence
-from services.orchestrator.buffer.split import spread
-from services.orchestrator.groups import AdvantageGroup
+from services.common.records.fates import StepFact
+from services.common.records.types import MinibatchTotals, Sequence
+from services.common.telemetry.metrics import StepKey
+from services.orchestrator.buffer.step_statistics import of_batch
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
+from services.orchestrator.state.groups import AdvantageGroup
+
+
+def spread(num_tokens: list[int], num_bins: int) -> list[int]:
+    """The bin of each sequence.
+
+    >>> spread([5, 9, 4, 8], 2)
+    [1, 0, 0, 1]
+    """
+    if num_bins < 1:
+        raise ValueError(f"num_bins is {num_bins}; it must be 1 or more")
+    # Count before index, so that sequences of no tokens spread as well. An empty bin goes first, so no more are ever used
+    # than there are sequences, however many a caller claims to have.
+    bins = [(0, 0, index) for index in range(min(num_bins, max(1, len(num_tokens))))]
+    result = [0] * len(num_tokens)
+    for position in sorted(range(len(num_tokens)), key=lambda p: (-num_tokens[p], p)):
+        tokens, count, index = bins[0]
+        heapq.heapreplace(bins, (tokens + num_tokens[position], count + 1, index))
+        result[position] = index
+    return result
+
+
+def rank_share(num_tokens: list[int], minibatch_of: list[int], rank: int, num_ranks: int) -> list[int]:
+    """Which sequences of the batch one rank trains: its bin of every minibatch, in batch order.
+
+    Over all ranks every sequence appears exactly once.
+    """
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank is {rank}; it must be at least 0 and less than num_ranks ({num_ranks})")
+    share: list[int] = []
+    for minibatch in range(max(minibatch_of, default=-1) + 1):
+        positions = [p for p, m in enumerate(minibatch_of) if m == minibatch]
+        ranks = spread([num_tokens[p] for p in positions], num_ranks)
+        share.extend(p for p, r in zip(positions, ranks, strict=True) if r == rank)
+    return sorted(share)
 
 
 def assemble(
@@ -22,9 +64,10 @@ def assemble(
 ) -> tuple[BatchRecord, dict[str, Sequence]]:
     """The batch of a training step, which starts from version ``training_step - 1``, and its sequences by id.
 
-    ``groups`` are fresh, ``replayed`` ones were trained before. Staleness is told of each kind apart.
+    ``groups`` are fresh, ``replayed`` ones were trained before. Staleness is reported for each kind.
     """
-    flat = [(group, member, False) for group in groups for member in group.members]
+    fresh = list(groups)
+    flat = [(group, member, False) for group in fresh for member in group.members]
     flat += [(group, member, True) for group in replayed for member in group.members]
     num_tokens = [member.sequence.num_tokens for _, member, _ in flat]
     minibatch_of = spread(num_tokens, num_minibatches)
@@ -46,37 +89,48 @@ def assemble(
                 replayed=again,
                 trained_from=member.trained_from,
                 num_masked_tokens=member.num_masked_tokens,
+                advantage_scale=group.advantage_scale,
             )
         )
         positions[minibatch] += 1
     totals = [[0, 0] for _ in range(num_minibatches)]
-    for (_, member, _), minibatch in zip(flat, minibatch_of, strict=True):
+    trained = [member.sequence.num_trained_tokens for _, member, _ in flat]
+    for count, minibatch in zip(trained, minibatch_of, strict=True):
         totals[minibatch][0] += 1
-        totals[minibatch][1] += member.sequence.num_trained_tokens
+        totals[minibatch][1] += count
+    of_sources = of_batch(fresh, {entry.sequence_id: entry for entry in entries if not entry.replayed})
     record = BatchRecord(
         policy=policy,
         training_step=training_step,
         entries=tuple(entries),
         minibatches=tuple(MinibatchTotals(num_sequences=n, num_trained_tokens=t) for n, t in totals),
-        statistics={**statistics, **_statistics(entries, [member.sequence for _, member, _ in flat])},
+        statistics={
+            **statistics,
+            **of_sources,
+            **_statistics(entries, [member.sequence for _, member, _ in flat], sum(trained)),
+        },
     )
     return record, {member.sequence_id: member.sequence for _, member, _ in flat}
 
 
-def _statistics(entries: list[BatchEntry], sequences: list[Sequence]) -> dict[str, float]:
+def _statistics(entries: list[BatchEntry], sequences: list[Sequence], trained: int) -> dict[str, float]:
+    """``trained``: tokens of the policy in all of them."""
     count = len(sequences)
-    trained = sum(s.num_trained_tokens for s in sequences)
     fresh = [e.staleness for e in entries if not e.replayed]
     again = [e.staleness for e in entries if e.replayed]
     masked = [e.num_masked_tokens for e in entries if e.num_masked_tokens and not e.replayed]
-    replay = {"num_replayed": float(len(again)), "replayed_staleness_max": float(max(again))} if again else {}
+    replay = (
+        {StepKey.NUM_REPLAYED.value: float(len(again)), StepKey.REPLAYED_STALENESS_MAX.value: float(max(again))}
+        if again
+        else {}
+    )
     return {
-        "batch_reward_mean": finite.mean(s.reward for s in sequences),
-        "staleness_mean": sum(fresh) / len(fresh),
-        "staleness_max": float(max(fresh)),
-        "response_tokens_mean": trained / count,
-        "num_sequences": float(count),
-        "num_trained_tokens": float(trained),
+        StepKey.BATCH_REWARD_MEAN.value: finite.mean(s.reward for s in sequences),
+        StepKey.STALENESS_MEAN.value: sum(fresh) / len(fresh),
+        StepKey.STALENESS_MAX.value: float(max(fresh)),
+        StepKey.RESPONSE_TOKENS_MEAN.value: trained / count,
+        StepKey.NUM_SEQUENCES.value: float(count),
+        StepKey.NUM_TRAINED_TOKENS.value: float(trained),
         StepFact.SEQUENCES_MASKED.value: float(len(masked)),
         StepFact.TOKENS_MASKED.value: float(sum(masked)),
         **replay,

@@ -1,34 +1,53 @@
-"""One policy's experience buffer: advantage groups, waiting for a batch.
+"""Advantage groups of one policy: ``ExperienceBuffer`` holds those that wait for a batch, ``ReplayStore`` trained ones.
 
-Earliest deadline first (oldest version first), ties and ``fifo`` by arrival; ``issued`` by the names of task groups, which are
-counted up. What became too old by the policy's rule is
-taken out eagerly when the version advances, member by member, wherever it stands in the queue. Knows nothing about grpc,
-journals or admission.
+The buffer gives earliest deadline first (oldest version first), ties and ``fifo`` by arrival; ``issued`` by the names of
+task groups, which are counted up. That is the order within a source of tasks; ``Mixture`` chooses among sources. When the version advances, the buffer removes members that are too old by the policy's
+rule at once, from any position of the queue.
+
+The replay store is bounded, first in, first out. A batch draws whole groups at random until the batch is full, none
+twice. Groups beyond the store's own bound on staleness leave when the version advances. Drawn groups stay in the store.
+The draw depends on ``run.seed``, policy, training step and contents alone.
+
+Both are independent of grpc, quotas, journals and records of batches.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
 from typing import Literal
 
+from services.common.config.training.policy import ReplayConfig
+from services.common.seeds import derived_seed
 from services.orchestrator.buffer.late import LateRule
-from services.orchestrator.groups import AdvantageGroup, Member
+from services.orchestrator.state.groups import AdvantageGroup, Member
+from services.orchestrator.state.mixture import Mixture
 
-Expired = tuple[AdvantageGroup, list[Member]]  # a group as it was, and which of its members left the buffer
+Expired = tuple[AdvantageGroup, list[Member]]  # a group before, and its members that left the buffer
 
 
 class ExperienceBuffer:
     def __init__(
-        self, batch_size: int, rule: LateRule, order: Literal["deadline", "fifo", "issued"] = "deadline"
+        self,
+        batch_size: int,
+        rule: LateRule,
+        order: Literal["deadline", "fifo", "issued"] = "deadline",
+        mixture: Mixture | None = None,
+        may_come: Callable[[str], bool] = lambda source: False,
     ) -> None:
+        """``may_come``: whether another group of a source of the mixture may come without a batch being taken."""
         self._batch_size = batch_size
         self._rule = rule
         self._order = order
+        self._mixture = mixture or Mixture()
+        self._may_come = may_come
         self._waiting: dict[int, AdvantageGroup] = {}  # by arrival
-        # (place in the order, arrival); entries of removed groups are skipped.
-        self._heap: list[tuple[tuple[int, str], int]] = []
+        # By source: (place in the order, arrival); entries of removed groups are skipped.
+        self._heaps: dict[str, list[tuple[tuple[int, str], int]]] = {source: [] for source in self._mixture.shares}
         self._arrivals = 0
+        self.num_of_source: Counter[str] = Counter()  # waiting sequences
         self.version = 0  # the newest published version of the policy
         self.num_sequences = 0
 
@@ -36,19 +55,42 @@ class ExperienceBuffer:
         return len(self._waiting)
 
     @property
+    def groups(self) -> tuple[AdvantageGroup, ...]:
+        """The waiting groups, in order of arrival."""
+        return tuple(self._waiting.values())
+
+    @property
     def ready(self) -> bool:
-        """A batch can be taken."""
-        return self.num_sequences >= self._batch_size
+        """Whether a batch can be taken."""
+        if not self._mixture.is_mixed:
+            return self.num_sequences >= self._batch_size
+        return bool(self._plan()[0])
+
+    @property
+    def lacks(self) -> str:
+        """The source that the next batch waits for although there are sequences enough; empty for none."""
+        return self._plan()[1]
+
+    def _plan(self) -> tuple[list[str], str]:
+        """The sources of the groups of the next batch, in order, and the source that it waits for."""
+        if self.num_sequences < self._batch_size:
+            return [], ""
+        waiting = {source: [group.size for _, group in self._in_order(source)] for source in self._heaps}
+        return self._mixture.plan(self._batch_size, waiting, self._may_come)
+
+    def _in_order(self, source: str) -> list[tuple[int, AdvantageGroup]]:
+        return [(a, self._waiting[a]) for _, a in sorted(self._heaps[source]) if a in self._waiting]
 
     def add(self, group: AdvantageGroup) -> tuple[AdvantageGroup | None, list[Member]]:
-        """Take a group in: what was taken of it, None for nothing, and the members that are too old already."""
+        """Add a group; returns the part that the buffer took, None without one, and the members that are too old
+        already."""
         taken, old = self._rule.split(group, self.version)
         if taken is None:
             return None, old
-        heapq.heappush(self._heap, (self._place(taken), self._arrivals))
+        heapq.heappush(self._heaps[taken.source], (self._place(taken), self._arrivals))
         self._waiting[self._arrivals] = taken
         self._arrivals += 1
-        self.num_sequences += taken.size
+        self._count(taken, taken.size)
         return taken, old
 
     def _place(self, group: AdvantageGroup) -> tuple[int, str]:
@@ -57,11 +99,11 @@ class ExperienceBuffer:
         if self._order == "fifo":
             return 0, ""
         version = group.min_version
-        # A group without trained tokens cannot grow old: it goes with the newest.
+        # A group without trained tokens cannot become too old: its order is that of the newest.
         return self.version if version is None else version, ""
 
     def advance(self, version: int) -> list[Expired]:
-        """The trainer reached a version: members that are now too old leave, and are returned with their groups."""
+        """Note a version of the trainer; removes and returns members that are too old now, with their groups."""
         self.version = max(self.version, version)
         if self._rule.most is None:
             return []
@@ -72,23 +114,26 @@ class ExperienceBuffer:
                 self._remove(arrival)
             elif old:
                 self._waiting[arrival] = left
-                self.num_sequences -= len(old)
+                self._count(group, -len(old))
             if old:
                 expired.append((group, old))
         return expired
 
     def take(self) -> list[AdvantageGroup]:
-        """Whole groups, in order, until they hold at least ``batch_size`` sequences; what is too old in them is masked."""
-        if not self.ready:
-            raise ValueError(f"the buffer holds {self.num_sequences} of {self._batch_size} sequences")
+        """Whole groups, each source's in order, with at least ``batch_size`` sequences in total; their too old tokens are
+        masked."""
+        plan, lacks = self._plan()
+        if not plan:
+            wanted = (
+                f"sequences, and its batch waits for source {lacks!r}" if lacks else f"of {self._batch_size} sequences"
+            )
+            raise ValueError(f"the buffer holds {self.num_sequences} {wanted}")
         taken: list[AdvantageGroup] = []
-        count = 0
-        while count < self._batch_size:
-            _, arrival = heapq.heappop(self._heap)
-            if arrival not in self._waiting:
-                continue
+        for source in plan:
+            while (arrival := heapq.heappop(self._heaps[source])[1]) not in self._waiting:
+                pass
             taken.append(self._rule.masked(self._remove(arrival), self.version))
-            count += taken[-1].size
+        self._mixture.taken(sizes_by_source(taken))
         return taken
 
     def take_named(self, sequence_ids: Collection[str]) -> list[AdvantageGroup]:
@@ -103,5 +148,66 @@ class ExperienceBuffer:
 
     def _remove(self, arrival: int) -> AdvantageGroup:
         group = self._waiting.pop(arrival)
-        self.num_sequences -= group.size
+        self._count(group, -group.size)
         return group
+
+    def _count(self, group: AdvantageGroup, num_sequences: int) -> None:
+        self.num_sequences += num_sequences
+        self.num_of_source[group.source] += num_sequences
+
+
+def sizes_by_source(groups: Iterable[AdvantageGroup]) -> Counter[str]:
+    """Number of sequences by source."""
+    sizes: Counter[str] = Counter()
+    for group in groups:
+        sizes[group.source] += group.size
+    return sizes
+
+
+class ReplayStore:
+    def __init__(self, policy: str, config: ReplayConfig, seed: int) -> None:
+        self._policy = policy
+        self._config = config
+        self._seed = seed  # of the run
+        self._groups: deque[AdvantageGroup] = deque()
+        self.version = 0
+        self.num_sequences = 0
+
+    @property
+    def enabled(self) -> bool:
+        return self._config.ratio > 0
+
+    @property
+    def groups(self) -> tuple[AdvantageGroup, ...]:
+        """Groups in order of arrival, oldest first."""
+        return tuple(self._groups)
+
+    def trained(self, groups: Iterable[AdvantageGroup], version: int) -> None:
+        """Store groups whose first training step made ``version``."""
+        self.version = max(self.version, version)
+        for group in groups:
+            self._groups.append(group)
+            self.num_sequences += group.size
+        young = [group for group in self._groups if self._young(group)]
+        self._groups = deque(young)
+        self.num_sequences = sum(group.size for group in young)
+        while self.num_sequences > self._config.capacity:
+            self.num_sequences -= self._groups.popleft().size
+
+    def draw(self, training_step: int, num_sequences: int) -> list[AdvantageGroup]:
+        """Draw groups with at least this many sequences, or all groups."""
+        candidates = list(self._groups)
+        random.Random(derived_seed(self._seed, "replay", self._policy, training_step)).shuffle(candidates)
+        drawn: list[AdvantageGroup] = []
+        count = 0
+        for group in candidates:
+            if count >= num_sequences:
+                break
+            drawn.append(group)
+            count += group.size
+        return drawn
+
+    def _young(self, group: AdvantageGroup) -> bool:
+        """A group without trained tokens has no use in a replay."""
+        oldest = group.min_version
+        return oldest is not None and self.version - oldest <= self._config.max_staleness

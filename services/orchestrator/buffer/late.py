@@ -1,26 +1,26 @@
-"""What becomes of tokens that are older than a policy may train: ``batch.late`` and ``batch.max_token_age``.
+"""Rules for tokens that are older than a policy may train: ``batch.late`` and ``batch.max_token_age``.
 
     keep, wait   trained with their true age; masked beyond ``max_token_age``, where that is set
     mask         masked beyond ``max_staleness``
     drop         a sequence whose oldest token is beyond ``max_staleness`` is dropped
 
-Everywhere a sequence of which nothing could be trained is dropped, too. Its siblings stay, and so do the statistics of
-the whole group. A masked token is one that the policy read: it is in the context of what follows and is no target.
-Pure; knows nothing about queues or quotas.
+All rules also drop a sequence without a trainable token. Its siblings stay, and so do the statistics of the whole
+group. A masked token counts as read by the policy: later tokens have the masked one in their context, and it is no
+target. Pure; independent of queues and quotas.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from services.common.config.policy import BatchConfig
-from services.common.types import Segment, Sequence
-from services.orchestrator.groups import AdvantageGroup, Member
+from services.common.config.training.policy import BatchConfig
+from services.common.records.types import Segment, Sequence
+from services.orchestrator.state.groups import AdvantageGroup, Member
 
 
 @dataclass(frozen=True, slots=True)
 class LateRule:
-    """One policy's rule. ``version`` is everywhere the one that the next training step starts from."""
+    """Rule of one policy. ``version`` is always the start of the next training step."""
 
     drops: bool  # by the oldest token
     most: int | None  # age of the oldest token that is trained; None: any
@@ -32,14 +32,14 @@ class LateRule:
         return cls(False, config.max_staleness if config.late == "mask" else config.max_token_age)
 
     def is_too_old(self, sequence: Sequence, version: int) -> bool:
-        """Whether it has policy tokens and none of them may be trained, now or later."""
+        """Whether the sequence has policy tokens and none of them may be trained, now or later."""
         if self.most is None:
             return False
         decisive = sequence.min_version if self.drops else sequence.max_version
         return decisive is not None and version - decisive > self.most
 
     def split(self, group: AdvantageGroup, version: int) -> tuple[AdvantageGroup | None, list[Member]]:
-        """What is left of a group, with the statistics of all of it, and the members that are too old."""
+        """The remaining group, with the statistics of the whole group, and the members that are too old."""
         if self.most is None:
             return group, []
         old = [m for m in group.members if self.is_too_old(m.sequence, version)]

@@ -1,10 +1,11 @@
 """GRPO-RoC, resampling on correct: of N rollouts of a prompt keep K, so that failures stay varied and successes clean.
 
-Zero-reward rollouts and positive ones keep their shares of the group, rounded half to even, but neither kind vanishes
-while the group has two of it. Positives with the lowest penalty are kept (tool errors, bad format), so that a right
-answer reached by stumbling is not what is imitated. Source: rStar2-Agent (arXiv 2508.20722), section on GRPO-RoC.
+Zero-reward rollouts and positive ones keep their shares of the group, rounded half to even, but each kind keeps a
+rollout while the group has two of that kind. Positives with the lowest penalty are kept (tool errors, bad format), so
+that the policy does not imitate right answers with errors on the way. Source: rStar2-Agent (arXiv 2508.20722), section
+on GRPO-RoC.
 
-A pure function of rewards and penalties: what was kept can be computed again at any time. Knows nothing about tokens.
+A pure function of rewards and penalties: the kept rollouts can be computed again at any time. Independent of tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-from services.common.config.policy import ResampleConfig
+from services.common.config.training.policy import ResampleConfig
 from services.common.finite import finite
 from services.common.seeds import derived_seed
-from services.orchestrator.groups import AdvantageGroup, part_of
+from services.orchestrator.state.groups import AdvantageGroup, part_of
 
 Positives = Literal["lowest", "weighted"]
 Negatives = Literal["first", "uniform"]
@@ -84,8 +85,8 @@ def resample_on_correct(
 
 
 def resample_group(group: AdvantageGroup, config: ResampleConfig, seed: int) -> AdvantageGroup | None:
-    """What is kept of a group, with statistics over what is kept; None when nothing is. Rollouts that left no sequence are
-    chosen like the others, after them.
+    """The kept part of a group, with statistics over the kept rollouts; None without one. Rollouts without a sequence
+    are chosen like the others, after them.
 
     ``seed`` is that of the task group's order, which is journaled: a recovered orchestrator draws the same, and so does
     another run with the same ``run.seed``.
@@ -103,7 +104,7 @@ def resample_group(group: AdvantageGroup, config: ResampleConfig, seed: int) -> 
 
 
 def _penalty(value: float) -> float:
-    """A metric as a penalty: what is below 0, or no number, is none."""
+    """A metric as a penalty: 0 for negative values and for values that are no number."""
     return max(0.0, finite(float(value)))
 
 

@@ -1,21 +1,22 @@
-"""Soft overlong punishment: a sequence pays for what it writes beyond a soft limit (DAPO, arXiv 2503.14476, section 3.4).
+"""Soft overlong punishment: a penalty on the tokens of a sequence beyond a soft limit (DAPO, arXiv 2503.14476, section
+3.4).
 
     penalty(n) = 0                                       n <= max_tokens - buffer_tokens
                  factor (n - max + buffer) / buffer      in between
                  factor                                  n >= max_tokens
 
-n counts the tokens that the policy wrote, over all turns. Pure; knows nothing about quotas or batches.
+n counts the tokens that the policy wrote, over all turns. Pure; independent of quotas and batches.
 """
 
 from __future__ import annotations
 
-from services.common.config.policy import OverlongPenaltyConfig
+from services.common.config.training.policy import OverlongPenaltyConfig
 from services.common.finite import finite
-from services.orchestrator.groups import AdvantageGroup, rewarded, with_members
+from services.orchestrator.state.groups import AdvantageGroup, rewarded, with_members
 
 
 def overlong_penalty(num_tokens: int, config: OverlongPenaltyConfig) -> float:
-    """What is taken off the reward of a sequence of so many tokens.
+    """Penalty on the reward of a sequence with this many tokens.
 
     >>> config = OverlongPenaltyConfig(max_tokens=100, buffer_tokens=20)
     >>> [overlong_penalty(n, config) for n in (80, 90, 100, 500)]

@@ -1,8 +1,8 @@
-"""Reading the journal back: durable records, found by kind and key, checked against what was written.
+"""Reads the journal: durable records by kind and key, checked against their checksums.
 
-Trusts the index as far as the segments agree with it: what they have behind it is scanned, and where they contradict it, or
-another process has it locked, records are found in a private index that is made from the segments. Changes no file. Knows
-nothing about what records mean.
+Trusts the index as far as the segments confirm the index. Scans records that the index lacks. When the index
+contradicts the segments, or another process has locked the index, reads from a private index made from the segments.
+Changes no file. Independent of the meaning of records.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import orjson
 import structlog
 
 from services.common.errors import CorruptDataError
-from services.orchestrator.journal.catching_up import compare, synchronise
-from services.orchestrator.journal.damage import Damage, DamageReason
-from services.orchestrator.journal.frames import Unpacker, checksum_of
-from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, NOTHING, UNUSABLE, Index, Indexed, Row
-from services.orchestrator.journal.scan import header_before, scan
-from services.orchestrator.journal.segments import COLLECTED, Place, segment_path, sizes_in
+from services.orchestrator.journal.storage.damage import Damage, DamageReason
+from services.orchestrator.journal.storage.frames import Unpacker, checksum_of
+from services.orchestrator.journal.storage.index import IN_MEMORY, INDEX_FILE, NOTHING, UNUSABLE, Index, Indexed, Row
+from services.orchestrator.journal.storage.index_sync import compare, synchronise
+from services.orchestrator.journal.storage.scan import header_before, scan
+from services.orchestrator.journal.storage.segments import COLLECTED, Place, segment_path, sizes_in
 
 log = structlog.get_logger()
 
@@ -59,7 +59,7 @@ class JournalReader:
         return self._ordered(lambda index: index.rows(), lambda row: True)
 
     def rows_of(self, kind: str, key: str | None = None) -> Iterator[Row]:
-        """Every record of a kind in order; of one key where that is named."""
+        """Every record of a kind in order; with a key, only its records."""
         return self._ordered(
             lambda index: index.rows_of(kind, key), lambda row: row.kind == kind and key in (None, row.key)
         )
@@ -86,12 +86,12 @@ class JournalReader:
             yield from (row for row in self._index.last_rows(kind) if row.number < before)
 
     def last_number(self) -> int:
-        """The highest that a record was ever given; 0 in an empty journal."""
+        """The highest number of a record; 0 in an empty journal."""
         self._refresh()
         return max(self._index.last_number(), max((row.number for row in self._tail), default=0))
 
     def find_rows(self, kind: str, keys: Iterable[str]) -> list[Row]:
-        """The first record of each key that there is."""
+        """The first record of each existing key."""
         first: dict[str, Row] = {}
         for row in self._find(kind, keys):
             first.setdefault(row.key, row)
@@ -102,7 +102,7 @@ class JournalReader:
         return self._find(kind, keys)
 
     def rows_below(self, kind: str, prefix: str) -> Iterator[Row]:
-        """Every record of a kind whose key begins so, in order; ``prefix`` ends in "/"."""
+        """Every record of a kind with this key prefix, in order; ``prefix`` ends in "/"."""
         condition = "r.kind = ? AND r.key >= ? AND r.key < ?"  # "0" comes right after "/"
         return self.select(
             condition, (kind, prefix, prefix[:-1] + "0"), lambda row: row.kind == kind and row.key.startswith(prefix)
@@ -145,7 +145,7 @@ class JournalReader:
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def load(self, row: Row) -> dict[str, Any] | None:
-        """One record, or None (logged, and told by ``damage``) when its bytes are not what was written."""
+        """One record, or None (logged, and listed in ``damage``) when its bytes do not match their checksum."""
         line = self.load_line(row)
         if line is None:
             return None
@@ -159,11 +159,11 @@ class JournalReader:
         return None
 
     def load_line(self, row: Row) -> bytes | None:
-        """The same as the line of JSON that was written."""
+        """The same as the written JSON line."""
         line, reason = self._read(row)
         if line is None:
             moved = self._moved(row)
-            if moved is None:  # it is gone: collected, or told as a gap
+            if moved is None:  # deleted: collected, or reported as a gap
                 return None
             row = moved
             line, reason = self._read(row)
@@ -181,7 +181,7 @@ class JournalReader:
         log.error("journal.corrupted", kind=row.kind, key=row.key, segment=row.segment, offset=row.offset)
 
     def _moved(self, row: Row) -> Row | None:
-        """Where a record lies now, whose segment may have been rewritten since its row was found; None where it is gone."""
+        """The current position of a record in a segment that may have been rewritten since; None for a deleted record."""
         opened = self._open_files.pop(row.kind, None)
         if opened is not None:
             os.close(opened[1])
@@ -197,12 +197,12 @@ class JournalReader:
         return header is not None and (header.number, header.checksum) == (row.number, row.checksum)
 
     def _read(self, row: Row) -> tuple[bytes | None, DamageReason]:
-        """A line, or why it is none."""
+        """A line, or the reason for which the line is unreadable."""
         try:
             payload = os.pread(self._open(row), row.length, row.offset)
             if len(payload) == row.length and checksum_of(payload) == row.checksum:
                 return self._unpacker.unpack(payload), DamageReason.CHECKSUM
-        except OSError as error:  # no file, or a disk that cannot read it
+        except OSError as error:  # no file, or a disk with a read error
             log.warning("journal.not_read", kind=row.kind, segment=row.segment, offset=row.offset, error=str(error))
             return None, DamageReason.LOST
         except CorruptDataError:
@@ -218,19 +218,17 @@ class JournalReader:
             self._open_files[row.kind] = (row.segment, fd := new)
         return fd
 
-    # --- what is not there -------------------------------------------------------------------------------------------
+    # --- missing records ---------------------------------------------------------------------------------------------
 
     def damage(self) -> list[Damage]:
-        """Spans that are set aside, and records that this reader could not load.
-
-        While a journal is being written, the last record of its newest segments may be told as torn.
-        """
+        """Damaged spans, and records that this reader could not load. During writes, the last record of the newest
+        segments may count as torn."""
         self._refresh()
         behind = [span for spans in self._tail_damage.values() for span in spans]
         return [*self._index.damage(), *behind, *self._unreadable.values()]
 
     def gaps(self) -> list[tuple[int, int]]:
-        """First and last of every run of record numbers that no record has, and that retention did not delete."""
+        """First and last number of every missing run that retention did not delete."""
         present = [(row.number, row.number) for row in self._tail]
         for row in self.rows_of(COLLECTED):
             record = self.load(row)
@@ -258,7 +256,7 @@ class JournalReader:
 
     def _check(self, contradicts: bool) -> None:
         if contradicts:
-            raise sqlite3.DatabaseError("the segments do not have what the index says")
+            raise sqlite3.DatabaseError("the index contradicts the segments")
 
     def _use_private(self, reason: Exception) -> None:
         if self._private:
@@ -280,7 +278,7 @@ class JournalReader:
         self._tail, self._tail_ends, self._tail_damage = [], {}, {}
 
     def _refresh(self) -> None:
-        """Find what was written since."""
+        """Index the records written since the last call."""
         if self._private:
             synchronise(self._directory, self._index)
             return
@@ -292,7 +290,7 @@ class JournalReader:
     def _scan_tails(self) -> None:
         changes = self._index.changes()
         if changes != self._changes:
-            self._known = self._index.segments()  # before the sizes: what is being written is in its segment first
+            self._known = self._index.segments()  # before the sizes: a record in progress appears in its segment first
             self._changes = changes
             self._tail = [
                 row for row in self._tail if row.offset >= self._known.get((row.kind, row.segment), NOTHING).end
@@ -320,12 +318,12 @@ class JournalReader:
             if isinstance(found, Row):
                 self._tail_ends[place] = found.offset + found.length
                 yield found
-            else:  # looked at again the next time: it may be what is being written
+            else:  # read again next time: a write may be in progress
                 self._tail_damage[place].append(found)
 
 
 def _without(gaps: Iterable[tuple[int, int]], present: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """What of ``gaps`` no run of ``present`` covers; both in order."""
+    """The parts of ``gaps`` that no run of ``present`` covers; both in order."""
     at = 0
     for begin, end in gaps:
         while at < len(present) and present[at][0] <= end:

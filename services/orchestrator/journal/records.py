@@ -1,21 +1,29 @@
-"""What the journal's lines look like, in pairs: ``x_to_json`` and ``x_from_json``.
+"""Format of the journal's lines, in pairs: ``x_to_json`` and ``x_from_json``.
 
-Columns are the same in every line of a kind: open mappings (metrics, counters) are lists of name and value, and a task's
-row is a JSON text. What rollouts leave has its lines in ``rollouts``.
+Columns are the same in every line of a kind: open mappings (metrics, counters) are lists of name and value, and a
+task's row is a JSON text. ``rollouts`` has the lines of trajectories and failures.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import orjson
 
-from services.common import fates
-from services.common.types import Interval, MinibatchTotals, Purpose, Sampling, Task, TaskGroupOrder, WeightVersion
-from services.orchestrator.scores import DatasetScore, Estimate
+from services.common.records import fates
+from services.common.records.types import (
+    Interval,
+    MinibatchTotals,
+    Purpose,
+    Sampling,
+    Task,
+    TaskGroupOrder,
+    WeightVersion,
+)
+from services.orchestrator.state.scores import DatasetScore, Estimate
 
 # Kinds of records; each is the name of its segment files.
 RUN = "runs"
@@ -23,9 +31,9 @@ GROUP = "task_groups"
 ASSIGNMENT = "assignments"
 TRAJECTORY = "trajectories"
 FAILURE = "failures"
-VERDICT = "verdicts"  # what became of a task group's advantage groups when it was complete
+VERDICT = "verdicts"  # the fates of a task group's advantage groups at its completion
 CLOSED = "closed_groups"
-OBSERVATION = "observations"  # what a prompt brought, for the curation
+OBSERVATION = "observations"  # the rewards of a prompt, for the curation
 BATCH = "batches"
 VERSION = "versions"
 EVALUATION_START = "evaluation_starts"
@@ -38,7 +46,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """A task group as it was issued."""
+    """An issued task group."""
 
     order: TaskGroupOrder
     position: int
@@ -50,7 +58,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEntry:
-    """One sequence of a recorded batch, with everything but its tokens."""
+    """One sequence of a recorded batch, without its tokens."""
 
     sequence_id: str
     minibatch: int
@@ -60,15 +68,16 @@ class BatchEntry:
     group_size: int  # rewards in these statistics
     staleness: int
     num_tokens: int
-    reward: float | None = None  # what is trained on; None: as it is in the trajectory
-    replayed: bool = False  # an earlier batch had it, too
+    reward: float | None = None  # the trained reward; None: as in the trajectory
+    replayed: bool = False  # an earlier batch contained the sequence, too
     trained_from: int = 0  # policy tokens of older versions are masked; 0 masks none
     num_masked_tokens: int = 0
+    advantage_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """A batch as it was assembled, once, for (policy, training step)."""
+    """A batch, assembled once for (policy, training step)."""
 
     policy: str
     training_step: int
@@ -81,7 +90,7 @@ class BatchRecord:
 class EvaluationResult:
     name: str  # "start/greedy"
     versions: Mapping[str, int]
-    newest_versions: Mapping[str, int]  # differ from `versions` when it was not pinned: the range that was played on
+    newest_versions: Mapping[str, int]  # differ from `versions` for an unpinned pass: the range of used versions
     pinned: bool
     mean_reward: float  # over datasets, each counted once; failed ones count as `evaluation.failed_reward` says
     num_trajectories: int
@@ -89,7 +98,8 @@ class EvaluationResult:
     datasets: tuple[DatasetScore, ...] = ()
     roles: Mapping[str, float] = field(default_factory=dict)  # "policy/role/attempt" -> mean reward of its sequences
     compared_with: str = ""  # the run's first evaluation of this kind; empty for that one
-    difference: Estimate | None = None  # to it, of mean_reward, paired by items; None where it cannot be said
+    difference: Estimate | None = None  # to that pass, of mean_reward, paired by items; None where unknown
+    elapsed_s: float = 0.0  # from the begin of the run to its last trajectory
 
 
 def pairs(values: Mapping[str, float]) -> list[Json]:
@@ -97,7 +107,7 @@ def pairs(values: Mapping[str, float]) -> list[Json]:
 
 
 def from_pairs(values: list[Json]) -> dict[str, float]:
-    # JSON has no NaN: it is written as null.
+    # JSON has no NaN: null replaces NaN.
     return {v["name"]: math.nan if v["value"] is None else float(v["value"]) for v in values}
 
 
@@ -119,6 +129,7 @@ def group_to_json(record: GroupRecord) -> Json:
         "policies": list(order.policies),
         "seed": order.seed,
         "timeout_s": order.timeout_s,
+        "source": order.source,
         "position": record.position,
         "evaluation": record.evaluation,
         "replica_id": record.replica_id,
@@ -138,7 +149,7 @@ def group_from_json(record: Json) -> GroupRecord:
                 temperature=record["temperature"],
                 top_p=record["top_p"],
                 top_k=record["top_k"],
-                min_p=record.get("min_p", 0.0),  # absent in journals that lack it
+                min_p=record.get("min_p", 0.0),  # absent in journals without this field
                 max_new_tokens=record["max_new_tokens"],
                 min_new_tokens=record["min_new_tokens"],
             ),
@@ -146,6 +157,7 @@ def group_from_json(record: Json) -> GroupRecord:
             policies=tuple(record["policies"]),
             seed=record["seed"],
             timeout_s=record["timeout_s"],
+            source=record.get("source", ""),  # absent in journals without this field
         ),
         position=record["position"],
         evaluation=record["evaluation"],
@@ -156,7 +168,7 @@ def group_from_json(record: Json) -> GroupRecord:
 
 
 def assignment_to_json(task_group_id: str, replica_id: str, incarnation: str, born: Mapping[str, int]) -> Json:
-    """Open slots of a task group were issued again; ``born``: on which versions they begin."""
+    """Record of open slots that are issued again; ``born``: their start versions."""
     return {
         "task_group_id": task_group_id,
         "replica_id": replica_id,
@@ -165,14 +177,29 @@ def assignment_to_json(task_group_id: str, replica_id: str, incarnation: str, bo
     }
 
 
+def assignment_from_json(record: Json) -> tuple[str, str, dict[str, int]]:
+    """(replica id, incarnation, start versions by policy)."""
+    return record["replica_id"], record["incarnation"], born_from_json(record)
+
+
+def closed_to_json(task_group_id: str, reason: fates.ClosedReason) -> Json:
+    """Record of the end of a task group."""
+    return {"task_group_id": task_group_id, "reason": reason.value}
+
+
+def closed_reason(record: Json) -> str:
+    """A ``ClosedReason``, or the reason of another release."""
+    return str(record["reason"])
+
+
 def born_from_json(record: Json) -> dict[str, int]:
-    """Of the record of a task group or of an assignment; journals that lack it know of no version."""
+    """Of the record of a task group or of an assignment; None for records without a version."""
     return _versions_from_json(record.get("born", []))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberFate:
-    """What became of one sequence when its task group was complete."""
+    """Fate of one sequence at the completion of its task group."""
 
     index: int  # slot of its rollout
     position: int  # in the rollout's trajectory
@@ -181,13 +208,13 @@ class MemberFate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What became of one advantage group when its task group was complete."""
+class GroupVerdict:
+    """Fate of one advantage group at the completion of its task group."""
 
     policy: str
     role: str
     attempt: int
-    num_sequences: int  # that it had
+    num_sequences: int  # of the group
     num_kept: int  # that went into the buffer
     mean: float
     std: float
@@ -196,30 +223,33 @@ class Verdict:
     members: tuple[MemberFate, ...] = ()  # all of them; empty in journals of earlier releases
 
 
-def verdicts_to_json(task_group_id: str, verdicts: Iterable[Verdict]) -> Json:
+_VERDICT_FIELDS = tuple(found.name for found in fields(GroupVerdict) if found.name != "members")
+
+
+def verdicts_to_json(task_group_id: str, verdicts: Iterable[GroupVerdict]) -> Json:
     return {"task_group_id": task_group_id, "advantage_groups": [_verdict_to_json(verdict) for verdict in verdicts]}
 
 
-def _verdict_to_json(verdict: Verdict) -> Json:
+def _verdict_to_json(verdict: GroupVerdict) -> Json:
     members = [
         {"index": m.index, "position": m.position, "num_tokens": m.num_tokens, "fate": m.fate.value}
         for m in verdict.members
     ]
-    return {**asdict(replace(verdict, members=())), "members": members}
+    return {**{name: getattr(verdict, name) for name in _VERDICT_FIELDS}, "members": members}
 
 
-def verdicts_from_json(record: Json) -> list[Verdict]:
+def verdicts_from_json(record: Json) -> list[GroupVerdict]:
     return [_verdict_from_json(found) for found in record["advantage_groups"]]
 
 
-def _verdict_from_json(record: Json) -> Verdict:
+def _verdict_from_json(record: Json) -> GroupVerdict:
     members = (MemberFate(**{**m, "fate": fates.GroupFate(m["fate"])}) for m in record.get("members", ()))
-    return Verdict(**{**record, "outcome": fates.GroupFate(record["outcome"]), "members": tuple(members)})
+    return GroupVerdict(**{**record, "outcome": fates.GroupFate(record["outcome"]), "members": tuple(members)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAside:
-    """A record that is not used: which one, where it lies, and why."""
+    """A record that is set aside: its identity, its position, and the reason."""
 
     kind: str
     key: str
@@ -272,6 +302,7 @@ def batch_to_json(batch: BatchRecord) -> Json:
                 "replayed": e.replayed,
                 "trained_from": e.trained_from,
                 "num_masked_tokens": e.num_masked_tokens,
+                "advantage_scale": e.advantage_scale,
             }
             for e in batch.entries
         ],
@@ -294,7 +325,7 @@ def version_to_json(
     metrics: Mapping[str, float],
     compute: Iterable[Interval] = (),
 ) -> Json:
-    """``compute``: when the trainer computed the step."""
+    """``compute``: intervals in which the trainer computed the step."""
     return {
         "policy": version.policy,
         "number": version.number,
@@ -312,6 +343,11 @@ def version_from_json(record: Json) -> tuple[WeightVersion, int, dict[str, float
         policy=record["policy"], number=record["number"], digest=record["digest"], sources=tuple(record["sources"])
     )
     return version, record["checkpoint_step"], from_pairs(record["metrics"])
+
+
+def compute_from_json(record: Json) -> tuple[Interval, ...]:
+    """Intervals in which the trainer computed the step of a version; none in journals without this field."""
+    return tuple((stretch["begin"], stretch["end"]) for stretch in record.get("compute", ()))
 
 
 def evaluation_to_json(result: EvaluationResult) -> Json:
@@ -340,6 +376,7 @@ def evaluation_to_json(result: EvaluationResult) -> Json:
         "roles": pairs(result.roles),
         "compared_with": result.compared_with,
         "difference": _estimate_to_json(result.difference),
+        "elapsed_s": result.elapsed_s,
     }
 
 
@@ -369,6 +406,7 @@ def evaluation_from_json(record: Json) -> EvaluationResult:
         roles=from_pairs(record["roles"]),
         compared_with=record.get("compared_with", ""),
         difference=_estimate_from_json(record.get("difference")),
+        elapsed_s=record.get("elapsed_s", 0.0),
     )
 
 

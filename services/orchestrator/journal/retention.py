@@ -1,7 +1,7 @@
-"""Which records may go: trajectories that no replay and nothing live can need, and states that newer ones supersede.
+"""Deletes records that the run can no longer need: trajectories without a possible replay, and superseded states.
 
-Batches since the oldest kept checkpoint of their policy are never collected, nor the trajectories that they name. A closed
-segment in which nothing is needed is deleted; one in which little is needed is rewritten (``compaction``), a few at a time.
+Batches since the oldest kept checkpoint of their policy stay, and so do their trajectories. The journal deletes a
+closed segment without needed records, and rewrites one with few of them (``compaction``), a few segments at a time.
 Task groups, verdicts, batches, versions, evaluations and failures stay for ever: they are small, and metrics, fates and
 traces are made from them (docs/journal.md).
 """
@@ -14,25 +14,25 @@ from dataclasses import dataclass, field
 import structlog
 
 from services.common.errors import CorruptDataError
-from services.orchestrator.groups import split_sequence_id
 from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.damage import DamageReason
-from services.orchestrator.journal.index import Row
 from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.storage.damage import DamageReason
+from services.orchestrator.journal.storage.index import Row
 from services.orchestrator.journal.writer import Journal
+from services.orchestrator.state.groups import split_sequence_id
 
 log = structlog.get_logger()
 
 MOST_REWRITTEN = 2  # segments of one round
-LITTLE = 0.5  # share of a segment's bytes: with less than this needed it is rewritten
+LITTLE = 0.5  # share of a segment's bytes: with a smaller needed share the segment is rewritten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What may go of the closed segments of one kind."""
+    """Deletable parts of the closed segments of one kind."""
 
     kind: str
-    remove: tuple[int, ...]  # segments of which nothing is needed
+    remove: tuple[int, ...]  # segments without needed records
     rewrite: Mapping[int, frozenset[int]]  # segment -> numbers of the records that are needed
     num_bytes: int  # that both free
 
@@ -52,12 +52,12 @@ def collect(
     current: Mapping[str, int] | None = None,
     most_rewritten: int = MOST_REWRITTEN,
 ) -> Collected:
-    """Delete what may go. Blocking: call it in a thread.
+    """Delete unneeded records. Blocking: call from a thread.
 
     ``oldest_checkpoint_steps``: by policy, the oldest checkpoint that its trainer may start from.
 
-    ``live_groups`` are task groups that are running or have sequences in a buffer; ``current`` are the segments that were
-    being written before they were listed (default: now), so that what is recorded later stays.
+    ``live_groups`` are task groups that are running or have sequences in a buffer; ``current`` are the open segments at
+    a moment before the listing of these groups (default: now), so that later records stay.
     """
     if current is None:
         current = journal.current_segments()
@@ -75,7 +75,7 @@ def plan(
     live_groups: Collection[str],
     current: Mapping[str, int],
 ) -> list[Plan]:
-    """``current``: the segment of each kind that is being written; a kind without one is left alone."""
+    """``current``: the open segment of each kind; a kind without one is ignored."""
     damaged = {(d.kind, d.segment) for d in reader.damage() if d.reason is not DamageReason.TORN}
     wanted = {records.STATE: list(_newest(reader, records.STATE))}
     needed = needed_trajectories(reader, oldest_checkpoint_steps, live_groups)
@@ -87,7 +87,7 @@ def plan(
 
 
 def carry_out(journal: Journal, plans: Iterable[Plan], *, most_rewritten: int) -> Collected:
-    """Delete and rewrite segments; one that turns out to be damaged stays."""
+    """Delete and rewrite segments; a damaged one stays."""
     removed: list[tuple[str, int]] = []
     rewritten: list[tuple[str, int]] = []
     num_bytes = 0
@@ -107,8 +107,8 @@ def carry_out(journal: Journal, plans: Iterable[Plan], *, most_rewritten: int) -
 def needed_trajectories(
     reader: JournalReader, oldest_checkpoint_steps: Mapping[str, int], live_groups: Collection[str]
 ) -> list[Row] | None:
-    """Of batches after the oldest kept checkpoint, and of live task groups; None while one of these batches cannot be read:
-    a disk that fails may tell later what it needs."""
+    """Rows of the needed trajectories: of batches after the oldest kept checkpoint, and of live task groups. None while one of these
+    batches is unreadable: a failing disk may return the batch later."""
     keys: dict[str, None] = {}
     for row in reader.rows_of(records.BATCH):
         policy, _, step = row.key.rpartition("/")
@@ -128,7 +128,7 @@ def needed_trajectories(
 
 
 def _newest(reader: JournalReader, kind: str) -> Iterator[Row]:
-    """The newest record of a kind that can be read."""
+    """Rows of a kind from the newest back to the first readable one."""
     for row in reader.last_rows(kind):
         yield row
         if reader.load(row) is not None:

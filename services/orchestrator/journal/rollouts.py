@@ -1,14 +1,23 @@
-"""The journal's lines of what rollouts leave, trajectories and failures, in pairs as in ``records``.
+"""The journal's lines of trajectories and failures, in pairs as in ``records``.
 
-The arrays of a segment are packed (``packing``); ``plain_trajectory`` gives a line with lists of numbers instead.
+The arrays of a segment are packed as text: bytes by significance (all lowest bytes, then all next ones), in base64.
+Bytes of one significance are alike, so zstd halves them: 6.4 bytes per token with its log-probability, against 7.3 of
+decimal numbers, for less time to write and read. ``plain_trajectory`` gives a line with lists of numbers instead.
 """
 
 from __future__ import annotations
 
 import base64
+from binascii import Error, a2b_base64, b2a_base64
+from typing import Any
 
-from services.common.types import (
+import numpy as np
+import numpy.typing as npt
+
+from services.common.errors import CorruptDataError
+from services.common.records.types import (
     NO_TIMING,
+    Origin,
     RolloutFailure,
     RolloutPhase,
     RolloutTiming,
@@ -17,12 +26,6 @@ from services.common.types import (
     StopReason,
     TokenSource,
     Trajectory,
-)
-from services.orchestrator.journal.packing import (
-    pack_floats,
-    pack_tokens,
-    unpack_floats,
-    unpack_tokens,
 )
 from services.orchestrator.journal.records import Json, from_pairs, pairs
 
@@ -83,6 +86,8 @@ def _sequence_to_json(sequence: Sequence) -> Json:
         "role": sequence.role,
         "attempt": sequence.attempt,
         "thread": sequence.thread,
+        "parent": sequence.parent,
+        "origin": sequence.origin.value,
         "reward": float(sequence.reward),
         "stop_reason": sequence.stop_reason.value,
         "metrics": pairs(sequence.metrics),
@@ -91,7 +96,7 @@ def _sequence_to_json(sequence: Sequence) -> Json:
                 "source": segment.source.value,
                 "weight_version": segment.weight_version,
                 "mixed_cache": segment.mixed_cache,
-                "kept": base64.b64encode(segment.kept).decode(),
+                "kept": base64.b64encode(segment.kept).decode() if segment.kept else "",
                 "temperature": segment.temperature,
                 "num_tokens": segment.num_tokens,
                 "token_ids": pack_tokens(segment.token_ids),
@@ -109,6 +114,8 @@ def _sequence_from_json(record: Json) -> Sequence:
         role=record["role"],
         attempt=record["attempt"],
         thread=record.get("thread", 0),
+        parent=record.get("parent"),
+        origin=Origin(record.get("origin", Origin.ROOT)),
         reward=float(record["reward"]),
         stop_reason=StopReason(record["stop_reason"]),
         metrics=from_pairs(record["metrics"]),
@@ -151,7 +158,7 @@ def timing_to_json(timing: RolloutTiming) -> Json:
         "sent_at": timing.sent_at,
         "num_sends": timing.num_sends,
         "num_retries": timing.num_retries,
-        # By name: `asdict` copies everything it meets, which takes ten times as long.
+        # By name: `asdict` copies every nested value, which takes ten times as long.
         "phases": [
             {
                 "what": phase.what,
@@ -169,7 +176,62 @@ def timing_to_json(timing: RolloutTiming) -> Json:
 
 
 def timing_from_json(record: Json | None) -> RolloutTiming:
-    """None in journals that lack it."""
+    """None in journals without this field."""
     if record is None:
         return NO_TIMING
     return RolloutTiming(**{**record, "phases": tuple(RolloutPhase(**phase) for phase in record["phases"])})
+
+
+_TOKEN = np.dtype("<i4")
+_FLOAT = np.dtype("<f4")
+_WIDTH = 4  # bytes of either
+
+
+def pack_tokens(token_ids: npt.NDArray[np.int32]) -> str:
+    """Token ids, [num_tokens] int32: three bytes each where sufficient."""
+    if not len(token_ids):
+        return ""
+    planes = _planes(token_ids, _TOKEN)
+    return _text(planes if planes[_WIDTH - 1].strip(b"\0") else planes[: _WIDTH - 1])
+
+
+def unpack_tokens(text: str, num_tokens: int) -> npt.NDArray[np.int32]:
+    """[num_tokens] int32; raises ``CorruptDataError`` for text that does not hold as many."""
+    return _array(text, num_tokens, _TOKEN).astype(np.int32, copy=False)
+
+
+def pack_floats(values: npt.NDArray[np.float32]) -> str:
+    """Log-probabilities, [num_tokens] float32, bit by bit."""
+    return _text(_planes(values, _FLOAT)) if len(values) else ""
+
+
+def unpack_floats(text: str) -> npt.NDArray[np.float32]:
+    """[num_tokens] float32, bit by bit; raises ``CorruptDataError`` for text that ``pack_floats`` does not write."""
+    return _array(text, None, _FLOAT).astype(np.float32, copy=False)
+
+
+def _planes(values: npt.NDArray[Any], dtype: np.dtype[Any]) -> list[bytes]:
+    """The lowest byte of every number, the next of every number, and so on. Slices of bytes: for some dozens of numbers they
+    take half as long as numpy does, and no longer for thousands."""
+    data = values.astype(dtype, copy=False).tobytes()
+    return [data[significance::_WIDTH] for significance in range(_WIDTH)]
+
+
+def _text(planes: list[bytes]) -> str:
+    return b2a_base64(b"".join(planes), newline=False).decode("ascii")
+
+
+def _array(text: str, count: int | None, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    if not text and not count:
+        return np.zeros(0, dtype)
+    try:
+        data = np.frombuffer(a2b_base64(text), np.uint8)
+    except (Error, ValueError) as error:
+        raise CorruptDataError(f"an array of a record is not base64: {error}") from error
+    count = len(data) // _WIDTH if count is None else count
+    width = len(data) // count if count > 0 else 0
+    if not 0 < width <= _WIDTH or width * count != len(data):
+        raise CorruptDataError(f"an array of a record has {len(data)} bytes for {count} numbers")
+    found = np.zeros((count, _WIDTH), np.uint8)
+    found[:, :width] = data.reshape(width, count).T
+    return found.view(dtype)[:, 0]

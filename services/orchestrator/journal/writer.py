@@ -1,12 +1,13 @@
-"""The journal: what the orchestrator has acknowledged, on disk, in the order in which it was submitted.
+"""Writes the journal: every record that the orchestrator has acknowledged, on disk, in submission order.
 
-    submit -> [queue] -> writer thread: write to segments -> sync (power) -> note in the index -> event loop: on_durable
+    submit -> [queue] -> writer thread: write to segments -> sync (power) -> event loop: on_durable; index, soon
 
-Invariants: ``on_durable`` is called only when the records are in their segments (with ``durability: power``: synced, names
-included), in submission order; nothing submitted is dropped; nothing is deleted but by ``remove_segments``. Group commit: at
-most ``MAX_RECORDS`` records or ``LINGER_S`` (both well below 64 records and 20 ms). Without free disk the thread keeps what
-it has, says so, and tries again: nothing is acknowledged meanwhile. JSON is encoded in the writer thread. Knows nothing about
-what records mean.
+Invariants: ``on_durable`` is called only when the records are in their segments (with ``durability: power``: synced,
+names included), in submission order. The writer drops no submitted record and deletes only through ``remove_segments``.
+Group commit: at most ``MAX_RECORDS`` records or ``LINGER_S`` (below 20 ms); a record that a caller awaits ends the
+lingering. On a full disk the thread keeps its records, logs the state and retries: no record is acknowledged meanwhile,
+but ``remove_segments`` still deletes segments, and its record may use the last reserved bytes. The writer thread
+encodes JSON. Independent of the meaning of records.
 """
 
 from __future__ import annotations
@@ -20,33 +21,31 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 import structlog
 
-from services.common import disk
-from services.common.disk import RESERVE_BYTES
 from services.common.errors import ConfigError, InfrastructureError
-from services.orchestrator.journal import compaction
-from services.orchestrator.journal.catching_up import log_damage
-from services.orchestrator.journal.damage import Damage
-from services.orchestrator.journal.files import Files
-from services.orchestrator.journal.frames import MAX_NUMBER, Packer, checksum_of, write_header
-from services.orchestrator.journal.index import Row
-from services.orchestrator.journal.keeper import IndexKeeper
-from services.orchestrator.journal.scan import numbers_in
-from services.orchestrator.journal.segments import COLLECTED, SegmentWriter, first_free, segment_path, sizes_in
+from services.common.system import disk
+from services.common.system.disk import RESERVE_BYTES
+from services.orchestrator.journal.storage import compaction
+from services.orchestrator.journal.storage.damage import Damage
+from services.orchestrator.journal.storage.frames import MAX_NUMBER, Packer
+from services.orchestrator.journal.storage.index import Row
+from services.orchestrator.journal.storage.index_keeper import IndexKeeper
+from services.orchestrator.journal.storage.index_sync import log_damage
+from services.orchestrator.journal.storage.scan import numbers_in
+from services.orchestrator.journal.storage.segment_set import Durability, Files, SegmentSet
+from services.orchestrator.journal.storage.segments import COLLECTED
 
 log = structlog.get_logger()
 
 MAX_RECORDS = 64
-LINGER_S = 0.005
+LINGER_S = 0.01
 RETRY_S = 0.5  # between attempts while the disk is full
 CLOSE_DEADLINE_S = 10.0
 REMOVE_DEADLINE_S = 60.0  # for one segment
-
-Durability = Literal["process", "power"]  # what a record survives that was acknowledged
 
 Encode = Callable[[], Mapping[str, Any]]
 
@@ -61,7 +60,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Removal:
-    """Asks the writer thread to delete a segment."""
+    """Request to the writer thread: delete a segment."""
 
     kind: str
     segment: int
@@ -70,7 +69,7 @@ class _Removal:
 
 @dataclass(frozen=True, slots=True)
 class _Replacement:
-    """Asks the writer thread to put what ``compaction.prepare`` wrote in the place of a segment."""
+    """Request to the writer thread: rename the file of ``compaction.prepare`` over a segment."""
 
     kind: str
     segment: int
@@ -79,7 +78,7 @@ class _Replacement:
 
 
 class Journal:
-    """Open it on the event loop that shall get the callbacks."""
+    """Open the journal on the event loop that receives the callbacks."""
 
     def __init__(
         self,
@@ -91,72 +90,75 @@ class Journal:
         on_failure: Callable[[BaseException], None] | None = None,
         files: Files | None = None,
     ) -> None:
-        """Raises ``ConfigError`` for a journal of an earlier release, for one that cannot be read and for one whose records
-        have numbers that no run reaches; ``CorruptDataError`` for a journal of a later release."""
+        """Raises ``ConfigError`` for an unreadable journal, a journal of an earlier release, or impossible record
+        numbers; ``CorruptDataError`` for a journal of a later release."""
         self.directory = directory
-        self._segment_bytes = segment_bytes
-        self._durability: Durability = durability
         self._probe = free_bytes
         self._on_failure = on_failure
         self._files = files or Files()
         self._packer = Packer()
         directory.mkdir(parents=True, exist_ok=True)
         self._index = IndexKeeper(directory)
-        self.damage: list[Damage] = (
-            self._index.found
-        )  # that no earlier start knew of; all of it: ``JournalReader.damage``
+        # Damage that no earlier start reported; ``JournalReader.damage`` has all.
+        self.damage: list[Damage] = self._index.found
         log_damage(self.damage, directory)
         compaction.remove_prepared(directory, self._files)
-        self._next_number = self._index.last_number() + 1
-        if self._next_number > MAX_NUMBER // 2:
+        next_number = self._index.last_number() + 1
+        if next_number > MAX_NUMBER // 2:
             self._index.close()
             raise ConfigError(
-                f"a record of the journal in {directory} has the number {self._next_number - 1}, which no run reaches: "
+                f"a record of the journal in {directory} has the number {next_number - 1}, which no run reaches: "
                 f"find it with `millrace journal {directory.parent} list --last 1`, and take its segment away"
             )
-        sizes = sizes_in(directory)
-        # Every start begins new segments: what an earlier process wrote is never written to again.
-        self._first_segment = first_free({segment for _, segment in sizes})
-        self._names_changed = True  # in the directory since it was last synced
-        if durability == "power":
-            # An earlier process may have left what was not synced: from now on it counts as acknowledged.
-            for place in (place for place, size in sizes.items() if size):
-                self._files.sync_file(segment_path(directory, *place))
-            self._files.sync_directory(directory.parent)
-            self._sync_names()
-        self._writers: dict[str, SegmentWriter] = {}
+        self._segments = SegmentSet(
+            directory, next_number=next_number, segment_bytes=segment_bytes, durability=durability, files=self._files
+        )
         self._queue: queue.SimpleQueue[_Entry | _Removal | _Replacement | None] = queue.SimpleQueue()
+        self._removals: queue.SimpleQueue[_Removal] = queue.SimpleQueue()  # those in the queue: done before their turn
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
         self._closing = threading.Event()
+        self._urgent = threading.Event()  # a record is queued that a caller awaits
         self._closed = False
-        self.blocked = ""  # why nothing is being written; empty while all is well
+        self.blocked = ""  # the reason that blocks writes; empty while writes succeed
         self.num_commits = 0
         self._committed_at = 0.0
         self.num_records = 0
         self._num_submitted = 0
-        self._waiting_since = 0.0  # the last write, or when the first record came after it
+        self._waiting_since = 0.0  # the last write, or the arrival of the first record after that write
 
     def start(self) -> None:
-        """Begin to write; callbacks go to the running event loop."""
+        """Start to write; the running event loop gets the callbacks."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
-    def submit(self, kind: str, key: str, encode: Encode, on_durable: Callable[[], None] | None = None) -> None:
-        """Queue a record. ``encode`` is called in the writer thread and must not read what may still change."""
+    def submit(
+        self,
+        kind: str,
+        key: str,
+        encode: Encode,
+        on_durable: Callable[[], None] | None = None,
+        *,
+        urgent: bool = False,
+    ) -> None:
+        """Queue a record. The writer thread calls ``encode``, which must not read mutable state. ``urgent``: do not
+        wait for other records of the same commit."""
         if self._failed is not None:
             raise InfrastructureError(f"the journal has failed: {self._failed}")
         if self._num_submitted == self.num_records:
             self._waiting_since = time.monotonic()
         self._num_submitted += 1
         self._queue.put(_Entry(kind, key, encode, on_durable))
+        if urgent:
+            self._urgent.set()
 
     def append(
         self, kind: str, key: str, encode: Encode, apply: Callable[[], None] | None = None
     ) -> asyncio.Future[None]:
-        """Queue a record; the future is done when it is durable. ``apply`` runs just before, in submission order."""
+        """Queue a record; the future completes when the record is durable. ``apply`` runs just before, in submission
+        order."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def durable() -> None:
@@ -165,18 +167,20 @@ class Journal:
             if not future.done():
                 future.set_result(None)
 
-        self.submit(kind, key, encode, durable)
+        self.submit(kind, key, encode, durable, urgent=True)
         return future
 
     def remove_segments(self, kind: str, segments: Iterable[int]) -> None:
-        """Delete closed segments, each after a record that says so is durable. Blocking: not on the event loop.
+        """Delete closed segments, each after the record of its deletion is durable. Blocking: call from a thread.
 
-        Raises ``InfrastructureError`` when the journal is closed, has failed or is blocked for too long.
+        Raises ``InfrastructureError`` when the journal is closed, has failed or does not answer, or the disk has no
+        space for the record.
         """
         for segment in segments:
             removal = _Removal(kind, segment, Future())
             if self._failed is not None or self._closed:
                 raise InfrastructureError(f"the journal is closed: {kind}-{segment:06d} is not deleted")
+            self._removals.put(removal)
             self._queue.put(removal)
             try:
                 removal.done.result(REMOVE_DEADLINE_S)
@@ -186,17 +190,17 @@ class Journal:
                 ) from None
 
     def withdraw(self) -> None:
-        """Forget what was submitted; only before ``start``."""
+        """Drop submitted records; only before ``start``."""
         assert self._thread is None
         self._queue = queue.SimpleQueue()
         self._num_submitted = self.num_records
 
     def compact_segment(self, kind: str, segment: int, keep: Collection[int]) -> bool:
-        """Rewrite a closed segment with the records of these numbers alone; False where that is not possible now. Blocking:
-        not on the event loop.
+        """Rewrite a closed segment with the records of these numbers alone; False where that is not possible now.
+        Blocking: call from a thread, not from the event loop.
 
         Raises:
-            CorruptDataError: the segment has damage, and stays as it is.
+            CorruptDataError: the segment has damage, and stays unchanged.
             InfrastructureError: the journal is closed, has failed or is blocked for too long.
         """
         prepared = compaction.prepare(self.directory, kind, segment, keep, self._files)
@@ -213,27 +217,27 @@ class Journal:
 
     @property
     def waiting_s(self) -> float:
-        """How long records have waited without any being written; 0 when none waits."""
+        """Seconds for which records wait without progress; 0 without waiting records."""
         return time.monotonic() - self._waiting_since if self._num_submitted > self.num_records else 0.0
 
     def free_bytes(self) -> int:
         return self._probe(self.directory)
 
     async def close(self) -> None:
-        """Write what is queued and stop. Gives up after a deadline when the disk is full: nothing of it was promised.
-        Closing twice is fine."""
+        """Write the queue and stop. On a full disk, gives up after a deadline: no queued record was acknowledged. A
+        second close has no effect."""
         if self._closed:
             return
         self._closed = True
         if self._thread is not None:
             self._closing.set()
             self._queue.put(None)
+            self._urgent.set()
             await asyncio.to_thread(self._thread.join, CLOSE_DEADLINE_S)
             if self._thread.is_alive():
                 log.warning("journal.close_deadline", waited_s=CLOSE_DEADLINE_S, blocked=self.blocked)
                 return
-        for writer in self._writers.values():
-            writer.close()
+        self._segments.close()
         self._index.close()
 
     # --- the writer thread -------------------------------------------------------------------------------------------
@@ -244,10 +248,11 @@ class Journal:
                 entries, after = self._collect()
                 if entries:
                     self._write(entries)
-                    self._notify(self._announce, entries)
+                    awaited = [entry.on_durable for entry in entries if entry.on_durable is not None]
+                    if awaited:  # avoids needless wake-ups of the loop
+                        self._notify(self._announce, awaited)
                 if isinstance(after, _Removal):
-                    self._remove(after.kind, after.segment)
-                    after.done.set_result(None)
+                    self._carry_out_removals()
                 elif isinstance(after, _Replacement):
                     after.done.set_result(self._replace(after))
                 elif after is None:
@@ -259,14 +264,15 @@ class Journal:
                 self._notify(self._on_failure, error)
 
     def _collect(self) -> tuple[list[_Entry], _Entry | _Removal | _Replacement | None]:
-        """The next records, at most ``MAX_RECORDS``, and what has to be done after them: None when closing."""
-        first = self._queue.get()
+        """The next records, at most ``MAX_RECORDS``, and the actions after them; None when closing."""
+        first = self._wait()
         if not isinstance(first, _Entry):
             return [], first
         # A lone record is committed at once; in a stream of them, commits are at least LINGER_S apart.
         linger_s = self._committed_at + LINGER_S - time.monotonic()
         if linger_s > 0 and self._queue.qsize() < MAX_RECORDS - 1 and not self._closing.is_set():
-            time.sleep(linger_s)
+            self._urgent.wait(linger_s)
+        self._urgent.clear()  # before the queue is read: a later record ends the next lingering
         entries = [first]
         while len(entries) < MAX_RECORDS:
             try:
@@ -277,6 +283,15 @@ class Journal:
                 return entries, entry
             entries.append(entry)
         return entries, first
+
+    def _wait(self) -> _Entry | _Removal | _Replacement | None:
+        """The next entry of the queue. After a pause in the queue, the index gets its waiting rows."""
+        while (due_in_s := self._index.due_in_s) is not None:
+            try:
+                return self._queue.get(timeout=due_in_s)
+            except queue.Empty:
+                self._index.flush()
+        return self._queue.get()
 
     def _write(self, entries: list[_Entry]) -> None:
         payloads = [self._packer.pack(_line(entry)) for entry in entries]
@@ -293,109 +308,88 @@ class Journal:
                     if not disk.says_full(error):
                         raise
                     self._block(str(error))
+            self._carry_out_removals()
             if self._closing.wait(RETRY_S):
                 time.sleep(RETRY_S)  # closing: keep trying until the closer's deadline ends the process
         if self.blocked:
             log.info("journal.resumed", directory=str(self.directory))
             self.blocked = ""
-        ends = {(kind, writer.segment): writer.size for kind, writer in self._writers.items()}
-        self._index.add(rows, ends)
+        self._add_to_index(rows)
+
+    def _add_to_index(self, rows: list[Row]) -> None:
+        self._index.add(rows, self._segments.ends())
 
     def _transaction(self, entries: list[_Entry], payloads: list[bytes]) -> list[Row]:
-        before: dict[str, int] = {}
-        rows: list[Row] = []
-        now = time.time()
-        for kind in {entry.kind for entry in entries}:
-            if self._writer(kind).roll_if_full():
-                self._names_changed = True
-        try:
-            for number, (entry, payload) in enumerate(zip(entries, payloads, strict=True), start=self._next_number):
-                writer = self._writers[entry.kind]
-                before.setdefault(entry.kind, writer.size)
-                header = write_header(number, now, entry.key, payload)
-                offset = writer.size + len(header)
-                writer.append(header + payload)
-                rows.append(
-                    Row(number, entry.kind, entry.key, writer.segment, offset, len(payload), checksum_of(payload), now)
-                )
-            if self._durability == "power":
-                for kind in before:
-                    self._writers[kind].sync()
-                self._sync_names()
-        except BaseException:
-            for kind, size in before.items():
-                self._writers[kind].undo(size)
-            raise
+        rows = self._segments.append(entries, payloads)
         self._waiting_since = time.monotonic()
-        self._next_number += len(rows)
         self.num_records += len(rows)
         self.num_commits += 1
         self._committed_at = time.monotonic()
         return rows
 
+    def _carry_out_removals(self) -> None:
+        while True:
+            try:
+                removal = self._removals.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                self._remove(removal.kind, removal.segment)
+            except OSError as error:
+                if not disk.says_full(error):
+                    raise
+                told = f"{removal.kind}-{removal.segment:06d} is not deleted, as the disk has no space for the record of the deletion: {error}"
+                removal.done.set_exception(InfrastructureError(told))
+            else:
+                removal.done.set_result(None)
+
     def _remove(self, kind: str, segment: int) -> None:
-        """Delete a segment; the record before says which numbers go with it."""
+        """Delete a segment; the record before names the deleted numbers. Raises ``OSError`` where that record cannot be
+        written."""
         runs = numbers_in(self.directory, kind, segment)
         record = {"kind": kind, "segment": segment, "numbers": runs}
-        self._write([_Entry(COLLECTED, f"{kind}/{segment}", lambda: record, None)])
-        self.num_records -= 1  # nobody submitted it
-        self._files.remove(segment_path(self.directory, kind, segment))
-        self._names_changed = True
-        if self._durability == "power":
-            self._sync_names()
+        entry = _Entry(COLLECTED, f"{kind}/{segment}", lambda: record, None)
+        self._add_to_index(self._transaction([entry], [self._packer.pack(_line(entry))]))
+        self._index.flush()  # a reader that misses the segment finds its deletion in the index
+        self.num_records -= 1  # written by the journal itself
+        self._segments.remove(kind, segment)
         self._index.forget(kind, segment, runs)
 
     def _replace(self, wanted: _Replacement) -> bool:
-        """Put a rewritten segment in place; the record before says which numbers went."""
+        """Replace a segment with its rewritten file; the record before names the deleted numbers."""
         kind, segment, prepared = wanted.kind, wanted.segment, wanted.prepared
         if self._index.behind:
             compaction.remove_prepared(self.directory, self._files)
             return False
         record = {"kind": kind, "segment": segment, "numbers": compaction.runs_of(prepared.left_out)}
         self._write([_Entry(COLLECTED, f"{kind}/{segment}/part", lambda: record, None)])
-        self.num_records -= 1  # nobody submitted it
+        self.num_records -= 1  # written by the journal itself
         take_place = partial(compaction.take_place, self.directory, kind, segment, self._files)
         if not self._index.replace((kind, segment), prepared.rows, prepared.size, take_place):
             compaction.remove_prepared(self.directory, self._files)
             return False
-        self._names_changed = True
-        if self._durability == "power":
-            self._sync_names()
+        self._segments.renamed()
         return True
-
-    def _sync_names(self) -> None:
-        if self._names_changed:
-            self._files.sync_directory(self.directory)
-            self._names_changed = False
-
-    def _writer(self, kind: str) -> SegmentWriter:
-        writer = self._writers.get(kind)
-        if writer is None:
-            writer = SegmentWriter(self.directory, kind, self._first_segment, self._segment_bytes, self._files)
-            self._writers[kind] = writer
-            self._names_changed = True
-        return writer
 
     def _block(self, reason: str) -> None:
         if not self.blocked:
-            log.error("journal.no_free_disk", reason=reason, effect="nothing is acknowledged until there is space")
+            log.error("journal.no_free_disk", reason=reason, effect="acknowledgements wait until there is space")
         self.blocked = reason
 
-    def _announce(self, entries: list[_Entry]) -> None:
-        for entry in entries:
-            if entry.on_durable is not None:
-                entry.on_durable()
+    def _announce(self, awaited: list[Callable[[], None]]) -> None:
+        for on_durable in awaited:
+            on_durable()
 
     def _notify(self, callback: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:  # the loop is closed: the process is leaving, and nobody waits for this any more
+        except RuntimeError:  # the loop is closed: the process exits, and no caller waits
             log.debug("journal.loop_closed")
 
     def current_segments(self) -> dict[str, int]:
-        """The segment of each kind that is being written; earlier ones never change again."""
-        return {kind: writer.segment for kind, writer in self._writers.copy().items()}  # the writer thread may add one
+        """The open segment of each kind; earlier ones never change again."""
+        return self._segments.current()
 
 
 def _line(entry: _Entry) -> bytes:

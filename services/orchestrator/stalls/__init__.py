@@ -1,1 +1,1 @@
-"""Names what keeps a run from going on: who is the cause, which cause, since when, and what to do."""
+"""Detects stalls of a run: the component, the cause, the start and the advice."""

@@ -1,8 +1,8 @@
-"""Looks at the run once a second and says what stands still, why, and since when; and when it goes on again.
+"""Detects stalls once a second: component, cause and start of each, and its end.
 
     facts -> rules -> findings -> those that another one explains are dropped -> held for two looks -> stalls
 
-Deterministic: time comes with the facts. Knows neither the ring nor logs.
+Deterministic: time comes with the facts. Independent of the core and logs.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from services.common.accounts import LATELY_S
+from services.common.telemetry.accounts import LATELY_S
+from services.common.telemetry.components import CLOCK, ORCHESTRATOR, Component, is_engine, split
+from services.orchestrator.stalls.adaptive_timeouts import AdaptiveTimeouts
 from services.orchestrator.stalls.causes import Cause
-from services.orchestrator.stalls.facts import ORCHESTRATOR, Facts, Finding
+from services.orchestrator.stalls.facts import Facts, Finding
 from services.orchestrator.stalls.graph import WaitGraph
-from services.orchestrator.stalls.patience import Patience
 from services.orchestrator.stalls.rules_peers import (
     absent_peers,
     lost_peers,
@@ -23,15 +24,15 @@ from services.orchestrator.stalls.rules_peers import (
     silent_peers,
 )
 from services.orchestrator.stalls.rules_run import (
-    everything_fails,
     everything_refused,
     nothing_goes_on,
     nothing_is_learnt,
     nothing_to_play,
+    rollouts_fail,
 )
 from services.orchestrator.stalls.rules_work import WORK_RULES
 
-Rule = Callable[[Facts, Patience], Iterable[Finding]]
+Rule = Callable[[Facts, AdaptiveTimeouts], Iterable[Finding]]
 
 RULES: tuple[Rule, ...] = (
     silent_peers,
@@ -41,7 +42,7 @@ RULES: tuple[Rule, ...] = (
     queue_of_the_gateway,
     *WORK_RULES,
     nothing_is_learnt,
-    everything_fails,
+    rollouts_fail,
     everything_refused,
     nothing_to_play,
 )
@@ -53,9 +54,9 @@ TOLD_S = 10.0  # a thing of a moment is shown for so long
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """What is told to people: the cause of a standstill."""
+    """A reported stall with its cause."""
 
-    component: str
+    component: Component
     cause: Cause
     detail: str
     advice: str
@@ -63,13 +64,13 @@ class Stall:
     chain: tuple[str, ...] = ()
 
     @property
-    def key(self) -> tuple[str, Cause]:
+    def key(self) -> tuple[Component, Cause]:
         return self.component, self.cause
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a look has found that the one before had not."""
+    """A begun or ended stall, found by one look."""
 
     begun: tuple[Stall, ...] = ()
     ended: tuple[Stall, ...] = ()
@@ -84,32 +85,34 @@ class _Seen:
 
 
 class StallDetector:
-    def __init__(self, patience: Patience | None = None) -> None:
-        self.patience = patience or Patience()
-        self._seen: dict[tuple[str, Cause], _Seen] = {}
-        self._moments: list[tuple[float, Finding]] = []  # until when it is told
+    def __init__(self, timeouts: AdaptiveTimeouts | None = None) -> None:
+        self.timeouts = timeouts or AdaptiveTimeouts()
+        self._seen: dict[tuple[Component, Cause], _Seen] = {}
+        self._moments: list[tuple[float, Finding]] = []  # with the end of its report
         self._stalled_at = float("-inf")
         self._looked_at: tuple[float, float] | None = None  # monotonic, wall
 
     @property
     def stalls(self) -> tuple[Stall, ...]:
-        """What stands still now, oldest first."""
+        """The present stalls, oldest first."""
         return tuple(sorted((s.stall for s in self._seen.values() if s.told), key=lambda stall: stall.since))
 
     def look(self, facts: Facts) -> Change:
-        """One look; call it about once a second."""
+        """Look once; the caller does so about once a second."""
         self._look_at_clocks(facts)
         if self._seen:
             self._stalled_at = facts.now
-        self.patience.learning = not self._seen
-        self.patience.learning_durations = facts.now - self._stalled_at > 2 * LATELY_S
-        findings = [finding for rule in RULES for finding in rule(facts, self.patience)]
-        last_resort = nothing_goes_on(facts, self.patience)  # always asked: it learns what is normal
+        self.timeouts.learning = not self._seen
+        self.timeouts.learning_durations = facts.now - self._stalled_at > 2 * LATELY_S
+        findings = [finding for rule in RULES for finding in rule(facts, self.timeouts)]
+        last_resort = nothing_goes_on(facts, self.timeouts)  # always called: the rule learns the normal times
         if last_resort is not None and not findings:
             findings.append(last_resort)
         findings += [finding for until, finding in self._moments if facts.now < until]
         if facts.ended or facts.paused:
             findings = []
+        if not findings:
+            return self._settle([])
         graph = WaitGraph(facts)
         return self._settle([_stall(finding, graph) for finding in _roots(findings, graph)])
 
@@ -119,14 +122,14 @@ class StallDetector:
             return
         gap, jump = facts.now - before[0], (facts.wall - before[1]) - (facts.now - before[0])
         if gap > NOT_LOOKED_S:
-            self.patience.skip(gap)
+            self.timeouts.skip(gap)
             detail = f"its process or event loop stood still for {gap:.0f} s"
             self._moment(
                 facts, Finding(component=ORCHESTRATOR, cause=Cause.STOOD_STILL, detail=detail, since=before[0])
             )
         elif abs(jump) > JUMP_S:
             detail = f"the time of day jumped by {jump:+.0f} s"
-            self._moment(facts, Finding(component="clock", cause=Cause.CLOCK_JUMPED, detail=detail, since=facts.now))
+            self._moment(facts, Finding(component=CLOCK, cause=Cause.CLOCK_JUMPED, detail=detail, since=facts.now))
 
     def _moment(self, facts: Facts, finding: Finding) -> None:
         self._moments = [(until, kept) for until, kept in self._moments if facts.now < until]
@@ -157,14 +160,16 @@ class StallDetector:
 
 
 def _roots(findings: list[Finding], graph: WaitGraph) -> list[Finding]:
-    """Without what another finding explains: an inferred one whose component waits for one that was seen directly, and all
-    but the first about the same component and cause."""
+    """Drop findings that another finding explains: an inferred one whose component waits for one that was seen
+    directly, and all but the first about the same component and cause."""
     direct = {finding.component for finding in findings if not finding.inferred}
-    kept: dict[tuple[str, Cause], Finding] = {}
+    explaining = graph.leading_to(direct)
+    kept: dict[tuple[Component, Cause], Finding] = {}
     for finding in findings:
-        explained = finding.inferred and (finding.component in direct or graph.leads_to(finding.component, direct))
-        owner = finding.component.rpartition("/engine/")[0]
-        if not explained and owner not in direct:
+        explained = finding.inferred and finding.component in explaining
+        owner, inner = split(finding.component)
+        of_direct = is_engine(inner) and owner in direct
+        if not explained and not of_direct:
             kept.setdefault(finding.key, finding)
     return list(kept.values())
 

@@ -1,35 +1,48 @@
-"""What the rules look at: the run at one moment, as plain records. Knows neither the ring nor where anything comes from."""
+"""Facts for the stall rules: the run at one moment, as plain records. Independent of the core."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.common.accounts import AccountState, PeerState
+from services.common.telemetry.accounts import AccountState, PeerState
+from services.common.telemetry.components import Component
 from services.orchestrator.stalls.causes import ADVICE, Cause
 
-ORCHESTRATOR = "orchestrator"
-GATEWAY = "envgateway"
+
+class Hold(enum.StrEnum):
+    """Names of the reasons that block all issues of task groups."""
+
+    ENDED = "ended"
+    PAUSED = "paused"
+    DISK = "disk"
+    GATEWAY = "envgateway"
+    ALL_FAIL = "all fail"
+    MASKED = "masked"
+
+
+PAUSED_ITSELF = frozenset({Hold.ALL_FAIL, Hold.MASKED})  # the run has paused itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts:
-    """A replica that holds a lease."""
+    """A replica with a lease."""
 
-    component: str
+    component: Component
     num_reports: int = 0
-    num_running: int = 0  # slots that it was given
+    num_running: int = 0  # slots that the replica was given
     stream_open: bool = True
-    unseen_orders: tuple[float, ...] = ()  # when task groups were given to it that it has never said it plays
-    untaken: Mapping[str, int] = field(default_factory=dict)  # policies of which it was told a newer version: held one
+    unseen_orders: tuple[float, ...] = ()  # issue times of task groups that the replica has never confirmed
+    untaken: Mapping[str, int] = field(default_factory=dict)  # policies whose announced version is not held
     peers: tuple[PeerState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedFacts:
-    """A sender of which no record was taken lately."""
+    """A sender without a recently accepted record."""
 
-    component: str
+    component: Component
     number: int  # of records refused in a row
     since: float  # monotonic
     newest: float
@@ -41,7 +54,7 @@ class TrainerFacts:
     """The trainer of a policy."""
 
     policy: str
-    wanted: bool = True  # it has steps left
+    wanted: bool = True  # the trainer has steps left
     joined: bool = True
     num_reports: int = 0
     state: str = ""
@@ -51,7 +64,7 @@ class TrainerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFacts:
-    """Where the training of a policy stands."""
+    """Training progress of a policy."""
 
     policy: str
     batch_size: int = 1
@@ -69,15 +82,15 @@ class Facts:
     ended: bool = False
     paused: bool = False  # by a person
     training: bool = True  # training groups may be issued
-    held_back: Mapping[str, str] = field(default_factory=dict)  # why nothing may be issued: name, reason
+    held_back: Mapping[Hold, str] = field(default_factory=dict)  # reasons that block all issues: name, reason
     journal_blocked: str = ""
     journal_oldest_s: float = 0.0  # age of the oldest record that is not written
     replicas: tuple[ReplicaFacts, ...] = ()
-    lost: Mapping[str, float] = field(default_factory=dict)  # components whose lease ran out: when
+    lost: Mapping[Component, float] = field(default_factory=dict)  # components with a lost lease: time of the loss
     trainers: tuple[TrainerFacts, ...] = ()
     policies: tuple[PolicyFacts, ...] = ()
-    accounts: Mapping[str, AccountState] = field(default_factory=dict)
-    peers: Mapping[str, PeerState] = field(default_factory=dict)  # as whoever hears them best sees them
+    accounts: Mapping[Component, AccountState] = field(default_factory=dict)
+    peers: Mapping[Component, PeerState] = field(default_factory=dict)  # by the best report of each
     failures_in_a_row: int = 0
     last_failure: str = ""
     refused: tuple[RefusedFacts, ...] = ()
@@ -88,16 +101,16 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A component that stands still, as one rule sees it. ``inferred`` from waits, or else seen directly."""
+    """A stalled component by one rule. ``inferred`` from waits, or else seen directly."""
 
-    component: str
+    component: Component
     cause: Cause
     detail: str
     since: float  # monotonic
     inferred: bool = False
 
     @property
-    def key(self) -> tuple[str, Cause]:
+    def key(self) -> tuple[Component, Cause]:
         return self.component, self.cause
 
     @property

@@ -1,78 +1,86 @@
-"""Rules about who is there: replicas, trainers and their ranks, publishers, the gateway and what it needs.
+"""Rules about absent components: replicas, trainers and their ranks, publishers, the gateway and its dependencies.
 
-Each rule is ``(facts, patience) -> findings``. These see a cause directly.
+Each rule is ``(facts, timeouts) -> findings``. These rules see a cause directly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.common.accounts import PeerState
+from services.common.telemetry.accounts import PeerState
+from services.common.telemetry.components import GATEWAY, GATEWAY_WORKERS, INFERENCE, REDIS, is_of_replica
+from services.common.telemetry.components import trainer as trainer_component
+from services.common.telemetry.gateway_queue import QueueGauge, num_waiting
+from services.orchestrator.stalls.adaptive_timeouts import LEAST_S, AdaptiveTimeouts
 from services.orchestrator.stalls.causes import Cause
-from services.orchestrator.stalls.facts import GATEWAY, Facts, Finding
-from services.orchestrator.stalls.patience import LEAST_S, Patience
+from services.orchestrator.stalls.facts import Facts, Finding, Hold
 
 REPORT_MOST_S = 15.0  # reports come every two seconds, however long the work takes
 ABSENT_S = 60.0  # processes load models before they join
-SETTLE_S = 4.0  # what a gauge says must hold this long: connections come and go
+SETTLE_S = 4.0  # a gauge must keep its value this long: connections come and go
 
 
-def silent_peers(facts: Facts, patience: Patience) -> Iterator[Finding]:
-    """Whoever reports every two seconds and does not: replicas, trainers, ranks."""
+def silent_peers(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
+    """Find silent replicas, trainers and ranks: each must report every two seconds."""
     reporters = [(r.component, r.num_reports) for r in facts.replicas]
     for trainer in facts.trainers:
         if trainer.joined:
-            name = f"trainer/{trainer.policy}"
+            name = trainer_component(trainer.policy)
             reporters.append((name, trainer.num_reports))
-            reporters += [(f"{name}/rank{rank}", count) for rank, count in trainer.rank_reports.items()]
+            reporters += [
+                (trainer_component(trainer.policy, rank), count) for rank, count in trainer.rank_reports.items()
+            ]
     for component, count in reporters:
-        since = patience.overdue(("report", component), count, facts.now, unknown_s=LEAST_S, most_s=REPORT_MOST_S)
+        since = timeouts.overdue(("report", component), count, facts.now, unknown_s=LEAST_S, most_s=REPORT_MOST_S)
         if since is not None:
             yield Finding(
                 component=component,
                 cause=Cause.SILENT,
-                detail=f"it has not reported for {facts.now - since:.0f} s",
+                detail=f"no report for {facts.now - since:.0f} s",
                 since=since,
             )
 
 
-def lost_peers(facts: Facts, patience: Patience) -> Iterator[Finding]:
-    """Whose lease ran out while something was wanted of it, until it is back or nobody misses it."""
+def lost_peers(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
+    """Find components with a lost lease and unfinished work, until they come back or the work is reassigned."""
     for component, since in facts.lost.items():
-        if component.startswith("replica/") and any(replica.stream_open for replica in facts.replicas):
-            continue  # others play on: what it had was issued again
+        if is_of_replica(component) and any(replica.stream_open for replica in facts.replicas):
+            continue  # other replicas continue: the dispatcher issued the task groups again
         yield Finding(
-            component=component, cause=Cause.LOST, detail="its lease ran out and it has not come back", since=since
+            component=component,
+            cause=Cause.LOST,
+            detail="its lease ended and the component has not returned",
+            since=since,
         )
 
 
-def absent_peers(facts: Facts, patience: Patience) -> Iterator[Finding]:
-    """Who has never come, though nothing goes on without it."""
+def absent_peers(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
+    """Find required components that have never joined."""
     for trainer in facts.trainers:
-        name = f"trainer/{trainer.policy}"
+        name = trainer_component(trainer.policy)
         missing = trainer.wanted and not trainer.joined and name not in facts.lost and not facts.ended
-        since = patience.holds(("absent", name), missing, facts.now, ABSENT_S)
+        since = timeouts.holds(("absent", name), missing, facts.now, ABSENT_S)
         if since is not None:
             yield Finding(component=name, cause=Cause.ABSENT, detail="no trainer has joined", since=since)
-    missing = not facts.replicas and not any(c.startswith("replica/") for c in facts.lost) and not facts.ended
-    since = patience.holds(("absent", "inference"), missing, facts.now, ABSENT_S)
+    missing = not facts.replicas and not any(is_of_replica(c) for c in facts.lost) and not facts.ended
+    since = timeouts.holds(("absent", INFERENCE), missing, facts.now, ABSENT_S)
     if since is not None:
-        yield Finding(component="inference", cause=Cause.ABSENT, detail="no replica has joined", since=since)
-    away = facts.held_back.get(GATEWAY, "")
-    since = patience.holds(("absent", GATEWAY), bool(away) and not facts.ended, facts.now, ABSENT_S)
+        yield Finding(component=INFERENCE, cause=Cause.ABSENT, detail="no replica has joined", since=since)
+    away = facts.held_back.get(Hold.GATEWAY, "")
+    since = timeouts.holds(("absent", GATEWAY), bool(away) and not facts.ended, facts.now, ABSENT_S)
     if since is not None:
         yield Finding(component=GATEWAY, cause=Cause.ABSENT, detail=away, since=since)
 
 
-def silent_dependencies(facts: Facts, patience: Patience) -> Iterator[Finding]:
-    """What others ask and hear nothing from: publishers and the gateway. As whoever hears them best sees them, and when
-    some hear the gateway and others do not, the way there of those."""
+def silent_dependencies(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
+    """Find publishers and gateways that do not answer, by the reports of the component with the best view. When only
+    some components reach the gateway, blame the connection of the others."""
     for peer in facts.peers.values():
         if peer.silent_s > LEAST_S:
             yield Finding(
                 component=peer.component,
                 cause=Cause.SILENT,
-                detail=f"nobody has heard of it for {peer.silent_s:.0f} s: {peer.detail}",
+                detail=f"no component has reached it for {peer.silent_s:.0f} s: {peer.detail}",
                 since=facts.now - peer.silent_s,
             )
     best = facts.peers.get(GATEWAY)
@@ -82,28 +90,28 @@ def silent_dependencies(facts: Facts, patience: Patience) -> Iterator[Finding]:
                 yield Finding(
                     component=replica.component,
                     cause=Cause.UNREACHABLE,
-                    detail=f"it does not reach the gateway, which others do: {peer.detail}",
+                    detail=f"this replica does not reach the gateway, other replicas do: {peer.detail}",
                     since=facts.now - peer.silent_s,
                 )
 
 
-def queue_of_the_gateway(facts: Facts, patience: Patience) -> Iterator[Finding]:
+def queue_of_the_gateway(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
     """Redis, workers and slots behind a gateway that answers."""
     gateway = facts.peers.get(GATEWAY)
     if gateway is None or gateway.silent_s > 0.0:
         return
-    away = gateway.gauges.get("queue_redis_connected", 1.0) == 0.0
-    since = patience.holds("redis", away, facts.now, SETTLE_S)
+    away = gateway.gauges.get(QueueGauge.REDIS_CONNECTED, 1.0) == 0.0
+    since = timeouts.holds("redis", away, facts.now, SETTLE_S)
     if since is not None:
         yield Finding(
-            component="redis", cause=Cause.UNREACHABLE, detail="the gateway does not reach its queue", since=since
+            component=REDIS, cause=Cause.UNREACHABLE, detail="the gateway does not reach its queue", since=since
         )
         return
-    alone = gateway.gauges.get("queue_workers", 1.0) == 0.0 and _waiting(gateway) > 0
-    since = patience.holds("workers", alone, facts.now, SETTLE_S)
+    alone = gateway.gauges.get(QueueGauge.WORKERS, 1.0) == 0.0 and _waiting(gateway) > 0
+    since = timeouts.holds("workers", alone, facts.now, SETTLE_S)
     if since is not None:
         yield Finding(
-            component=f"{GATEWAY}/workers",
+            component=GATEWAY_WORKERS,
             cause=Cause.NO_WORKERS,
             detail=f"{_waiting(gateway):.0f} programs wait and no worker is there",
             since=since,
@@ -111,6 +119,4 @@ def queue_of_the_gateway(facts: Facts, patience: Patience) -> Iterator[Finding]:
 
 
 def _waiting(gateway: PeerState) -> float:
-    return gateway.gauges.get("queue_unanswered", 0.0) + sum(
-        count for name, count in gateway.gauges.items() if name.startswith("queue_") and name.endswith("_waiting")
-    )
+    return gateway.gauges.get(QueueGauge.UNANSWERED, 0.0) + num_waiting(gateway.gauges)

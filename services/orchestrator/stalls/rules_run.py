@@ -1,16 +1,17 @@
-"""Rules about the run as a whole: nothing worth training, nothing worth playing, and the last resort: nothing goes on.
+"""Rules about the whole run: no trainable data, no playable tasks, and the last resort: no progress.
 
-Each rule is ``(facts, patience) -> findings``.
+Each rule is ``(facts, timeouts) -> findings``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from services.common.telemetry.components import DATASET, ORCHESTRATOR, ROLLOUTS, WORKFLOW, trainer
+from services.orchestrator.stalls.adaptive_timeouts import LEAST_S, AdaptiveTimeouts
 from services.orchestrator.stalls.causes import Cause
-from services.orchestrator.stalls.facts import ORCHESTRATOR, Facts, Finding
+from services.orchestrator.stalls.facts import Facts, Finding, Hold
 from services.orchestrator.stalls.graph import WaitGraph
-from services.orchestrator.stalls.patience import LEAST_S, Patience
 
 FILTERED_BATCHES = 2  # so many batches' sequences were dropped and none was kept
 LAST_RESORT_TIMES = 2.0  # the other rules know better, and get their time
@@ -19,37 +20,40 @@ REFUSED_RECORDS = 8  # of one sender in a row
 REFUSED_LATELY_S = 60.0  # a sender that has stopped is no stall any more
 
 
-def nothing_is_learnt(facts: Facts, patience: Patience) -> Iterator[Finding]:
+def nothing_is_learnt(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
     """Rollouts come, and dynamic sampling drops them all."""
     for policy in facts.policies:
-        since = patience.overdue(
+        since = timeouts.overdue(
             ("kept", policy.policy), policy.num_kept, facts.now, due=facts.training, unknown_s=LEAST_S
         )
         if since is not None and policy.num_filtered_in_a_row >= FILTERED_BATCHES * policy.batch_size:
             yield Finding(
-                component="workflow",
+                component=WORKFLOW,
                 cause=Cause.ALL_FILTERED,
                 detail=f"the last {policy.num_filtered_in_a_row} sequences came in groups of equal rewards: {policy.policy} "
-                "has nothing to train",
+                "has no trainable group",
                 since=since,
             )
 
 
-def everything_fails(facts: Facts, patience: Patience) -> Iterator[Finding]:
-    failing = facts.failures_in_a_row >= FAILED_GROUPS * facts.group_size or "failures" in facts.held_back
-    since = patience.holds("failing", failing, facts.now, LEAST_S / 2)
+def rollouts_fail(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
+    """All of them, or so many that the run was paused (``rollout.max_masked_share``)."""
+    masked = facts.held_back.get(Hold.MASKED, "")
+    paused = masked or facts.held_back.get(Hold.ALL_FAIL, "")
+    all_fail = facts.failures_in_a_row >= FAILED_GROUPS * facts.group_size
+    since = timeouts.holds("failing", bool(paused) or all_fail, facts.now, LEAST_S / 2)
     if since is not None:
         yield Finding(
-            component="rollouts",
-            cause=Cause.ALL_FAIL,
-            detail=facts.held_back.get("failures")  # also when too many, and not all, are without a reward
+            component=ROLLOUTS,
+            cause=Cause.MASKED if masked and not all_fail else Cause.ALL_FAIL,
+            detail=paused
             or f"the last {facts.failures_in_a_row} rollouts failed, the newest with {facts.last_failure}",
             since=since,
             inferred=True,
         )
 
 
-def everything_refused(facts: Facts, patience: Patience) -> Iterator[Finding]:
+def everything_refused(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
     """A replica plays on while none of its records is taken, or a stranger keeps sending."""
     for sender in facts.refused:
         if sender.number >= REFUSED_RECORDS and facts.now - sender.newest <= REFUSED_LATELY_S:
@@ -61,31 +65,30 @@ def everything_refused(facts: Facts, patience: Patience) -> Iterator[Finding]:
             )
 
 
-def nothing_to_play(facts: Facts, patience: Patience) -> Iterator[Finding]:
-    since = patience.holds("play", facts.nothing_to_play, facts.now, 0.0)
+def nothing_to_play(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
+    since = timeouts.holds("play", facts.nothing_to_play, facts.now, 0.0)
     if since is not None:
         yield Finding(
-            component="dataset",
+            component=DATASET,
             cause=Cause.NOTHING_TO_PLAY,
-            detail="curation refuses every task of the dataset; tasks that it refused are played meanwhile",
+            detail="curation refuses every task of the dataset; refused tasks are played meanwhile",
             since=since,
         )
 
 
-def nothing_goes_on(facts: Facts, patience: Patience) -> Finding | None:
+def nothing_goes_on(facts: Facts, timeouts: AdaptiveTimeouts) -> Finding | None:
     """No counter of the run grows: follow the longest waits to their end. Only asked when no other rule has an answer."""
     due = not facts.ended and not facts.paused and bool(facts.replicas)
-    values = tuple(sorted(facts.progress.items()))
-    since = patience.overdue("run", values, facts.now, due=due, times=LAST_RESORT_TIMES)
+    since = timeouts.overdue("run", facts.progress, facts.now, due=due, times=LAST_RESORT_TIMES)
     if since is None:
         return None
-    waiting = [name for t in facts.trainers if t.wanted and (name := f"trainer/{t.policy}") in facts.accounts]
+    waiting = [name for t in facts.trainers if t.wanted and (name := trainer(t.policy)) in facts.accounts]
     end = WaitGraph(facts).end_of(next(iter(waiting), ORCHESTRATOR))
     full = end in (*waiting, ORCHESTRATOR) and any(policy.quota_full for policy in facts.policies)
     return Finding(
         component=ORCHESTRATOR if full else end,
         cause=Cause.QUOTA_FULL if full else Cause.NO_PROGRESS,
-        detail=f"nothing of the run has gone on for {facts.now - since:.0f} s",
+        detail=f"no part of the run made progress for {facts.now - since:.0f} s",
         since=since,
         inferred=True,
     )

@@ -1,52 +1,63 @@
-"""Rules about work that does not go on although everybody seems to be there: disk, journal, engines, threads, steps, records.
+"""Rules about work without progress while all components are present: disk, journal, engines, threads, steps, records.
 
-Each rule is ``(facts, patience) -> findings``. Work is compared with itself: with how fast this run has shown it to be.
+Each rule is ``(facts, timeouts) -> findings``. The rules compare work with the speed that this run has shown as normal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.common.accounts import AccountState, ActivityTime
+from services.common.telemetry.accounts import AccountState, ActivityTime
+from services.common.telemetry.activities import ActivityName, AnyActivity
+from services.common.telemetry.components import (
+    DISK,
+    GATEWAY,
+    ORCHESTRATOR,
+    is_publisher,
+    is_records,
+    is_weights,
+    part,
+    records,
+    weights,
+)
+from services.common.telemetry.components import trainer as trainer_component
+from services.common.telemetry.gateway_queue import QueueGauge, num_waiting
+from services.orchestrator.stalls.adaptive_timeouts import LEAST_S, AdaptiveTimeouts
 from services.orchestrator.stalls.causes import Cause
-from services.orchestrator.stalls.facts import GATEWAY, ORCHESTRATOR, Facts, Finding, ReplicaFacts
-from services.orchestrator.stalls.patience import LEAST_S, Patience
+from services.orchestrator.stalls.facts import Facts, Finding, Hold, ReplicaFacts
 
-COMPUTING = ("training", "replaying")
-GENERATING = "generating"
-UP_TO_DATE = "up to date"
-HEARD_S = 9.0  # without a report: then silence is what is wrong
-CPU_SHARE = 0.2  # of a trainer's main thread, above which it computes, however long a micro-batch takes
+COMPUTING = (ActivityName.TRAINING, ActivityName.REPLAYING)
+HEARD_S = 9.0  # without a report: then the silence is the cause
+CPU_SHARE = 0.2  # of a trainer's main thread, above which the thread computes, for any duration of a micro-batch
 CPU_TIMES = 6.0
-WEIGHTS = "/weights/"
-# What may well take longer than a minute the first time: a checkpoint of many gigabytes, an agent outside that works.
-LONG_S = {"checkpointing": 600.0, "running the workflow": 300.0}
-RECORDS_S = 15.0  # before anything was learnt about how soon records are acknowledged
-# What is done or awaited for as long as the run likes: nothing is due.
+# Activities that may take longer than a minute the first time: a checkpoint of many gigabytes, an external agent.
+LONG_S: dict[AnyActivity, float] = {ActivityName.CHECKPOINTING: 600.0, ActivityName.RUNNING_WORKFLOW: 300.0}
+RECORDS_S = 15.0  # before the first learnt time from record to acknowledgement
+# Activities without a due time: they last as long as the run needs.
 RESTING = frozenset(
     {
-        "idle",
-        "starting",
-        "waiting for a batch",
-        "paused",
-        "finished",
-        "exporting",
-        "draining",
-        "up to date",
-        "nothing to send",
-        "nobody fetches",
-        "waiting for calls",
-        "waiting for task groups",
-        "waiting for the first weights",
+        ActivityName.IDLE,
+        ActivityName.STARTING,
+        ActivityName.WAITING_FOR_BATCH,
+        ActivityName.PAUSED,
+        ActivityName.FINISHED,
+        ActivityName.EXPORTING,
+        ActivityName.DRAINING,
+        ActivityName.UP_TO_DATE,
+        ActivityName.NOTHING_TO_SEND,
+        ActivityName.NOT_ASKED,
+        ActivityName.WAITING_FOR_CALLS,
+        ActivityName.WAITING_FOR_TASK_GROUPS,
+        ActivityName.WAITING_FOR_FIRST_WEIGHTS,
     }
 )
 
 
-def disk_and_journal(facts: Facts, patience: Patience) -> Iterator[Finding]:
-    reason = facts.journal_blocked or facts.held_back.get("disk", "")
-    since = patience.holds("disk", bool(reason), facts.now, 0.0)
+def disk_and_journal(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
+    reason = facts.journal_blocked or facts.held_back.get(Hold.DISK, "")
+    since = timeouts.holds("disk", bool(reason), facts.now, 0.0)
     if since is not None:
-        yield Finding(component="disk", cause=Cause.NO_FREE_DISK, detail=reason, since=since)
+        yield Finding(component=DISK, cause=Cause.NO_FREE_DISK, detail=reason, since=since)
     elif facts.journal_oldest_s > LEAST_S and not reason:
         yield Finding(
             component=ORCHESTRATOR,
@@ -56,17 +67,19 @@ def disk_and_journal(facts: Facts, patience: Patience) -> Iterator[Finding]:
         )
 
 
-def frozen_engines(facts: Facts, patience: Patience) -> Iterator[Finding]:
+def frozen_engines(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
     """Requests are in an engine and no token comes."""
     for replica in facts.replicas:
         account = facts.accounts.get(replica.component)
-        busy = account is not None and any(a.name == GENERATING and a.num_now for a in account.activities)
+        busy = account is not None and any(a.name == ActivityName.GENERATING and a.num_now for a in account.activities)
         tokens = account.progress if account is not None else 0
-        since = patience.overdue(("tokens", replica.component), tokens, facts.now, due=busy)
+        since = timeouts.overdue(("tokens", replica.component), tokens, facts.now, due=busy)
         if since is not None and account is not None:
-            longest = max((a for a in account.now() if a.name == GENERATING), key=lambda a: a.longest_now_s)
+            longest = max(
+                (a for a in account.now() if a.name == ActivityName.GENERATING), key=lambda a: a.longest_now_s
+            )
             yield Finding(
-                component=f"{replica.component}/{longest.on}",
+                component=part(replica.component, longest.on),
                 cause=Cause.FROZEN,
                 detail=f"{longest.num_now} requests and no token for {facts.now - since:.0f} s",
                 since=since,
@@ -74,15 +87,15 @@ def frozen_engines(facts: Facts, patience: Patience) -> Iterator[Finding]:
             )
 
 
-def stuck_trainers(facts: Facts, patience: Patience) -> Iterator[Finding]:
+def stuck_trainers(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
     """A step without a micro-batch: of a rank that is behind, or of the trainer itself."""
     for trainer in facts.trainers:
         if not trainer.joined:
             continue
-        name = f"trainer/{trainer.policy}"
-        ranks = [a for a in (facts.accounts.get(n) for n in (name, *_ranks(name, trainer.num_ranks))) if a is not None]
+        names = [trainer_component(trainer.policy, rank) for rank in range(trainer.num_ranks)]
+        ranks = [a for a in (facts.accounts.get(name) for name in names) if a is not None]
         overdue = [
-            (since, account) for account in ranks if (since := _step_overdue(account, facts, patience)) is not None
+            (since, account) for account in ranks if (since := _step_overdue(account, facts, timeouts)) is not None
         ]
         if not overdue:
             continue
@@ -93,23 +106,19 @@ def stuck_trainers(facts: Facts, patience: Patience) -> Iterator[Finding]:
         yield Finding(
             component=blamed.component,
             cause=Cause.STUCK,
-            detail=f"no micro-batch of step for {facts.now - since:.0f} s; it is {what}",
+            detail=f"no micro-batch of step for {facts.now - since:.0f} s; the trainer is {what}",
             since=since,
             inferred=True,
         )
-
-
-def _ranks(name: str, num_ranks: int) -> list[str]:
-    return [f"{name}/rank{rank}" for rank in range(1, num_ranks)]
 
 
 def _computing(account: AccountState) -> bool:
     return any(a.name in COMPUTING for a in account.now())
 
 
-def _step_overdue(account: AccountState, facts: Facts, patience: Patience) -> float | None:
-    cpu = patience.overdue(("cpu", account.component), int(account.cpu_s / CPU_SHARE), facts.now, unknown_s=LEAST_S)
-    return patience.overdue(
+def _step_overdue(account: AccountState, facts: Facts, timeouts: AdaptiveTimeouts) -> float | None:
+    cpu = timeouts.overdue(("cpu", account.component), int(account.cpu_s / CPU_SHARE), facts.now, unknown_s=LEAST_S)
+    return timeouts.overdue(
         ("step", account.component),
         (account.progress, next((a.name for a in account.now()), "")),
         facts.now,
@@ -118,43 +127,43 @@ def _step_overdue(account: AccountState, facts: Facts, patience: Patience) -> fl
     )
 
 
-def stuck_waits(facts: Facts, patience: Patience) -> Iterator[Finding]:
-    """An activity that something is in, of which none has ended for long: a call of a gateway, a reward, a checkpoint."""
+def stuck_waits(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
+    """Find activities of which none has ended for long: a call of a gateway, a reward, a checkpoint."""
     for account in facts.accounts.values():
-        if account.component.startswith(("publisher/", GATEWAY, ORCHESTRATOR)):
-            continue  # what they do is seen from those who wait for them
+        if is_publisher(account.component) or account.component.startswith((GATEWAY, ORCHESTRATOR)):
+            continue  # the components that wait for them show their state
         for activity in account.activities:
-            if activity.name in RESTING or activity.name in COMPUTING or activity.name == GENERATING:
+            if activity.name in RESTING or activity.name in COMPUTING or activity.name == ActivityName.GENERATING:
                 continue
             key = ("ends", account.component, activity.name, activity.on)
-            patience.allow(key, activity.longest_done_s, facts.now)
+            timeouts.allow(key, activity.longest_done_s, facts.now)
             # A fetch has bytes for a pulse; elsewhere progress is of other things.
-            pulse = (activity.num_done, account.progress if WEIGHTS in account.component else 0)
+            pulse = (activity.num_done, account.progress if is_weights(account.component) else 0)
             unknown_s = LONG_S.get(activity.name)
-            since = patience.overdue(key, pulse, facts.now, due=activity.num_now > 0, unknown_s=unknown_s)
-            # What was begun lately may take its time, though none of it has ended for long.
+            since = timeouts.overdue(key, pulse, facts.now, due=activity.num_now > 0, unknown_s=unknown_s)
+            # A recent activity may take its time, even when none has ended for long.
             grace_s = _gateway_grace_s(facts) if activity.on == GATEWAY else 0.0
-            if since is not None and activity.longest_now_s > patience.limit(key, facts.now, unknown_s) + grace_s:
+            if since is not None and activity.longest_now_s > timeouts.limit(key, facts.now, unknown_s) + grace_s:
                 yield _stuck(account, activity, facts)
 
 
 def _gateway_grace_s(facts: Facts) -> float:
-    """Longer while it may turn out that the gateway is not there, or its queue: those are told by name."""
+    """Longer while the gateway or its queue may turn out to be absent: other rules name those."""
     gateway = facts.peers.get(GATEWAY)
     if gateway is None or gateway.silent_s > 0.0:
         return LEAST_S
-    return LEAST_S if "queue_redis_connected" in gateway.gauges else 0.0
+    return LEAST_S if QueueGauge.REDIS_CONNECTED in gateway.gauges else 0.0
 
 
 def _stuck(account: AccountState, activity: ActivityTime, facts: Facts) -> Finding:
     component, cause = account.component, Cause.STUCK
-    if WEIGHTS in component:
+    if is_weights(component):
         cause = Cause.WEIGHTS_NOT_ARRIVING
-    elif component.endswith("/records"):
+    elif is_records(component):
         cause = Cause.NOT_ACKNOWLEDGED
     elif activity.on == GATEWAY:
         component, cause = GATEWAY, _in_the_gateway(facts)
-    elif activity.on.startswith("publisher/"):
+    elif is_publisher(activity.on):
         component = activity.on
     detail = f"{account.component} has been {activity.name} for {activity.longest_now_s:.0f} s"
     return Finding(
@@ -168,18 +177,17 @@ def _stuck(account: AccountState, activity: ActivityTime, facts: Facts) -> Findi
 
 def _in_the_gateway(facts: Facts) -> Cause:
     gauges = facts.peers[GATEWAY].gauges if GATEWAY in facts.peers else {}
-    full = any(gauges.get(f"queue_{lane}_waiting", 0.0) > 0 for lane in ("interactive", "batch"))
-    return Cause.EXHAUSTED if full else Cause.STUCK
+    return Cause.EXHAUSTED if num_waiting(gauges) > 0 else Cause.STUCK
 
 
-def unacknowledged_records(facts: Facts, patience: Patience) -> Iterator[Finding]:
+def unacknowledged_records(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
     for replica in facts.replicas:
-        account = facts.accounts.get(f"{replica.component}/records")
+        account = facts.accounts.get(records(replica.component))
         if account is None:
             continue
         waiting = any(a.on == ORCHESTRATOR for a in account.now())
         key = ("acknowledged", replica.component)
-        since = patience.overdue(key, account.progress, facts.now, due=waiting, unknown_s=RECORDS_S)
+        since = timeouts.overdue(key, account.progress, facts.now, due=waiting, unknown_s=RECORDS_S)
         if since is not None:
             yield Finding(
                 component=replica.component,
@@ -190,33 +198,33 @@ def unacknowledged_records(facts: Facts, patience: Patience) -> Iterator[Finding
             )
 
 
-def lost_orders(facts: Facts, patience: Patience) -> Iterator[Finding]:
-    """Slots were issued, or a version was announced; the replica reports, and knows nothing of it."""
+def lost_orders(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
+    """Find replicas that report but do not confirm issued slots or announced versions."""
     if facts.journal_blocked or facts.journal_oldest_s > LEAST_S / 2:
-        return  # it may have played them, and nothing becomes durable
+        return  # the replica may have run them without a durable record
     for replica in facts.replicas:
         key = ("heard", replica.component)
-        silent = patience.overdue(key, replica.num_reports, facts.now, unknown_s=LEAST_S, most_s=HEARD_S)
+        silent = timeouts.overdue(key, replica.num_reports, facts.now, unknown_s=LEAST_S, most_s=HEARD_S)
         if not replica.stream_open or silent is not None:
             continue
         unseen = replica.unseen_orders
         if unseen and facts.now - min(unseen) > LEAST_S:
-            yield _lost(replica, f"{len(unseen)} task groups were sent to it", min(unseen), facts.now)
+            yield _lost(replica, f"{len(unseen)} task groups were sent", min(unseen), facts.now)
         for policy, held in replica.untaken.items():
-            account = facts.accounts.get(f"{replica.component}/weights/{policy}")
-            knows = account is None or any(a.name != UP_TO_DATE for a in account.now())
-            taken = patience.overdue(
+            account = facts.accounts.get(part(replica.component, weights(policy)))
+            knows = account is None or any(a.name != ActivityName.UP_TO_DATE for a in account.now())
+            taken = timeouts.overdue(
                 ("taken", replica.component, policy), held, facts.now, due=not knows, most_s=LEAST_S
             )
             if taken is not None:
-                yield _lost(replica, f"a newer version of {policy} was announced to it", taken, facts.now)
+                yield _lost(replica, f"a newer version of {policy} was announced", taken, facts.now)
 
 
 def _lost(replica: ReplicaFacts, what: str, since: float, now: float) -> Finding:
     return Finding(
         component=replica.component,
         cause=Cause.ORDER_LOST,
-        detail=f"{what} {now - since:.0f} s ago, and its reports know nothing of it",
+        detail=f"{what} {now - since:.0f} s ago, and the replica's reports do not confirm that",
         since=since,
     )
 

@@ -1,36 +1,36 @@
-"""Policy losses, one short file each, and the dict that names them.
+"""Losses, advantages and masks, one short file each, and the dict that names the losses.
 
-To add one to Millrace: a pure function ``(TokenBatch, settings) -> PolicyLoss`` in a file of its own, its settings class in
-``services.common.config.losses``, and a line here. A loss of the user's own needs none of this: ``by_path``.
+To add a loss to Millrace, write a pure function ``(TokenBatch, settings) -> PolicyLoss`` in a file of ``losses``, its settings
+class in ``services.common.config.training.losses``, and a line here. A user's own loss needs none of this: ``by_path``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from services.common.config.algorithm import AlgorithmConfig
-from services.common.config.losses import LossByPath, M2po, Tis
+from services.common.config.training.algorithm import AlgorithmConfig
+from services.common.config.training.losses import LossByPath, M2po, Tis
 from services.common.errors import ConfigError
 from services.trainer.algorithms.base import LossFunction
 from services.trainer.algorithms.by_path import loss_by_path
-from services.trainer.algorithms.cispo import cispo
-from services.trainer.algorithms.decoupled_ppo import decoupled_ppo
-from services.trainer.algorithms.gspo import gspo
-from services.trainer.algorithms.m2po import m2po
-from services.trainer.algorithms.ppo_clip import ppo_clip
-from services.trainer.algorithms.probability_mask import dppo, ipo
-from services.trainer.algorithms.reinforce import reinforce
-from services.trainer.algorithms.sapo import sapo
-from services.trainer.algorithms.tis import tis
+from services.trainer.algorithms.losses.cispo import cispo
+from services.trainer.algorithms.losses.decoupled_ppo import decoupled_ppo
+from services.trainer.algorithms.losses.gspo import gspo
+from services.trainer.algorithms.losses.m2po import m2po
+from services.trainer.algorithms.losses.ppo_clip import ppo_clip
+from services.trainer.algorithms.losses.probability_mask import dppo, ipo
+from services.trainer.algorithms.losses.reinforce import reinforce
+from services.trainer.algorithms.losses.sapo import sapo
+from services.trainer.algorithms.losses.tis import tis
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """A loss and what the step must prepare for it."""
+    """A loss and the inputs that the training step must prepare."""
 
     loss: LossFunction
     needs_proximal: bool = False  # the loss reads log-probabilities recomputed at step start
-    needs_whole_proximal: bool = False  # and so do statistics over the whole minibatch
+    needs_whole_proximal: bool = False  # statistics over the whole minibatch read them too
     needs_trust_region: bool = False  # M2PO: second moments of the current policy over the whole minibatch
 
 
@@ -51,7 +51,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def algorithm_of(config: AlgorithmConfig) -> Algorithm:
-    """The loss that a section names, with what these settings make it need.
+    """The loss that a section names, with the inputs that these settings require.
 
     Raises:
         ConfigError: the section names no loss, or an import path leads to no function.

@@ -1,26 +1,25 @@
-"""A loss of the user's own, named by import path: ``name: my_losses:clipped``.
+"""Loads a user's own loss by import path: ``name: my_losses:clipped``.
 
-The function gets the public ``TokenBatch`` and the mapping ``algorithm.settings``, and gives a ``PolicyLoss``. The trainer alone
-imports it; the step checks what it returns.
+The function gets the public ``TokenBatch`` and the mapping ``algorithm.settings``, and returns a ``PolicyLoss``. Only the
+trainer imports the function; the training step checks the result.
 """
 
 from __future__ import annotations
 
-from services.common.config.losses import LossByPath
-from services.common.errors import ConfigError
+from services.common.config.training.losses import LOSS, LossByPath
 from services.common.importing import load_object
+from services.common.user_code import check_call
 from services.trainer.algorithms.base import LossFunction, PolicyLoss, TokenBatch
 
 
 def loss_by_path(path: str) -> LossFunction:
-    """The function behind ``path``, called as Millrace's own losses are.
+    """The function at ``path``, with the signature of Millrace's own losses.
 
     Raises:
-        ConfigError: the module or the name cannot be found, or it is not callable.
+        ConfigError: the module or the name cannot be found, or the object is not callable.
     """
     function = load_object(path)
-    if not callable(function):
-        raise ConfigError(f"algorithm.name: {path} is of type {type(function).__name__}, and no function")
+    check_call(function, f"algorithm.name: {path}", LOSS, "tokens", "settings")
 
     def loss(tokens: TokenBatch, config: LossByPath) -> PolicyLoss:
         result: PolicyLoss = function(tokens, config.settings)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.solutions import prepare_code, solution_lines
+from services.cli.check.solutions import prepare_code, solution_lines
 from services.common.config.data import DatasetConfig
-from services.common.config.envgateway import SandboxConfig
-from services.orchestrator.datasets import open_source
+from services.common.config.processes.envgateway import SandboxConfig
+from services.orchestrator.tasks.datasets import open_source
 
 pytestmark = pytest.mark.needs("isolating sandbox")
 

@@ -1,4 +1,4 @@
-"""A sandbox with small limits, at the strongest tier that works here; the probe's own words skip what it cannot do."""
+"""A sandbox with small limits, at the strongest tier that works here; the probe's report skips impossible tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.envgateway import SandboxConfig
+from services.common.config.processes.envgateway import SandboxConfig
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
 from tests import needs
@@ -27,17 +27,23 @@ CONFIG = SandboxConfig(
     prewarm_scientific=False,
 )
 
+LONG_S = 600.0
+LONG = CONFIG.model_copy(update={"wall_time_s": LONG_S})
+SLEEP_LONG = "import time; time.sleep(500)"
+# A program that sleeps does not end by itself, or at its limit, before every wait of a test is over.
+long_programs = pytest.mark.parametrize("pool", [LONG], indirect=True, ids=["long"])
+
 
 @pytest.fixture
-async def pool() -> AsyncIterator[SandboxPool]:
-    started = SandboxPool.start_before_threads(CONFIG)
+async def pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
+    started = SandboxPool.start_before_threads(getattr(request, "param", CONFIG))
     yield started
     await started.close()
 
 
 @pytest.fixture
 async def isolated_pool(pool: SandboxPool) -> SandboxPool:
-    """For what only isolation can refuse."""
+    """For tests that need isolation."""
     if pool.tier == "0":
         needs.unmet("isolating sandbox", "the sandbox runs at tier 0")
     return pool

@@ -12,6 +12,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.waiting import WAIT_S
+
 # What rollouts wrap a cell in: run it as ``__main__``, show the value of a trailing expression, end by force on an error.
 _CELL = """
 import ast, base64, os, sys, traceback
@@ -40,9 +42,9 @@ for cell, quiet in {cells!r}:
 
 
 class RolloutClient:
-    """Sends tool calls as long batches without ids, a connection for each, and sends again what found no slot.
+    """Sends tool calls as long batches without ids, a connection for each, and repeats requests without a slot.
 
-    As rStar2's and RLinf's tools do: what is missing is left out, stdin is ``null`` where there is none.
+    As rStar2's and RLinf's tools do: missing fields are left out, stdin is ``null`` where there is none.
     """
 
     def __init__(self, port: int, timeout_s: float = 60.0) -> None:
@@ -97,7 +99,7 @@ class RolloutClient:
 
 @dataclass
 class Submission:
-    """As the judge's own client sends it: every field, ``null`` where there is nothing."""
+    """A request as the judge's own client sends one: every field, ``null`` for absent values."""
 
     sub_id: str | None
     type: str
@@ -148,6 +150,6 @@ class GradingClient:
         return [Result(**result) for result in answer["results"]]
 
     def _get(self, path: str) -> Any:
-        with urllib.request.urlopen(self._url + path, timeout=10) as response:
+        with urllib.request.urlopen(self._url + path, timeout=WAIT_S) as response:
             assert response.status == 200 and response.headers.get_content_type() == "application/json"
             return json.loads(response.read())

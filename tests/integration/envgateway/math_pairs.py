@@ -1,6 +1,6 @@
 """Pairs of a reference answer and a written one, by class, with the verdict that each must get.
 
-A line of the table is a reference answer, answers that are right for it, and answers that are wrong. Used by
+A line of the table is a reference answer, right answers, and wrong answers. Used by
 benchmarks/math_reward.py, which counts false verdicts by class, and by a test.
 """
 
@@ -139,7 +139,7 @@ TABLE: dict[str, _Lines] = {
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One answer and whether it is right."""
+    """One answer and whether the answer is right."""
 
     kind: str
     truth: str

@@ -1,20 +1,57 @@
-"""What must be true of every slot after any run: no process, no file, and the next program unaffected."""
+"""Conditions on every slot after any run: no process, no file, and the next program unaffected."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
+from tests.running import is_running
+from tests.waiting import until, wait_until
 
 
 def slot_dirs(pool: SandboxPool) -> list[Path]:
-    return sorted(Path(pool._launcher._base_dir).glob("slot-*"))
+    return sorted(pool.base_dir.glob("slot-*"))
+
+
+def children_of(pid: int) -> list[int]:
+    """Empty for a process that has ended meanwhile."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def supervisor_of(pool: SandboxPool) -> int:
+    assert pool.supervisor_pid is not None
+    return pool.supervisor_pid
+
+
+def programs(supervisor: int) -> list[int]:
+    """The processes of programs: a supervisor forks them through its fork servers."""
+    found = [child for fork_server in children_of(supervisor) for child in children_of(fork_server)]
+    for process in found:
+        found += children_of(process)
+    return found
+
+
+async def until_programs_run(pool: SandboxPool, at_least: int = 1) -> None:
+    """Wait until this many processes of programs run."""
+    await until(lambda: len(programs(pool.supervisor_pid or 0)) >= at_least, "programs run")
+
+
+def kill_supervisor(pool: SandboxPool) -> None:
+    """Kill, and wait for the end."""
+    pid = supervisor_of(pool)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_running(pid), "the supervisor has ended")
 
 
 def processes_of_slots(pool: SandboxPool) -> list[str]:
-    users = set(pool._launcher._users.uids)
+    users = pool.user_ids
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -30,7 +67,7 @@ def processes_of_slots(pool: SandboxPool) -> list[str]:
 
 
 async def assert_clean(pool: SandboxPool) -> None:
-    """All slots are empty, and all of them run a program as if nothing had been."""
+    """Assert that all slots are empty, and that all of them run a program as in a new sandbox."""
     assert processes_of_slots(pool) == []
     for slot in slot_dirs(pool):
         assert [p.name for p in slot.iterdir()] == ["work"] and list((slot / "work").iterdir()) == []

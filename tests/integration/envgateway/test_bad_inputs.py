@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from services.common.errors import SandboxRefusedError
 from services.envgateway.judge.judge import Judge
-from services.envgateway.judge.records import Verdict
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from tests import needs
 
@@ -38,14 +38,14 @@ async def pool(request: pytest.FixtureRequest, world: World) -> AsyncIterator[Sa
     await started.close()
 
 
-_FROM_EXCHANGE = 60  # judged once in test_tests_as_code, too
+_FROM_EXCHANGE = 60  # judged once in test_tests_as_code, too; and what cases leave to each other in test_cases_together
 
 
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.slow if case.number >= _FROM_EXCHANGE else (), id=str(case)) for case in ALL],
 )
-async def test_a_bad_input_gets_its_verdict_and_leaves_nothing(pool: SandboxPool, world: World, case: Bad) -> None:
+async def test_a_bad_input_gets_its_verdict_and_leaves_no_trace(pool: SandboxPool, world: World, case: Bad) -> None:
     if case.request.language == "cpp":
         needs.check("C++ compiler")
     if case.number in (14, 20, 21) and pool.tier == "1":
@@ -54,6 +54,6 @@ async def test_a_bad_input_gets_its_verdict_and_leaves_nothing(pool: SandboxPool
     result = await Judge(pool).judge(case.request_in(world))
     assert case.wrong(result) == ""
     assert result.tier == pool.tier
-    assert (await neighbour).verdict is Verdict.OK
+    assert (await neighbour).verdict is RunStatus.OK
     assert pool.counts["restarts"] == 0
     await assert_clean(pool)

@@ -1,4 +1,5 @@
-"""What a program's bytes, memory and files cause is its own: no other try, no message to the next program, at every tier."""
+"""A program is at fault for effects of its bytes, memory and files: no other try, no message to the next program, at
+every tier."""
 
 from __future__ import annotations
 
@@ -12,21 +13,15 @@ import pytest
 import pytest_asyncio
 
 from services.common.errors import SandboxRefusedError
+from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.judge.judge import Judge
-from services.envgateway.judge.records import (
-    AssertTests,
-    JudgeRequest,
-    JudgeResult,
-    Lane,
-    StdinCase,
-    StdinTests,
-    Verdict,
-)
+from services.envgateway.judge.records import AssertTests, JudgeRequest, JudgeResult, StdinCase, StdinTests
 from services.envgateway.rewards.code import CodeReward
 from services.envgateway.rewards.result import RewardOutcome
+from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.bare.statuses import RunStatus as S
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
-from services.envgateway.sandbox.records import ExecutionStatus as S
 from tests import needs
 
 from .cases.containment import CASES
@@ -67,20 +62,20 @@ async def _gets_its_verdict(pool: SandboxPool, world: World, case: Bad) -> None:
     limits = [resource.prlimit(os.getpid(), resource.RLIMIT_NOFILE), os.sched_getaffinity(0)]
     result = await Judge(pool).judge(case.request_in(world))
     assert case.wrong(result) == ""
-    assert (await Judge(pool).judge(HONEST)).verdict is Verdict.OK
+    assert (await Judge(pool).judge(HONEST)).verdict is RunStatus.OK
     assert pool.counts["restarts"] == 0
     assert [resource.prlimit(os.getpid(), resource.RLIMIT_NOFILE), os.sched_getaffinity(0)] == limits
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in _QUICK], ids=str)
-async def test_what_a_program_causes_is_its_own(pool: SandboxPool, world: World, case: Bad) -> None:
+async def test_a_program_is_at_fault_for_its_effects(pool: SandboxPool, world: World, case: Bad) -> None:
     await _gets_its_verdict(pool, world, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pool", _TIERS[-1:], indirect=True)  # benchmarks/judge_hostile.py has all at every tier
 @pytest.mark.parametrize("case", [c for c in CASES if c.name not in _QUICK], ids=str)
-async def test_whatever_a_program_causes_is_its_own(pool: SandboxPool, world: World, case: Bad) -> None:
+async def test_a_program_is_at_fault_for_any_effect(pool: SandboxPool, world: World, case: Bad) -> None:
     await _gets_its_verdict(pool, world, case)
 
 
@@ -199,11 +194,11 @@ async def test_all_cases_together_have_a_time(pool: SandboxPool, monkeypatch: py
     honest = replace(slow, code="import time\ntime.sleep(.2)\nprint(1)")
     for request in (slow, honest):
         result = await Judge(pool).judge(request)
-        assert result.verdict is Verdict.TIME_LIMIT and len(result.cases) == result.num_cases == 130
+        assert result.verdict is RunStatus.TIME_LIMIT and len(result.cases) == result.num_cases == 130
         assert "judging_time_s" in result.cases[-1].detail
-    assert 2 <= sum(case.verdict is Verdict.OK for case in result.cases) <= 5
+    assert 2 <= sum(case.verdict is RunStatus.OK for case in result.cases) <= 5
     early = await Judge(pool).judge(replace(honest, stop_early=True))
-    assert early.verdict is Verdict.TIME_LIMIT and len(early.cases) <= 6
+    assert early.verdict is RunStatus.TIME_LIMIT and len(early.cases) <= 6
 
 
 async def test_memory_that_is_in_no_resident_set_is_reported(pool: SandboxPool) -> None:
@@ -240,7 +235,7 @@ class _AtOnce:
 
 
 @pytest.mark.parametrize("name", ["tests-garbage", "tests-half-a-frame", "tests-closed", "tests-feeds-back-depth"])
-async def test_a_reward_is_never_left_out_for_what_the_program_did(pool: SandboxPool, name: str) -> None:
+async def test_a_program_cannot_cause_a_missing_reward(pool: SandboxPool, name: str) -> None:
     request = next(case.request for case in CASES if case.name == name)
     assert isinstance(request.tests, AssertTests)
     task = {"tests": {"kind": "assert", "tests": request.tests.tests, "entry_point": request.tests.entry_point}}

@@ -15,14 +15,15 @@ import grpc
 import pytest
 
 from services.common import errors
-from services.common.config.envgateway import EnvGatewayConfig, MathRewardConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig, MathRewardConfig
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2, judge_pb2_grpc, status_pb2, status_pb2_grpc
-from services.common.rpc.channel import channel
+from services.common.rpc.client.channel import channel
 from services.common.rpc.status import translated_errors
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
+from tests.waiting import WAIT_S
 
 from .conftest import CONFIG
 
@@ -152,7 +153,7 @@ async def test_a_caller_that_leaves_frees_the_slot(gateway: Clients) -> None:
     for _ in range(4):
         with pytest.raises(errors.DeadlineError), translated_errors("gateway"):
             await gateway.code.ExecuteCode(request, timeout=0.2)
-    answer = await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(1)"), timeout=3)
+    answer = await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(1)"), timeout=8)
     assert answer.stdout == "1\n"
 
 
@@ -179,7 +180,7 @@ async def test_a_single_step_episode(gateway: Clients) -> None:
     end = await gateway.step(episode, 1, r"\boxed{4}")
     assert (end.reward, end.done) == (1.0, True)
     assert await gateway.step(episode, 1, "again") == end
-    await gateway.environments.CloseEpisode(pb.CloseEpisodeRequest(episode_id=episode.episode_id), timeout=5)
+    await gateway.environments.CloseEpisode(pb.CloseEpisodeRequest(episode_id=episode.episode_id), timeout=WAIT_S)
     with pytest.raises(errors.EpisodeNotFoundError), translated_errors("gateway"):
         await gateway.step(episode, 1, "again")
 
@@ -223,9 +224,9 @@ def failing(task: dict[str, Any], completion: str) -> float:
 
 
 async def test_a_users_environment_by_import_path(gateway: Clients) -> None:
-    names = (await gateway.environments.ListEnvironments(pb.ListEnvironmentsRequest(), timeout=5)).environments
+    names = (await gateway.environments.ListEnvironments(pb.ListEnvironmentsRequest(), timeout=WAIT_S)).environments
     # And the worlds whose extras are installed.
-    assert {"parity", "rooms", "single_step", "tool", "tools"} <= set(names)
+    assert {"parity", "household_toy", "single_step", "tool", "tools"} <= set(names)
     episode = await gateway.episode("parity", {"number": 4})
     assert list(episode.admissible_actions) == ["yes", "no"]
     assert (await gateway.step(episode, 1, "yes")).reward == 1.0
@@ -245,9 +246,9 @@ async def test_episode_errors_are_structured(gateway: Clients) -> None:
     assert full.value.retry_after_s
 
 
-async def test_status_tells_the_tier(gateway: Clients) -> None:
+async def test_status_has_the_tier(gateway: Clients) -> None:
     await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(1)"), timeout=20)
-    status = await gateway.status.GetStatus(status_pb2.GetStatusRequest(), timeout=5)
+    status = await gateway.status.GetStatus(status_pb2.GetStatusRequest(), timeout=WAIT_S)
     assert (status.service, status.state) == ("envgateway", "ready")
     assert status.labels["isolation_tier"] in ("2", "1", "U", "0") and status.gauges["sandbox_ok"] == 1
 

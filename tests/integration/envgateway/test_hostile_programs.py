@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
-from pathlib import Path
 
 import pytest
 
-from services.common.config.envgateway import SandboxConfig
+from services.common.config.processes.envgateway import SandboxConfig
 from services.common.errors import SandboxRefusedError
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.sandbox.records import ExecutionRequest, ExecutionStatus
+from services.envgateway.sandbox.records import ExecutionRequest
 
 from .conftest import CONFIG, Execute
-from .sandbox_state import assert_clean, processes_of_slots, slot_dirs
+from .sandbox_state import (
+    assert_clean,
+    children_of,
+    kill_supervisor,
+    processes_of_slots,
+    slot_dirs,
+    supervisor_of,
+    until_programs_run,
+)
 
-S = ExecutionStatus
+S = RunStatus
 
 
 NETWORK = [
@@ -113,22 +120,21 @@ import os, sys, time
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        time.sleep(1.0)
+        time.sleep(30)
         open("late", "w").write("x")
         os._exit(0)
     os._exit(0)
 os.wait()
 print("parent done", flush=True)
 """
-    started = time.monotonic()
     result = await execute(code)
+    # not TIME_LIMIT, although the daemon holds stdout open
     assert (result.status, result.stdout) == (S.OK, b"parent done\n")
-    assert result.wall_s < 0.9 and time.monotonic() - started < 2  # although the daemon holds stdout open
     await assert_clean(pool)
 
 
 async def test_a_fork_bomb_is_held_and_wiped(execute: Execute, pool: SandboxPool) -> None:
-    # Bounded by itself as well: six doublings are 64 processes, which end after five seconds.
+    # Bounded by itself as well: six doublings are 64 processes, which end after 30 s.
     code = """
 import os, time
 refused = 0
@@ -140,15 +146,13 @@ for _ in range(6):
 os.write(1, b"x")
 if refused:
     os.write(2, b"refused")
-time.sleep(5)
+time.sleep(30)
 """
-    started = time.monotonic()
     result = await execute(code, wall_s=1.0, cpu_s=10.0)
     assert result.status in (S.TIME_LIMIT, S.RUNTIME_ERROR)
     assert b"refused" in result.stderr or result.detail == "more processes than allowed"
     if pool.tier != "0":  # there the count includes, roughly, the user's other processes
         assert len(result.stdout) <= CONFIG.num_processes
-    assert time.monotonic() - started < 6
     await assert_clean(pool)
 
 
@@ -183,9 +187,9 @@ end = time.time() + 20
         "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')",
     ],
 )
-async def test_nothing_outlives_the_wall_limit(execute: Execute, pool: SandboxPool, code: str) -> None:
+async def test_no_process_outlives_the_wall_limit(execute: Execute, pool: SandboxPool, code: str) -> None:
     result = await execute(code, wall_s=0.5, cpu_s=8.0)
-    assert result.status is S.TIME_LIMIT and result.wall_s < 4
+    assert (result.status, result.detail) == (S.TIME_LIMIT, "wall time")
     await assert_clean(pool)
 
 
@@ -199,7 +203,7 @@ async def test_closing_the_streams_is_no_infrastructure_error(execute: Execute) 
 @pytest.mark.parametrize(
     "attempt", ["os.kill(-1, 9)", "os.kill(os.getppid(), 9)", "os.kill(1, 9)", "os.kill(TESTER, 9)", "os.killpg(0, 9)"]
 )
-async def test_killing_reaches_nobody_else(execute: Execute, pool: SandboxPool, attempt: str) -> None:
+async def test_killing_reaches_no_other_process(execute: Execute, pool: SandboxPool, attempt: str) -> None:
     neighbour = asyncio.create_task(execute("import time; time.sleep(0.6); print('alive')"))
     await asyncio.sleep(0.1)
     result = await execute(f"import os, time\nTESTER = {os.getpid()}\n{attempt}\ntime.sleep(0.2)\nprint('after')")
@@ -242,7 +246,7 @@ attempt("uid", lambda: os.setuid(0) if os.getuid() else (_ for _ in ()).throw(OS
         "import os, shutil; shutil.rmtree(os.getcwd())",
     ],
 )
-async def test_clean_up_works_whatever_the_work_dir_has_become(execute: Execute, pool: SandboxPool, code: str) -> None:
+async def test_clean_up_works_for_any_state_of_the_work_dir(execute: Execute, pool: SandboxPool, code: str) -> None:
     await asyncio.gather(execute(code), execute(code))
     await assert_clean(pool)
     assert os.path.exists("/etc/passwd")
@@ -251,12 +255,11 @@ async def test_clean_up_works_whatever_the_work_dir_has_become(execute: Execute,
 async def test_the_supervisors_death_is_an_infrastructure_error_and_mends_itself(
     execute: Execute, pool: SandboxPool
 ) -> None:
-    assert pool._supervisor is not None
     # what the program leaves behind must not survive either: a grandchild has no parent-death signal
     code = "import os, time\nif os.fork() == 0: time.sleep(20)\ntime.sleep(20)"
     running = asyncio.create_task(execute(code, wall_s=10.0))
-    await asyncio.sleep(0.3)
-    pool._supervisor.process.kill()
+    await until_programs_run(pool, at_least=2)
+    kill_supervisor(pool)
     result = await running
     assert result.status is S.INFRA_ERROR
     assert (await execute("print(1)")).stdout == b"1\n"
@@ -264,19 +267,14 @@ async def test_the_supervisors_death_is_an_infrastructure_error_and_mends_itself
     await assert_clean(pool)
 
 
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 async def test_the_fork_servers_death_is_an_infrastructure_error_and_mends_itself(
     execute: Execute, pool: SandboxPool
 ) -> None:
-    assert pool._supervisor is not None
-    supervisor = pool._supervisor.process.pid
+    supervisor = supervisor_of(pool)
     running = asyncio.create_task(execute("import time; time.sleep(20)", wall_s=10.0))
-    await asyncio.sleep(0.3)
-    (zygote,) = (child for child in children_of(supervisor) if children_of(child))
-    os.kill(zygote, 9)
+    await until_programs_run(pool)
+    (fork_server,) = (child for child in children_of(supervisor) if children_of(child))
+    os.kill(fork_server, 9)
     result = await running
     assert (result.status, result.detail) == (S.INFRA_ERROR, "the fork server died")
     assert (await execute("print(1)")).stdout == b"1\n"
@@ -284,11 +282,11 @@ async def test_the_fork_servers_death_is_an_infrastructure_error_and_mends_itsel
     await assert_clean(pool)
 
 
-async def test_closing_the_pool_leaves_nothing() -> None:
+async def test_closing_the_pool_leaves_no_process_and_no_file() -> None:
     pool = SandboxPool.start_before_threads(CONFIG)
-    base = pool._launcher._base_dir
+    base = pool.base_dir
     running = asyncio.create_task(pool.run(ExecutionRequest(code="import os, time\nos.fork()\ntime.sleep(20)")))
-    await asyncio.sleep(0.2)
+    await until_programs_run(pool, at_least=2)
     await pool.close()
     assert (await running).status in (S.INFRA_ERROR, S.CANCELLED)
     assert not os.path.exists(base)

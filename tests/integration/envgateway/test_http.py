@@ -12,12 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, MathRewardConfig, QueueConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig, HttpConfig, MathRewardConfig, QueueConfig
 from services.common.errors import ConfigError
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
+from tests.waiting import until
 
-from .conftest import CONFIG
+from .conftest import CONFIG, LONG, SLEEP_LONG
 
 RUN_KEYS = {"sub_id", "success", "run_success", "cost", "stdout", "stderr", "reason"}
 JUDGE_KEYS = RUN_KEYS - {"stdout", "stderr"}
@@ -45,12 +46,13 @@ class Client:
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[Client]:
+async def client(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    sandbox = getattr(request, "param", SLOTS)
     config = EnvGatewayConfig(
-        port=0, sandbox=SLOTS, math=MathRewardConfig(num_workers=1, timeout_s=3.0),
+        port=0, sandbox=sandbox, math=MathRewardConfig(num_workers=1, timeout_s=3.0),
         http=HttpConfig(port=0, queue_wait_s=1.0), queue=QueueConfig(lane_size=64),
     )  # fmt: skip
-    gateway = Gateway(config, SandboxPool.start_before_threads(SLOTS))
+    gateway = Gateway(config, SandboxPool.start_before_threads(sandbox))
     await gateway.start()
     assert gateway.http is not None
     async with aiohttp.ClientSession(f"http://127.0.0.1:{gateway.http.port}") as session:
@@ -73,7 +75,7 @@ async def test_a_run_has_exactly_the_fields_that_clients_know(client: Client) ->
     assert (result["success"], result["run_success"], result["reason"]) == (False, True, "")
 
 
-async def test_a_program_that_fails_is_no_success_even_where_nothing_was_expected(client: Client) -> None:
+async def test_a_failing_program_is_no_success_even_without_an_expected_output(client: Client) -> None:
     result = await client.run("print('x' * 5000); raise ValueError('no')", expected_output="")
     assert (result["success"], result["run_success"], result["reason"]) == (False, False, "")
     assert len(result["stdout"]) == 1000 and "ValueError: no" in result["stderr"]
@@ -89,7 +91,7 @@ async def test_reasons(client: Client) -> None:
     assert hungry["reason"] == "" and not hungry["run_success"] and hungry["stderr"]
 
 
-async def test_an_output_longer_than_what_is_usually_kept_is_still_compared(client: Client) -> None:
+async def test_an_output_beyond_the_usual_cap_is_still_compared(client: Client) -> None:
     long = "y" * (2 * CONFIG.output_bytes)
     assert (await client.run(f"print('y' * {len(long)})", expected_output=long))["success"]
     result = await client.run(f"print('y' * {len(long) - 1})", expected_output=long)
@@ -97,7 +99,7 @@ async def test_an_output_longer_than_what_is_usually_kept_is_still_compared(clie
 
 
 async def test_bytes_that_are_no_text_equal_no_expected_text(client: Client) -> None:
-    """Shown they are the replacement character, and equal to it they are not."""
+    """They are shown as the replacement character, but do not equal that character."""
     for data, expected in (
         (b"\xff", "\ufffd"),
         (b"\xed\xa0\x80", "\ufffd" * 3),
@@ -153,10 +155,10 @@ async def test_a_batch_larger_than_the_queue_is_not_refused(client: Client) -> N
     assert sum(result["success"] for result in answer["results"]) == 400
 
 
-async def test_who_finds_no_slot_in_time_is_told_so(client: Client) -> None:
+async def test_a_caller_without_a_slot_in_time_gets_an_error(client: Client) -> None:
     hogs = {"submissions": [{"type": "python", "solution": "import time; time.sleep(1.5)"}] * 3}
     long_batch = asyncio.create_task(client.post("/run/long-batch", hogs))
-    await asyncio.sleep(0.3)
+    await until(lambda: client.gateway.sandbox.gauges["sandbox_busy_slots"], "they run")
     quick = {"type": "python", "solution": "1"}
     late = (await client.post("/run/batch", {"submissions": [quick] * 2}))["results"]
     assert [(outcome["reason"], outcome["success"]) for outcome in late] == [("queue_timeout", False)] * 2
@@ -172,16 +174,20 @@ async def test_a_body_of_another_schema_is_refused_with_the_field(client: Client
     assert (await client.post("/judge/batch", "nonsense", status=422))["detail"]
 
 
+@pytest.mark.parametrize("client", [LONG], indirect=True, ids=["long"])
 async def test_a_client_that_leaves_takes_its_jobs_with_it(client: Client) -> None:
+    def num_jobs() -> float:
+        return sum(n for name, n in client.gateway.queue.gauges.items() if name.endswith(("waiting", "running")))
+
     for path in ("/run", "/run/long-batch"):
-        one = {"type": "python", "solution": "import time; time.sleep(1.8)"}
+        one = {"type": "python", "solution": SLEEP_LONG}
         body = one if path == "/run" else {"submissions": [one] * 50}
         call = asyncio.create_task(client.post(path, body))
-        await asyncio.sleep(0.3)
+        await until(num_jobs, "its jobs are there")
         call.cancel()
-        async with asyncio.timeout(1.2):  # sooner than the programs would end
-            while sum(n for name, n in client.gateway.queue.gauges.items() if name.endswith(("waiting", "running"))):
-                await asyncio.sleep(0.02)
+        await until(
+            lambda: not num_jobs() and not client.gateway.sandbox.gauges["sandbox_busy_slots"], "its jobs are gone"
+        )
 
 
 async def test_only_loopback_and_a_free_port_will_do() -> None:

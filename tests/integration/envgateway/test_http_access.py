@@ -1,4 +1,5 @@
-"""The HTTP interface in a run with keys: every route is for those who may use it, over TLS, and keys may be renewed."""
+"""The HTTP interface in a run with keys: every route is open to allowed callers only, over TLS, and keys may be
+renewed."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-from services.cli.keyring import Keyring
-from services.common.config.envgateway import EnvGatewayConfig, HttpConfig, MathRewardConfig
+from services.cli.keys.keyring import Keyring
+from services.common.config.processes.envgateway import EnvGatewayConfig, HttpConfig, MathRewardConfig
 from services.common.errors import ConfigError
 from services.common.security import identity
 from services.common.security.identity import Identity
@@ -51,7 +52,7 @@ async def url(who: Identity) -> AsyncIterator[str]:
 
 
 async def ask(url: str, path: str, context: ssl.SSLContext, token: str | None = None) -> tuple[int, object]:
-    """Status, and what was answered."""
+    """Status and body of an answer."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     async with aiohttp.ClientSession(url, headers=headers, connector=aiohttp.TCPConnector(ssl=context)) as http:
         call = http.post(path, json=PROGRAM) if path == "/run" else http.request(*route(path))
@@ -72,7 +73,7 @@ def trusting(keys: Keyring) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=str(keys.folder / "ca.pem"))
 
 
-async def test_a_program_is_run_for_who_has_a_token_or_a_certificate(url: str, keys: Keyring) -> None:
+async def test_a_token_or_a_certificate_allows_running_a_program(url: str, keys: Keyring) -> None:
     for role in (Role.CLIENT, Role.OPERATOR):
         status, answer = await ask(url, "/run", trusting(keys), keys.token(role, 1))
         assert (status, answer["stdout"]) == (200, "1\n")  # type: ignore[index]
@@ -85,7 +86,7 @@ ROUTES = ["/ping", "/status", "/nothing"] + [
 ]
 
 
-async def test_every_route_refuses_everybody_else(url: str, keys: Keyring, tmp_path: Path) -> None:
+async def test_every_route_refuses_other_callers(url: str, keys: Keyring, tmp_path: Path) -> None:
     other = make_keys(tmp_path / "other", "r2")
     old = Keyring(keys.folder, clock=lambda: time.time() - 10 * 86400)
     cases = {
@@ -105,7 +106,7 @@ async def test_every_route_refuses_everybody_else(url: str, keys: Keyring, tmp_p
             assert token is None or token[-20:] not in str(answer)
 
 
-async def test_a_stranger_fills_no_log(url: str, keys: Keyring) -> None:
+async def test_an_unknown_caller_cannot_fill_the_log(url: str, keys: Keyring) -> None:
     with capture_logs() as logs:
         for _ in range(50):
             assert (await ask(url, "/run", trusting(keys)))[0] == 401

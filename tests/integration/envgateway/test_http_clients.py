@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.common.config.envgateway import EnvGatewayConfig, HttpConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig, HttpConfig
 from services.envgateway.app import Gateway
 from services.envgateway.http import server
 from services.envgateway.sandbox.pool import SandboxPool

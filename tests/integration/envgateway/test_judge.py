@@ -13,14 +13,14 @@ from services.envgateway.judge.records import (
     JudgeResult,
     StdinCase,
     StdinTests,
-    Verdict,
 )
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
 
 from .sandbox_state import assert_clean
 
-V = Verdict
+V = RunStatus
 SQUARES = StdinTests(cases=tuple(StdinCase(stdin=f"{n}\n", expected=f"{n * n}\n") for n in range(4)))
 SLEEP = "import time; time.sleep(30)"
 
@@ -30,7 +30,7 @@ def judge(pool: SandboxPool) -> Judge:
     return Judge(pool)
 
 
-def verdicts(result: JudgeResult) -> list[Verdict]:
+def verdicts(result: JudgeResult) -> list[RunStatus]:
     return [case.verdict for case in result.cases]
 
 
@@ -87,7 +87,7 @@ async def test_a_call_that_raises_shows_its_own_lines(judge: Judge) -> None:
     )
 
 
-async def test_calls_share_nothing(judge: Judge) -> None:
+async def test_calls_share_no_state(judge: Judge) -> None:
     tests = CallTests(entry_point="f", cases=(CallCase(args=(1,), expected=[1]), CallCase(args=(2,), expected=[2])))
     code = "seen = []\ndef f(n):\n    seen.append(n)\n    return seen"
     assert (await judge.judge(JudgeRequest(code=code, tests=tests))).verdict is V.OK
@@ -114,7 +114,7 @@ class Solution:
         ("x = Solution()\nassert is_same_list(x.reverse(list_node([1, 2])), list_node([2, 1]))", V.OK),
     ],
 )
-async def test_lists_and_trees_of_nodes_are_data(judge: Judge, test: str, verdict: Verdict) -> None:
+async def test_lists_and_trees_of_nodes_are_data(judge: Judge, test: str, verdict: RunStatus) -> None:
     assert (await judge.judge(JudgeRequest(code=NODES, tests=AssertTests(tests=test)))).verdict is verdict
 
 
@@ -166,7 +166,7 @@ RUN_TESTS = "def check(candidate):\n    values = [1, 2, 3]\n    for n in values:
     ],
 )
 async def test_a_program_that_dies_in_a_test_is_started_again_for_the_next(
-    judge: Judge, pool: SandboxPool, body: str, wanted: list[Verdict]
+    judge: Judge, pool: SandboxPool, body: str, wanted: list[RunStatus]
 ) -> None:
     tests = AssertTests(tests=RUN_TESTS, entry_point="f")
     limits = ExecutionLimits(wall_s=1.0)
@@ -176,7 +176,7 @@ async def test_a_program_that_dies_in_a_test_is_started_again_for_the_next(
 
 
 async def test_helpers_come_from_the_preamble_and_not_from_the_program(judge: Judge) -> None:
-    """A program that redefines the helper of a round trip gains nothing."""
+    """A program that redefines the helper of a round trip has no advantage."""
     preamble = "def encode(text): return text[::-1]\ndef decode(text):\n    pass\n"
     tests = "def check(candidate):\n    for text in ['abc', 'xyz']:\n        assert candidate(encode(text)) == text\n"
     cheat = "def encode(text): return text\ndef decode(text): return text"
@@ -199,14 +199,14 @@ async def test_helpers_come_from_the_preamble_and_not_from_the_program(judge: Ju
         CallTests(entry_point="f(", cases=(CallCase(),)),
     ],
 )
-async def test_tests_that_test_nothing_are_never_passed(judge: Judge, tests: AssertTests | CallTests) -> None:
+async def test_tests_without_a_check_are_never_passed(judge: Judge, tests: AssertTests | CallTests) -> None:
     result = await judge.judge(JudgeRequest(code="def f(*args): return 1", tests=tests))
     assert result.verdict is V.INVALID_TESTS, result
 
 
 @pytest.mark.parametrize("name", ["add", "reduce", "gcd", "Counter", "heappush", "mean"])
 async def test_a_name_that_the_tests_do_not_import_is_the_programs(judge: Judge, name: str) -> None:
-    """Also one that a library has, where it is the only one: or the library would be tested in the program's place."""
+    """Also a name that a library has, if the only one: otherwise the tests would test the library."""
     tests = AssertTests(tests=f"for n in [1, 2]:\n    assert {name}(n, 1) == n + 1")
     right, wrong = (f"def {name}(a, b): return {body}" for body in ("a + b", "a - b"))
     assert (await judge.judge(JudgeRequest(code=right, tests=tests))).verdict is V.OK

@@ -1,4 +1,4 @@
-"""What holds when callers leave and machinery dies; fork servers: what is warm in them, and how they are replaced."""
+"""Behaviour when callers leave and machinery dies; fork servers: preloaded modules, and replacement."""
 
 from __future__ import annotations
 
@@ -13,21 +13,28 @@ from pathlib import Path
 
 import pytest
 
+from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.judge.judge import Judge
-from services.envgateway.judge.records import (
-    AssertTests,
-    JudgeRequest,
-    StdinCase,
-    StdinTests,
-    Verdict,
-)
+from services.envgateway.judge.records import AssertTests, JudgeRequest, StdinCase, StdinTests
+from services.envgateway.sandbox import lease as lease_module
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult, ExecutionStatus
+from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
+from tests.deep_trees import make_deep
+from tests.running import is_running
+from tests.waiting import until, wait_until
 
-from .conftest import CONFIG
-from .sandbox_state import assert_clean, processes_of_slots
+from .conftest import CONFIG, SLEEP_LONG, long_programs
+from .sandbox_state import (
+    assert_clean,
+    children_of,
+    kill_supervisor,
+    processes_of_slots,
+    supervisor_of,
+    until_programs_run,
+)
 
-V = Verdict
+V = RunStatus
 SQUARES = StdinTests(cases=tuple(StdinCase(stdin=f"{n}\n", expected=f"{n * n}\n") for n in range(4)))
 SLEEP = "import time; time.sleep(30)"
 
@@ -44,7 +51,7 @@ async def test_numpy_and_sympy_are_warm_and_draw_their_own_numbers(pool: Sandbox
     result = await pool.run(
         ExecutionRequest(code="from sympy import symbols, integrate\nx = symbols('x')\nprint(integrate(x, x))")
     )
-    assert (result.status, result.stdout) == (ExecutionStatus.OK, b"x**2/2\n")
+    assert (result.status, result.stdout) == (RunStatus.OK, b"x**2/2\n")
     result = await pool.run(
         ExecutionRequest(code="import numpy, os\nfor _ in range(3):\n  if os.fork() == 0: os._exit(0)\nprint(1)")
     )
@@ -54,36 +61,50 @@ async def test_numpy_and_sympy_are_warm_and_draw_their_own_numbers(pool: Sandbox
 async def test_other_packages_of_the_gateway_are_not_there(pool: SandboxPool) -> None:
     for name in ("grpc", "pydantic", "services", "pytest"):
         result = await pool.run(ExecutionRequest(code=f"import {name}"))
-        assert result.status is ExecutionStatus.RUNTIME_ERROR and b"ModuleNotFoundError" in result.stderr
+        assert result.status is RunStatus.RUNTIME_ERROR and b"ModuleNotFoundError" in result.stderr
 
 
+@long_programs
 async def test_cancelling_a_judgement_kills_it_and_frees_the_slot(judge: Judge, pool: SandboxPool) -> None:
     tests = AssertTests(tests="for n in [1]:\n    assert f(n) == 1")
     requests = [
-        JudgeRequest(code=SLEEP, tests=SQUARES, limits=ExecutionLimits(wall_s=9.0)),
-        JudgeRequest(code="import time\ndef f(n): time.sleep(30)", tests=tests, limits=ExecutionLimits(wall_s=9.0)),
+        JudgeRequest(code=SLEEP_LONG, tests=SQUARES),
+        JudgeRequest(code="import time\ndef f(n): time.sleep(500)", tests=tests),
     ]
-    started = time.monotonic()
     running = [asyncio.create_task(judge.judge(request)) for request in requests]
+    await until(lambda: pool.gauges["sandbox_busy_slots"], "one runs")
     await asyncio.sleep(0.5)
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    async with asyncio.timeout(5):
-        while pool.gauges["sandbox_busy_slots"]:
-            await asyncio.sleep(0.01)
-    assert time.monotonic() - started < 6
+    await until(lambda: not pool.gauges["sandbox_busy_slots"])
     await assert_clean(pool)
 
 
-async def test_a_supervisor_that_dies_costs_a_judgement_nothing(judge: Judge, pool: SandboxPool) -> None:
+@pytest.mark.parametrize("num_rounds", range(5))
+async def test_a_caller_that_leaves_at_any_moment_of_connecting_leaves_the_sandbox_usable(
+    pool: SandboxPool, num_rounds: int
+) -> None:
+    for killed in (False, True):  # the first connection, and that to a new supervisor
+        if killed:
+            kill_supervisor(pool)
+            assert (await pool.run(ExecutionRequest(code="print(0)"))).status in (RunStatus.INFRA_ERROR, RunStatus.OK)
+        leaving = asyncio.create_task(pool.run(ExecutionRequest(code="print(1)")))
+        for _ in range(num_rounds):
+            await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert (await pool.run(ExecutionRequest(code="print(2)"))).stdout == b"2\n"
+    await assert_clean(pool)
+
+
+async def test_a_dead_supervisor_does_not_change_a_verdict(judge: Judge, pool: SandboxPool) -> None:
     """The case is run once more: infrastructure is never the program's fault."""
-    assert pool._supervisor is not None
-    code = "import time, os\nif os.fork() == 0: time.sleep(20)\ntime.sleep(0.5)\nprint(1)"
+    code = "import time, os\nif os.fork() == 0: time.sleep(20)\ntime.sleep(2)\nprint(1)"
     tests = StdinTests(cases=(StdinCase(expected="1"),))
     running = asyncio.create_task(judge.judge(JudgeRequest(code=code, tests=tests)))
-    await asyncio.sleep(0.2)
-    pool._supervisor.process.kill()
+    await until_programs_run(pool, at_least=2)
+    kill_supervisor(pool)
     assert (await running).verdict is V.OK
     assert pool.counts["restarts"] == 1
     await assert_clean(pool)
@@ -92,13 +113,12 @@ async def test_a_supervisor_that_dies_costs_a_judgement_nothing(judge: Judge, po
 async def test_machinery_that_keeps_dying_is_an_infrastructure_error(judge: Judge, pool: SandboxPool) -> None:
     tests = StdinTests(cases=(StdinCase(expected="1"),))
     running = asyncio.create_task(judge.judge(JudgeRequest(code="import time; time.sleep(5)", tests=tests)))
-    killed = 0
+    killed = set()
     while not running.done():
-        supervisor = pool._supervisor
-        if supervisor is not None and supervisor.process.poll() is None and pool.counts["restarts"] == killed:
-            await asyncio.sleep(0.3)
-            supervisor.process.kill()
-            killed += 1
+        supervisor = pool.supervisor_pid
+        if supervisor is not None and supervisor not in killed and any(map(children_of, children_of(supervisor))):
+            killed.add(supervisor)  # in the middle of the program
+            kill_supervisor(pool)
         await asyncio.sleep(0.02)
     result = await running
     assert result.verdict is V.INFRA_ERROR and not result.verdict.is_about_the_program
@@ -106,7 +126,7 @@ async def test_machinery_that_keeps_dying_is_an_infrastructure_error(judge: Judg
 
 ORPHANING = """
 import asyncio, sys
-from services.common.config.envgateway import SandboxConfig
+from services.common.config.processes.envgateway import SandboxConfig
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
 async def main():
@@ -114,7 +134,7 @@ async def main():
     code = "import os, time\\nfor _ in range(2):\\n  if os.fork() == 0: os.setsid()\\ntime.sleep(30)"
     running = asyncio.create_task(pool.run(ExecutionRequest(code=code)))
     await asyncio.sleep(0.5)
-    print('RUNNING', pool._supervisor.process.pid, pool._launcher._base_dir, *pool._launcher._users.uids, flush=True)
+    print('RUNNING', pool.supervisor_pid, pool.base_dir, *pool.user_ids, flush=True)
     await running
 asyncio.run(main())
 """
@@ -122,7 +142,7 @@ asyncio.run(main())
 
 @pytest.mark.needs("root")  # slot users
 @pytest.mark.parametrize("tier", [pytest.param(tier, marks=pytest.mark.needs(f"sandbox tier {tier}")) for tier in "21"])
-def test_what_a_killed_gateway_leaves_is_swept_by_the_next(tier: str, repository: Path) -> None:
+def test_processes_of_a_killed_gateway_are_swept_by_the_next(tier: str, repository: Path) -> None:
     gateway = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(ORPHANING), tier], stdout=subprocess.PIPE, text=True, cwd=repository
     )
@@ -130,6 +150,8 @@ def test_what_a_killed_gateway_leaves_is_swept_by_the_next(tier: str, repository
         assert gateway.stdout is not None
         line = next(line for line in gateway.stdout if line.startswith("RUNNING"))
         _, supervisor, base_dir, *uids = line.split()
+        wait_until(lambda: len(_alive_of(uids)) >= 3, "the program has forked")
+        left = _alive_of(uids)
         for pid in (int(supervisor), gateway.pid):  # at once, so that neither cleans up after the other
             os.kill(pid, signal.SIGKILL)
     finally:
@@ -139,17 +161,15 @@ def test_what_a_killed_gateway_leaves_is_swept_by_the_next(tier: str, repository
             gateway.stdout.close()
     started = SandboxPool.start_before_threads(CONFIG)
     try:
-        end = time.monotonic() + 5
-        while (left := _alive_of(uids)) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert left == []
+        # these alone: programs of another sandbox may have the users by now
+        wait_until(lambda: not any(is_running(pid) for pid in left), "no process is left")
         assert not os.path.exists(base_dir)
         assert processes_of_slots(started) == []
     finally:
         asyncio.run(started.close())
 
 
-def _alive_of(uids: list[str]) -> list[str]:
+def _alive_of(uids: list[str]) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -158,56 +178,43 @@ def _alive_of(uids: list[str]) -> list[str]:
             except OSError:
                 continue
             if "State:\tZ" not in status and status.split("Uid:")[1].split()[0] in uids:
-                found.append(entry.name)
+                found.append(int(entry.name))
     return found
 
 
-async def test_fork_servers_are_replaced_without_anybody_noticing() -> None:
+async def test_replacing_fork_servers_does_not_affect_runs() -> None:
     pool = SandboxPool.start_before_threads(CONFIG.model_copy(update={"fork_server_runs": 4}))
     try:
-        assert pool._supervisor is not None
-        before = _children(pool._supervisor.process.pid)
+        before = set(children_of(supervisor_of(pool)))
         running = asyncio.create_task(pool.run(ExecutionRequest(code="import time; time.sleep(0.5); print('slow')")))
         results = [await pool.run(ExecutionRequest(code="print(1)")) for _ in range(20)]
         assert {r.stdout for r in results} == {b"1\n"} and (await running).stdout == b"slow\n"
         assert pool.counts["infra_error".upper()] == 0
-        after = _children(pool._supervisor.process.pid)
+        after = set(children_of(supervisor_of(pool)))
         assert len(after) <= len(before) + 2 and after != before  # at tier 2 the slots' rooms are there as well
     finally:
         await pool.close()
 
 
-def _children(pid: int) -> set[str]:
-    return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-
-
 @pytest.mark.needs("sandbox tier 2")  # no other has such processes
 async def test_a_slot_whose_first_process_dies_is_infrastructure_and_is_mended(pool: SandboxPool) -> None:
-    assert pool._supervisor is not None
     running = asyncio.create_task(pool.run(ExecutionRequest(code=SLEEP)))
-    await asyncio.sleep(0.3)
-    supervisor = pool._supervisor.process.pid
-    for child in _children(supervisor):
+    await until_programs_run(pool)
+    for child in children_of(supervisor_of(pool)):
         if os.readlink(f"/proc/{child}/ns/pid") != os.readlink("/proc/self/ns/pid"):
-            os.kill(int(child), signal.SIGKILL)
-    assert (await running).status is ExecutionStatus.INFRA_ERROR
+            os.kill(child, signal.SIGKILL)
+    assert (await running).status is RunStatus.INFRA_ERROR
     await assert_clean(pool)
 
 
-def test_a_dead_gateways_directory_of_any_depth_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    left = tmp_path / "millrace-sandbox-4194304-dead"  # above the largest pid
+def test_a_dead_gateways_directory_of_any_depth_is_removed(deep_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(deep_path))
+    left = deep_path / "millrace-sandbox-4194304-dead"  # above the largest pid
     left.mkdir()
-    top = os.open(left, os.O_RDONLY)
-    for _ in range(3000):
-        os.mkdir("d", dir_fd=top)
-        inner = os.open("d", os.O_RDONLY, dir_fd=top)
-        os.close(top)
-        top = inner
-    os.close(top)
+    make_deep(left, 3000)
     started = SandboxPool.start_before_threads(CONFIG)
     asyncio.run(started.close())
-    assert list(tmp_path.iterdir()) == []
+    assert list(deep_path.iterdir()) == []
 
 
 CPP = '#include <iostream>\nint main() { int n; std::cin >> n; std::cout << n * n << "\\n"; }'
@@ -216,7 +223,7 @@ CPP = '#include <iostream>\nint main() { int n; std::cin >> n; std::cout << n * 
 @pytest.mark.needs("C++ compiler")
 async def test_cpp_is_compiled_once_and_run_for_each_case(pool: SandboxPool, judge: Judge) -> None:
     result = await pool.run(ExecutionRequest(code=CPP, language="cpp", stdin=b"7"))
-    assert (result.status, result.stdout) == (ExecutionStatus.OK, b"49\n")
+    assert (result.status, result.stdout) == (RunStatus.OK, b"49\n")
     before = sum(pool.counts.values())
     assert (await judge.judge(JudgeRequest(code=CPP, language="cpp", tests=SQUARES))).num_passed == 4
     assert sum(pool.counts.values()) - before == 5
@@ -225,34 +232,63 @@ async def test_cpp_is_compiled_once_and_run_for_each_case(pool: SandboxPool, jud
 async def test_without_a_compiler_cpp_is_an_invalid_request(pool: SandboxPool, judge: Judge) -> None:
     pool._has_cpp = False
     result = await pool.run(ExecutionRequest(code=CPP, language="cpp"))
-    assert result.status is ExecutionStatus.INVALID_REQUEST and "no C++ compiler" in result.detail
+    assert result.status is RunStatus.INVALID_REQUEST and "no C++ compiler" in result.detail
     judged = await judge.judge(JudgeRequest(code=CPP, language="cpp", tests=SQUARES))
     assert judged.verdict is V.INVALID_REQUEST and "no C++ compiler" in judged.detail
     other = await judge.judge(JudgeRequest(code="x", language="rust", tests=SQUARES))
     assert other.verdict is V.INVALID_REQUEST and "rust" in other.detail
 
 
-async def test_programs_that_are_sent_ahead_wait_for_a_slot_and_leave_one_to_the_urgent(pool: SandboxPool) -> None:
-    def sent(code: str, patient: bool) -> asyncio.Task[ExecutionResult]:
-        return asyncio.create_task(pool.run(ExecutionRequest(code=code), patient=patient, ahead=True))
+async def test_batch_programs_wait_for_a_slot_and_leave_one_to_interactive_ones(pool: SandboxPool) -> None:
+    def sent(code: str, lane: Lane) -> asyncio.Task[ExecutionResult]:
+        return asyncio.create_task(pool.run(ExecutionRequest(code=code), lane))
 
-    slow, waiting, cancelled = (sent(f"import time; time.sleep({s})", patient=True) for s in (1.5, 0, 0))
-    await asyncio.sleep(0.1)
-    assert (await sent("print(1)", patient=False)).stdout == b"1\n"
-    assert not slow.done() and not waiting.done()  # two slots: the second is not for the patient
-    cancelled.cancel()
-    await asyncio.wait([cancelled])
-    assert cancelled.cancelled()
-    assert [(await task).status for task in (slow, waiting)] == [ExecutionStatus.OK] * 2
-    assert (await waiting).wall_s < 1.4  # its time runs from the fork, not from the sending
-    assert pool.gauges["sandbox_busy_slots"] == 0 and pool.gauges["sandbox_cancelled"] == 1
+    slow, waiting, cancelled = (sent(code, Lane.BATCH) for code in (SLEEP, "print(2)", SLEEP))
+    await until_programs_run(pool)
+    assert (await sent("print(1)", Lane.INTERACTIVE)).stdout == b"1\n"
+    assert not slow.done() and not waiting.done()  # two slots: the second is not for batch
+    freed = time.monotonic()
+    for task in (cancelled, slow):
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+    result = await waiting
+    assert result.stdout == b"2\n"
+    assert result.wall_s <= time.monotonic() - freed  # its time runs from the fork, not from the sending
+    assert pool.gauges["sandbox_busy_slots"] == 0 and pool.gauges["sandbox_cancelled"] == 2
+
+
+async def test_a_program_that_waits_long_for_a_slot_does_not_blame_the_supervisor(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "_ANSWER_GRACE_S", 1.0)
+    slow = ExecutionRequest(code="import time; time.sleep(4)")
+    brief = ExecutionRequest(code="print(1)", limits=ExecutionLimits(wall_s=0.5))
+    *_, waited = await asyncio.gather(pool.run(slow), pool.run(slow), pool.run(brief))
+    assert (waited.stdout, pool.counts["OK"], pool.counts["restarts"]) == (b"1\n", 3, 0)
+
+
+async def test_a_supervisor_that_does_not_answer_is_replaced(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "_ANSWER_GRACE_S", 0.2)
+    monkeypatch.setattr(lease_module, "_AGE_TIMEOUT_S", 0.5)
+    assert (await pool.run(ExecutionRequest(code="print(1)"))).status is RunStatus.OK
+    os.kill(supervisor_of(pool), signal.SIGSTOP)
+    stuck = await pool.run(ExecutionRequest(code="print(2)", limits=ExecutionLimits(wall_s=0.5)))
+    assert stuck.status is RunStatus.INFRA_ERROR
+    monkeypatch.undo()
+    assert (await pool.run(ExecutionRequest(code="print(3)"))).stdout == b"3\n"
+    assert pool.counts["restarts"] == 1
 
 
 async def test_judgements_of_the_batch_lane_leave_a_slot_to_the_interactive(pool: SandboxPool) -> None:
-    case = StdinTests(cases=(StdinCase(stdin="", expected="1"),))
-    slow = JudgeRequest(code="import time; time.sleep(1.2); print(1)", tests=case)
+    slow = JudgeRequest(code=SLEEP, tests=StdinTests(cases=(StdinCase(stdin="", expected="1"),)))
     batch = [asyncio.create_task(Judge(pool).judge(slow)) for _ in range(2)]
-    await asyncio.sleep(0.1)
+    await until_programs_run(pool)
     assert (await pool.run(ExecutionRequest(code="print(2)"))).stdout == b"2\n"
     assert not any(task.done() for task in batch)
-    assert [result.verdict for result in await asyncio.gather(*batch)] == [Verdict.OK] * 2
+    for task in batch:
+        task.cancel()
+    await asyncio.wait(batch)
+    assert (await pool.run(ExecutionRequest(code="print(3)"), Lane.BATCH)).stdout == b"3\n"

@@ -11,32 +11,28 @@ import pytest
 
 from services.common.pb import environment_pb2, judge_pb2_grpc
 from services.common.pb import judge_pb2 as pb
-from services.common.rpc.channel import channel
+from services.common.rpc.client.channel import channel
 from services.common.rpc.server import Server
+from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.judge.judge import Judge
-from services.envgateway.judge.records import (
-    JudgeRequest,
-    JudgeResult,
-    Lane,
-    StdinCase,
-    StdinTests,
-    Verdict,
-)
+from services.envgateway.judge.records import JudgeRequest, JudgeResult, StdinCase, StdinTests
 from services.envgateway.queue.base import Job
 from services.envgateway.queue.fair import FairQueue
 from services.envgateway.queue.turns import Turns
+from services.envgateway.rpc.servicer_judge import JudgeServicer
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.servicer_judge import JudgeServicer
+from tests.waiting import until
 
+from .conftest import SLEEP_LONG, long_programs
 from .sandbox_state import assert_clean
 
-V = Verdict
+V = RunStatus
 SQUARES = StdinTests(cases=tuple(StdinCase(stdin=f"{n}\n", expected=f"{n * n}\n") for n in range(4)))
-SLEEP = "import time; time.sleep(30)"
 
 
 class _Recording:
-    """A runner that notes in which lane it was asked."""
+    """A runner that records the lane of each request."""
 
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
@@ -51,7 +47,7 @@ class _Recording:
 @pytest.fixture
 async def stub(pool: SandboxPool) -> AsyncIterator[tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording]]:
     runner = _Recording(Judge(pool))
-    queue = FairQueue(runner, Turns(num_slots=2, num_reserved=0, lane_size=100))
+    queue = FairQueue(runner, Turns(num_slots=2, batch_slots=2, lane_size=100))
     server = Server(service="envgateway", instance_id="test", host="127.0.0.1", port=0, run_id="")
     server.add(judge_pb2_grpc.add_JudgeServiceServicer_to_server, JudgeServicer(queue), "millrace.v1.JudgeService")
     port = await server.start()
@@ -109,23 +105,22 @@ async def test_a_batch_streams_results_as_they_finish(
     assert by_id == {"slow": pb.VERDICT_OK, "quick": pb.VERDICT_OK, "no tests": pb.VERDICT_INVALID_REQUEST}
 
 
+@long_programs
 async def test_a_deadline_and_a_client_that_leaves_end_the_run(
     stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording], pool: SandboxPool
 ) -> None:
     client, _ = stub
     with pytest.raises(grpc.aio.AioRpcError) as late:
-        await client.Judge(_squares(SLEEP), timeout=0.5)
+        await client.Judge(_squares(SLEEP_LONG), timeout=0.5)
     assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    batch = client.JudgeBatch(pb.JudgeBatchRequest(requests=[_squares(SLEEP)] * 4), timeout=30)
-    await asyncio.sleep(0.3)
+    batch = client.JudgeBatch(pb.JudgeBatchRequest(requests=[_squares(SLEEP_LONG)] * 4), timeout=60)
+    await until(lambda: pool.gauges["sandbox_busy_slots"], "a case runs")
     batch.cancel()
-    async with asyncio.timeout(5):
-        while pool.gauges["sandbox_busy_slots"] or pool.gauges["sandbox_queued"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: not (pool.gauges["sandbox_busy_slots"] or pool.gauges["sandbox_queued"]))
     await assert_clean(pool)
 
 
-async def test_a_limit_that_nothing_keeps_is_refused(
+async def test_a_limit_that_cannot_be_kept_is_refused(
     stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording],
 ) -> None:
     client, _ = stub

@@ -1,4 +1,4 @@
-"""A program that the policy wrote finds no keys: neither where they are, nor what is in them.
+"""A program that the policy wrote finds no keys: neither their place, nor their content.
 
 At tier 0 programs are limited, but not isolated from the gateway: there only the variable is kept from them.
 """
@@ -12,8 +12,9 @@ import pytest
 from services.common.security import identity
 from services.common.security.bundle import VARIABLE
 from services.common.security.roles import Role
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.sandbox.records import ExecutionRequest, ExecutionStatus
+from services.envgateway.sandbox.records import ExecutionRequest
 from tests import needs
 from tests.keys import make_keys
 
@@ -38,7 +39,7 @@ for pid in [{gateway}, os.getppid(), "self"]:
 
 
 async def looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str, list[str]]:
-    """The tier, what a program that looked for the keys wrote, and the secrets."""
+    """The tier, the output of a program that searched for keys, and the secrets."""
     import os
 
     keys = make_keys(tmp_path / "keys")
@@ -51,12 +52,12 @@ async def looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, 
         result = await pool.run(ExecutionRequest(code=code))
     finally:
         await pool.close()
-    assert result.status is ExecutionStatus.OK, result.stderr
+    assert result.status is RunStatus.OK, result.stderr
     secrets = [who.bundle.token[-40:], who.bundle.key.decode().splitlines()[1]]
     return pool.tier, result.stdout.decode(), secrets
 
 
-async def test_no_program_is_told_where_keys_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_program_can_find_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, said, _ = await looked(tmp_path, monkeypatch)
     assert VARIABLE not in said.splitlines()[0]
     if tier != "0":

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from services.common.config.envgateway import LiveConfig
+from services.common.config.processes.envgateway import LiveConfig
 from services.common.errors import CapacityError
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.live import CellResult, LiveProcess
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.sandbox.records import ExecutionStatus
+from tests.waiting import until
 
 from .conftest import CONFIG
-from .sandbox_state import assert_clean
+from .sandbox_state import assert_clean, kill_supervisor
 
-S = ExecutionStatus
+S = RunStatus
 Run = Callable[[str], Awaitable[CellResult]]
 
 LIVE = LiveConfig(cell_time_s=2.0, cpu_time_s=20.0, lifetime_s=60.0, memory_bytes=128 << 20, output_bytes=10_000)
@@ -32,7 +31,7 @@ def _short(**changes: float) -> LiveConfig:
 
 @pytest.fixture
 async def process(pool: SandboxPool) -> AsyncIterator[LiveProcess]:
-    """Afterwards everything of it is gone."""
+    """A live process; its place and processes are gone afterwards."""
     started = await LiveProcess.start(pool.live, LIVE, "")
     yield started
     await started.close()
@@ -42,7 +41,7 @@ async def process(pool: SandboxPool) -> AsyncIterator[LiveProcess]:
 
 @pytest.fixture
 async def hasty(pool: SandboxPool) -> AsyncIterator[LiveProcess]:
-    """One whose cells have little time."""
+    """A process with little time for its cells."""
     started = await LiveProcess.start(pool.live, _short(cell_time_s=0.6), "")
     yield started
     await started.close()
@@ -51,9 +50,7 @@ async def hasty(pool: SandboxPool) -> AsyncIterator[LiveProcess]:
 
 
 async def _gone(pool: SandboxPool) -> None:
-    async with asyncio.timeout(10):
-        while pool.live.gauges["live_processes"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: not pool.live.gauges["live_processes"])
 
 
 async def _cells(process: LiveProcess, *codes: str) -> CellResult:
@@ -108,7 +105,7 @@ async def test_the_state_is_kept_between_cells(pool: SandboxPool) -> None:
     await assert_clean(pool)
 
 
-async def test_a_cell_that_raises_shows_its_traceback_and_nothing_of_ours(pool: SandboxPool) -> None:
+async def test_a_cell_that_raises_shows_its_traceback_without_our_frames(pool: SandboxPool) -> None:
     for cells, told in RAISED:
         result = await _fresh(pool, *cells)
         assert result.status is S.RUNTIME_ERROR and told in result.stderr, cells
@@ -195,7 +192,7 @@ for _ in range(200):
         assert int(result.stdout) < CONFIG.num_processes + 1
 
 
-async def test_a_forked_child_answers_nothing(process: LiveProcess) -> None:
+async def test_a_forked_child_cannot_answer(process: LiveProcess) -> None:
     result = await process.run("import os\npid = os.fork()\nx = 'child' if pid == 0 else 'parent'\nx")
     again = await process.run("x")
     said = result.stdout + again.stdout  # the child prints at any time until it ends
@@ -203,13 +200,11 @@ async def test_a_forked_child_answers_nothing(process: LiveProcess) -> None:
     assert said.count(b"'parent'\n") == 2 and said.count(b"'child'\n") <= 1 and b"'parent'\n" in again.stdout
 
 
-async def test_cpu_time_counts_over_all_cells_and_what_runs_between_them(pool: SandboxPool) -> None:
+async def test_cpu_time_counts_over_all_cells_and_between_them(pool: SandboxPool) -> None:
     process = await LiveProcess.start(pool.live, _short(cpu_time_s=1.0), "")
     burner = "import threading, time\nend = time.time() + 20\ndef burn():\n    while time.time() < end: pass\nthreading.Thread(target=burn, daemon=True).start()"
     assert (await process.run(burner)).status is S.OK
-    async with asyncio.timeout(15):
-        while process.ended is None:
-            await asyncio.sleep(0.05)
+    await until(lambda: process.ended is not None)
     assert process.ended.status is S.TIME_LIMIT and process.ended.detail == "CPU time"
     await process.close()
     await _gone(pool)
@@ -219,9 +214,7 @@ async def test_cpu_time_counts_over_all_cells_and_what_runs_between_them(pool: S
 async def test_its_life_is_bounded(pool: SandboxPool) -> None:
     process = await LiveProcess.start(pool.live, _short(lifetime_s=0.5), "")
     assert (await process.run("1")).status is S.OK
-    async with asyncio.timeout(10):
-        while process.ended is None:
-            await asyncio.sleep(0.02)
+    await until(lambda: process.ended is not None)
     assert process.ended.status is S.TIME_LIMIT
     await process.close()
     await _gone(pool)
@@ -272,7 +265,7 @@ async def test_an_answer_that_the_harness_never_writes_is_the_codes_error(proces
 async def test_half_an_answer_does_not_end_the_time_limit(hasty: LiveProcess, code: str) -> None:
     result = await hasty.run(f"import os, time\nos.write(6, {code})\ntime.sleep(30)")
     assert not result.alive and result.status in (S.TIME_LIMIT, S.RUNTIME_ERROR)
-    assert result.wall_s < 10
+    assert result.wall_s < 25
 
 
 async def test_half_an_answer_of_a_cell_that_ends_is_its_own_error(hasty: LiveProcess) -> None:
@@ -284,7 +277,7 @@ async def test_half_an_answer_of_a_cell_that_ends_is_its_own_error(hasty: LivePr
 async def test_a_process_that_speaks_between_cells_is_ended(process: LiveProcess, what: str) -> None:
     code = f"import os, threading, time\nthreading.Thread(target=lambda: (time.sleep(.2), os.write(6, {what}))).start()"
     assert (await process.run(code)).status is S.OK
-    await asyncio.sleep(0.6)
+    await until(lambda: process.ended is not None, "its end")
     result = await process.run("print(1)")
     assert not result.alive and (result.status, result.detail) == (
         S.RUNTIME_ERROR,
@@ -332,9 +325,7 @@ async def test_a_full_house_is_an_error_and_places_come_back(pool: SandboxPool) 
     assert full.value.retry_after_s
     await processes[0].close()
     await processes[0].close()  # twice is fine, and gives one place back
-    async with asyncio.timeout(5):
-        while pool.live.gauges["live_processes"] != 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: pool.live.gauges["live_processes"] == 2)
     another = await LiveProcess.start(pool.live, LIVE, "")
     assert (await another.run("'fresh'")).status is S.OK
     with pytest.raises(CapacityError):
@@ -348,13 +339,14 @@ async def test_a_full_house_is_an_error_and_places_come_back(pool: SandboxPool) 
 async def test_live_processes_take_no_slot_from_programs(
     pool: SandboxPool, execute: Callable[..., Awaitable[object]]
 ) -> None:
-    processes = [await LiveProcess.start(pool.live, LIVE, "") for _ in range(3)]
-    busy = [asyncio.create_task(process.run("import time\ntime.sleep(1.5)")) for process in processes]
-    began = time.monotonic()
+    processes = [await LiveProcess.start(pool.live, _short(cell_time_s=45.0), "") for _ in range(3)]
+    busy = [asyncio.create_task(process.run("import time\ntime.sleep(40)")) for process in processes]
     await asyncio.gather(*(execute("print(1)") for _ in range(2)))
-    assert not any(task.done() for task in busy) and time.monotonic() - began < 1.5
-    for task, process in zip(busy, processes, strict=True):
-        assert (await task).status is S.OK
+    assert not any(task.done() for task in busy)
+    for task in busy:
+        task.cancel()
+    await asyncio.wait(busy)
+    for process in processes:
         await process.close()
     await _gone(pool)
 
@@ -374,8 +366,7 @@ async def test_a_supervisor_that_dies_is_no_fault_of_the_cell(pool: SandboxPool)
     process = await LiveProcess.start(pool.live, LIVE, "")
     cell = asyncio.create_task(process.run("import time\ntime.sleep(30)"))
     await asyncio.sleep(0.3)
-    assert pool._supervisor is not None
-    os.kill(pool._supervisor.process.pid, signal.SIGKILL)
+    kill_supervisor(pool)
     result = await cell
     assert (result.status, result.alive) == (S.INFRA_ERROR, False)
     await process.close()
@@ -386,8 +377,8 @@ async def test_a_supervisor_that_dies_is_no_fault_of_the_cell(pool: SandboxPool)
     await _gone(pool)
 
 
-async def test_what_a_thread_prints_between_cells_comes_with_the_next(process: LiveProcess) -> None:
-    late = "import threading\nthreading.Timer(0.1, lambda: print('late', flush=True)).start()"
+async def test_output_of_a_thread_between_cells_comes_with_the_next(process: LiveProcess) -> None:
+    late = "import threading\ntimer = threading.Timer(0.1, lambda: print('late', flush=True))\ntimer.start()"
     assert (await process.run(late)).stdout == b""
     await asyncio.sleep(0.4)
-    assert (await process.run("1")).stdout == b"late\n1\n"
+    assert (await process.run("timer.join()\n1")).stdout == b"late\n1\n"  # joined, as the machine may be busy

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from services.common.config.envgateway import MathRewardConfig
-from services.envgateway.rewards.math import MathReward
-from services.envgateway.rewards.math_pool import MathPool
+from services.common.config.processes.envgateway import MathRewardConfig
+from services.envgateway.rewards.math.pool import MathPool
+from services.envgateway.rewards.math.reward import MathReward
 from services.envgateway.rewards.result import RewardOutcome
 
 from .math_pairs import pairs

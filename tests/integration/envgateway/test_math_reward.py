@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from services.common.config.envgateway import MathRewardConfig
+from services.common.config.processes.envgateway import MathRewardConfig
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
-from services.envgateway.rewards import math_pool as math_pool_module
-from services.envgateway.rewards import math_process
-from services.envgateway.rewards.math import MathReward
-from services.envgateway.rewards.math_pool import MathPool
-from services.envgateway.rewards.math_process import WorkerDied, WorkerFailed, WorkerLost, WorkerOverdue, WorkerStarved
-from services.envgateway.rewards.math_progress import ANSWER, TRUTH
+from services.envgateway.child import ChildFailed, ChildLost
+from services.envgateway.rewards.math import pool as math_pool_module
+from services.envgateway.rewards.math import process as math_process
+from services.envgateway.rewards.math.pool import MathPool
+from services.envgateway.rewards.math.process import WorkerDied, WorkerOverdue, WorkerStarved
+from services.envgateway.rewards.math.progress import ANSWER, TRUTH
+from services.envgateway.rewards.math.reward import MathReward
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
 
@@ -113,7 +114,7 @@ BOMBS = [
 
 
 @pytest.mark.slow
-async def test_a_bomb_is_worth_nothing_and_costs_no_sample(hasty_pool: MathPool) -> None:
+async def test_a_bomb_gets_no_reward_and_costs_no_sample(hasty_pool: MathPool) -> None:
     reward = MathReward(hasty_pool)
     for bomb in BOMBS:
         async with asyncio.timeout(60):
@@ -123,7 +124,7 @@ async def test_a_bomb_is_worth_nothing_and_costs_no_sample(hasty_pool: MathPool)
     assert hasty_pool.counts["timeouts"] >= 3
 
 
-async def test_who_waits_behind_a_bomb_is_graded_all_the_same(hasty_pool: MathPool) -> None:
+async def test_answers_behind_a_bomb_are_still_graded(hasty_pool: MathPool) -> None:
     reward = MathReward(hasty_pool)
     bomb, fine = r"\boxed{9^{9^{9^{9^{9}}}}}", r"\boxed{\frac{2}{4}}"
     answers = [bomb if n % 8 == 3 else fine for n in range(16)]
@@ -148,10 +149,10 @@ async def test_time_is_the_workers_not_the_clocks(hasty_pool: MathPool, monkeypa
     os.kill(pid, signal.SIGCONT)
     assert (await grading).outcome is R.CORRECT and hasty_pool.counts["timeouts"] == 0
     # one that gets none at all is replaced: the machine's fault, and no result
-    monkeypatch.setattr(math_process, "_STARVED_FACTOR", 2.0)
+    monkeypatch.setattr(math_process, "_STARVED_FACTOR", 6.0)
     os.kill(pid, signal.SIGSTOP)
     assert (await reward({"answer": r"\frac{1}{2}"}, r"\boxed{0.5}")).outcome is R.CORRECT
-    assert hasty_pool.counts["starved"] == 1
+    assert hasty_pool.counts["starved"] >= 1  # its successor may starve too on a busy machine
 
 
 class Scripted:
@@ -159,18 +160,18 @@ class Scripted:
 
     pid = 0
 
-    def __init__(self, failures: list[WorkerFailed]) -> None:
+    def __init__(self, failures: list[ChildFailed]) -> None:
         self._failures = failures
-        self.failure: WorkerFailed | None = None
+        self.failure: ChildFailed | None = None
 
-    async def start(self) -> None:
+    async def start(self, what: str) -> None:
         pass
 
     async def ask(self, frame: bytes) -> dict[str, Any]:
         if self._failures:
             self.failure = self._failures.pop(0)
             raise self.failure
-        return {"outcome": "correct", "detail": "", "exhausted": False, "worn": False}
+        return {"outcome": "correct", "reward": 1.0, "detail": "", "exhausted": False, "worn": False}
 
     def kill(self) -> None:
         pass
@@ -184,8 +185,8 @@ class Scripted:
         ([WorkerDied(signal.SIGKILL, ANSWER)] * 3, R.GRADER_FAILED),
         ([WorkerDied(0, ANSWER)] * 3, R.GRADER_FAILED),
         ([WorkerStarved()] * 3, R.GRADER_FAILED),
-        ([WorkerLost()] * 9, R.CORRECT),
-        ([WorkerLost()] * 10, R.GRADER_FAILED),
+        ([ChildLost()] * 9, R.CORRECT),
+        ([ChildLost()] * 10, R.GRADER_FAILED),
         ([WorkerDied(signal.SIGSEGV, ANSWER)], R.CORRECT),
         ([WorkerDied(signal.SIGSEGV, ANSWER)] * 2, R.UNPARSED),
         ([WorkerDied(signal.SIGSEGV, TRUTH)] * 2, R.GRADER_FAILED),
@@ -194,11 +195,11 @@ class Scripted:
         ([WorkerOverdue(ANSWER), WorkerOverdue(ANSWER)], R.GRADER_FAILED),  # the second: of the reference answer, alone
     ],
 )
-async def test_whose_fault_a_failure_is_decides(
-    monkeypatch: pytest.MonkeyPatch, failures: list[WorkerFailed], outcome: R
+async def test_the_cause_of_a_failure_decides_its_outcome(
+    monkeypatch: pytest.MonkeyPatch, failures: list[ChildFailed], outcome: R
 ) -> None:
     left = list(failures)
-    monkeypatch.setattr(math_pool_module, "MathProcess", lambda cpu_s: Scripted(left))
+    monkeypatch.setattr(math_pool_module, "MathProcess", lambda *_: Scripted(left))
     result = await MathPool(MathRewardConfig()).grade("1", "2")
     assert result.outcome is outcome and not left
 

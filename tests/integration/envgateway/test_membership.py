@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.errors import ConfigError, DeadlineError, InvalidRequestError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc.server import Server
 from services.envgateway.app import serve
-from services.envgateway.membership import stay
+from services.envgateway.rpc.membership import stay
 from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.conftest import CONFIG
 from tests.ports import free_port
+from tests.waiting import WAIT_S
 
 ADDRESS = "127.0.0.1:50080"
-WITHIN_S = 60.0
 
 
 class Pool(pool_pb2_grpc.PoolServiceServicer):
@@ -60,7 +60,7 @@ async def orchestrator(pool: Pool, port: int = 0) -> AsyncIterator[str]:
 
 async def test_it_leaves_when_the_run_has_ended() -> None:
     pool = Pool()
-    async with asyncio.timeout(WITHIN_S), orchestrator(pool) as place:
+    async with asyncio.timeout(WAIT_S), orchestrator(pool) as place:
         staying = asyncio.create_task(stay(place, ADDRESS, "mine"))
         await pool.joined.wait()
         assert not staying.done() and pool.addresses == [ADDRESS]
@@ -71,7 +71,7 @@ async def test_it_leaves_when_the_run_has_ended() -> None:
 
 async def test_it_stays_while_the_orchestrator_is_started_again() -> None:
     port, first, second = free_port(), Pool(), Pool()
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(WAIT_S):
         staying = asyncio.create_task(stay(f"127.0.0.1:{port}", ADDRESS))  # before there is one
         async with orchestrator(first, port):
             await first.joined.wait()
@@ -84,7 +84,7 @@ async def test_it_stays_while_the_orchestrator_is_started_again() -> None:
 
 async def test_an_orchestrator_that_does_not_come_or_come_back_is_named() -> None:
     nowhere = f"127.0.0.1:{free_port()}"
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(WAIT_S):
         with pytest.raises(
             DeadlineError, match=rf"waiting for the orchestrator at {nowhere}: no answer .*limit 0\.2 s"
         ):
@@ -98,7 +98,7 @@ async def test_an_orchestrator_that_does_not_come_or_come_back_is_named() -> Non
 
 
 async def test_the_orchestrator_of_another_run_and_a_refusal_end_it_at_once() -> None:
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(WAIT_S):
         async with orchestrator(Pool()) as place:
             with pytest.raises(ConfigError, match="of run 'other', but the orchestrator belongs to run 'mine'"):
                 await stay(place, ADDRESS, "other")
@@ -109,7 +109,7 @@ async def test_the_orchestrator_of_another_run_and_a_refusal_end_it_at_once() ->
 
 async def test_the_whole_gateway_ends_with_its_run_and_says_where_it_answers() -> None:
     pool, config = Pool(), EnvGatewayConfig(port=0, sandbox=CONFIG)
-    async with asyncio.timeout(WITHIN_S), orchestrator(pool) as place:
+    async with asyncio.timeout(WAIT_S), orchestrator(pool) as place:
         sandbox = SandboxPool.start_before_threads(config.sandbox)
         serving = asyncio.create_task(serve(config, sandbox, orchestrator=place))
         await pool.joined.wait()
@@ -123,7 +123,7 @@ async def test_a_gateway_without_a_run_serves_on() -> None:
     config = EnvGatewayConfig(port=free_port(), sandbox=CONFIG)
     sandbox = SandboxPool.start_before_threads(config.sandbox)
     serving = asyncio.create_task(serve(config, sandbox))
-    async with asyncio.timeout(WITHIN_S):
+    async with asyncio.timeout(WAIT_S):
         while True:
             try:
                 (await asyncio.open_connection("127.0.0.1", config.port))[1].close()

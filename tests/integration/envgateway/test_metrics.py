@@ -1,4 +1,4 @@
-"""Metrics of a gateway that has worked: every gauge that it shows has a name that Prometheus' users know."""
+"""Metrics of a gateway that has worked: every gauge has a name that Prometheus' users know."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.common.config.envgateway import EnvGatewayConfig
-from services.common.config.services import MetricsConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig
+from services.common.config.processes.services import MetricsConfig
 from services.common.pb import environment_pb2, environment_pb2_grpc
-from services.common.rpc.channel import channel
+from services.common.rpc.client.channel import channel
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.conftest import CONFIG
 
 
-async def test_a_gateway_tells_prometheus_what_it_ran(pool: SandboxPool, tmp_path: Path) -> None:
+async def test_a_gateway_reports_its_runs_to_prometheus(pool: SandboxPool, tmp_path: Path) -> None:
     config = EnvGatewayConfig(port=0, sandbox=CONFIG)
     gateway = Gateway(config, pool, "run-1", metrics=MetricsConfig(enabled=True), run_dir=tmp_path)
     port = await gateway.start()

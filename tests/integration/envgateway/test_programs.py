@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 
 import pytest
 
-from services.common.config.envgateway import SandboxConfig
+from services.common.config.processes.envgateway import SandboxConfig
 from services.common.errors import CapacityError
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.sandbox.records import ExecutionRequest, ExecutionStatus
+from services.envgateway.sandbox.records import ExecutionRequest
+from tests.waiting import until
 
-from .conftest import Execute
+from .conftest import CONFIG, LONG_S, SLEEP_LONG, Execute, long_programs
 
-S = ExecutionStatus
+S = RunStatus
 
 
-async def test_a_program_prints_and_the_result_says_what_it_used(execute: Execute, pool: SandboxPool) -> None:
+async def test_a_program_prints_and_the_result_has_its_usage(execute: Execute, pool: SandboxPool) -> None:
     result = await execute("print(47*38)")
     assert (result.status, result.exit_code, result.stdout, result.stderr) == (S.OK, 0, b"1786\n", b"")
     assert 0 < result.wall_s < 3 and result.peak_memory_bytes > 1 << 20
@@ -92,7 +93,7 @@ async def test_unencodable_text_is_an_invalid_request(execute: Execute) -> None:
     assert (await execute("print('\ud800')")).status is S.INVALID_REQUEST
 
 
-async def test_a_signal_is_told(execute: Execute) -> None:
+async def test_a_signal_is_reported(execute: Execute) -> None:
     result = await execute("import ctypes; ctypes.string_at(0)")
     assert (result.status, result.exit_code, result.signal) == (S.RUNTIME_ERROR, None, signal.SIGSEGV)
     result = await execute("import os; os.abort()")
@@ -122,7 +123,7 @@ async def test_bytes_of_output_are_kept_as_they_are(execute: Execute) -> None:
     assert (result.status, result.stdout) == (S.OK, b"\xff\x00\x1b[1m\n")
 
 
-async def test_what_is_printed_at_the_end_is_included(execute: Execute) -> None:
+async def test_output_at_exit_is_included(execute: Execute) -> None:
     code = "import atexit\natexit.register(print, 'atexit')\nclass A:\n  def __del__(self): print('del')\na = A()"
     assert (await execute(code)).stdout == b"atexit\ndel\n"
 
@@ -148,16 +149,16 @@ async def test_files_of_one_program_are_gone_for_the_next(execute: Execute) -> N
 
 
 async def test_wall_time_is_limited(execute: Execute) -> None:
-    started = time.monotonic()
     result = await execute("import time; print('before', flush=True); time.sleep(60)", wall_s=0.5)
     assert (result.status, result.detail, result.stdout) == (S.TIME_LIMIT, "wall time", b"before\n")
-    assert 0.5 <= result.wall_s < 5 and time.monotonic() - started < 10
+    assert 0.5 <= result.wall_s < CONFIG.wall_time_s
 
 
 async def test_cpu_time_is_limited_over_all_processes(execute: Execute) -> None:
-    code = "import os, time\nend = time.time() + 20\nfor _ in range(3): os.fork()\nwhile time.time() < end: pass"
+    # Four processes, half of what a user may have: the kernel still counts the end of the program before.
+    code = "import os, time\nend = time.time() + 20\nfor _ in range(2): os.fork()\nwhile time.time() < end: pass"
     result = await execute(code, cpu_s=0.5, wall_s=10.0)
-    assert (result.status, result.detail) == (S.TIME_LIMIT, "CPU time")
+    assert (result.status, result.detail) == (S.TIME_LIMIT, "CPU time"), result.stderr
     assert result.cpu_s >= 0.5
 
 
@@ -174,8 +175,8 @@ async def test_memory_is_limited_over_all_processes(execute: Execute) -> None:
         "import os, time\nfor _ in range(5):\n  if os.fork() == 0:\n"
         "    data = bytes(range(256)) * 240_000\n    time.sleep(60)\ntime.sleep(60)"
     )
-    result = await execute(code, wall_s=10.0)
-    assert result.status is S.MEMORY_LIMIT and result.wall_s < 9
+    result = await execute(code, wall_s=30.0)
+    assert result.status is S.MEMORY_LIMIT and result.wall_s < 27, result.stderr
 
 
 async def test_memory_that_is_never_touched_is_not_counted(execute: Execute) -> None:
@@ -218,43 +219,53 @@ async def test_many_callers_share_the_slots_and_all_are_answered(execute: Execut
     assert [int(r.stdout) for r in results] == [n * 2 for n in range(60)]
 
 
+@long_programs
 async def test_a_slow_program_holds_up_no_other_slot(execute: Execute) -> None:
-    slow = asyncio.create_task(execute("import time; time.sleep(60)", wall_s=2.0))
+    slow = asyncio.create_task(execute(SLEEP_LONG, wall_s=LONG_S))
     quick = [await execute("print(1)") for _ in range(20)]
     assert not slow.done() and all(r.status is S.OK for r in quick)
-    assert (await slow).status is S.TIME_LIMIT
+    slow.cancel()
+    await asyncio.wait([slow])
 
 
+@long_programs
 async def test_cancelling_the_caller_kills_the_program_and_frees_the_slot(execute: Execute, pool: SandboxPool) -> None:
-    running = [asyncio.create_task(execute("import time; time.sleep(60)", wall_s=10.0)) for _ in range(2)]
-    await asyncio.sleep(0.1)
+    running = [asyncio.create_task(execute(SLEEP_LONG, wall_s=LONG_S)) for _ in range(2)]
+    await until(lambda: pool.gauges["sandbox_busy_slots"] == 2, "both run")
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    async with asyncio.timeout(5):
-        assert (await execute("print(1)")).status is S.OK
-        while pool.gauges["sandbox_busy_slots"]:
-            await asyncio.sleep(0.01)
+    assert (await execute("print(1)")).status is S.OK
+    await until(lambda: not pool.gauges["sandbox_busy_slots"])
 
 
 async def test_a_full_queue_says_when_to_come_back() -> None:
     config = SandboxConfig(allow_tier_0=True, num_slots=1, queue_size=1, wall_time_s=2.0)
     pool = SandboxPool.start_before_threads(config)
     try:
-        sleeper = asyncio.create_task(pool.run(ExecutionRequest(code="import time; time.sleep(60)")))
-        await asyncio.sleep(0)
-        waiting = asyncio.create_task(pool.run(ExecutionRequest(code="print(1)")))
-        await asyncio.sleep(0)
-        with pytest.raises(CapacityError) as full:
-            await pool.run(ExecutionRequest(code="print(2)"))
-        assert full.value.retry_after_s is not None and full.value.retry_after_s > 0
-        assert (await sleeper).status is S.TIME_LIMIT
-        assert (await waiting).stdout == b"1\n"
-        sleeper = asyncio.create_task(pool.run(ExecutionRequest(code="import time; time.sleep(1)")))
-        await asyncio.sleep(0)
-        with pytest.raises(CapacityError, match=r"within 0\.2 s"):
-            await pool.run(ExecutionRequest(code="print(3)"), queue_timeout_s=0.2)
-        assert (await sleeper).status is S.OK
+
+        async def lease(timeout_s: float = 60.0) -> None:
+            async with pool.lease(queue_timeout_s=timeout_s):
+                pass
+
+        async with pool.lease():
+            assert pool.gauges["sandbox_busy_slots"] == 1
+            waiting = asyncio.create_task(lease())
+            await asyncio.sleep(0)
+            with pytest.raises(CapacityError) as full:
+                await lease()
+            assert full.value.retry_after_s is not None and full.value.retry_after_s > 0
+            assert not waiting.done()
+        await waiting
+        async with pool.lease():
+            with pytest.raises(CapacityError, match=r"within 0\.2 s"):
+                await lease(0.2)
+            cancelled = asyncio.create_task(lease())
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            await asyncio.wait([cancelled])
+        await lease()
         assert (await pool.run(ExecutionRequest(code="print(4)"))).stdout == b"4\n"
+        assert pool.gauges["sandbox_busy_slots"] == pool.gauges["sandbox_queued"] == 0
     finally:
         await pool.close()

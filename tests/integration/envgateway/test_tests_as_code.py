@@ -1,4 +1,5 @@
-"""Right programs before tests that run as code: what crosses between the processes is judged as in one interpreter."""
+"""Right programs before tests that run as code: data that crosses between the processes is judged as in one
+interpreter."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ import asyncio
 import pytest
 
 from services.envgateway.judge.judge import Judge
-from services.envgateway.judge.records import AssertTests, CallCase, CallTests, JudgeRequest, JudgeResult, Verdict
+from services.envgateway.judge.records import AssertTests, CallCase, CallTests, JudgeRequest, JudgeResult
 from services.envgateway.rewards.code import CodeReward
 from services.envgateway.rewards.result import RewardOutcome
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 
 from .cases import exchange
@@ -93,11 +95,11 @@ async def verdicts(judge: Judge, program: str = "") -> dict[str, JudgeResult]:
 
 async def test_right_programs_pass_tests_that_run_as_code(judge: Judge) -> None:
     told = await verdicts(judge)
-    assert {name: result for name, result in told.items() if result.verdict is not Verdict.OK} == {}
+    assert {name: result for name, result in told.items() if result.verdict is not RunStatus.OK} == {}
 
 
 async def test_wrong_programs_fail_the_same_tests(judge: Judge) -> None:
-    wrong = (Verdict.WRONG_ANSWER, Verdict.RUNTIME_ERROR)
+    wrong = (RunStatus.WRONG_ANSWER, RunStatus.RUNTIME_ERROR)
     told = await verdicts(judge, "def f(n): return 'other'")
     assert {name: result for name, result in told.items() if result.verdict not in wrong} == {}
 
@@ -108,19 +110,19 @@ async def test_no_trick_of_the_exchange_makes_a_wrong_program_right(judge: Judge
     assert [line for line in told if line] == []
 
 
-async def test_what_a_row_lists_is_the_programs(judge: Judge) -> None:
+async def test_names_that_a_row_lists_are_the_programs(judge: Judge) -> None:
     tests = AssertTests(
         tests="assert candidate(3) == P(3)\nassert candidate(3) != P(4) and isinstance(candidate(3), P)",
         entry_point="f",
         names=("P",),
     )
-    assert (await judge.judge(JudgeRequest(code=POINT, tests=tests))).verdict is Verdict.OK
+    assert (await judge.judge(JudgeRequest(code=POINT, tests=tests))).verdict is RunStatus.OK
     for code, test, names in LISTED:
         tests = AssertTests(tests=test, entry_point=names[0], names=names)
         result = await judge.judge(JudgeRequest(code=code, tests=tests))
-        assert result.verdict is Verdict.OK, (test, result)
+        assert result.verdict is RunStatus.OK, (test, result)
     stack = AssertTests(tests="s = Stack()\ns.push(3)\nassert len(s) == 1 and s.held == [3]")
-    assert (await judge.judge(JudgeRequest(code=STACK, tests=stack))).verdict is Verdict.OK
+    assert (await judge.judge(JudgeRequest(code=STACK, tests=stack))).verdict is RunStatus.OK
 
 
 @pytest.mark.parametrize(
@@ -152,11 +154,11 @@ async def test_an_answer_that_is_handed_back_never_makes_its_sample_drop_out(jud
     for value in inner:
         code = f"{head}{'import numpy as np' if 'np.' in value else ''}\ndef f(n):\n    v = {value}\n    for _ in range(199): v = [v]\n    return v"
         result = await judge.judge(JudgeRequest(code=code, tests=tests))
-        assert result.verdict.is_about_the_program and result.verdict is not Verdict.OK, (value, result)
+        assert result.verdict.is_about_the_program and result.verdict is not RunStatus.OK, (value, result)
 
 
-async def test_what_a_program_returns_never_makes_its_sample_drop_out(judge: Judge) -> None:
-    """Whatever fails after the first call is the program's: else it could get rid of a 0."""
+async def test_a_returned_value_never_drops_its_sample(judge: Judge) -> None:
+    """A failure after the first call is the program's fault: otherwise a program could avoid a 0."""
     tests = AssertTests(tests="for n in [1]:\n    assert sum(candidate(n)) / len(candidate(n)) == 2", entry_point="f")
     for value in (
         "None",
@@ -171,7 +173,7 @@ async def test_what_a_program_returns_never_makes_its_sample_drop_out(judge: Jud
         "(yield)",
     ):
         result = await judge.judge(JudgeRequest(code=f"def f(n): return {value}", tests=tests))
-        assert result.verdict.is_about_the_program and result.verdict is not Verdict.OK, (value, result)
+        assert result.verdict.is_about_the_program and result.verdict is not RunStatus.OK, (value, result)
 
 
 @pytest.mark.parametrize(("entry_point", "code"), [
@@ -182,14 +184,14 @@ async def test_a_function_and_a_method_of_solution_stand_for_each_other_in_calls
     judge: Judge, entry_point: str, code: str
 ) -> None:
     tests = CallTests(entry_point=entry_point, cases=(CallCase(args=(3,), expected=[3]),))
-    assert (await judge.judge(JudgeRequest(code=code, tests=tests))).verdict is Verdict.OK
+    assert (await judge.judge(JudgeRequest(code=code, tests=tests))).verdict is RunStatus.OK
     wrong = code.replace("[n]", "[n, n]")
-    assert (await judge.judge(JudgeRequest(code=wrong, tests=tests))).verdict is Verdict.WRONG_ANSWER
+    assert (await judge.judge(JudgeRequest(code=wrong, tests=tests))).verdict is RunStatus.WRONG_ANSWER
 
 
 async def test_keys_of_a_dict_compare_as_json_wrote_them(judge: Judge) -> None:
     tests = CallTests(entry_point="f", cases=(CallCase(args=(3,), expected={"1": [2], "true": None}),))
-    for value, verdict in (("{1: [2], True: None}", Verdict.WRONG_ANSWER), ("{'1': [2], True: None}", Verdict.OK),
-                           ("{1: [2], 'true': None}", Verdict.OK), ("{2: [2], 'true': None}", Verdict.WRONG_ANSWER)):  # fmt: skip
+    for value, verdict in (("{1: [2], True: None}", RunStatus.WRONG_ANSWER), ("{'1': [2], True: None}", RunStatus.OK),
+                           ("{1: [2], 'true': None}", RunStatus.OK), ("{2: [2], 'true': None}", RunStatus.WRONG_ANSWER)):  # fmt: skip
         result = await judge.judge(JudgeRequest(code=f"def f(n): return {value}", tests=tests))
         assert result.verdict is verdict, value

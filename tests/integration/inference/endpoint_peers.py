@@ -1,4 +1,4 @@
-"""The endpoint over a real engine with a tiny model, and an engine that remembers what it said."""
+"""The endpoint over a real engine with a tiny model, and an engine that records its generations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from services.common.accounts import TimeAccount
-from services.common.chat import Chat
-from services.common.config.services import EndpointConfig
-from services.common.types import Sampling, Segment
-from services.inference.endpoint.server import SESSION_HEADER, EndpointServer
+from services.common.config.processes.services import EndpointConfig
+from services.common.records.types import Sampling, Segment
+from services.common.telemetry.accounts import TimeAccount
+from services.common.text.chat import Chat
+from services.inference.endpoint.access import SESSION_HEADER
+from services.inference.endpoint.server import EndpointServer
 from services.inference.engine.base import Engine, Generation, GenerationRequest
-from services.inference.policies import RolloutPolicy, ServedPolicy
+from services.inference.rollouts.policies import RolloutPolicy, ServedPolicy
+from services.inference.workflows.agents.captured import CapturedSession
 from services.inference.workflows.base import WorkflowContext
-from services.inference.workflows.captured import CapturedSession
 from tests.unit.inference.fakes import FakeGateway
 
 POLICY = "model0"
@@ -31,7 +32,7 @@ ADD: dict[str, Any] = {
 
 @functools.cache
 def tiny_model() -> Path:
-    from services.common.tiny_models import build
+    from services.common.tiny.models import build
 
     directory = Path(tempfile.mkdtemp(prefix="millrace-tiny-"))
     build(directory, seed=1)
@@ -39,7 +40,7 @@ def tiny_model() -> Path:
 
 
 class Recorded:
-    """An engine with what it was asked and what it said, by request."""
+    """An engine that records prompts and generations by request."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -56,8 +57,8 @@ class Recorded:
 
 @asynccontextmanager
 async def torch_policy(**settings: Any) -> AsyncIterator[ServedPolicy]:
-    from services.common.models import load_model, load_tokenizer
-    from services.inference.engine.torch_engine import TorchEngine
+    from services.common.text.huggingface import load_model, load_tokenizer
+    from services.inference.engine.torch.engine import TorchEngine
 
     engine = TorchEngine(load_model(tiny_model(), "float32"), **{"num_slots": 8, "context_length": 4096, **settings})
     await engine.start()
@@ -114,8 +115,22 @@ async def client_of(server: EndpointServer, session: str, **settings: Any) -> As
         await client.close()
 
 
+@asynccontextmanager
+async def anthropic_of(server: EndpointServer, session: str, **settings: Any) -> AsyncIterator[Any]:
+    """Anthropic's client with the session as its key."""
+    import anthropic
+
+    client = anthropic.AsyncAnthropic(
+        base_url=server.base_url, api_key=session, **{"max_retries": 0, "timeout": 30.0, **settings}
+    )
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
 async def play_tools(client: AsyncOpenAI, turns: int, question: str = "go", **request: Any) -> list[Mapping[str, Any]]:
-    """A conversation as agent frameworks hold it: the answer is appended as the client gives it, tools are answered."""
+    """A conversation in the way of agent frameworks: the client's answer is appended, tools are answered."""
     messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
     for turn in range(turns):
         answer = await client.chat.completions.create(model=POLICY, messages=messages, tools=[ADD], **request)
@@ -129,7 +144,7 @@ async def play_tools(client: AsyncOpenAI, turns: int, question: str = "go", **re
 
 
 def mismatches(said: Sequence[tuple[GenerationRequest, Generation]], session: CapturedSession) -> int:
-    """Trained tokens, prompts and log-probabilities that are not exactly what the engine was given and gave."""
+    """Differences between the trained tokens, prompts and log-probabilities and those of the engine."""
     wrong = 0
     by_prompt: dict[tuple[int, ...], list[list[Any]]] = {}  # several may have been asked the same
     for request, generation in said:

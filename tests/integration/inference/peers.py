@@ -1,10 +1,9 @@
-"""A fake orchestrator and a fake gateway over real gRPC, which do what a test tells them."""
+"""A fake orchestrator and a fake gateway over real gRPC, controlled by the test."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -21,20 +20,25 @@ from services.common.pb import (
     run_pb2_grpc,
     weights_pb2,
 )
+from services.common.records.types import TaskGroupOrder
 from services.common.rpc.interceptors import ErrorInterceptor
-from services.common.serde import duration_to_proto, order_to_proto
-from services.common.types import TaskGroupOrder
+from services.common.wire.records import duration_to_proto, order_to_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
-WAIT_S = 15.0
 
 
-async def until(condition: Callable[[], Any], what: str = "condition") -> None:
-    """Wait for something that another task makes true."""
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not come true within {WAIT_S} s"
-        await asyncio.sleep(0.005)
+END_S = 60.0
+
+
+async def end_of(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
+    """Exit code and output."""
+    try:
+        async with asyncio.timeout(END_S):
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return process.returncode, (out + err).decode()
 
 
 class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServiceServicer):
@@ -46,11 +50,16 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
         self.envgateway_address = envgateway_address
         self.joins: list[pool_pb2.JoinPoolRequest] = []
         self.reports: list[pool_pb2.ReportReplicaRequest] = []
-        self.records: list[pool_pb2.StreamTrajectoriesRequest] = []  # as they came, over all streams
+        self.records: list[pool_pb2.NumberedRecord] = []  # as they came, over all streams
+        self.message_sizes: list[int] = []  # records of each message
+        self.senders: set[tuple[str, str]] = set()  # replica id and incarnation of each message
         self.num_streams = 0
-        self.answer = pool_pb2.RecordAck()  # what every acknowledgement says beside its number
-        self.acknowledge: Callable[[pool_pb2.StreamTrajectoriesRequest], bool] = lambda request: True
+        self.num_report_streams = 0
+        self.end_report_stream = False  # at the next report
+        self.answer = pool_pb2.RecordAck()  # the fields of every acknowledgement, without its number
+        self.acknowledge: Callable[[pool_pb2.NumberedRecord], bool] = lambda record: True
         self.report_error: Exception | None = None
+        self.next_report_s = 0.0
         self.join_error: Exception | None = None
         self.stream_error: Exception | None = None
         self.port = 0
@@ -76,7 +85,7 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
             self._server = None
             self._commands = asyncio.Queue()
 
-    # -- what a test says ---------------------------------------------------------------------------------------
+    # -- the test's controls ------------------------------------------------------------------------------------
 
     def order(self, order: TaskGroupOrder) -> None:
         self._commands.put_nowait(pool_pb2.JoinPoolResponse(run_task_group=order_to_proto(order)))
@@ -132,21 +141,38 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
         if self.report_error is not None:
             raise self.report_error
         self.reports.append(request)
-        return pool_pb2.ReportReplicaResponse(lease=duration_to_proto(5.0))
+        return pool_pb2.ReportReplicaResponse(
+            lease=duration_to_proto(5.0), next_report=duration_to_proto(self.next_report_s)
+        )
+
+    async def StreamReports(
+        self, request_iterator: AsyncIterator[pool_pb2.StreamReportsRequest], context: Context
+    ) -> AsyncIterator[pool_pb2.StreamReportsResponse]:
+        self.num_report_streams += 1
+        async for request in request_iterator:
+            if self.end_report_stream:
+                self.end_report_stream = False
+                return  # without an answer and without an error
+            yield pool_pb2.StreamReportsResponse(answer=await self.ReportReplica(request.report, context))
 
     async def StreamTrajectories(
         self, request_iterator: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], context: Context
     ) -> AsyncIterator[pool_pb2.StreamTrajectoriesResponse]:
         self.num_streams += 1
         async for request in request_iterator:
-            self.records.append(request)
+            self.records += request.records
+            self.message_sizes.append(len(request.records))
+            self.senders.add((request.replica_id, request.incarnation))
             if self.stream_error is not None:
                 error, self.stream_error = self.stream_error, None
                 raise error
-            if self.acknowledge(request):
-                ack = pool_pb2.RecordAck(record_number=request.record_number, outcome=pool_pb2.RECORD_OUTCOME_ACCEPTED)
-                ack.MergeFrom(self.answer)
-                yield pool_pb2.StreamTrajectoriesResponse(acks=[ack])
+            acks = []
+            for record in filter(self.acknowledge, request.records):
+                acks.append(
+                    pool_pb2.RecordAck(record_number=record.record_number, outcome=pool_pb2.RECORD_OUTCOME_ACCEPTED)
+                )
+                acks[-1].MergeFrom(self.answer)
+            yield pool_pb2.StreamTrajectoriesResponse(acks=acks)
 
 
 class FakeGatewayServer(
@@ -225,7 +251,7 @@ class FakeGatewayServer(
 
 
 def scripted_recipe(**changes: Any) -> dict[str, Any]:
-    """A recipe whose replicas need no model, no gateway and no publisher."""
+    """A recipe with replicas that need no model, no gateway and no publisher."""
     recipe: dict[str, Any] = {
         "name": "scripted",
         "policies": {"model0": {"model": {"path": "unused", "context_length": 2048}}},

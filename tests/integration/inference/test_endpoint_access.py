@@ -1,4 +1,4 @@
-"""The endpoint in a run with keys: https, for agents of this run alone, with clients that know nothing of this project."""
+"""The endpoint in a run with keys: https, for agents of this run alone, with unmodified public clients."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import ssl
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
 import pytest
 
-from services.cli.keyring import Keyring
+from services.cli.keys.keyring import Keyring
 from services.common.security import identity
 from services.common.security.bundle import VARIABLE
 from services.common.security.roles import Role
 from services.common.security.tls import client_context
 from services.inference.endpoint.access import CA_VARIABLE
 from services.inference.endpoint.server import EndpointServer
-from tests.integration.inference.endpoint_peers import client_of, play_tools, serving, session_of
+from tests.integration.inference.endpoint_peers import anthropic_of, client_of, play_tools, serving, session_of
 from tests.integration.inference.test_external_agent import CALL, HERE, play
 from tests.keys import as_role, make_keys
 from tests.unit.inference.fakes import served_policy
@@ -105,6 +106,30 @@ async def test_who_is_no_agent_of_this_run_is_refused_as_openai_would(
             assert found == status, name
             assert code == ("unknown_session" if "session" in name and "alone" not in name else
                             "permission_denied" if status == 403 else "unauthenticated"), name  # fmt: skip
+
+
+@pytest.mark.needs("anthropic")
+async def test_anthropics_client_speaks_https_with_its_session_as_the_key_and_is_refused_in_its_shape(
+    server: EndpointServer, keys: Keyring
+) -> None:
+    import anthropic
+
+    ask: dict[str, Any] = {"model": "default", "max_tokens": 9, "messages": [{"role": "user", "content": "go"}]}
+    with server.opened(session_of(await served_policy(["42"]))) as credential:
+        async with anthropic_of(server, credential) as client:
+            assert (await client.messages.create(**ask)).content[0].text == "42"
+        session = credential.rpartition("~")[2]
+        wrong = {
+            session: (401, "authentication_error"),
+            f"x~{session}": (401, "authentication_error"),
+            f"{keys.token(Role.INFERENCE, 1)}~{session}": (403, "permission_error"),
+        }
+        for key, (status, kind) in wrong.items():
+            async with anthropic_of(server, key) as client:
+                with pytest.raises(anthropic.APIStatusError) as refused:
+                    await client.messages.create(**ask)
+            body: Any = refused.value.body
+            assert (refused.value.status_code, body["error"]["type"]) == (status, kind)
 
 
 async def test_a_certificate_does_as_well_as_a_token(server: EndpointServer, keys: Keyring) -> None:

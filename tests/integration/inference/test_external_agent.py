@@ -1,4 +1,4 @@
-"""The workflow: agents as functions and as programs, what they earn, and whose fault a failure is."""
+"""The workflow: agents as functions and as programs, their rewards, and the attribution of failures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 import yaml
@@ -15,13 +16,14 @@ import yaml
 from services.common.config.data import WorkflowConfig
 from services.common.errors import ConfigError, InfrastructureError
 from services.inference.endpoint.server import EndpointServer
-from services.inference.workflows.agent_command import AgentFailedError
+from services.inference.workflows.agents.agent_command import AgentFailedError
 from services.inference.workflows.base import Outcome
 from services.inference.workflows.registry import build_workflow
 from tests.documented import blocks
 from tests.integration.inference.endpoint_peers import context_of, serving
-from tests.integration.inference.peers import until
+from tests.running import is_running
 from tests.unit.inference.fakes import make_task, served_policy
+from tests.waiting import until
 
 HERE = "tests.integration.inference.test_external_agent"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 20, "b": 22}}</tool_call>'
@@ -112,6 +114,7 @@ async def test_an_agents_rollout_is_its_sequences_with_its_reward(
         ({"command": ["/no/such/program"]}, AgentFailedError, "cannot be started"),
         ({"command": [sys.executable, "-c", "raise SystemExit('oh no')"]}, AgentFailedError, "code 1: oh no"),
         ({}, ConfigError, "has no agent"),
+        ({"agent": f"{HERE}:quiet", "conversation_reward": f"{HERE}:PROGRAM"}, ConfigError, "is of type str"),
     ],
 )
 async def test_an_agent_that_fails_is_no_reward(
@@ -160,15 +163,9 @@ async def test_a_program_ends_with_its_rollout_and_all_that_it_started(server: E
     with pytest.raises(asyncio.CancelledError):
         await playing
 
-    def gone(pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-        except FileNotFoundError:
-            return True
-
     for name in ("child", "parent"):
         pid = int((tmp_path / name).read_text())
-        await until(lambda pid=pid: gone(pid), f"the end of the {name}")  # type: ignore[misc]
+        await until(lambda pid=pid: not is_running(pid), f"the end of the {name}")  # type: ignore[misc]
 
 
 @pytest.fixture
@@ -190,3 +187,83 @@ async def test_the_documented_agent_runs(
     (sequence,) = outcome.sequences
     assert outcome.reward == reward
     assert [segment.is_policy for segment in sequence.segments] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("agent", ["agent", pytest.param("anthropic_agent", marks=pytest.mark.needs("anthropic"))])
+@pytest.mark.parametrize(("last", "reward"), [("It is 42.", 1.0), ("It is 41.", 0.0)])
+async def test_the_agents_of_the_examples_run(
+    server: EndpointServer, monkeypatch: pytest.MonkeyPatch, agent: str, last: str, reward: float
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3] / "examples")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    outcome = await play(server, {"agent": f"{agent}:agent", "arguments": {"max_turns": 3}}, [CALL, last])
+    (sequence,) = outcome.sequences
+    assert outcome.reward == reward
+    assert [segment.is_policy for segment in sequence.segments] == [False, True, False, True]
+    sys.modules.pop(agent, None)
+
+
+async def poster(task: Mapping[str, Any], base_url: str, session: str) -> None:
+    await ask(base_url, session)
+    async with aiohttp.ClientSession(headers={"X-Session-ID": session}) as http:
+        await http.post(f"{base_url}/rewards", json={"reward": 0.125})
+
+
+async def test_a_posted_reward_is_the_rollouts_where_the_agent_returns_none(server: EndpointServer) -> None:
+    outcome = await play(server, {"agent": f"{HERE}:poster"}, ["42"])
+    assert outcome.reward == outcome.sequences[0].reward == 0.125
+
+
+async def two_agents(task: Mapping[str, Any], base_url: str, session: str) -> None:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=session, max_retries=0) as client:
+        for question in ("go", "another"):
+            await client.chat.completions.create(model="default", messages=[{"role": "user", "content": question}])
+
+
+def by_question(task: Mapping[str, Any], conversations: list[dict[str, Any]]) -> list[float]:
+    return [float(each["messages"][0]["content"] == "go" and each["parent"] is None) for each in conversations]
+
+
+def one_too_few(task: Mapping[str, Any], conversations: list[dict[str, Any]]) -> list[float]:
+    return [1.0] * (len(conversations) - 1)
+
+
+def nothing(task: Mapping[str, Any], conversations: list[dict[str, Any]]) -> None:
+    return None
+
+
+async def last_question(task: Mapping[str, Any], conversations: list[dict[str, Any]]) -> float:
+    return float(conversations[-1]["messages"][-2]["content"] == "another")
+
+
+@pytest.mark.parametrize(("function", "rewards"), [("by_question", [1.0, 0.0]), ("last_question", [1.0, 1.0])])
+async def test_a_function_rewards_all_conversations_or_each(
+    server: EndpointServer, function: str, rewards: list[float]
+) -> None:
+    settings = {"agent": f"{HERE}:two_agents", "conversation_reward": f"{HERE}:{function}"}
+    outcome = await play(server, settings, ["42"])
+    assert [sequence.reward for sequence in outcome.sequences] == rewards
+    assert outcome.reward == sum(rewards) / 2
+
+
+@pytest.mark.parametrize(("function", "message"), [("one_too_few", "1 numbers for 2"), ("nothing", "returned None")])
+async def test_a_function_of_conversations_that_gives_no_rewards_fails_the_rollout(
+    server: EndpointServer, function: str, message: str
+) -> None:
+    settings = {"agent": f"{HERE}:two_agents", "conversation_reward": f"{HERE}:{function}"}
+    with pytest.raises(ValueError, match=message):
+        await play(server, settings, ["42"])
+
+
+ANTHROPIC = """
+import anthropic
+client = anthropic.Anthropic(max_retries=0)
+answer = client.messages.create(model="default", max_tokens=9, messages=[{"role": "user", "content": "go"}])
+print('{"reward": %d}' % (answer.content[0].text == "42"))
+"""
+
+
+@pytest.mark.needs("anthropic")
+async def test_a_program_with_anthropics_client_needs_no_arguments(server: EndpointServer) -> None:
+    outcome = await play(server, {"command": [sys.executable, "-c", ANTHROPIC]}, ["42"])
+    assert outcome.reward == 1.0

@@ -1,4 +1,4 @@
-"""``tool_math`` with a tool that keeps a state, against a real gateway: one process a rollout, gone with it."""
+"""``tool_math`` with a tool that keeps a state, against a real gateway: one process per rollout, which ends with the rollout."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from services.common.accounts import TimeAccount
-from services.common.config.envgateway import EnvGatewayConfig, LiveConfig, SandboxConfig, ToolsConfig
-from services.common.types import Sequence
+from services.common.config.processes.envgateway import EnvGatewayConfig, LiveConfig, SandboxConfig, ToolsConfig
+from services.common.records.types import Sequence
+from services.common.telemetry.accounts import TimeAccount
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
-from services.inference.gateway_client import GatewayClient
-from services.inference.workflows.tool_math import ToolMath, ToolMathSettings
+from services.inference.rpc.gateway_client import GatewayClient
+from services.inference.workflows.tools.tool_math import ToolMath, ToolMathSettings
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, qwen_like_chat, served_policy
+from tests.waiting import until
 
 ANSWER = "<answer>\\boxed{42}</answer>"
 
@@ -64,9 +65,7 @@ async def test_the_cells_of_a_rollout_share_a_process_that_ends_with_it(ground: 
     assert (sequence.reward, sequence.metrics["tool_calls"], sequence.metrics["penalty"]) == (1.0, 3, 0.0)
     _, (fresh, *_) = await ground.play(_call("jupyter_code", code="'x' in globals()"), ANSWER)
     assert fresh == "False"
-    async with asyncio.timeout(10):
-        while ground.pool.live.gauges["live_processes"]:
-            await asyncio.sleep(0.01)
+    await until(lambda: not ground.pool.live.gauges["live_processes"])
 
 
 async def test_what_fails_is_counted_by_its_status(ground: Ground) -> None:

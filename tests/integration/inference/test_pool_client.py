@@ -9,22 +9,24 @@ from typing import Any
 
 import pytest
 
-from services.common.accounts import TimeAccount
 from services.common.errors import DeadlineError, InvalidRequestError, LeaseLostError
 from services.common.pb import pool_pb2, pool_pb2_grpc
-from services.common.rpc.channel import channel
-from services.common.types import Purpose
-from services.inference.emission import EmissionLog
-from services.inference.gateway_client import GatewayClient
+from services.common.records.types import Purpose
+from services.common.rpc.client.channel import channel
+from services.common.telemetry.accounts import TimeAccount
 from services.inference.loading import LoadedPolicy
-from services.inference.pool_client import PoolClient, ReplicaIdentity
+from services.inference.metrics.emission import EmissionLog
 from services.inference.replica import Replica
-from services.inference.rollout import RolloutPlayer
-from services.inference.trajectory_sender import TrajectorySender
+from services.inference.rollouts.player import RolloutPlayer
+from services.inference.rpc.gateway_client import GatewayClient
+from services.inference.rpc.pool_client import MOST_PERIOD_S, PoolClient
+from services.inference.rpc.report_stream import ReplicaIdentity
+from services.inference.rpc.trajectory_sender import TrajectorySender
 from services.inference.weights.announced import AnnouncedVersions
 from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
-from tests.integration.inference.peers import FakeOrchestrator, indices_of, until
+from tests.integration.inference.peers import FakeOrchestrator, indices_of
 from tests.unit.inference.fakes import make_order, served_policy
+from tests.waiting import WAIT_S, until
 
 
 class Member:
@@ -117,7 +119,7 @@ async def test_a_broken_stream_is_joined_again_by_the_same_incarnation(orchestra
         assert again.incarnation == "i1"
         assert list(again.running_task_group_ids) == ["g0"]
         assert again.held_versions[0].number == 0
-        orchestrator.order(make_order())  # an orchestrator that started anew issues what is unresolved once more
+        orchestrator.order(make_order())  # a restarted orchestrator issues unresolved slots again
         await until(lambda: len(orchestrator.records) >= 4)
         await member.player.wait_until_idle()
         await member.sender.wait_until_acknowledged(10.0)
@@ -157,7 +159,7 @@ async def test_a_replica_id_that_another_process_claims_ends_membership(orchestr
         for _ in range(3):
             orchestrator.end_stream(LeaseLostError("started again elsewhere", holder="another incarnation"))
         with pytest.raises(LeaseLostError, match="--replica-id"):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_S):
                 await member.membership
 
 
@@ -165,7 +167,7 @@ async def test_a_refused_join_ends_membership(orchestrator: FakeOrchestrator) ->
     orchestrator.join_error = InvalidRequestError("num_slots must be 1 or more")
     async with joined(orchestrator) as member:
         with pytest.raises(InvalidRequestError, match="num_slots"):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_S):
                 await member.membership
 
 
@@ -174,7 +176,7 @@ async def test_an_orchestrator_that_stays_away_is_given_up_by_name(orchestrator:
         await until(lambda: orchestrator.reports)
         await orchestrator.stop()
         with pytest.raises(DeadlineError, match="orchestrator has been away"):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_S):
                 await member.membership
 
 
@@ -196,6 +198,38 @@ async def test_a_new_version_is_reported_before_the_period_is_over(orchestrator:
         for number in (0, 1):
             await holds(orchestrator, number)
         assert len(orchestrator.reports) == 3
+
+
+async def test_reports_share_a_stream_that_is_opened_again_after_a_refusal(orchestrator: FakeOrchestrator) -> None:
+    async with joined(orchestrator) as member:
+        await until(lambda: len(orchestrator.reports) >= 3)
+        assert orchestrator.num_report_streams == 1
+        orchestrator.report_error = InvalidRequestError("not now")
+        await until(lambda: orchestrator.num_report_streams >= 3, "each refused report ends its stream")
+        orchestrator.report_error = None
+        num_reports = len(orchestrator.reports)
+        await until(lambda: len(orchestrator.reports) >= num_reports + 3)
+        assert not member.membership.done()
+
+
+async def test_reports_go_on_after_the_orchestrator_ended_their_stream(orchestrator: FakeOrchestrator) -> None:
+    async with joined(orchestrator) as member:
+        await until(lambda: orchestrator.reports)
+        orchestrator.end_report_stream = True
+        await until(lambda: orchestrator.num_report_streams == 2)
+        assert not member.membership.done()
+
+
+async def test_reports_come_as_seldom_as_they_are_asked_for_within_bounds(orchestrator: FakeOrchestrator) -> None:
+    orchestrator.next_report_s = 3600.0
+    async with joined(orchestrator) as member:
+        await holds(orchestrator, 0)
+        await until(lambda: member.pool.report_period_s == MOST_PERIOD_S, "a longer one would lose the lease")
+        orchestrator.next_report_s = -1.0
+        await holds(orchestrator, 1)  # reported at once, independent of the period
+        await until(lambda: member.pool.report_period_s == 0.05)
+        told = len(orchestrator.reports)
+        await until(lambda: len(orchestrator.reports) > told + 1)
 
 
 async def test_a_cancelled_group_is_not_reported_and_frees_its_slots(orchestrator: FakeOrchestrator) -> None:
@@ -239,7 +273,7 @@ async def test_a_drained_replica_takes_nothing_new_and_keeps_its_lease(orchestra
         await member.player.wait_until_idle()
         await member.sender.wait_until_acknowledged(10.0)
         member.pool.leave()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             await member.membership
     assert sorted(indices_of(orchestrator.slots)) == [0, 1, 2, 3]
     assert len(orchestrator.joins) == 1

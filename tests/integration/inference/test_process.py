@@ -1,4 +1,4 @@
-"""``python -m services.inference`` as a process: joins, plays, drains, stops, and says what is wrong."""
+"""``python -m services.inference`` as a process: joins, plays, drains, stops, and reports errors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.pb import status_pb2, status_pb2_grpc
-from tests.integration.inference.peers import FakeOrchestrator, indices_of, scripted_recipe, until
+from services.common.telemetry.log_events import LogEvent
+from tests.integration.inference.peers import END_S, FakeOrchestrator, end_of, indices_of, scripted_recipe
 from tests.unit.inference.fakes import make_order
-
-END_S = 60.0
+from tests.waiting import WAIT_S, until
 
 
 async def start(*arguments: str) -> asyncio.subprocess.Process:
@@ -30,17 +30,6 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-
-
-async def end_of(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
-    """Exit code and everything it wrote."""
-    try:
-        async with asyncio.timeout(END_S):
-            out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    return process.returncode, (out + err).decode()
 
 
 @pytest.fixture
@@ -86,7 +75,7 @@ async def test_an_agent_plays_through_the_endpoint_of_a_replica(orchestrator: Fa
     orchestrator.drain()
     code, output = await end_of(process)
     assert code == 0, output
-    assert "rollout.failed" not in output
+    assert LogEvent.ROLLOUT_FAILED not in output
     assert {record.trajectory.reward for record in orchestrator.records} == {0.5}
 
 
@@ -125,11 +114,11 @@ async def test_health_is_serving_and_status_has_gauges(
     async with asyncio.timeout(END_S):
         while not port:
             line = (await replica.stderr.readline()).decode()
-            if "server.listening" in line:
+            if LogEvent.SERVER_LISTENING in line:
                 port = line.split("address=")[1].split()[0]
     async with grpc.aio.insecure_channel(port) as connection:
         health = health_pb2_grpc.HealthStub(connection)
-        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=5.0)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         status = await status_pb2_grpc.StatusServiceStub(connection).GetStatus(
             status_pb2.GetStatusRequest(), timeout=5.0

@@ -1,4 +1,4 @@
-"""A replica whose keys do not fit ends at once with what to do, and does not try for ever."""
+"""A replica with wrong keys ends at once and names the remedy, without retries."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.keyring import Keyring
+from services.cli.keys.keyring import Keyring
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.bundle import VARIABLE
 from services.common.security.roles import Role
 from tests.contract.run_servicer import RunServicer, make_server
+from tests.integration.inference.peers import end_of
 from tests.keys import as_role, make_keys
-
-END_S = 30.0
 
 
 @asynccontextmanager
@@ -36,19 +35,13 @@ async def orchestrator(keys: Keyring | None) -> AsyncIterator[Server]:
 
 
 async def replica(address: str, keys: Path | None) -> tuple[int | None, str]:
-    """Exit code and last words."""
+    """Exit code and last output."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.inference", "--orchestrator", address,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1", VARIABLE: str(keys or "")},
     )  # fmt: skip
-    try:
-        async with asyncio.timeout(END_S):
-            out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    return process.returncode, (out + err).decode()
+    return await end_of(process)
 
 
 def another_run(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Records over a real stream: acknowledged once, sent again when they were not, bounded while nobody listens."""
+"""Records over a real stream: acknowledged once, sent again without an acknowledgement, bounded without a receiver."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ import structlog
 
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.pb import pool_pb2, pool_pb2_grpc
-from services.common.rpc.channel import channel
-from services.common.types import RolloutFailure, RolloutTiming, Segment, Sequence, StopReason, Trajectory
-from services.inference.trajectory_sender import TOO_LARGE, TrajectorySender
-from tests.integration.inference.peers import FakeOrchestrator, indices_of, until
+from services.common.records.types import RolloutFailure, RolloutTiming, Segment, Sequence, StopReason, Trajectory
+from services.common.rpc.client.channel import channel
+from services.common.telemetry.log_events import LogEvent
+from services.inference.rpc.trajectory_sender import TOO_LARGE, TrajectorySender
+from tests.integration.inference.peers import FakeOrchestrator, indices_of
+from tests.waiting import WAIT_S, until
 
 
 @asynccontextmanager
-async def sending(orchestrator: FakeOrchestrator, **settings: int) -> AsyncIterator[TrajectorySender]:
+async def sending(orchestrator: FakeOrchestrator, **settings: float) -> AsyncIterator[TrajectorySender]:
     async with channel(orchestrator.address) as connection:
         stub = pool_pb2_grpc.PoolServiceStub(connection)
         sender = TrajectorySender(stub, replica_id="a", incarnation="i1", **settings)
@@ -46,7 +48,30 @@ async def test_every_record_is_acknowledged_once(orchestrator: FakeOrchestrator)
     assert indices_of(orchestrator.slots) == list(range(50))
     assert [r.record_number for r in orchestrator.records] == list(range(1, 51))
     assert sender.outcomes == {"RECORD_OUTCOME_ACCEPTED": 50}
-    assert all(r.replica_id == "a" and r.incarnation == "i1" for r in orchestrator.records)
+    assert orchestrator.senders == {("a", "i1")}
+
+
+async def test_records_that_follow_one_another_share_a_message_and_a_lone_one_waits_for_none(
+    orchestrator: FakeOrchestrator,
+) -> None:
+    async with sending(orchestrator, linger_s=2.0) as sender:
+        await sender.send(failure(0))
+        await until(lambda: len(orchestrator.records) == 1, "a lone record is sent at once")
+        for index in range(1, 40):
+            await sender.send(failure(index))
+            await asyncio.sleep(0)
+        await sender.wait_until_acknowledged(20.0)
+    assert orchestrator.message_sizes == [1, 39]
+    assert indices_of(orchestrator.slots) == list(range(40))
+
+
+async def test_what_does_not_fit_into_a_message_does_not_wait(orchestrator: FakeOrchestrator) -> None:
+    orchestrator.acknowledge = lambda request: False
+    async with sending(orchestrator, linger_s=600.0) as sender:
+        for index in range(30):
+            await sender.send(replace(failure(index), detail="x" * 100_000))
+        await until(lambda: len(orchestrator.records) == 30, "all messages, each full but the last")
+    assert len(orchestrator.message_sizes) == 15
 
 
 async def test_only_what_was_not_acknowledged_is_sent_again_in_its_order(orchestrator: FakeOrchestrator) -> None:
@@ -97,7 +122,7 @@ async def test_a_full_sender_makes_rollouts_wait(orchestrator: FakeOrchestrator)
         orchestrator.acknowledge = lambda request: True
         await orchestrator.stop()
         await orchestrator.start()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             await third
         await sender.wait_until_acknowledged(10.0)
     assert indices_of(orchestrator.slots) == [0, 1, 0, 1, 2]
@@ -108,7 +133,7 @@ async def test_a_record_says_when_it_was_sent_and_how_often(orchestrator: FakeOr
     orchestrator.acknowledge = lambda request: False
     async with sending(orchestrator) as sender:
         await sender.send(replace(failure(0), timing=RolloutTiming(accepted_at=1.0)))
-        await sender.send(failure(1))  # of a replica that records nothing
+        await sender.send(failure(1))  # of a replica without records
         await until(lambda: len(orchestrator.records) == 2, "the first sending")
         await orchestrator.stop()
         orchestrator.acknowledge = lambda request: True
@@ -154,5 +179,5 @@ async def test_what_is_refused_is_counted_by_reason_told_once_and_not_sent_again
             await sender.wait_until_acknowledged(10.0)
             assert sender.refused == {reason: 20}
     assert len(orchestrator.records) == 20
-    told = [entry for entry in logs if entry["event"] == "trajectories.refused"]
+    told = [entry for entry in logs if entry["event"] == LogEvent.TRAJECTORIES_REFUSED]
     assert [(entry["reason"], entry["detail"], entry["log_level"]) for entry in told] == [(reason, "id 99999", "error")]

@@ -1,4 +1,4 @@
-"""A real orchestrator process on a run directory of its own, and scripted peers for it."""
+"""A real orchestrator process on a run directory of its own, and its scripted peers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks._peers import ScriptedReplica, ScriptedTrainer
-from services.common.config.loading import save_resolved, validate
+from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from services.common.config.reading.loading import save_resolved, validate
 from services.common.pb import run_pb2, run_pb2_grpc, status_pb2, status_pb2_grpc
 from tests.ports import free_port
+from tests.waiting import WAIT_S
 
-READY_S = 30.0
+Peers = list[ScriptedReplica | ScriptedTrainer]
+READY_S = 90.0  # on a machine with much else to do
 
 
 def recipe_tree(directory: Path, port: int, **changes: Any) -> dict[str, Any]:
-    """A small run: 4 trajectories a task, batches of 16, 6 steps, nothing older than one version. ``changes`` name dotted keys with '__'."""
+    """A small run: 4 trajectories a task, batches of 16, 6 steps, no token older than one version. ``changes`` name
+    dotted keys with '__'."""
     data = directory / "tasks.jsonl"
     data.write_text("".join(json.dumps({"question": f"q{i}"}) + "\n" for i in range(20)))
     evaluation = directory / "evaluation.jsonl"
@@ -75,11 +78,15 @@ class Orchestrator:
 
     async def start(self) -> None:
         self.process = self.spawn()
-        async with grpc.aio.insecure_channel(self.address) as connection:
+        # gRPC's own pause after a refused connection is 1 s: a short run ends within it.
+        backoff = [(f"grpc.{which}_reconnect_backoff_ms", 100) for which in ("initial", "min", "max")]
+        async with grpc.aio.insecure_channel(self.address, backoff) as connection:
             stub = status_pb2_grpc.StatusServiceStub(connection)
             async with asyncio.timeout(READY_S):
                 while True:
-                    assert self.process.poll() is None, (self.run_dir / "stderr.txt").read_text()
+                    if (code := self.process.poll()) is not None:
+                        assert code == 0, (self.run_dir / "stderr.txt").read_text()
+                        return  # the rest of the run was shorter than the wait for this process
                     try:
                         status = await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=2.0)
                         if status.state == "ready":
@@ -87,10 +94,22 @@ class Orchestrator:
                     except grpc.aio.AioRpcError:
                         await asyncio.sleep(0.05)
 
+    async def start_with(
+        self, peers: Peers, *, latency_s: float | None = None, train_s: float = 0.0, replica_id: str = "a"
+    ) -> tuple[ScriptedReplica, ScriptedTrainer]:
+        """Start it, a replica that plays and a trainer that has not joined; ``peers`` close these two."""
+        await self.start()
+        rollouts = Rollouts() if latency_s is None else Rollouts(latency_s=latency_s)
+        replica = ScriptedReplica(self.address, replica_id=replica_id, rollouts=rollouts)
+        trainer = ScriptedTrainer(self.address, train_s=train_s)
+        peers += [replica, trainer]
+        replica.start()
+        return replica, trainer
+
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(WAIT_S)
 
     async def restart(self) -> None:
         self.kill()
@@ -102,11 +121,11 @@ class Orchestrator:
 
     async def progress(self) -> run_pb2.RunProgress:
         async with grpc.aio.insecure_channel(self.address) as connection:
-            response = await run_pb2_grpc.RunServiceStub(connection).GetRun(run_pb2.GetRunRequest(), timeout=5.0)
+            response = await run_pb2_grpc.RunServiceStub(connection).GetRun(run_pb2.GetRunRequest(), timeout=WAIT_S)
             return response.progress
 
     async def until(
-        self, condition: Callable[[run_pb2.RunProgress], bool], timeout_s: float = 30.0
+        self, condition: Callable[[run_pb2.RunProgress], bool], timeout_s: float = WAIT_S
     ) -> run_pb2.RunProgress:
         async with asyncio.timeout(timeout_s):
             while not condition(now := await self.progress()):
@@ -124,7 +143,7 @@ class Orchestrator:
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(WAIT_S)
 
 
 @pytest.fixture
@@ -142,9 +161,9 @@ def orchestrators(tmp_path: Path) -> Iterator[Callable[..., Orchestrator]]:
 
 
 @pytest.fixture
-async def peers() -> AsyncIterator[list[ScriptedReplica | ScriptedTrainer]]:
+async def peers() -> AsyncIterator[Peers]:
     """Peers put into this list are closed."""
-    found: list[ScriptedReplica | ScriptedTrainer] = []
+    found: Peers = []
     yield found
     for peer in found:
         await peer.close()

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks._chaos_hooks import CLOCKS
-from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from benchmarks._peers import ScriptedReplica, ScriptedTrainer
 from tests.integration.orchestrator.conftest import Orchestrator
 
 pytestmark = pytest.mark.slow
 
 
 class WithHooks(Orchestrator):
-    """An orchestrator whose ``time.time`` can be set wrong."""
+    """An orchestrator with a settable ``time.time``."""
 
     def spawn(self) -> subprocess.Popen[bytes]:
         command = [
@@ -44,11 +44,7 @@ async def test_a_jump_of_the_wall_clock_ends_no_lease_and_the_run_goes_on(tmp_pa
     orchestrator = WithHooks(tmp_path / "run", run__steps=100, evaluation__at_start=False, evaluation__at_end=False)
     peers: list[ScriptedReplica | ScriptedTrainer] = []
     try:
-        await orchestrator.start()
-        replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=0.02))
-        trainer = ScriptedTrainer(orchestrator.address, train_s=0.02)
-        peers += [replica, trainer]
-        replica.start()
+        _, trainer = await orchestrator.start_with(peers, latency_s=0.02, train_s=0.02)
         async with asyncio.timeout(60):
             await trainer.run(3)
             before = await orchestrator.progress()

@@ -1,4 +1,5 @@
-"""The real orchestrator, killed with -9 and started on a journal of which records are damaged or gone: it says so, and trains on."""
+"""The real orchestrator, killed with -9 and started on a journal with damaged or missing records: the damage is
+reported, and training goes on."""
 
 from __future__ import annotations
 
@@ -9,17 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
-from services.common.fates import SetAsideReason
+from benchmarks._peers import ScriptedReplica, ScriptedTrainer
+from services.common.records.fates import SetAsideReason
+from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.journal import records
-from services.orchestrator.journal.index import INDEX_FILE, remove_index
+from services.orchestrator.journal.storage.index import INDEX_FILE, remove_index
 from tests.integration.orchestrator.conftest import Orchestrator
 from tests.unit.orchestrator.damage import flip, loaded, rows
+from tests.waiting import until
 
 Make = Callable[..., Orchestrator]
 Peers = list[ScriptedReplica | ScriptedTrainer]
 
 STEPS = 40
+STEPS_EACH = 4  # for each kind of damage
 KINDS = (
     records.TRAJECTORY,
     records.GROUP,
@@ -46,32 +50,27 @@ async def test_a_run_whose_journal_is_damaged_again_and_again_comes_to_its_end(
     orchestrators: Make, peers: Peers
 ) -> None:
     orchestrator = orchestrators(run__steps=STEPS)
-    await orchestrator.start()
-    replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=0.01))
-    trainer = ScriptedTrainer(orchestrator.address, train_s=0.02)
-    peers += [replica, trainer]
-    replica.start()
-    training = asyncio.ensure_future(trainer.run(STEPS))
+    _, trainer = await orchestrator.start_with(peers, latency_s=0.01, train_s=0.02)
     rng = random.Random(3)
-    spoiled = 0
+    step = 1
     async with asyncio.timeout(150):
+        await trainer.join()
+        await trainer.publish(0)
         for kind in (*KINDS, "the index"):
-            begun = len(trainer.pulled)
-            while len(trainer.pulled) < begun + 3 and not training.done():
-                await asyncio.sleep(0.01)
-            if training.done():
-                break
+            # Few steps at a time: while an orchestrator starts, a fast run would take all that are left.
+            training = asyncio.ensure_future(trainer.train(range(step, step + STEPS_EACH)))
+            await until(lambda enough=step + STEPS_EACH - 2: len(trainer.pulled) >= enough)
             orchestrator.kill()
             if kind == "the index":
                 remove_index(orchestrator.run_dir / "journal" / INDEX_FILE)
             else:
                 spoil(orchestrator.run_dir, kind, rng)
-            spoiled += 1
             await orchestrator.start()
-        await training
+            await training
+            step += STEPS_EACH
+        await trainer.train(range(step, STEPS + 1))
         await trainer.stopped.wait()
         assert await orchestrator.wait() == 0
-    assert spoiled >= 4
     assert orchestrator.summary()["steps"] == {"model0": STEPS}
     trained = [name for pulled in trainer.pulled.values() for name in pulled.ids]
     assert len(trained) == len(set(trained))
@@ -83,14 +82,9 @@ async def test_a_run_whose_journal_is_damaged_again_and_again_comes_to_its_end(
 @pytest.mark.slow
 async def test_records_that_are_set_aside_are_told_to_whoever_asks(orchestrators: Make, peers: Peers) -> None:
     orchestrator = orchestrators(run__steps=STEPS)
-    await orchestrator.start()
-    replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=0.01))
-    trainer = ScriptedTrainer(orchestrator.address, train_s=0.05)
-    peers += [replica, trainer]
-    replica.start()
+    _, trainer = await orchestrator.start_with(peers, latency_s=0.01, train_s=0.05)
     training = asyncio.ensure_future(trainer.run(STEPS))
-    while len(trainer.pulled) < 4:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(trainer.pulled) >= 4)
     orchestrator.kill()
     flip(orchestrator.run_dir, records.VERSION, "model0/1")
     await orchestrator.start()
@@ -99,5 +93,5 @@ async def test_records_that_are_set_aside_are_told_to_whoever_asks(orchestrators
     told = await orchestrator.until(lambda now: now.HasField("disk"))
     assert told.disk.free_bytes > 0 and told.disk.run_bytes > 0
     log = (orchestrator.run_dir / "logs" / "orchestrator.jsonl").read_text()
-    assert "journal.set_aside" in log
+    assert LogEvent.RECORD_SET_ASIDE in log
     training.cancel()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from benchmarks._peers import ScriptedReplica, ScriptedTrainer
 from tests import needs
 from tests.integration.orchestrator.conftest import Orchestrator
 
@@ -42,18 +42,14 @@ def fill(path: Path) -> None:
 async def training_on(
     disk: Path, num_steps: int
 ) -> AsyncIterator[tuple[Orchestrator, ScriptedReplica, Callable[[], None]]]:
-    """A run after three steps, whose trainer goes on when the third value is called; every step is trained on other
+    """A run after three steps; its trainer goes on when the third value is called; every step is trained on other
     sequences. However slow the machine, most of the run is still to come when the disk is filled."""
     orchestrator = Orchestrator(
         disk / "run", run__steps=num_steps, evaluation__at_start=False, evaluation__at_end=False
     )
     peers: list[ScriptedReplica | ScriptedTrainer] = []
     try:
-        await orchestrator.start()
-        replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=0.02))
-        trainer = ScriptedTrainer(orchestrator.address, train_s=0.02)
-        peers += [replica, trainer]
-        replica.start()
+        replica, trainer = await orchestrator.start_with(peers, latency_s=0.02, train_s=0.02)
         async with asyncio.timeout(90):
             await trainer.run(3)
             rest: list[asyncio.Future[None]] = []

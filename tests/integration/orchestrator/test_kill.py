@@ -14,6 +14,7 @@ from services.common.pb import pool_pb2
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from tests.integration.orchestrator.conftest import Orchestrator
+from tests.waiting import until
 
 Make = Callable[..., Orchestrator]
 Peers = list[ScriptedReplica | ScriptedTrainer]
@@ -45,19 +46,14 @@ async def test_killed_while_streaming_everything_acknowledged_is_there_and_nothi
     orchestrators: Make, peers: Peers
 ) -> None:
     orchestrator = orchestrators(run__steps=40)
-    await orchestrator.start()
-    replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=0.01))
-    trainer = ScriptedTrainer(orchestrator.address, train_s=0.05)
-    peers += [replica, trainer]
-    replica.start()
-    training = asyncio.ensure_future(trainer.run(40))
+    replica, trainer = await orchestrator.start_with(peers, latency_s=0.01, train_s=0.05)
+    training = asyncio.ensure_future(trainer.run(34))  # the run cannot end before ``start`` has seen it
     rng = random.Random(5)
     async with asyncio.timeout(120):
         kills = 0
         while kills < 3 and not training.done():  # it may be done on a machine that let this loop wait
             enough = len(replica.outcomes) + 60
-            while len(replica.outcomes) < enough and not training.done():
-                await asyncio.sleep(0.005)
+            await until(lambda enough=enough: len(replica.outcomes) >= enough or training.done(), every_s=0.005)
             await asyncio.sleep(rng.random() * 0.05)
             if training.done():
                 break
@@ -70,6 +66,7 @@ async def test_killed_while_streaming_everything_acknowledged_is_there_and_nothi
             await orchestrator.start()
         assert kills
         await training
+        await trainer.train(range(35, 41))
         await trainer.stopped.wait()
         assert await orchestrator.wait() == 0
     on_disk = stored(orchestrator.run_dir)
@@ -89,10 +86,7 @@ async def test_a_recorded_batch_is_served_identically_after_a_kill_and_to_any_nu
     orchestrators: Make, peers: Peers
 ) -> None:
     orchestrator = orchestrators(evaluation__at_start=False, evaluation__at_end=False)
-    await orchestrator.start()
-    replica, trainer = ScriptedReplica(orchestrator.address), ScriptedTrainer(orchestrator.address)
-    peers += [replica, trainer]
-    replica.start()
+    _, trainer = await orchestrator.start_with(peers)
     async with asyncio.timeout(60):
         await trainer.join()
         await trainer.publish(0)
@@ -112,23 +106,17 @@ async def test_a_recorded_batch_is_served_identically_after_a_kill_and_to_any_nu
 @pytest.mark.slow
 async def test_only_unresolved_indices_are_reissued_when_a_replica_is_lost(orchestrators: Make, peers: Peers) -> None:
     orchestrator = orchestrators(evaluation__at_start=False, evaluation__at_end=False)
-    await orchestrator.start()
-    slow = ScriptedReplica(orchestrator.address, replica_id="slow", rollouts=Rollouts(latency_s=1000.0))
-    trainer = ScriptedTrainer(orchestrator.address)
-    peers += [slow, trainer]
-    slow.start()
+    slow, trainer = await orchestrator.start_with(peers, latency_s=1000.0, replica_id="slow")
     async with asyncio.timeout(60):
         await trainer.join()
         await trainer.publish(0)
-        while len(slow.orders) < 8:
-            await asyncio.sleep(0.02)
+        await until(lambda: len(slow.orders) >= 8)
         resolved: dict[str, int] = {}
         for number, order in enumerate(slow.orders):
             resolved[order.task_group_id] = number % 4
             trajectory = slow.rollouts.trajectory(order, number % 4, slow.held, 0.0)
-            slow.put(pool_pb2.StreamTrajectoriesRequest(trajectory=trajectory))
-        while len(slow.outcomes) < 8:
-            await asyncio.sleep(0.02)
+            slow.put(pool_pb2.NumberedRecord(trajectory=trajectory))
+        await until(lambda: len(slow.outcomes) >= 8)
         await slow.close()  # it never comes back: its lease runs out
         quick = ScriptedReplica(orchestrator.address, replica_id="quick")
         peers.append(quick)
@@ -148,16 +136,11 @@ async def test_a_replica_that_reconnects_within_its_lease_goes_on_with_its_work(
     orchestrators: Make, peers: Peers
 ) -> None:
     orchestrator = orchestrators(evaluation__at_start=False, evaluation__at_end=False, orchestrator__lease_s=20.0)
-    await orchestrator.start()
-    replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=2.0))
-    trainer = ScriptedTrainer(orchestrator.address)
-    peers += [replica, trainer]
-    replica.start()
+    replica, trainer = await orchestrator.start_with(peers, latency_s=2.0)
     async with asyncio.timeout(60):
         await trainer.join()
         await trainer.publish(0)
-        while len(replica.orders) < 8:
-            await asyncio.sleep(0.02)
+        await until(lambda: len(replica.orders) >= 8)
         await orchestrator.restart()
         assert len((await trainer.pull(1)).sequences) == 16
     progress = await orchestrator.progress()
@@ -182,8 +165,7 @@ async def test_killed_in_the_first_evaluation_it_ends_with_the_same_denominator(
     async with asyncio.timeout(60):
         await trainer.join()
         await trainer.publish(0)
-        while len(replica.outcomes) < 6:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(replica.outcomes) >= 6)
         await orchestrator.restart()
         progress = await orchestrator.until(lambda now: len(now.evaluations) > 0)
     (result,) = progress.evaluations
@@ -195,10 +177,7 @@ async def test_killed_in_the_first_evaluation_it_ends_with_the_same_denominator(
 @pytest.mark.slow
 async def test_a_finished_run_that_is_started_again_says_so_and_exits(orchestrators: Make, peers: Peers) -> None:
     orchestrator = orchestrators(run__steps=1, evaluation__at_start=False, evaluation__at_end=False)
-    await orchestrator.start()
-    replica, trainer = ScriptedReplica(orchestrator.address), ScriptedTrainer(orchestrator.address)
-    peers += [replica, trainer]
-    replica.start()
+    _, trainer = await orchestrator.start_with(peers)
     async with asyncio.timeout(60):
         await trainer.run(1)
         await trainer.stopped.wait()

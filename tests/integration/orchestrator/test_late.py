@@ -10,13 +10,14 @@ import pytest
 from benchmarks._peers import Pulled, Rollouts, ScriptedReplica, ScriptedTrainer
 from services.common.pb import pool_pb2
 from tests.integration.orchestrator.conftest import Orchestrator
+from tests.waiting import until
 
 Make = Callable[..., Orchestrator]
 Peers = list[ScriptedReplica | ScriptedTrainer]
 
 
 class StragglingReplica(ScriptedReplica):
-    """The last slot of its first task group ends when it holds version 3."""
+    """The last slot of its first task group ends when the replica holds version 3."""
 
     straggler: pool_pb2.RunTaskGroup | None = None
 
@@ -32,8 +33,7 @@ class StragglingReplica(ScriptedReplica):
             super()._take(order)
 
     async def _end_late(self, order: pool_pb2.RunTaskGroup) -> None:
-        while self.held["model0"].number < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: self.held["model0"].number >= 3)
         index = len(order.indices)
         if order.task_group_id not in self.cancelled:
             self._finish(order, [index], 0.0)

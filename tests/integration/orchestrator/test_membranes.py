@@ -1,15 +1,16 @@
-"""What peers and people see over real gRPC: bad input, run control, locks, reflection."""
+"""Answers to peers and people over real gRPC: bad input, run control, locks, reflection."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Callable
 
 import grpc
 import pytest
 
-from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from benchmarks._peers import ScriptedReplica, ScriptedTrainer
 from services.common.errors import (
     InvalidRequestError,
     LeaseLostError,
@@ -27,8 +28,9 @@ from services.common.pb import (
     status_pb2_grpc,
     trajectory_pb2,
 )
-from services.common.rpc.channel import channel, translated_errors
+from services.common.rpc.client.channel import channel, translated_errors
 from tests.integration.orchestrator.conftest import Orchestrator
+from tests.waiting import WAIT_S, until
 
 Make = Callable[..., Orchestrator]
 Peers = list[ScriptedReplica | ScriptedTrainer]
@@ -37,29 +39,22 @@ QUIET = {"evaluation__at_start": False, "evaluation__at_end": False}
 
 async def test_bad_records_are_answered_and_counted_and_disturb_nobody(orchestrators: Make, peers: Peers) -> None:
     orchestrator = orchestrators(**QUIET)
-    await orchestrator.start()
-    replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=1000.0))
-    trainer = ScriptedTrainer(orchestrator.address)
-    peers += [replica, trainer]
-    replica.start()
+    replica, trainer = await orchestrator.start_with(peers, latency_s=1000.0)
     async with asyncio.timeout(30):
         await trainer.join()
         await trainer.publish(0)
-        while len(replica.orders) < 8:
-            await asyncio.sleep(0.02)
+        await until(lambda: len(replica.orders) >= 8)
         good = [replica.rollouts.trajectory(replica.orders[0], index, replica.held, 0.0) for index in range(4)]
         good[1].sequences[0].policy = "nobody"
         good[2].sequences[0].segments[1].weight_version = 9
         good[3].sequences[0].segments[1].logprobs = b"\0\0"
         unknown = trajectory_pb2.Trajectory(task_group_id="nothing-1", index=0)
         for trajectory in (*good, unknown):
-            replica.put(pool_pb2.StreamTrajectoriesRequest(trajectory=trajectory))
-        while len(replica.outcomes) < 5:
-            await asyncio.sleep(0.02)
+            replica.put(pool_pb2.NumberedRecord(trajectory=trajectory))
+        await until(lambda: len(replica.outcomes) >= 5)
         name = replica.orders[0].task_group_id
-        replica.put(pool_pb2.StreamTrajectoriesRequest(trajectory=good[0]))
-        while len(replica.outcomes[name, 0]) < 2:
-            await asyncio.sleep(0.02)
+        replica.put(pool_pb2.NumberedRecord(trajectory=good[0]))
+        await until(lambda: len(replica.outcomes[name, 0]) >= 2)
         progress = await orchestrator.progress()
     assert replica.outcomes[name, 0] == [pool_pb2.RECORD_OUTCOME_ACCEPTED, pool_pb2.RECORD_OUTCOME_DUPLICATE]
     assert replica.outcomes[name, 1] == replica.outcomes[name, 2] == [pool_pb2.RECORD_OUTCOME_INVALID]
@@ -92,11 +87,59 @@ async def test_wrong_calls_get_structured_errors(orchestrators: Make, peers: Pee
     async with channel(orchestrator.address) as connection:
         runs, pool = run_pb2_grpc.RunServiceStub(connection), pool_pb2_grpc.PoolServiceStub(connection)
         with pytest.raises(NotFoundError, match="no replica 'x'"), translated_errors("orchestrator"):
-            await runs.DrainReplica(run_pb2.DrainReplicaRequest(replica_id="x"), timeout=5)
+            await runs.DrainReplica(run_pb2.DrainReplicaRequest(replica_id="x"), timeout=WAIT_S)
         with pytest.raises(InvalidRequestError, match="request_id"), translated_errors("orchestrator"):
-            await runs.StartEvaluation(run_pb2.StartEvaluationRequest(), timeout=5)
+            await runs.StartEvaluation(run_pb2.StartEvaluationRequest(), timeout=WAIT_S)
         with pytest.raises(LeaseLostError, match="join again"), translated_errors("orchestrator"):
-            await pool.ReportReplica(pool_pb2.ReportReplicaRequest(replica_id="x", incarnation="1"), timeout=5)
+            await pool.ReportReplica(pool_pb2.ReportReplicaRequest(replica_id="x", incarnation="1"), timeout=WAIT_S)
+
+
+async def test_each_report_of_a_stream_is_answered_and_a_refused_one_ends_the_stream(
+    orchestrators: Make, peers: Peers
+) -> None:
+    orchestrator = orchestrators(**QUIET)
+    replica, _ = await orchestrator.start_with(peers)
+    who = {"replica_id": replica.replica_id, "incarnation": replica.incarnation}
+    faulty = [
+        (LeaseLostError, "join again", {"replica_id": "x"}),
+        (LeaseLostError, "join again", {"incarnation": "another"}),
+        (InvalidRequestError, "num_generated_tokens", {"num_generated_tokens": -1}),
+        (InvalidRequestError, "nobody", {"held_versions": [pool_pb2.HeldVersion(policy="nobody")]}),
+        (LeaseLostError, "join again", None),  # a message without a report
+    ]
+    async with asyncio.timeout(WAIT_S), channel(orchestrator.address) as connection:
+        pool = pool_pb2_grpc.PoolServiceStub(connection)
+        await orchestrator.until(lambda now: len(now.replicas) == 1)
+        for error, text, change in faulty:
+            stream = pool.StreamReports()
+            for tokens in (5, 6):
+                report = pool_pb2.ReportReplicaRequest(**who, num_generated_tokens=tokens)
+                await stream.write(pool_pb2.StreamReportsRequest(report=report))
+                response = await stream.read()
+                assert (response.answer.lease.seconds, response.answer.next_report.seconds) == (2, 2)
+            report = None if change is None else pool_pb2.ReportReplicaRequest(**who | change)
+            await stream.write(pool_pb2.StreamReportsRequest(report=report))
+            with pytest.raises(error, match=text), translated_errors("orchestrator"):
+                await stream.read()
+        progress = await orchestrator.progress()
+    assert [found.replica_id for found in progress.replicas] == ["a"], "the faulty reports changed nothing"
+
+
+async def test_the_end_of_the_orchestrator_ends_an_open_stream_of_reports_without_error(
+    orchestrators: Make, peers: Peers
+) -> None:
+    orchestrator = orchestrators(**QUIET)
+    replica, _ = await orchestrator.start_with(peers)
+    async with asyncio.timeout(WAIT_S), channel(orchestrator.address) as connection:
+        await orchestrator.until(lambda now: len(now.replicas) == 1)
+        stream = pool_pb2_grpc.PoolServiceStub(connection).StreamReports()
+        report = pool_pb2.ReportReplicaRequest(replica_id=replica.replica_id, incarnation=replica.incarnation)
+        await stream.write(pool_pb2.StreamReportsRequest(report=report))
+        assert await stream.read()
+        assert orchestrator.process is not None
+        orchestrator.process.send_signal(signal.SIGTERM)
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() is grpc.StatusCode.OK
 
 
 async def test_an_evaluation_can_be_asked_for_at_any_time_and_only_once(orchestrators: Make, peers: Peers) -> None:
@@ -108,11 +151,11 @@ async def test_an_evaluation_can_be_asked_for_at_any_time_and_only_once(orchestr
         runs = run_pb2_grpc.RunServiceStub(connection)
         request = run_pb2.StartEvaluationRequest(request_id="one")
         with pytest.raises(StateError, match="no weight version"), translated_errors("orchestrator"):
-            await runs.StartEvaluation(request, timeout=5)
+            await runs.StartEvaluation(request, timeout=WAIT_S)
         await trainer.join()
         await trainer.publish(0)
         for _ in range(2):
-            assert (await runs.StartEvaluation(request, timeout=5)).evaluation_id == "asked-one"
+            assert (await runs.StartEvaluation(request, timeout=WAIT_S)).evaluation_id == "asked-one"
         replica.start()
         progress = await orchestrator.until(lambda now: len(now.evaluations) > 0)
     (result,) = progress.evaluations
@@ -132,22 +175,22 @@ async def test_pause_resume_drain_and_stop(orchestrators: Make, peers: Peers) ->
         runs = run_pb2_grpc.RunServiceStub(connection)
         await orchestrator.until(lambda now: now.policies[0].version >= 2)
         for _ in range(2):
-            await runs.PauseRun(run_pb2.PauseRunRequest(), timeout=5)
-        await asyncio.sleep(0.3)  # what the trainer holds is still published
-        paused = await orchestrator.progress()
+            await runs.PauseRun(run_pb2.PauseRunRequest(), timeout=WAIT_S)
+        # What the trainer holds is still published.
+        paused = await orchestrator.until(lambda now: now.policies[0].version == len(trainer.pulled))
         await asyncio.sleep(0.5)
         still = await orchestrator.progress()
         assert paused.state == run_pb2.RUN_STATE_PAUSED
         assert still.policies[0].version == paused.policies[0].version
         assert "dispatcher waits: the run is paused" in still.waits
-        await runs.ResumeRun(run_pb2.ResumeRunRequest(), timeout=5)
+        await runs.ResumeRun(run_pb2.ResumeRunRequest(), timeout=WAIT_S)
         await orchestrator.until(lambda now: now.policies[0].version > paused.policies[0].version + 2)
-        await runs.DrainReplica(run_pb2.DrainReplicaRequest(replica_id="other"), timeout=5)
+        await runs.DrainReplica(run_pb2.DrainReplicaRequest(replica_id="other"), timeout=WAIT_S)
         await other.drained.wait()
         await orchestrator.until(lambda now: [r.replica_id for r in now.replicas] == ["a"])
         watching = runs.WatchRun(run_pb2.WatchRunRequest())
         states = [(await watching.read()).progress.state]
-        await runs.StopRun(run_pb2.StopRunRequest(reason="test"), timeout=5)
+        await runs.StopRun(run_pb2.StopRunRequest(reason="test"), timeout=WAIT_S)
         while (response := await watching.read()) is not grpc.aio.EOF:
             states.append(response.progress.state)
         assert (states[0], states[-1]) == (run_pb2.RUN_STATE_TRAINING, run_pb2.RUN_STATE_STOPPED)
@@ -173,7 +216,7 @@ async def test_rows_that_cannot_be_used_are_logged_and_counted_in_the_status(orc
     await orchestrator.start()
     async with channel(orchestrator.address) as connection:
         asked = status_pb2.GetStatusRequest()
-        status = await status_pb2_grpc.StatusServiceStub(connection).GetStatus(asked, timeout=10)
+        status = await status_pb2_grpc.StatusServiceStub(connection).GetStatus(asked, timeout=WAIT_S)
     gauges = dict(status.gauges)
     assert (gauges["tasks"], gauges["rows_left_out/data.train"], gauges["rows_left_out/data.evaluation.held_out"]) == (
         1.0, 2.0, 0.0,
@@ -205,10 +248,7 @@ async def test_a_gateway_is_told_of_the_end_of_the_run_after_replicas_have_left_
     orchestrators: Make, peers: Peers
 ) -> None:
     orchestrator = orchestrators(**QUIET, run__steps=1, envgateway={"node": 1})
-    await orchestrator.start()
-    replica, trainer = ScriptedReplica(orchestrator.address), ScriptedTrainer(orchestrator.address)
-    peers += [replica, trainer]
-    replica.start()
+    replica, trainer = await orchestrator.start_with(peers)
     async with asyncio.timeout(60), channel(orchestrator.address) as connection:
         stub = pool_pb2_grpc.PoolServiceStub(connection)
         training = asyncio.ensure_future(trainer.run(1))
@@ -232,3 +272,51 @@ async def test_a_gateway_is_not_told_to_leave_when_only_the_orchestrator_stops(o
         orchestrator.process.terminate()
         assert await call.read() == grpc.aio.EOF
         assert await orchestrator.wait() == 0
+
+
+async def test_records_of_one_message_are_judged_one_by_one(orchestrators: Make, peers: Peers) -> None:
+    """Alone and with others, twice in one message, of no slot; and one that is no record ends the stream after the others'
+    acknowledgements."""
+    orchestrator = orchestrators(**QUIET)
+    replica, trainer = await orchestrator.start_with(peers, latency_s=1000.0)
+    async with asyncio.timeout(30), channel(orchestrator.address) as connection:
+        await trainer.join()
+        await trainer.publish(0)
+        await until(lambda: len(replica.orders) >= 2)
+        order = replica.orders[0]
+        good = [replica.rollouts.trajectory(order, index, replica.held, 0.0) for index in range(3)]
+        both = pool_pb2.StreamTrajectoriesRequest(
+            replica_id=replica.replica_id,
+            incarnation=replica.incarnation,
+            record_number=1,
+            trajectory=good[0],
+            records=[
+                pool_pb2.NumberedRecord(record_number=2, trajectory=good[1]),
+                pool_pb2.NumberedRecord(record_number=3, trajectory=good[1]),
+                pool_pb2.NumberedRecord(
+                    record_number=4, failure=trajectory_pb2.RolloutFailure(task_group_id="nothing-1", index=0)
+                ),
+                pool_pb2.NumberedRecord(record_number=5, trajectory=good[2]),
+                pool_pb2.NumberedRecord(record_number=6),
+                pool_pb2.NumberedRecord(record_number=7, trajectory=good[2]),
+            ],
+        )
+        call = pool_pb2_grpc.PoolServiceStub(connection).StreamTrajectories()
+        await call.write(both)
+        acks: list[pool_pb2.RecordAck] = []
+
+        async def read_to_the_end() -> None:
+            with translated_errors("orchestrator"):
+                async for response in call:
+                    acks.extend(response.acks)
+
+        with pytest.raises(InvalidRequestError, match="record 6 holds neither"):
+            await read_to_the_end()
+    accepted, duplicate = pool_pb2.RECORD_OUTCOME_ACCEPTED, pool_pb2.RECORD_OUTCOME_DUPLICATE
+    assert [(ack.record_number, ack.outcome) for ack in acks] == [
+        (1, accepted),
+        (2, accepted),
+        (3, duplicate),
+        (4, pool_pb2.RECORD_OUTCOME_UNKNOWN),
+        (5, accepted),
+    ]

@@ -14,11 +14,7 @@ Peers = list[ScriptedReplica | ScriptedTrainer]
 
 async def test_a_run_evaluates_trains_evaluates_and_exits(orchestrators: Make, peers: Peers) -> None:
     orchestrator = orchestrators()
-    await orchestrator.start()
-    replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=0.01))
-    trainer = ScriptedTrainer(orchestrator.address, train_s=0.02)
-    peers += [replica, trainer]
-    replica.start()
+    replica, trainer = await orchestrator.start_with(peers, latency_s=0.01, train_s=0.02)
     async with asyncio.timeout(60):
         await trainer.run(6)
         await trainer.stopped.wait()

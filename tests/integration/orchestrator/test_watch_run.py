@@ -1,9 +1,10 @@
-"""``WatchRun``: complete for dashboards, and bounded for those who read slowly."""
+"""``WatchRun``: complete for dashboards, and bounded for slow readers."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,30 +14,31 @@ import pytest
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.rpc.server import Server
-from services.orchestrator import servicer_run
-from services.orchestrator.progress import Progress
-from services.orchestrator.run_control import RunState
-from services.orchestrator.servicer_run import RunServicer
+from services.orchestrator.monitoring.progress import Progress
+from services.orchestrator.rpc import servicer_run
+from services.orchestrator.rpc.servicer_run import RunServicer
+from services.orchestrator.state.run_control import RunState
 from tests.integration.orchestrator.test_scripted_run import Make, Peers
+from tests.waiting import until
 
 WAIT = "somebody waits " + "x" * 50_000
 
 
 async def test_a_watcher_that_does_not_read_costs_a_window_and_then_hears_what_is_true(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     made: list[float] = []
 
-    def progress(ring: Any) -> Progress:
+    def progress() -> Progress:
         made.append(time.time())
         return Progress(
             at=made[-1], state=RunState.TRAINING, policies=(), replicas=(), tokens_per_s=0.0, evaluations=(),
             counters={}, waits=(WAIT,),
         )  # fmt: skip
 
-    monkeypatch.setattr(servicer_run, "progress", progress)
     monkeypatch.setattr(servicer_run, "WATCH_EVERY_S", 0.0005)
-    servicer = RunServicer(cast(Any, SimpleNamespace(recipe=SimpleNamespace(model_dump=lambda mode: {}))))
+    unused = cast(Any, SimpleNamespace(model_dump=lambda mode: {}))
+    servicer = RunServicer("unit", tmp_path, unused, progress=progress, requests=unused, control=unused, pool=unused)
     server = Server(service="orchestrator", instance_id="o", host="127.0.0.1", port=0)
     server.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, "millrace.v1.RunService")
     server.on_stop(servicer.closing.set)
@@ -72,8 +74,7 @@ async def test_a_watcher_sees_states_waits_versions_replicas_and_the_end(orchest
 
     async with asyncio.timeout(60):
         watching = asyncio.create_task(watch())
-        while not seen:
-            await asyncio.sleep(0.01)
+        await until(lambda: seen)
         replica = ScriptedReplica(orchestrator.address, rollouts=Rollouts(latency_s=0.3))
         trainer = ScriptedTrainer(orchestrator.address, train_s=0.3)
         peers += [replica, trainer]

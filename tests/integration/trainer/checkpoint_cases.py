@@ -1,4 +1,5 @@
-"""What the checkpoint tests have each rank do; started by ``launching.fork_ranks``. The first rank writes what it saw.
+"""The cases of the checkpoint tests for each rank; started by ``launching.fork_ranks``. The first rank writes its
+observations.
 
 python -m tests.integration.trainer.checkpoint_cases DIR {write,read}
 """
@@ -15,12 +16,12 @@ import torch.distributed as dist
 
 from services.common.checkpoints.directory import set_aside_before
 from services.common.errors import ModelMismatchError
-from services.common.process import run_and_leave
-from services.common.weights.digest import tensor_digest
-from services.trainer.checkpoint import CheckpointFailedError, CheckpointIdentity, Checkpoints
-from services.trainer.checkpoint_state import moments_of, weights_of
-from services.trainer.sharding import Ranks, full, init_ranks, leave_ranks
-from services.trainer.step import TrainStep
+from services.common.system.child import run_and_leave
+from services.common.weights.manifest import tensor_digest
+from services.trainer.checkpoint.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints
+from services.trainer.checkpoint.state import moments_of, weights_of
+from services.trainer.ranks.sharding import Ranks, full, init_ranks, leave_ranks
+from services.trainer.step.train_step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 IDENTITY = CheckpointIdentity(run_id="r", policy="p")
@@ -54,7 +55,7 @@ def digests(step: TrainStep) -> dict[str, str]:
 
 
 def write(directory: Path, ranks: Ranks) -> dict[str, object]:
-    """Read what one rank has written, go on, save twice; then the newest is damaged, and all go back together."""
+    """Read the checkpoint of one rank, go on, save twice; then the newest is damaged, and all go back together."""
     step = make(ranks, seed=4)
     begun = checkpoints(directory / "one", ranks).restore(step.model, step.optimizer)
     seen: dict[str, object] = {"begun": begun, "of_one": digests(step), "updates": step.optimizer.num_updates}
@@ -62,7 +63,8 @@ def write(directory: Path, ranks: Ranks) -> dict[str, object]:
     for number in (2, 3):
         train(step, ranks, number)
         torch.manual_seed(100 * number + ranks.rank)
-        own.save(number, step.model, step.optimizer)
+        own.begin(number, step.model, step.optimizer)
+        own.finish()
         seen[f"saved_{number}"] = digests(step)
     damaged = own.path(3) / "optimizer_00001.safetensors"
     if not ranks.is_first:  # one rank alone sees it first
@@ -87,7 +89,7 @@ def write(directory: Path, ranks: Ranks) -> dict[str, object]:
 
 
 def failed_save(directory: Path, ranks: Ranks, step: TrainStep) -> str:
-    """One rank's disk is full; every rank is told, and nothing is left."""
+    """One rank's disk is full; every rank gets the error, and no file remains."""
     own, written = checkpoints(directory / "many", ranks), os.write
 
     def full_disk(fd: int, data: memoryview) -> int:
@@ -105,7 +107,7 @@ def failed_save(directory: Path, ranks: Ranks, step: TrainStep) -> str:
 
 
 def read(directory: Path, ranks: Ranks) -> dict[str, object]:
-    """What two ranks have written, in mixed precision and with moments on the host."""
+    """The checkpoint of two ranks, in mixed precision and with moments on the host."""
     step = make(ranks, seed=6, offload=True, compute=torch.bfloat16)
     begun = checkpoints(directory / "many", ranks).restore(step.model, step.optimizer)
     seen: dict[str, object] = {"begun": begun, "read": digests(step)}

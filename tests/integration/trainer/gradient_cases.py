@@ -1,4 +1,5 @@
-"""The cases of the gradient tests, and how one process or two compute them. Run with torchrun it writes one file.
+"""The cases of the gradient tests, and how one process or two compute them. Run with torchrun, the script writes one
+file.
 
     torchrun --nproc-per-node 2 -m tests.integration.trainer.gradient_cases OUT_DIR
 
@@ -18,17 +19,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.common.config.algorithm import AlgorithmConfig
-from services.common.config.optimizer import OptimizerConfig
+from services.common.config.training.adapter import AdapterConfig
+from services.common.config.training.algorithm import AlgorithmConfig
+from services.common.config.training.optimizer import OptimizerConfig
 from services.common.errors import ConfigError
-from services.common.process import run_and_leave
-from services.common.types import TrainingSequence
+from services.common.lora import base_weights
+from services.common.records.types import TrainingSequence
+from services.common.system.child import run_and_leave
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch
-from services.trainer.checkpoint import CheckpointIdentity, Checkpoints
-from services.trainer.optimizer import Update
-from services.trainer.sharding import Ranks, full, full_weights, init_ranks, leave_ranks
-from services.trainer.step import TrainStep
-from services.trainer.value_head import NAME
+from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.model.adapter import AdapterSetup
+from services.trainer.model.optimizer import Update
+from services.trainer.model.value_head import NAME
+from services.trainer.ranks.sharding import Ranks, full, full_weights, init_ranks, leave_ranks
+from services.trainer.step.train_step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 Gradients = dict[str, np.ndarray]
@@ -119,6 +123,13 @@ CASES: dict[str, Case] = {
 GAE = {"advantage": "gae", "gae_lambda": 0.9, "value_head": {"lr": 5e-2}}
 
 # How weights are held and computed; each is trained for two steps.
+
+
+def lora(dtype: torch.dtype) -> AdapterSetup:
+    """Ranks of 3 rows, which two ranks do not divide."""
+    return AdapterSetup(config=AdapterConfig(rank=3, alpha=6.0), dtype=dtype, seed=3)
+
+
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
     "bfloat16_compute": {"dtype": torch.float32, "compute_dtype": torch.bfloat16},
@@ -129,6 +140,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "value_head_bfloat16_compute": {"dtype": torch.float32, "compute_dtype": torch.bfloat16, "credit": GAE},
     "value_head_bfloat16_master": {"dtype": torch.bfloat16, "credit": GAE},
     "value_head_offloaded": {"credit": GAE, "offload": True},
+    "adapter": {"adapter": lora(torch.float64)},
+    "adapter_on_bfloat16": {"dtype": torch.bfloat16, "compute_dtype": torch.bfloat16, "adapter": lora(torch.float32)},
     "offloaded": {"reference": lambda: tiny_causal_lm(torch.float64, seed=1), "offload": True},
 }
 
@@ -137,7 +150,7 @@ TWO_RANK_MAX_TOKENS = 40
 
 
 class CaptureGradients:
-    """Stands where the optimizer stands; keeps whole gradients and changes nothing."""
+    """Takes the place of the optimizer; keeps whole gradients and changes no weight."""
 
     def __init__(self, step: TrainStep) -> None:
         self._parameters = dict(step.model.causal_lm.named_parameters())
@@ -160,7 +173,7 @@ def share(case: Case, sequences: list[TrainingSequence], rank: int, world_size: 
 
 
 def speak_up(step: TrainStep) -> None:
-    """Give the value head something to say: one that is all 0 sends no gradient into the trunk."""
+    """Give the value head nonzero weights: a head of zeros sends no gradient into the trunk."""
     if step.model.value_head is not None:
         with torch.no_grad():
             for parameter in step.model.value_head.parameters():
@@ -196,7 +209,10 @@ def trained_step(
     """Two steps of two minibatches with the real optimizer, and the metrics of the last. ``settings`` of ``train_step``."""
     step = train_step(
         algorithm(
-            name="m2po", m2po_threshold=0.2, kl_coefficient=0.1 if "reference" in settings else 0.0, **credit
+            name="m2po",
+            m2po_threshold=0.2,
+            kl_coefficient=0.1 if settings.keys() & {"reference", "adapter"} else 0.0,
+            **credit,
         ).model_copy(update={"early_stop_ratio": early_stop_ratio}),  # below 1 as well: that is where these ratios are
         causal_lm=tiny_causal_lm(dtype),
         ranks=ranks,
@@ -207,19 +223,20 @@ def trained_step(
     for seed in (0, 1):
         sequences = training_sequences(NUM_SEQUENCES, seed=seed, minibatches=2)
         metrics = step.run(rank_batch(sequences, ranks.rank, ranks.world_size)).as_dict()
-    assert {p.dtype for p in step.model.causal_lm.parameters()} == {dtype}, "master weights keep their type"
+    weights = base_weights(step.model.causal_lm).values()
+    assert {weight.dtype for weight in weights} == {dtype}, "master weights keep their type"
     assert metrics["tflops"] > 0, "the layers are found, sharded or not"
     return step, metrics
 
 
 def counts_what_is_there(tokens: TokenBatch, settings: Mapping[str, Any]) -> PolicyLoss:
-    """A loss by path that counts nothing where there are no tokens."""
+    """A loss by path that counts no tokens on an empty minibatch."""
     counts = {"seen_tokens": tokens.mask.sum()} if len(tokens.mask) else {}
     return PolicyLoss(per_token=-tokens.advantages * tokens.logprobs, counts=counts)
 
 
 def refusal(ranks: Ranks) -> str:
-    """What a step over an idle rank says to that loss."""
+    """The result of a step over an idle rank with that loss."""
     case = Case(config=algorithm(f"tests.integration.trainer.gradient_cases:{counts_what_is_there.__name__}"),
                 all_on_first_rank=True)  # fmt: skip
     try:

@@ -1,4 +1,5 @@
-"""What the loading tests have each rank do; started by ``launching.start_ranks``. Every rank writes what it saw.
+"""The cases of the loading tests for each rank; started by ``launching.fork_ranks``. Every rank writes its
+observations.
 
 python -m tests.integration.trainer.loading_cases OUT_DIR MODELS_DIR
 """
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from services.common.models import load_model, named_weights
-from services.common.process import run_and_leave
-from services.trainer.model import PolicyModel, build_policy_model, load_policy_model
-from services.trainer.sharded_load import open_by_shards
-from services.trainer.sharding import Ranks, full, init_ranks, leave_ranks, local_rows
-from tests.unit.trainer.building import tiny_causal_lm
+from services.common.system.child import run_and_leave
+from services.common.text.huggingface import load_model, named_weights
+from services.trainer.model.policy_model import PolicyModel, build_policy_model, load_policy_model
+from services.trainer.model.sharded_load import open_by_shards
+from services.trainer.ranks.sharding import Ranks, full, init_ranks, leave_ranks, local_rows
+from tests.unit.trainer.building import tiny_causal_lm, tiny_experts
 from tests.unit.trainer_service.building import save_model
 
 MASTERS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -27,12 +28,13 @@ MIB = 1 << 20
 
 
 def make_models(directory: Path) -> None:
-    """Tied and untied, in both types, one of them in many files, and one that is large beside an interpreter's needs."""
+    """Tied and untied, in both types, two of them in many files, one with experts, and one that is large beside an interpreter's needs."""
     for tied in (True, False):
         for stored in STORED:
             name = f"{'tied' if tied else 'untied'}_{stored}"
             save_model(directory / name, dtype=getattr(torch, stored), tied=tied)
     tiny_causal_lm(tied=False).save_pretrained(directory / "many_files", max_shard_size="4KB")
+    tiny_experts().to(torch.bfloat16).save_pretrained(directory / "experts_bfloat16", max_shard_size="4KB")
     large = Qwen3Config(
         vocab_size=20_000, hidden_size=512, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=8,
         num_key_value_heads=4, head_dim=64, tie_word_embeddings=False,
@@ -60,17 +62,17 @@ def compare(path: Path, dtype: torch.dtype, ranks: Ranks, offload: bool) -> dict
 
 @torch.no_grad()
 def _logprobs(model: PolicyModel) -> torch.Tensor:
-    from services.trainer.attention import Documents
+    from services.trainer.model.documents import Documents, Targets
 
     ids = torch.arange(12) % 31
     documents = Documents.from_offsets(torch.tensor([0, 7, 12]).numpy())
     positions = torch.cat([torch.arange(7), torch.arange(5)])
-    logprobs, _ = model(ids, positions, documents, torch.tensor([2, 5, 9]), 1.0)
+    logprobs, _ = model(ids, positions, documents, Targets.at(torch.tensor([2, 5, 9]), ids), 1.0)
     return torch.as_tensor(logprobs)
 
 
 def peak_memory(path: Path, ranks: Ranks) -> dict[str, int]:
-    """Bytes: what the process grew by at its highest while it loaded, and what it read."""
+    """Bytes of the largest growth of the process during the load, and bytes read."""
     before = _high_water()
     opened = open_by_shards(path, torch.float32)
     assert opened is not None

@@ -1,6 +1,7 @@
-"""One rank of the snapshot tests: writes versions of a seeded model, and says what came of each case.
+"""One rank of the snapshot tests: writes versions of a seeded model, and reports the result of each case.
 
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m tests.integration.trainer.snapshot_cases OUT_DIR CASE...
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m tests.integration.trainer.snapshot_cases OUT_DIR
+    CASE...
 
 Every rank runs the cases in order and writes ``OUT_DIR/rank<R>.json``. The model's shapes are such that neither two nor
 three ranks divide them, and with three a rank has empty shards.
@@ -20,12 +21,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from services.common.errors import MillraceError
-from services.common.process import run_and_leave
-from services.trainer import snapshot
-from services.trainer.host_group import HostGroup
-from services.trainer.model import PolicyModel, build_policy_model
-from services.trainer.sharding import Ranks, init_ranks, leave_ranks
-from services.trainer.snapshot import Snapshots
+from services.common.system.child import run_and_leave
+from services.trainer.model.policy_model import PolicyModel, build_policy_model
+from services.trainer.publish import snapshot
+from services.trainer.publish.snapshot import Snapshots
+from services.trainer.ranks.host_group import HostGroup
+from services.trainer.ranks.sharding import Ranks, init_ranks, leave_ranks
 
 RUN, POLICY = "run-1", "model0"
 FORMS = {"bfloat16": "xxh3-128", "float32": "blake3"}  # published type and digest, tried together
@@ -62,7 +63,7 @@ def snapshots(model: PolicyModel, ranks: Ranks, directories: list[Path], dtype: 
 
 
 def write(case: str, ranks: Ranks, out_dir: Path) -> dict[str, Any]:
-    """One case; returns what this rank saw."""
+    """One case; returns the observations of this rank."""
     directory = out_dir / case
     if ranks.is_first:
         directory.mkdir()

@@ -1,4 +1,5 @@
-"""Checkpoints of several ranks: any number reads what any other wrote, bit for bit, and all go back together."""
+"""Checkpoints of several ranks: any number of ranks reads the checkpoint of any other number, bit for bit, and all go
+back together."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.cli.fork_server import ForkServer
-from services.trainer.sharding import Ranks
+from services.cli.run.fork_server import ForkServer
+from services.trainer.ranks.sharding import Ranks
 from tests.integration.trainer.checkpoint_cases import checkpoints, digests, make, train
 from tests.integration.trainer.launching import fork_ranks, made_once, run_processes
 
@@ -53,8 +54,8 @@ def test_two_ranks_read_the_weights_and_moments_of_one(written: Path) -> None:
 
 
 @pytest.mark.parametrize("directory", ["many", "more"])
-def test_one_and_three_ranks_read_what_two_have_written(written: Path, directory: str) -> None:
-    """Three of them with moments on the host and in mixed precision, and one what those have written in turn."""
+def test_one_and_three_ranks_read_a_checkpoint_of_two(written: Path, directory: str) -> None:
+    """Three of them with moments on the host and in mixed precision, and one reads the checkpoint of those."""
     expected = seen(written, "write")[0]["saved_2"]
     for of_rank in seen(written, "read"):
         assert of_rank["begun"] == 2 and of_rank["read"] == expected
@@ -71,7 +72,7 @@ def test_all_ranks_go_back_to_the_same_checkpoint_when_one_sees_damage(written: 
         assert of_rank["random"], "each rank has its own generator back"
 
 
-def test_every_rank_is_told_of_a_refusal_and_of_a_failed_save(written: Path) -> None:
+def test_a_refusal_and_a_failed_save_raise_on_every_rank(written: Path) -> None:
     for of_rank in seen(written, "write"):
         assert "belongs to run_id 'r', not to 'x'" in of_rank["refused"]
         assert "rank 1: [Errno 28] No space left on device" in of_rank["failed"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from services.cli.run.fork_server import ForkServer
 from services.trainer.algorithms import ALGORITHMS
-from services.trainer.algorithms.advantages import sequence_advantages
+from services.trainer.algorithms.advantages.sequences import sequence_advantages
 from services.trainer.algorithms.base import TokenBatch
-from services.trainer.sharding import Ranks
+from services.trainer.ranks.sharding import Ranks
 from tests.integration.trainer.gradient_cases import (
     CASES,
     GAE,
@@ -23,10 +25,11 @@ from tests.integration.trainer.gradient_cases import (
     Gradients,
     checkpoints_in,
     gradients,
+    lora,
     trained_weights,
     whole_weights,
 )
-from tests.integration.trainer.launching import made_once, run_processes, start_torchruns
+from tests.integration.trainer.launching import fork_ranks, made_once, run_processes
 from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step, training_sequences
 
 EVERYTHING = 10_000  # all documents in one micro-batch
@@ -83,14 +86,19 @@ def padded_gradients(case: Case) -> Gradients:
     return {n: p.grad.double().numpy() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@functools.cache
+def in_one_pass(name: str) -> Gradients:
+    """The gradients of one rank whose micro-batch holds everything; every test of a case compares with them."""
+    return gradients(CASES[name], Ranks.single(), EVERYTHING)
+
+
 @pytest.fixture(scope="module")
-def two_rank_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two real processes with gloo leave, each under a torchrun of its own as on two nodes: the mesh is the same one
-    on one node, where ``trainer_service/test_trainer_process`` compares two ranks with one."""
+def two_rank_files(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> Path:
+    """The results of two real processes with gloo. ``trainer_service/test_several_nodes`` starts them by torchrun."""
 
     def make(directory: Path) -> None:
         module, logs = "tests.integration.trainer.gradient_cases", directory / "logs"
-        run_processes(start_torchruns(module, [str(directory)], 2, 1, logs), logs)
+        run_processes(fork_ranks(forks, module, [str(directory)], 2, logs), logs)
 
     return made_once(tmp_path_factory, "two_ranks", make)
 
@@ -109,27 +117,26 @@ def two_ranks(two_rank_files: Path) -> Callable[[str], Gradients]:
 @pytest.mark.parametrize("name", ["ppo_clip", "m2po", "gspo", "decoupled_ppo", "untied_hot", "float32"])
 def test_packed_equals_padded(name: str) -> None:
     case = CASES[name]
-    assert_same(gradients(case, Ranks.single(), EVERYTHING), padded_gradients(case), TOLERANCE[case.dtype])
+    assert_same(in_one_pass(name), padded_gradients(case), TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 @pytest.mark.parametrize("max_tokens", [1, 23, 60])
 def test_any_micro_batch_size_gives_the_same_gradient(name: str, max_tokens: int) -> None:
     case = CASES[name]
-    whole = gradients(case, Ranks.single(), EVERYTHING)
-    assert_same(gradients(case, Ranks.single(), max_tokens), whole, TOLERANCE[case.dtype])
+    assert_same(gradients(case, Ranks.single(), max_tokens), in_one_pass(name), TOLERANCE[case.dtype])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_two_ranks_give_the_gradient_of_one(name: str, two_ranks: Callable[[str], Gradients]) -> None:
     case = CASES[name]
-    assert_same(two_ranks(name), gradients(case, Ranks.single(), EVERYTHING), TOLERANCE[case.dtype])
+    assert_same(two_ranks(name), in_one_pass(name), TOLERANCE[case.dtype])
 
 
 @pytest.mark.slow
 def test_gradient_checkpointing_on_two_ranks_changes_nothing(two_ranks: Callable[[str], Gradients]) -> None:
-    assert_same(two_ranks("checkpointed"), gradients(CASES["m2po"], Ranks.single(), EVERYTHING), 1e-9)
+    assert_same(two_ranks("checkpointed"), in_one_pass("m2po"), 1e-9)
 
 
 @pytest.mark.slow
@@ -145,11 +152,11 @@ def test_two_ranks_train_the_weights_and_metrics_of_one(two_ranks: Callable[[str
 
 
 @pytest.mark.slow
-def test_ranks_that_count_different_things_are_told_so_on_each(two_rank_files: Path) -> None:
-    """Sums of different lengths would abort the process, or add up what does not belong together."""
+def test_ranks_with_different_counts_raise_on_each_rank(two_rank_files: Path) -> None:
+    """Sums of different lengths would abort the process, or add up different values."""
     for rank in (0, 1):
         said = (two_rank_files / f"refusal_{rank}").read_text()
-        assert "the ranks of a training step counted different things" in said
+        assert "the ranks of a training step have different counts" in said
         assert ("seen_tokens" in said) == (rank == 0)
 
 
@@ -164,12 +171,34 @@ def test_two_ranks_stop_early_where_one_does(two_ranks: Callable[[str], Gradient
 
 
 @pytest.mark.slow
-def test_what_waits_on_the_host_trains_the_same_bits(two_ranks: Callable[[str], Gradients]) -> None:
+def test_moments_on_the_host_train_the_same_bits(two_ranks: Callable[[str], Gradients]) -> None:
     """Moments on the host and updated by buckets, the reference gathered from there."""
     expected, found = two_ranks("precision_with_reference"), two_ranks("precision_offloaded")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert np.array_equal(found[name], value), name
+
+
+@pytest.mark.slow
+def test_an_adapter_on_two_ranks_is_trained_as_on_one(two_ranks: Callable[[str], Gradients]) -> None:
+    expected, _ = trained_weights(Ranks.single(), **PRECISIONS["adapter"])
+    found, start = two_ranks("precision_adapter"), dict(tiny_causal_lm(torch.float64).named_parameters())
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-7, err_msg=name)
+        if name in start:
+            assert np.array_equal(found[name], start[name].detach().numpy()), f"{name} is of the frozen base"
+    assert min(np.abs(value).max() for name, value in found.items() if "lora_B" in name) > 1e-3, "they start at 0"
+
+
+@pytest.mark.slow
+def test_an_adapter_stays_in_float32_on_a_bfloat16_base(two_ranks: Callable[[str], Gradients]) -> None:
+    exact, _ = trained_weights(Ranks.single(), dtype=torch.float32, adapter=lora(torch.float32))
+    for name, found in two_ranks("precision_adapter_on_bfloat16").items():
+        if "lora_B" in name:
+            assert np.abs(found - exact[name]).max() < np.abs(exact[name]).max(), "four updates of 1e-2 each"
+            rounded = torch.tensor(found).to(torch.bfloat16).double().numpy()
+            assert not np.array_equal(found, rounded), "its updates are smaller than what bfloat16 can hold"
 
 
 @pytest.mark.slow
@@ -212,7 +241,7 @@ def test_a_value_head_stays_in_float32_where_the_model_does_not(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bfloat16_compute", "bfloat16_master"])
 def test_bfloat16_trains_close_to_float32(kind: str, two_ranks: Callable[[str], Gradients]) -> None:
-    """Four updates of 1e-2 each; what a rounded sum does to an update is bounded by the update."""
+    """Four updates of 1e-2 each; the effect of a rounded sum is bounded by the update."""
     expected, found, start = two_ranks("precision_float32"), two_ranks(f"precision_{kind}"), tiny_causal_lm()
     moved = far = 0.0
     for name, weight in start.named_parameters():

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.trainer.launching import made_once, run_processes, start_ranks
+from services.cli.run.fork_server import ForkServer
+from tests.integration.trainer.launching import fork_ranks, made_once, run_processes
 from tests.integration.trainer.loading_cases import MIB, make_models
 
 pytestmark = pytest.mark.slow
@@ -20,12 +21,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[1, 3])
-def loaded(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each rank saw."""
+def loaded(
+    request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory, forks: ForkServer
+) -> list[Any]:
+    """The report of each rank."""
 
     def load(directory: Path) -> None:
         module, arguments = "tests.integration.trainer.loading_cases", [str(directory), str(models)]
-        run_processes(start_ranks(module, arguments, request.param, directory), directory)
+        run_processes(fork_ranks(forks, module, arguments, request.param, directory), directory)
 
     out_dir = made_once(tmp_path_factory, f"loaded_{request.param}", load)
     return [json.loads((out_dir / f"rank{rank}.json").read_text()) for rank in range(request.param)]
@@ -33,7 +36,7 @@ def loaded(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytes
 
 def test_every_rank_count_gives_the_bits_of_from_pretrained(loaded: list[Any]) -> None:
     cases = [name for name in loaded[0] if name != "large"]
-    assert len(cases) == 2 * 5 + 1
+    assert len(cases) == 2 * 6 + 1
     for rank, said in enumerate(loaded):
         for case in cases:
             assert said[case] == dict.fromkeys(said[case], True), f"rank {rank}, {case}"

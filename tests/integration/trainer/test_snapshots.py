@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from services.common.models import named_weights
-from services.common.weights.digest import tensor_digest
+from services.cli.run.fork_server import ForkServer, Process
+from services.common.text.huggingface import named_weights
+from services.common.weights.manifest import tensor_digest
 from services.common.weights.snapshot_file import Snapshot, sweep_orphans
-from services.trainer.sharding import Ranks
-from tests.integration.trainer.launching import made_once, run_processes, start_ranks
+from services.trainer.ranks.sharding import Ranks
+from tests.integration.trainer.launching import fork_ranks, made_once, run_processes
 from tests.integration.trainer.snapshot_cases import FORMS, snapshots, uneven_model
+from tests.waiting import wait_until
 
 MODULE = "tests.integration.trainer.snapshot_cases"
 WAIT_S = 120.0
@@ -26,12 +26,14 @@ CASES = ["tied", "untied", "several_hosts", "no_room", "unmappable", "late"]
 
 
 @pytest.fixture(scope="module", params=[3])
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """The files of all cases, and what each rank saw."""
+def written(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: ForkServer
+) -> tuple[Path, list[Any]]:
+    """The files of all cases, and the report of each rank."""
 
     def write(directory: Path) -> None:
         arguments, logs = [str(directory), *CASES], directory / "logs"
-        run_processes(start_ranks(MODULE, arguments, request.param, logs), logs)
+        run_processes(fork_ranks(forks, MODULE, arguments, request.param, logs), logs)
 
     out_dir = made_once(tmp_path_factory, f"snapshots_of_{request.param}", write)
     return out_dir, [json.loads((out_dir / f"rank{rank}.json").read_text()) for rank in range(request.param)]
@@ -87,31 +89,30 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(written: tuple[Pat
     told = written[1][0]["late"]
     assert (told["error"], told["message"]) == (
         "DeadlineError",
-        f"the test's roll call took longer than 2 s: not all of {len(written[1])} ranks came",
+        f"the test's roll call took longer than 2 s: not all of {len(written[1])} ranks joined",
     )
     assert written[1][-1]["late"]["error"] in ("DeadlineError", "PeerLostError"), "who comes late is told as well"
 
 
 @pytest.mark.slow
-def test_an_interrupted_write_is_never_seen_and_is_swept_when_its_last_writer_is_gone(tmp_path: Path) -> None:
-    first, last = start_ranks(MODULE, [str(tmp_path), "stuck"], 2, tmp_path / "logs")
+def test_an_interrupted_write_is_never_seen_and_is_swept_when_its_last_writer_is_gone(
+    tmp_path: Path, forks: ForkServer
+) -> None:
+    first, last = fork_ranks(forks, MODULE, [str(tmp_path), "stuck"], 2, tmp_path / "logs")
     directory = tmp_path / "stuck"
     try:
-        until(lambda: len(list(directory.glob(".*.weights"))) == 1, "a draft")
+        wait_until(lambda: len(list(directory.glob(".*.weights"))) == 1, "a draft")
         draft = only(directory, ".*")
-        until(lambda: num_open(draft) == 2, "both ranks at work on it")
-        first.send_signal(signal.SIGKILL)
-        first.wait(WAIT_S)
+        wait_until(lambda: num_open(draft) == 2, "both ranks at work on it")
+        end(first)
         assert sweep_orphans([directory]) == [], "another writer still has it"
-        last.send_signal(signal.SIGKILL)
-        last.wait(WAIT_S)
+        end(last)
         assert not list(directory.glob("millrace.*")), "half a version has no name that is read"
         assert sweep_orphans([directory]) == [draft]
         assert not list(directory.iterdir())
     finally:
         for process in (first, last):
-            process.kill()
-            process.wait()
+            end(process)
 
 
 def test_one_rank_casts_from_the_master_weights_and_copies(tmp_path: Path) -> None:
@@ -130,11 +131,10 @@ def test_one_rank_casts_from_the_master_weights_and_copies(tmp_path: Path) -> No
     assert min(written.copy_s, written.digest_s) > 0
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come"
-        time.sleep(0.02)
+def end(process: Process) -> None:
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGKILL)
+    process.wait(WAIT_S)
 
 
 def num_open(path: Path) -> int:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,9 +13,12 @@ from typing import Any
 
 import pytest
 
+from services.cli.run.fork_server import ForkServer, Process
 from services.common.errors import MillraceError
+from services.common.system.child import module_command
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
 from tests.unit.trainer_service.building import POLICY, recipe, save_model
+from tests.waiting import WAIT_S
 
 EXIT_S = 60.0
 
@@ -47,7 +49,7 @@ async def make_orchestrator(tmp_path: Path, model: Path) -> AsyncIterator[MakeOr
 
 
 class TrainerProcess:
-    """``python -m services.trainer``, to be killed and started again."""
+    """``python -m services.trainer``, to be killed and started again; forked where a fork server is given."""
 
     def __init__(
         self,
@@ -57,22 +59,27 @@ class TrainerProcess:
         policy: str = POLICY,
         launch: Sequence[str] = (),  # arguments of launch_ranks
         name: str = "trainer",
+        forks: ForkServer | None = None,
     ) -> None:
         self.run_dir = run_dir
+        self._forks = forks
         self.name = name
         module = ["services.trainer"]
         if num_ranks > 1 or launch:
             module = ["services.trainer.launch_ranks", *(launch or [f"--num-ranks={num_ranks}"])]
-        self._argv = [sys.executable, "-m", *module, f"--policy={policy}", f"--orchestrator={orchestrator.address}"]
-        self._argv += [f"--run-dir={run_dir}"]
-        self.process: subprocess.Popen[bytes] | None = None
+        arguments = [f"--policy={policy}", f"--orchestrator={orchestrator.address}", f"--run-dir={run_dir}"]
+        self._argv = module_command(*module, *arguments)
+        self.process: Process | None = None
         run_dir.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if self._forks is not None:
+            self.process = self._forks.start(self._argv, environment, self._log)
+            assert self.process is not None, "the fork server has ended"
+            return
         with self._log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                self._argv, stderr=errors, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
-            )
+            self.process = subprocess.Popen(self._argv, stderr=errors, env=environment, start_new_session=True)
 
     @property
     def _log(self) -> Path:
@@ -88,8 +95,7 @@ class TrainerProcess:
         return await asyncio.to_thread(self.process.wait, EXIT_S)
 
     async def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
+        os.kill(self.pid, signal.SIGKILL)
         await self.wait()
 
     def terminate(self) -> None:
@@ -111,16 +117,17 @@ class TrainerProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass  # all have left
-            self.process.wait(10)
+            self.process.wait(WAIT_S)
 
 
 @pytest.fixture
-def trainers() -> Iterator[Callable[..., TrainerProcess]]:
-    """Makes trainers and ends their processes."""
+def trainers(forks: ForkServer) -> Iterator[Callable[..., TrainerProcess]]:
+    """Makes trainers, which are forked, and ends their processes."""
     made: list[TrainerProcess] = []
 
     def make(orchestrator: FakeOrchestrator, **settings: Any) -> TrainerProcess:
-        made.append(TrainerProcess(orchestrator, settings.pop("run_dir", orchestrator.run_dir), **settings))
+        run_dir = settings.pop("run_dir", orchestrator.run_dir)
+        made.append(TrainerProcess(orchestrator, run_dir, forks=forks, **settings))
         return made[-1]
 
     yield make

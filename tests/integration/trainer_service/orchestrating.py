@@ -8,15 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from services.common import serde
 from services.common.config.recipe import Recipe
 from services.common.errors import InfrastructureError, InvalidRequestError, LeaseLostError, VersionConflictError
 from services.common.pb import run_pb2, run_pb2_grpc, training_pb2, training_pb2_grpc
+from services.common.records.types import RankBatch
 from services.common.rpc.server import Server
-from services.common.types import RankBatch
+from services.common.wire import records as serde
 from tests.unit.trainer_service.building import POLICY, batch_of
-
-WAIT_S = 60.0
+from tests.waiting import WAIT_S
 
 
 class FakeOrchestrator(run_pb2_grpc.RunServiceServicer, training_pb2_grpc.TrainingServiceServicer):
@@ -94,7 +93,7 @@ class FakeOrchestrator(run_pb2_grpc.RunServiceServicer, training_pb2_grpc.Traini
         await self._notify()
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for something that the trainer does; fails with ``what`` after a minute."""
+        """Wait for an action of the trainer; fails with ``what`` after a minute."""
         try:
             async with asyncio.timeout(WAIT_S), self._changed:
                 await self._changed.wait_for(condition)
@@ -171,8 +170,8 @@ class FakeOrchestrator(run_pb2_grpc.RunServiceServicer, training_pb2_grpc.Traini
                 num_sequences=len(share.sequences),
             )
         )
-        for item in share.sequences:
-            yield training_pb2.PullBatchResponse(sequence=serde.training_sequence_to_proto(item))
+        for response in serde.batch_chunks(share.sequences, 64 * 1024):
+            yield response
         yield training_pb2.PullBatchResponse(footer=training_pb2.BatchFooter(num_sequences=len(share.sequences)))
 
     async def PublishVersion(

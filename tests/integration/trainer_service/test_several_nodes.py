@@ -1,4 +1,4 @@
-"""A trainer over two nodes, both on this machine: what the one says when something happens to the other.
+"""A trainer over two nodes, both on this machine: the reaction of one to a failure of the other.
 
 That two nodes compute what one rank computes is shown by the gradient tests, and that they come back by the e2e tests.
 """
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common.process import START_AGAIN
+from services.cli.run.fork_server import ForkServer
+from services.common.system.child import START_AGAIN
 from tests.integration.trainer_service.conftest import MakeOrchestrator, TrainerProcess
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
 from tests.integration.trainer_service.test_trainer_process import rank_pids
@@ -26,7 +27,7 @@ Nodes = list[TrainerProcess]
 
 
 @pytest.fixture
-def nodes() -> Iterator[Callable[..., Nodes]]:
+def nodes(forks: ForkServer) -> Iterator[Callable[..., Nodes]]:
     """Makes the launchers of two nodes with one rank each, and ends their processes."""
     made: Nodes = []
 
@@ -34,9 +35,8 @@ def nodes() -> Iterator[Callable[..., Nodes]]:
         port = free_port()
         for node, run_dir in enumerate(run_dirs):
             place = ["--num-nodes=2", f"--node-rank={node}", f"--rendezvous-port={port}", "--interface=lo"]
-            made.append(
-                TrainerProcess(orchestrator, run_dir, launch=["--num-ranks=1", *place, *more], name=f"node{node}")
-            )
+            launch = ["--num-ranks=1", *place, *more]
+            made.append(TrainerProcess(orchestrator, run_dir, launch=launch, name=f"node{node}", forks=forks))
         return made
 
     yield make
@@ -57,10 +57,10 @@ def errors(nodes: Nodes) -> str:
     return "\n".join(f"--- {node.name}\n{node.errors}" for node in nodes)
 
 
-async def test_a_killed_rank_is_told_to_the_other_node_which_asks_to_be_started_again(
+async def test_the_other_node_reports_a_killed_rank_and_asks_for_a_restart(
     make_orchestrator: MakeOrchestrator, nodes: Callable[..., Nodes]
 ) -> None:
-    """The other waits for a batch meanwhile, and takes part in nothing that could fail."""
+    """The other node waits for a batch meanwhile, outside of all collectives."""
     orchestrator = await make_orchestrator(run={"steps": 4})
     orchestrator.held_step = 2
     both = nodes(orchestrator, [orchestrator.run_dir] * 2)
@@ -69,21 +69,21 @@ async def test_a_killed_rank_is_told_to_the_other_node_which_asks_to_be_started_
     [rank] = rank_pids(both[1])
     os.kill(rank, signal.SIGKILL)
     assert await codes(both) == [START_AGAIN, -signal.SIGKILL], errors(both)
-    assert "trainer: the ranks of node 1 have died; the ranks of this node are ended" in both[0].errors
+    assert "trainer: the ranks of node 1 have died; ending the ranks of this node" in both[0].errors
     assert orchestrator.joins[-1].num_ranks == 2
 
 
-async def test_a_node_that_is_told_to_leave_takes_the_others_along_with_a_checkpoint(
+async def test_a_node_that_gets_a_signal_ends_the_others_with_a_checkpoint(
     make_orchestrator: MakeOrchestrator, nodes: Callable[..., Nodes]
 ) -> None:
-    """The run is not over for the other node: it asks to be started again, and then waits for the one that left."""
+    """The run is not over for the other node: its process asks for a restart, and then waits for the one that left."""
     orchestrator = await make_orchestrator(run={"steps": 4}, trainer={"checkpoint_every": 100})
     both = nodes(orchestrator, [orchestrator.run_dir] * 2)
     start(both)
     await orchestrator.until(lambda: orchestrator.newest >= 1, "nothing was trained")
     both[1].terminate()
     assert await codes(both) == [START_AGAIN, 0], errors(both)
-    assert "the ranks of another node were told to leave; a checkpoint is written" in both[0].errors
+    assert "the ranks of another node got a signal to leave; a checkpoint is written" in both[0].errors
     assert len(list((orchestrator.run_dir / "checkpoints" / POLICY).glob("step_*"))) == 1
 
 
@@ -98,10 +98,10 @@ async def test_a_node_that_falls_silent_is_named_and_the_others_leave(
     await orchestrator.until(lambda: 2 in orchestrator.pulls, "step 2 was never asked for")
     os.killpg(both[1].pid, signal.SIGSTOP)
     assert await both[0].wait() == START_AGAIN, both[0].errors
-    assert "trainer: node 1 was not heard of for 4 s; the ranks of this node are ended" in both[0].errors
+    assert "trainer: node 1 sent no heartbeat for 4 s; ending the ranks of this node" in both[0].errors
 
 
-async def test_nodes_without_a_common_directory_are_refused_in_words(
+async def test_nodes_without_a_common_directory_are_refused_with_a_message(
     make_orchestrator: MakeOrchestrator, nodes: Callable[..., Nodes], tmp_path: Path
 ) -> None:
     orchestrator = await make_orchestrator(run={"steps": 4})

@@ -12,19 +12,22 @@ import pytest
 import torch
 
 from services.common.errors import SupersededError, UnknownPolicyError
-from services.common.types import RankBatch
-from services.trainer.checkpoint import CheckpointIdentity, Checkpoints
-from services.trainer.link import GrpcLink
-from services.trainer.loop import TrainingLoop
-from services.trainer.loop_thread import LoopThread
-from services.trainer.model import PolicyModel
-from services.trainer.orchestrator_client import OrchestratorClient
-from services.trainer.sharding import Ranks
-from services.trainer.step import TrainStep
+from services.common.records.types import RankBatch
+from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.data.packing import Document
+from services.trainer.loop.device_turns import DeviceTurns
+from services.trainer.loop.grpc_link import GrpcLink, LoopThread
+from services.trainer.loop.orchestrator_client import OrchestratorClient
+from services.trainer.loop.training_loop import TrainingLoop
+from services.trainer.model.documents import Documents, Targets
+from services.trainer.model.policy_model import PolicyModel
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.train_step import TrainStep
 from tests.integration.trainer_service.conftest import MakeOrchestrator, failure_of
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
-from tests.unit.trainer.building import algorithm, train_step
+from tests.unit.trainer.building import algorithm, path_of, train_step
 from tests.unit.trainer_service.building import POLICY, DigestPublisher, batch_of
+from tests.waiting import until
 
 STEPS = 6
 
@@ -36,12 +39,14 @@ class LocalTrainer:
         self.step: TrainStep = train_step(algorithm())
         self._thread = LoopThread("trainer-grpc")
         self.client = self._thread.call(self._connect(orchestrator))
+        link = GrpcLink(self.client, self._thread, rank=0)
         self._loop = TrainingLoop(
             step=self.step,
-            link=GrpcLink(self.client, self._thread, rank=0),
+            link=link,
             publisher=DigestPublisher(self.step),
             checkpoints=Checkpoints(directory, CheckpointIdentity(run_id="r", policy=POLICY), 2, Ranks.single()),
             ranks=Ranks.single(),
+            device=DeviceTurns(self.step, link, Ranks.single(), directory, shared=False),
             num_steps=STEPS,
             checkpoint_every=100,
         )
@@ -96,11 +101,20 @@ async def test_exactly_the_sampled_ids_are_trained(
         batches.append(batch)
         return run(self, batch)
 
-    def spy_forward(self: PolicyModel, token_ids: torch.Tensor, position_ids: torch.Tensor, *rest: Any) -> Any:
+    def spy_forward(
+        self: PolicyModel,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        documents: Documents,
+        targets: Targets,
+        *rest: Any,
+    ) -> Any:
         if torch.is_grad_enabled() and batches[-1].training_step == 1:
-            starts = (position_ids == 0).nonzero().flatten().tolist()
-            forwarded.extend(tuple(document.tolist()) for document in token_ids.tensor_split(starts[1:]))
-        return forward(self, token_ids, position_ids, *rest)
+            for row, last in zip(
+                *(targets.each(t).tolist() for t in (targets.predecessors, targets.token_ids)), strict=True
+            ):
+                forwarded.append((*token_ids[path_of(documents.branches, row)].tolist(), last))
+        return forward(self, token_ids, position_ids, documents, targets, *rest)
 
     monkeypatch.setattr(TrainStep, "run", spy_run)
     monkeypatch.setattr(PolicyModel, "forward", spy_forward)
@@ -122,8 +136,13 @@ async def test_exactly_the_sampled_ids_are_trained(
                 assert (a.source, a.weight_version) == (b.source, b.weight_version)
                 np.testing.assert_array_equal(a.token_ids, b.token_ids)
                 np.testing.assert_array_equal(a.logprobs, b.logprobs)
-    sampled = sorted(tuple(s.sequence.token_ids.tolist()) for s in batch_of(1).sequences)
-    assert sorted(forwarded) == sampled
+    # Each trained token, with all that comes before it.
+    sampled = [
+        tuple(s.sequence.token_ids[: position + 1].tolist())
+        for s in batch_of(1).sequences
+        for position in np.flatnonzero(Document.from_training_sequence(s, 0.0).loss_mask)
+    ]
+    assert sorted(forwarded) == sorted(sampled)
 
 
 async def test_versions_come_with_metrics_and_intervals_of_computing(
@@ -147,11 +166,27 @@ async def test_a_pause_reaches_a_trainer_that_waits_for_a_batch(
     trainer = start(orchestrator)
     await orchestrator.until(lambda: 3 in orchestrator.pulls, "step 3 was never asked for")
     await orchestrator.tell("pause")
-    await eventually(lambda: trainer.client.report.state == "paused")
+    await until(lambda: trainer.client.report.state == "paused")
     await orchestrator.release()
     await asyncio.sleep(0.5)
     assert orchestrator.newest == 2
     await orchestrator.tell("resume")
+    assert await trainer.life == STEPS
+
+
+async def test_a_trainer_that_waits_for_a_batch_saves_on_a_command_and_waits_on(
+    make_orchestrator: MakeOrchestrator, start: Start
+) -> None:
+    orchestrator = await make_orchestrator()
+    orchestrator.held_step = 3
+    trainer = start(orchestrator)
+    await orchestrator.until(lambda: 3 in orchestrator.pulls, "step 3 was never asked for")
+    await orchestrator.tell("checkpoint")
+    await until(lambda: trainer.client.report.checkpoint_step == 2)
+    asked = len(orchestrator.pulls)
+    await asyncio.sleep(0.5)
+    assert len(orchestrator.pulls) <= asked + 1, "it does not poll"
+    await orchestrator.release()
     assert await trainer.life == STEPS
 
 
@@ -167,7 +202,7 @@ async def test_a_stop_reaches_a_trainer_that_waits_for_a_batch(
     assert trainer.client.report.checkpoint_step == 2
 
 
-async def test_the_trainer_reports_what_it_waits_for(make_orchestrator: MakeOrchestrator, start: Start) -> None:
+async def test_the_trainer_reports_its_waits(make_orchestrator: MakeOrchestrator, start: Start) -> None:
     orchestrator = await make_orchestrator()
     orchestrator.held_step = 3
     start(orchestrator)
@@ -234,7 +269,7 @@ async def test_an_orchestrator_that_is_away_when_a_version_is_published_gets_it_
     await asyncio.wait_for(computing.wait(), 60.0)
     await orchestrator.stop_serving()
     go_on.set()
-    await eventually(lambda: trainer.client.report.state == "publishing")
+    await until(lambda: trainer.client.report.state == "publishing")
     await orchestrator.serve()
     assert await trainer.life == STEPS
 
@@ -260,9 +295,3 @@ async def test_a_refused_trainer_says_why(make_orchestrator: MakeOrchestrator, s
     trainer = start(orchestrator)
     await asyncio.wait([trainer.life], timeout=30.0)
     assert isinstance(failure_of(trainer.life), UnknownPolicyError)
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)

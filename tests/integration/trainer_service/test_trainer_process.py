@@ -18,12 +18,14 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.common.config.loading import save_resolved
+from services.cli.run.fork_server import ForkServer
+from services.common.config.reading.loading import save_resolved
 from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES
 from services.trainer.replay import replay
 from tests.integration.trainer_service.conftest import MakeOrchestrator, TrainerProcess
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
 from tests.unit.trainer_service.building import POLICY, batch_of, recipe, save_model, save_tokenizer
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -37,8 +39,11 @@ async def run_to_the_end(orchestrator: FakeOrchestrator, trainer: TrainerProcess
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def untouched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeOrchestrator]:
-    """The orchestrator of a run that went to its end with one trainer; nobody changes what it left."""
+async def untouched(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, forks: ForkServer
+) -> AsyncIterator[FakeOrchestrator]:
+    """The orchestrator of a run that went to its end with one trainer, which was not forked as the others are
+    (``forks`` imports beside it); read-only."""
     run_dir = tmp_path_factory.mktemp("untouched")
     orchestrator = FakeOrchestrator(recipe(model, run={"id": f"test-{uuid.uuid4().hex[:12]}"}), run_dir)
     await orchestrator.serve()
@@ -58,7 +63,7 @@ def snapshots_left(orchestrator: FakeOrchestrator) -> list[Path]:
 async def test_killed_with_9_and_started_again_it_finishes_with_the_same_bits(
     untouched: FakeOrchestrator, make_orchestrator: MakeOrchestrator, trainers: Trainers
 ) -> None:
-    """Invariants 6 and 8: after two kills every digest is that of a run that nobody touched, and replay agrees."""
+    """Invariants 6 and 8: after two kills every digest is that of an undisturbed run, and replay agrees."""
     expected = untouched.ledger
     assert sorted(expected) == [0, 1, 2, 3, 4, 5, 6]
     assert len(set(expected.values())) == 7
@@ -70,7 +75,8 @@ async def test_killed_with_9_and_started_again_it_finishes_with_the_same_bits(
     await trainer.kill()
     orchestrator.held_step = 4
     trainer.start()
-    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")  # after checkpoint 2
+    await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
+    await checkpoint_of_step_2(trainer)
     first_address = orchestrator.sources[3]
     await trainer.kill()
     orchestrator.pulls.clear()
@@ -104,8 +110,15 @@ async def killed_before_step_4(orchestrator: FakeOrchestrator, trainer: TrainerP
     orchestrator.held_step = 4
     trainer.start()
     await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
+    await checkpoint_of_step_2(trainer)
     await trainer.kill()
     await orchestrator.release()
+
+
+async def checkpoint_of_step_2(trainer: TrainerProcess) -> None:
+    """It is written while the next step is trained."""
+    path = trainer.run_dir / "checkpoints" / POLICY / "step_000002"
+    await until(path.exists, "the checkpoint of step 2")
 
 
 async def test_what_waits_on_the_host_changes_no_bit_and_is_found_again_after_a_kill(
@@ -128,7 +141,7 @@ async def test_what_waits_on_the_host_changes_no_bit_and_is_found_again_after_a_
 async def test_a_value_head_and_what_a_teacher_said_come_back_after_a_kill_bit_for_bit(
     make_orchestrator: MakeOrchestrator, trainers: Trainers, tmp_path: Path
 ) -> None:
-    """Values are of the weights at step start, so a head that was not restored would change every digest after it."""
+    """Values are of the weights at step start, so a head that was not restored would change every later digest."""
     teacher = save_model(tmp_path / "teacher", seed=2)
     algorithm = {
         "name": "ppo_clip", "advantage": "gae", "gae_lambda": 0.9, "value_head": {"lr": 0.05},
@@ -187,7 +200,7 @@ async def test_sigterm_leaves_with_a_checkpoint_and_the_next_start_goes_on(
     assert orchestrator.pulls == [4, 5, 6]
 
 
-async def test_a_checkpoint_of_another_model_is_refused_in_words(
+async def test_a_checkpoint_of_another_model_is_refused_with_a_message(
     untouched: FakeOrchestrator, make_orchestrator: MakeOrchestrator, trainers: Trainers, tmp_path: Path
 ) -> None:
     other = await make_orchestrator(save_model(tmp_path / "untied", tied=False), run={"id": untouched.run_id})
@@ -198,7 +211,7 @@ async def test_a_checkpoint_of_another_model_is_refused_in_words(
     assert "step_000006 is a checkpoint of another model: causal_lm.lm_head.weight is missing there" in refused.errors
 
 
-async def test_a_tokenizer_of_another_model_is_refused_in_words(
+async def test_a_tokenizer_of_another_model_is_refused_with_a_message(
     make_orchestrator: MakeOrchestrator, trainers: Trainers, tmp_path: Path
 ) -> None:
     model = save_model(tmp_path / "model")
@@ -211,7 +224,9 @@ async def test_a_tokenizer_of_another_model_is_refused_in_words(
     assert orchestrator.ledger == {}
 
 
-async def test_an_unknown_policy_is_refused_in_words(make_orchestrator: MakeOrchestrator, trainers: Trainers) -> None:
+async def test_an_unknown_policy_is_refused_with_a_message(
+    make_orchestrator: MakeOrchestrator, trainers: Trainers
+) -> None:
     orchestrator = await make_orchestrator()
     trainer = trainers(orchestrator, policy="nobody")
     trainer.start()
@@ -219,7 +234,7 @@ async def test_an_unknown_policy_is_refused_in_words(make_orchestrator: MakeOrch
     assert "no policy 'nobody' in this run; --policy is one of ['model0']" in trainer.errors
 
 
-async def test_two_ranks_train_what_one_rank_trains(make_orchestrator: MakeOrchestrator, trainers: Trainers) -> None:
+async def test_two_ranks_train_like_one_rank(make_orchestrator: MakeOrchestrator, trainers: Trainers) -> None:
     """Each rank pulls its share of the same batches; the weights agree up to the order of sums."""
     made = []
     for num_ranks in (1, 2):
@@ -233,7 +248,7 @@ async def test_two_ranks_train_what_one_rank_trains(make_orchestrator: MakeOrche
         torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5)
 
 
-async def test_a_killed_rank_is_told_by_its_signal_and_all_ranks_resume(
+async def test_a_killed_rank_is_reported_by_its_signal_and_all_ranks_resume(
     make_orchestrator: MakeOrchestrator, trainers: Trainers
 ) -> None:
     orchestrator = await make_orchestrator(run={"steps": 4}, trainer={"num_ranks": 2})

@@ -7,10 +7,11 @@ import threading
 from multiprocessing.connection import Connection
 
 from services.common.weights.codec import ChunkChange
-from services.common.weights.digest import tensor_digest
-from services.common.weights.dtypes import Bits
+from services.common.weights.elements import Bits
+from services.common.weights.manifest import tensor_digest
 from services.inference.weights.mirror import Mirror
-from tests.integration.weights.test_transfer_faults import POLICY, RecordingEngine, until, updater
+from tests.integration.weights.test_transfer_faults import POLICY, RecordingEngine, updater
+from tests.waiting import until
 
 
 def replica(pipe: Connection, way: str, stand_still_at: int) -> None:

@@ -1,4 +1,4 @@
-"""In a run with keys the bulk plane is encrypted, with a key that only those who may fetch weights are given."""
+"""In a run with keys the bulk plane is encrypted, with a key that only authorised receivers get."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 import structlog
 import zmq
 
-from services.cli.keyring import Keyring
+from services.cli.keys.keyring import Keyring
 from services.common.errors import PermissionDeniedError
 from services.common.pb import weights_pb2, weights_pb2_grpc
-from services.common.rpc.channel import channel, translated_errors
+from services.common.rpc.client.channel import channel, translated_errors
 from services.common.security import identity
 from services.common.security.roles import Peer, Role
-from services.common.transfer.bulk_curve import KEY_BYTES, new_keys
-from services.common.transfer.bulk_frames import BulkRequest, Operation
-from services.common.transfer.serde_requests import payload_request_to_proto
-from services.common.transfer.source import PayloadRequest
-from services.inference.weights.fetch import fetch
-from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, sending
+from services.common.telemetry.log_events import LogEvent
+from services.common.transfer.bulk_socket import KEY_BYTES, BulkRequest, Operation, new_keys
+from services.common.weights.manifest import PayloadRequest
+from services.common.wire.weights import payload_request_to_proto
+from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, fetched, sending
 from tests.keys import as_role, make_keys
+from tests.waiting import WAIT_S
 
 SIZE = 3_000_000
 
@@ -46,18 +46,18 @@ async def manifest(sender: Sender, role: Role, keys: Keyring) -> weights_pb2.Get
     with identity.used(as_role(keys, role)):
         async with channel(sender.address, Peer.WEIGHTS) as connection:
             with translated_errors("publisher"):
-                return await weights_pb2_grpc.WeightServiceStub(connection).GetManifest(request, timeout=5)
+                return await weights_pb2_grpc.WeightServiceStub(connection).GetManifest(request, timeout=WAIT_S)
 
 
 async def test_a_replica_fetches_over_the_encrypted_bulk_plane(keys: Keyring) -> None:
     source = MemorySource(SIZE)
     async with publishing(keys, source) as sender:
-        fetched = await fetch(sender.address, RUN, source.version, None, transports=["bulk"])
-    assert fetched.transport == "bulk"
-    assert fetched.data == source.data.data
+        got = await fetched(sender.address, source.version, transports=["bulk"])
+    assert got.transport == "bulk"
+    assert got.data == source.data.data
 
 
-async def test_who_may_not_fetch_weights_gets_neither_ticket_nor_key(keys: Keyring) -> None:
+async def test_a_peer_without_permission_gets_neither_ticket_nor_key(keys: Keyring) -> None:
     async with publishing(keys, MemorySource(SIZE)) as sender:
         answer = await manifest(sender, Role.INFERENCE, keys)
         assert len(answer.bulk.server_key) == KEY_BYTES
@@ -87,22 +87,22 @@ async def test_a_key_that_is_not_the_sockets_costs_the_bulk_plane_and_not_the_ve
     async with publishing(keys, source) as sender:
         sender.bulk.public_key = new_keys()[0]
         with structlog.testing.capture_logs() as logs:
-            fetched = await fetch(sender.address, RUN, source.version, None, transports=["bulk"])
-    assert fetched.transport == "grpc" and fetched.data == source.data.data
-    assert [each["transport"] for each in logs if each["event"] == "weights.transport_failed"] == ["bulk"]
+            got = await fetched(sender.address, source.version, transports=["bulk"])
+    assert got.transport == "grpc" and got.data == source.data.data
+    assert [each["transport"] for each in logs if each["event"] == LogEvent.TRANSPORT_FAILED] == ["bulk"]
 
 
 async def test_over_tls_a_bulk_socket_without_a_key_is_not_gone_to(keys: Keyring) -> None:
     source = MemorySource(SIZE)
     async with publishing(keys, source) as sender:
         sender.bulk.public_key = b""
-        fetched = await fetch(sender.address, RUN, source.version, None, transports=["bulk"])
-    assert fetched.transport == "grpc"
+        got = await fetched(sender.address, source.version, transports=["bulk"])
+    assert got.transport == "grpc"
 
 
 async def test_a_bulk_socket_that_listens_everywhere_is_reached_where_its_source_is(keys: Keyring) -> None:
     source = MemorySource(SIZE)
     async with publishing(keys, source) as sender:
         sender.bulk.endpoint = sender.bulk.endpoint.replace("127.0.0.1", "0.0.0.0")
-        fetched = await fetch(sender.address, RUN, source.version, None, transports=["bulk"])
-    assert fetched.transport == "bulk"
+        got = await fetched(sender.address, source.version, transports=["bulk"])
+    assert got.transport == "bulk"

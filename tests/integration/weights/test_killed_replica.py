@@ -1,4 +1,4 @@
-"""A replica killed while it writes a version harms nobody: not the publisher's files, not who comes after it."""
+"""A replica killed during the write of a version damages neither the publisher's files nor its successor."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.policy import WeightsConfig
+from services.common.config.training.policy import WeightsConfig
 from services.common.pb import weights_pb2_grpc
+from services.common.records.types import WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.servicer import WeightServicer
-from services.common.types import WeightVersion
-from services.trainer.publisher_store import PublisherStore
+from services.trainer.publish.publisher_store import PublisherStore
 from tests.integration.weights.killable_replica import replica
 from tests.integration.weights.test_transfer_faults import POLICY, RUN, announced, write_version
-
-WAIT_S = 30.0
+from tests.waiting import WAIT_S
 
 
 @contextmanager
@@ -50,7 +49,7 @@ async def answer(pipe: Connection) -> object:
 class Publisher:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.store = PublisherStore(RUN, POLICY, WeightsConfig())
+        self.store = PublisherStore(RUN, POLICY, WeightsConfig(transfer="delta"))
         self.server = Server(service="publisher", instance_id="p", host="127.0.0.1", port=0)
         self.server.add(
             weights_pb2_grpc.add_WeightServiceServicer_to_server,

@@ -1,4 +1,4 @@
-"""Replicas that fetch together: the publisher sends about one copy, and whatever a relay does, everybody gets it right."""
+"""Replicas that fetch together: the publisher sends about one copy, and all replicas get the right bytes from faulty relays."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import CorruptDataError, MillraceError, VersionUnavailableError
+from services.common.records.types import FetchPlan, WeightVersion
 from services.common.rpc.server import Server
-from services.common.transfer.serving import add_weight_service
-from services.common.transfer.source import PayloadRequest
-from services.common.types import FetchPlan, WeightVersion
+from services.common.transfer.servicer import add_weight_service
 from services.common.weights.manifest import (
     BaseVersion,
     Encoding,
     Manifest,
-    Payload,
+    PayloadRequest,
     TensorSpec,
     full_payload_id,
     lay_out,
 )
-from services.inference.weights import stripes
-from services.inference.weights.fetch import Fetched
-from services.inference.weights.fetcher import SourceFetcher
+from services.inference.weights import peer_fetch
+from services.inference.weights.fetcher import Fetched, SourceFetcher
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.relay import Relay
 from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, sending
+from tests.waiting import until
 
 MIB = 1 << 20
 
@@ -74,7 +73,7 @@ async def members(count: int) -> AsyncIterator[list[Member]]:
 def plans(relays: Sequence[Member], count: int) -> list[FetchPlan]:
     """For ``count`` receivers, the first of which are the relays."""
     addresses = tuple(member.address for member in relays)
-    return [FetchPlan(relays=addresses, own_stripe=n if n < len(addresses) else None) for n in range(count)]
+    return [FetchPlan(relays=addresses, own_shard=n if n < len(addresses) else None) for n in range(count)]
 
 
 def version_of(sender: Sender) -> WeightVersion:
@@ -86,7 +85,11 @@ def holds(member: Member, source: MemorySource) -> bool:
     return manifest is not None and manifest.digest == source.manifest.digest
 
 
-async def test_a_swarm_takes_little_more_than_one_copy_from_the_publisher() -> None:
+async def test_a_peer_fetch_takes_little_more_than_one_copy_from_the_publisher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("STALL_S", "_LAG_FROM_S"):
+        monkeypatch.setattr(peer_fetch, name, 60.0)  # no relay is replaced because this machine is busy
     source = MemorySource(16 * MIB)
     async with sending(source, bytes_per_s=40 * MIB) as sender, members(6) as all_of_us:
         version = version_of(sender)
@@ -101,26 +104,6 @@ async def test_a_swarm_takes_little_more_than_one_copy_from_the_publisher() -> N
             assert sender.address not in fetched.sources
 
 
-async def test_members_of_a_swarm_do_not_say_how_fast_their_own_link_is() -> None:
-    source = MemorySource(4 * MIB)
-    said: list[float] = []
-    plain = source.payload
-
-    def payload(request: PayloadRequest) -> Payload:
-        said.append(request.link_bytes_per_s)
-        return plain(request)
-
-    source.payload = payload  # type: ignore[method-assign]
-    async with sending(source) as sender, members(2) as both:
-        for member in both:
-            await member.take(version_of(sender), None)
-            await member.take(version_of(sender), None)
-        assert said[0] == 0 and said[1] > 0
-        said.clear()
-        await asyncio.gather(*(m.take(version_of(sender), plan) for m, plan in zip(both, plans(both, 2), strict=True)))
-        assert said == [0, 0], "each might be offered another payload, and none could pass anything on"
-
-
 async def test_a_relay_that_dies_is_replaced_at_the_same_offset() -> None:
     source = MemorySource(16 * MIB)
     async with sending(source, bytes_per_s=8 * MIB) as sender, members(3) as (first, second, third):
@@ -128,32 +111,32 @@ async def test_a_relay_that_dies_is_replaced_at_the_same_offset() -> None:
         one, two, three = plans([first, second], 3)
         dying = asyncio.create_task(first.take(version, one))
         others = [asyncio.create_task(second.take(version, two)), asyncio.create_task(third.take(version, three))]
-        await asyncio.sleep(0.7)  # in the middle of a transfer of two seconds
-        sent = sender.budget.num_bytes_sent
-        assert 0 < sent < len(source.data)
+        # in the middle of a transfer of two seconds
+        await until(lambda: sender.budget.num_bytes_sent > len(source.data) // 4, "a quarter is sent")
+        assert sender.budget.num_bytes_sent < len(source.data)
         dying.cancel()
         await first.server.stop(0.0)
         async with asyncio.timeout(30):
             await asyncio.gather(*others)
         assert holds(second, source) and holds(third, source)
-        # Only what the dead relay had not passed on yet is sent again, to each of two.
+        # Only the missing bytes of the dead relay are sent again, to each of two.
         assert sender.budget.num_bytes_sent < 2.5 * len(source.data)
 
 
 async def test_a_relay_that_never_hears_of_the_payload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stripes, "STALL_S", 0.5)
+    monkeypatch.setattr(peer_fetch, "STALL_S", 0.5)
     source = MemorySource(4 * MIB)
     async with sending(source) as sender, members(2) as (deaf, member):
-        plan = FetchPlan(relays=(deaf.address, member.address), own_stripe=1)
+        plan = FetchPlan(relays=(deaf.address, member.address), own_shard=1)
         async with asyncio.timeout(20):
             fetched = await member.take(version_of(sender), plan)
         assert holds(member, source) and fetched.sources == (sender.address,)
 
 
-async def test_a_relay_that_nobody_can_reach_is_given_up() -> None:
+async def test_an_unreachable_relay_is_given_up() -> None:
     source = MemorySource(4 * MIB)
     async with sending(source) as sender, members(1) as (member,):
-        plan = FetchPlan(relays=("127.0.0.1:9", member.address), own_stripe=1)
+        plan = FetchPlan(relays=("127.0.0.1:9", member.address), own_shard=1)
         async with asyncio.timeout(30):
             await member.take(version_of(sender), plan)
         assert holds(member, source)
@@ -163,9 +146,9 @@ async def test_a_relay_that_lies_is_found_out_and_the_next_attempt_relies_on_the
     source = MemorySource(4 * MIB)
     async with sending(source) as sender, members(2) as (liar, member):
         version = version_of(sender)
-        plan = FetchPlan(relays=(liar.address, member.address), own_stripe=1)
+        plan = FetchPlan(relays=(liar.address, member.address), own_shard=1)
         honest = await liar.fetcher.fetch(version, None, None)
-        honest.data[:100] = bytes(100)  # it passes on what it has: this
+        honest.data[:100] = bytes(100)  # the relay passes these bytes on
         with pytest.raises(CorruptDataError, match="digest"):
             await member.take(version, plan)
         assert member.mirror.manifest is None
@@ -202,7 +185,7 @@ async def test_a_late_joiner_whose_holder_is_gone_fetches_from_the_publisher() -
         assert holds(late, source) and fetched.sources == (sender.address,)
 
 
-async def test_a_snapshot_read_from_a_relay_is_whole_whatever_is_written_meanwhile() -> None:
+async def test_a_snapshot_read_from_a_relay_is_whole_during_writes() -> None:
     first, second = MemorySource(4 * MIB, seed=1), MemorySource(4 * MIB, seed=2)
     async with sending(first) as sender, members(1) as (member,):
         await member.take(version_of(sender), None)
@@ -226,7 +209,7 @@ async def _as_full(source: MemorySource) -> tuple:  # type: ignore[type-arg]
     return source.payload(request), memoryview(source.data.copy())
 
 
-async def test_what_a_relay_does_not_hold_it_does_not_offer() -> None:
+async def test_a_relay_offers_only_the_version_that_the_mirror_holds() -> None:
     source = MemorySource(2 * MIB)
     async with sending(source) as sender, members(1) as (member,):
         with pytest.raises(VersionUnavailableError, match="held: nothing"):
@@ -263,14 +246,14 @@ def test_a_relay_may_be_asked_in_a_thread_while_it_receives() -> None:
     assert relay.payload(request).encoding is Encoding.FULL
 
 
-async def test_readers_of_a_transfer_that_fails_are_told_at_once() -> None:
+async def test_readers_of_a_failed_transfer_get_the_error_at_once() -> None:
     source = MemorySource(4 * MIB)
     source.fail_at = 2 * MIB
     async with sending(source) as sender, members(2) as (relay, reader):
         version = version_of(sender)
         failing = asyncio.create_task(relay.take(version, None))
         other = asyncio.create_task(
-            reader.take(version, FetchPlan(relays=(relay.address, reader.address), own_stripe=1))
+            reader.take(version, FetchPlan(relays=(relay.address, reader.address), own_shard=1))
         )
         async with asyncio.timeout(30):
             results = await asyncio.gather(failing, other, return_exceptions=True)
@@ -278,10 +261,10 @@ async def test_readers_of_a_transfer_that_fails_are_told_at_once() -> None:
         assert reader.mirror.manifest is None
 
 
-def test_stripes_cover_the_payload_once_and_are_not_smaller_than_pays() -> None:
+def test_shards_cover_the_payload_once_and_are_not_smaller_than_pays() -> None:
     for size in (0, 1, MIB - 1, MIB, 2 * MIB, 10 * MIB + 7, 64 * MIB):
         for relays in (1, 2, 3, 16):
-            cut = stripes.cut(size, relays)
+            cut = peer_fetch.cut(size, relays)
             assert [start for start, _ in cut] == [0, *(end for _, end in cut[:-1])] and cut[-1][1] == size
             assert len(cut) == 1 or min(end - start for start, end in cut[:-1]) >= MIB
             assert len(cut) <= relays

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import gc
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.config.policy import WeightsConfig
+from services.common.config.training.policy import WeightsConfig
 from services.common.errors import (
     BaseUnavailableError,
     CorruptDataError,
@@ -24,24 +24,26 @@ from services.common.errors import (
     VersionUnavailableError,
 )
 from services.common.pb import weights_pb2_grpc
+from services.common.records.types import WeightTransfer, WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.bulk_server import BulkServer
 from services.common.transfer.sending import SendBudget
 from services.common.transfer.servicer import WeightServicer
-from services.common.transfer.source import PayloadReader, PayloadRequest
-from services.common.types import WeightTransfer, WeightVersion
+from services.common.transfer.source import PayloadReader
 from services.common.weights import snapshot_file
 from services.common.weights.codec import ChunkChange
-from services.common.weights.manifest import BaseVersion, Encoding, Manifest, Payload, TensorSpec
+from services.common.weights.manifest import BaseVersion, Encoding, Manifest, Payload, PayloadRequest, TensorSpec
 from services.common.weights.snapshot_file import SnapshotSpaceError, SnapshotWriter
 from services.inference.engine.weight_update import WeightUpdate
 from services.inference.weights import updater as updater_module
-from services.inference.weights.fetch import Fetched, fetch
-from services.inference.weights.fetcher import SourceFetcher
+from services.inference.weights.fetcher import Fetched, SourceFetcher
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import WeightUpdater
-from services.trainer.publisher_process import PublisherProcess
-from services.trainer.publisher_store import PublisherStore
+from services.trainer.publish.publisher_process import PublisherProcess
+from services.trainer.publish.publisher_store import PublisherStore
+from tests.integration.weights.transfer_world import fetched
+from tests.running import is_running
+from tests.waiting import until
 
 RUN, POLICY = "run-1", "model0"
 SIZE = 700_000  # more than one chunk on the wire
@@ -71,7 +73,7 @@ def announced(manifest: Manifest, *sources: str) -> WeightVersion:
 
 
 class RecordingEngine:
-    """Remembers which versions it was told of."""
+    """Records the announced versions."""
 
     def __init__(self) -> None:
         self.versions: list[int] = []
@@ -147,12 +149,12 @@ class FaultyReader:
 
 
 class World:
-    """A publisher's side and a replica's, in one process. The replica uses one way to fetch, and gRPC where it fails."""
+    """A publisher's side and a replica's, in one process. The replica uses one transport, and gRPC if that fails."""
 
     def __init__(self, directory: Path, way: str) -> None:
         self.way = way
         self.directory = directory
-        self.store = PublisherStore(RUN, POLICY, WeightsConfig())
+        self.store = PublisherStore(RUN, POLICY, WeightsConfig(transfer="delta"))
         self.source = FaultySource(self.store)
         self.bulk = BulkServer(SendBudget(), from_bytes=0)
         self.server = Server(service="publisher", instance_id="p", host="127.0.0.1", port=0)
@@ -171,10 +173,10 @@ class World:
         return announced(manifest, self.server.address)
 
     async def fetch(self, version: WeightVersion, base: BaseVersion | None = None, run: str = RUN) -> Fetched:
-        return await fetch(self.server.address, run, version, base, transports=[self.way])
+        return await fetched(self.server.address, version, base, [self.way], run)
 
     async def take(self, version: WeightVersion) -> WeightTransfer:
-        """Offer it, wait until the engine has it, and return the record."""
+        """Offer a version, wait until the engine has the version, and return the record."""
         self.updater.offer(version)
         await until(lambda: self.updater.held().digest == version.digest)
         assert self.updater.last is not None
@@ -184,12 +186,6 @@ class World:
 def updater(mirror: Mirror, engine: RecordingEngine, way: str) -> WeightUpdater:
     fetcher = SourceFetcher(lambda: RUN, [way])
     return WeightUpdater(mirror, engine, fetcher, Mirror.host_arrays)  # type: ignore[arg-type]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(params=["grpc", "bulk", "mapped"])
@@ -253,7 +249,7 @@ async def test_a_source_that_is_away_for_a_moment_costs_no_full_transfer(world: 
 async def test_a_delta_that_never_comes_is_given_up_for_the_snapshot(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updater_module, "_PATIENCE", 2)
+    monkeypatch.setattr(updater_module, "_MAX_DELTA_FAILURES", 2)
     await world.take(world.publish(1))
     second = world.publish(2)
     world.source.away = 2
@@ -367,16 +363,17 @@ async def test_a_publisher_killed_in_mid_transfer_is_replaced_on_the_same_addres
         assert replica.last is not None and replica.last.transport == way
         path, second = write_version(tmp_path, 2, size=size)
         await asyncio.to_thread(publisher.announce, path)
-        assert publisher._process is not None
-        if way == "mapped":  # nothing is sent: it is dead before it is asked
-            os.kill(publisher._process.pid, 9)
+        pid = publisher.pid
+        assert pid is not None
+        if way == "mapped":  # no transfer: the source is dead before the request
+            os.kill(pid, 9)
         replica.offer(announced(second, address))
         await asyncio.sleep(0.3)
         assert replica.held().number == 1
-        os.kill(publisher._process.pid, 9)
-        publisher._process.wait(10)
+        os.kill(pid, 9)
+        await until(lambda: not is_running(pid), "the publisher has ended")
         await until(lambda: replica.num_failures)
-        assert replica.held().number == 1, "it keeps serving the old version"
+        assert replica.held().number == 1, "the replica keeps serving the old version"
         await asyncio.to_thread(publisher.announce, path)
         assert publisher.address == address
         await until(lambda: replica.held().digest == second.digest)
@@ -387,7 +384,7 @@ async def test_a_publisher_killed_in_mid_transfer_is_replaced_on_the_same_addres
         publisher.stop()
 
 
-def test_full_shared_memory_falls_back_to_the_next_directory_and_then_says_what_to_do(
+def test_full_shared_memory_falls_back_to_the_next_directory_and_then_names_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full, roomy = tmp_path / "full", tmp_path / "roomy"
@@ -407,4 +404,4 @@ def test_full_shared_memory_falls_back_to_the_next_directory_and_then_says_what_
         writer.seal()
     with pytest.raises(SnapshotSpaceError, match=r"no room for version 2.*Free memory there"):
         SnapshotWriter.create(run_id=RUN, policy=POLICY, version=2, specs=specs, directories=(full,))
-    assert not list(full.iterdir()), "nothing half-written is left"
+    assert not list(full.iterdir()), "no half-written file is left"

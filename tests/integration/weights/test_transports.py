@@ -1,4 +1,4 @@
-"""Each way in which payload bytes travel, over real sockets: what arrives, what a broken one leaves, who is refused."""
+"""Every transport of payload bytes over real sockets: received bytes, broken streams, refusals."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ import structlog.testing
 import zmq
 
 from services.common.errors import ConfigError, CorruptDataError
+from services.common.telemetry.log_events import LogEvent
 from services.common.transfer import servicer as servicer_module
-from services.common.transfer.bulk_frames import BulkRequest, Kind, Operation, decode_answer, encode_answer
 from services.common.transfer.bulk_server import BulkServer
+from services.common.transfer.bulk_socket import BulkRequest, Kind, Operation, decode_answer, encode_answer
 from services.common.transfer.sending import SendBudget
-from services.common.transfer.source import PayloadRequest
-from services.inference.weights.fetch import fetch, fetch_range
-from services.inference.weights.fetch_bulk import BulkTransport
-from services.inference.weights.fetch_links import LinkSpeeds
-from services.inference.weights.fetch_range import ByteRange
-from services.inference.weights.fetch_source import WeightSource
-from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, sending
+from services.common.weights.manifest import PayloadRequest
+from services.inference.weights.source import WeightSource
+from services.inference.weights.transports import BulkTransport, ByteRange
+from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, fetched, sending
+from tests.waiting import WAIT_S, until
 
 SIZE = 5_300_001  # several chunks, and a rest
 WAYS = ("mapped", "bulk", "grpc")
@@ -34,45 +33,43 @@ WAYS = ("mapped", "bulk", "grpc")
 async def test_every_way_brings_the_bytes_and_ends_its_lease(way: str, tmp_path: Path) -> None:
     source = MemorySource(SIZE, tmp_path / "payload")
     async with sending(source) as sender:
-        fetched = await fetch(sender.address, RUN, source.version, None, transports=[way])
-        assert fetched.transport == way
-        assert fetched.data == source.data.data
-        assert fetched.sources == (sender.address,)
-        async with asyncio.timeout(5):
-            while source.num_leases:
-                await asyncio.sleep(0.01)
+        got = await fetched(sender.address, source.version, transports=[way])
+        assert got.transport == way
+        assert got.data == source.data.data
+        assert got.sources == (sender.address,)
+        await until(lambda: not source.num_leases)
         assert sender.budget.num_bytes_sent == (0 if way == "mapped" else SIZE)
 
 
 async def test_the_first_way_that_both_ends_have_is_taken(tmp_path: Path) -> None:
     with_file, without = MemorySource(SIZE, tmp_path / "payload"), MemorySource(SIZE)
     async with sending(with_file) as sender:
-        assert (await fetch(sender.address, RUN, with_file.version, None)).transport == "mapped"
+        assert (await fetched(sender.address, with_file.version)).transport == "mapped"
         for transports, taken in ((["bulk", "mapped"], "bulk"), (["grpc", "mapped"], "grpc")):
-            assert (await fetch(sender.address, RUN, with_file.version, None, transports=transports)).transport == taken
+            assert (await fetched(sender.address, with_file.version, transports=transports)).transport == taken
     async with sending(without) as sender:
-        assert (await fetch(sender.address, RUN, without.version, None)).transport == "bulk"
+        assert (await fetched(sender.address, without.version)).transport == "bulk"
 
 
 async def test_a_file_is_offered_to_the_same_host_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = MemorySource(SIZE, tmp_path / "payload")
     monkeypatch.setattr(servicer_module, "host_identity", lambda: "another host")
     async with sending(source) as sender:
-        assert (await fetch(sender.address, RUN, source.version, None)).transport == "bulk"
+        assert (await fetched(sender.address, source.version)).transport == "bulk"
 
 
-async def test_writing_into_a_mapped_payload_reaches_nobody_else(tmp_path: Path) -> None:
+async def test_writes_into_a_mapped_payload_stay_private(tmp_path: Path) -> None:
     source = MemorySource(SIZE, tmp_path / "payload")
     async with sending(source) as sender:
-        first = await fetch(sender.address, RUN, source.version, None)
+        first = await fetched(sender.address, source.version)
         (tmp_path / "payload").unlink()
         first.data[:3] = b"abc"
         assert bytes(first.data[:3]) == b"abc"
-        assert first.data[3:] == source.data.data[3:], "it outlives the name of its file"
+        assert first.data[3:] == source.data.data[3:], "the mapping outlives the name of its file"
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "directory"])
-async def test_a_file_that_is_not_what_was_offered_is_not_mapped(tmp_path: Path, damage: str) -> None:
+async def test_a_file_that_differs_from_the_offer_is_not_mapped(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "payload"
     source = MemorySource(SIZE, path)
     path.unlink()
@@ -81,9 +78,9 @@ async def test_a_file_that_is_not_what_was_offered_is_not_mapped(tmp_path: Path,
     elif damage == "directory":
         path.mkdir()
     async with sending(source) as sender:
-        fetched = await fetch(sender.address, RUN, source.version, None)
-        assert fetched.transport == "bulk"
-        assert fetched.data == source.data.data
+        got = await fetched(sender.address, source.version)
+        assert got.transport == "bulk"
+        assert got.data == source.data.data
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -94,12 +91,12 @@ async def test_a_range_brings_exactly_its_bytes(way: str, tmp_path: Path) -> Non
         for start, end in ((0, 10), (1_048_570, 3_000_000), (SIZE - 1, SIZE), (7, 7)):
             room = bytearray(end - start)
             offsets: list[int] = []
-            await fetch_range(peer, payload, start, end, memoryview(room), offsets.append)
+            await peer.fetch(payload, ByteRange(start, end, memoryview(room), offsets.append))
             assert room == source.data[start:end].tobytes()
             assert offsets == sorted(offsets)
             assert start == end or offsets[-1] == end
         with pytest.raises(ValueError, match="of a payload of"):
-            await fetch_range(peer, payload, SIZE - 1, SIZE + 5, memoryview(bytearray(6)))
+            await peer.fetch(payload, ByteRange(SIZE - 1, SIZE + 5, memoryview(bytearray(6))))
 
 
 async def test_ranges_that_end_at_different_times_all_come_over_the_bulk_plane() -> None:
@@ -111,14 +108,12 @@ async def test_ranges_that_end_at_different_times_all_come_over_the_bulk_plane()
             memoryview(room)[begin:end] for begin, end in ((0, 100), (100, 4 << 20), (4 << 20, SIZE))
         )
         await asyncio.gather(
-            fetch_range(peer, payload, 0, 100, first), fetch_range(peer, payload, 100, 4 << 20, second)
+            peer.fetch(payload, ByteRange(0, 100, first)), peer.fetch(payload, ByteRange(100, 4 << 20, second))
         )
-        await fetch_range(peer, payload, 4 << 20, SIZE, third)
+        await peer.fetch(payload, ByteRange(4 << 20, SIZE, third))
         assert room == source.data.tobytes()
         assert sender.budget.num_bytes_by_transport == {"bulk": SIZE}
-        async with asyncio.timeout(5):
-            while source.num_leases:
-                await asyncio.sleep(0.01)
+        await until(lambda: not source.num_leases)
 
 
 @pytest.mark.parametrize("piece_bytes", [1000, 300_000])
@@ -127,7 +122,7 @@ async def test_sources_may_give_less_than_asked_for(piece_bytes: int) -> None:
     source.piece_bytes = piece_bytes
     async with sending(source) as sender:
         for way in ("bulk", "grpc"):
-            assert (await fetch(sender.address, RUN, source.version, None, transports=[way])).data == source.data.data
+            assert (await fetched(sender.address, source.version, transports=[way])).data == source.data.data
 
 
 async def test_a_bulk_transfer_that_fails_goes_on_over_grpc_at_the_same_offset() -> None:
@@ -135,16 +130,14 @@ async def test_a_bulk_transfer_that_fails_goes_on_over_grpc_at_the_same_offset()
     source.fail_at = 2_500_000
     async with sending(source) as sender:
         with structlog.testing.capture_logs() as logs:
-            fetching = asyncio.create_task(fetch(sender.address, RUN, source.version, None))
-            async with asyncio.timeout(10):
-                while not [line for line in logs if line["event"] == "weights.transport_failed"]:
-                    await asyncio.sleep(0)
+            fetching = asyncio.create_task(fetched(sender.address, source.version))
+            await until(lambda: [line for line in logs if line["event"] == LogEvent.TRANSPORT_FAILED], every_s=0)
             source.fail_at = None
-            fetched = await fetching
-    [line] = [line for line in logs if line["event"] == "weights.transport_failed"]
+            got = await fetching
+    [line] = [line for line in logs if line["event"] == LogEvent.TRANSPORT_FAILED]
     assert (line["transport"], line["offset"]) == ("bulk", 2_500_000)
-    assert fetched.transport == "grpc"
-    assert fetched.data == source.data.data
+    assert got.transport == "grpc"
+    assert got.data == source.data.data
     assert sender.budget.num_bytes_by_transport == {"bulk": 2_500_000, "grpc": SIZE - 2_500_000}
 
 
@@ -152,15 +145,13 @@ async def test_a_bulk_socket_that_dies_is_noticed_at_once() -> None:
     source = MemorySource(SIZE)
     source.delay_s = 0.05
     async with sending(source) as sender:
-        fetching = asyncio.create_task(fetch(sender.address, RUN, source.version, None))
-        async with asyncio.timeout(10):
-            while sender.budget.num_bytes_sent < 2_000_000:
-                await asyncio.sleep(0.01)
+        fetching = asyncio.create_task(fetched(sender.address, source.version))
+        await until(lambda: sender.budget.num_bytes_sent >= 2_000_000)
         await sender.bulk.stop()
-        async with asyncio.timeout(10):  # the deadline without it is 30 s
-            fetched = await fetching
-    assert fetched.data == source.data.data
-    assert sender.budget.num_bytes_sent < 2 * SIZE, "it went on, it did not begin anew"
+        async with asyncio.timeout(10):  # the deadline without the monitor is 30 s
+            got = await fetching
+    assert got.data == source.data.data
+    assert sender.budget.num_bytes_sent < 2 * SIZE, "the transfer was resumed, not restarted"
 
 
 async def test_a_receiver_that_asks_for_more_than_it_reads_holds_a_bounded_number_of_frames() -> None:
@@ -173,11 +164,9 @@ async def test_a_receiver_that_asks_for_more_than_it_reads_holds_a_bounded_numbe
             for number in range(100):
                 request = BulkRequest(ticket=ticket, operation=Operation.GET, offset=number << 20, size_bytes=1 << 20)
                 socket.send(request.encode())
-            async with asyncio.timeout(10):
-                while not sender.bulk.num_refused:
-                    await asyncio.sleep(0.01)
+            await until(lambda: sender.bulk.num_refused)
             assert sender.budget.num_bytes_sent < 50 << 20
-            assert (await fetch(sender.address, RUN, source.version, None)).transport == "bulk", "others are served"
+            assert (await fetched(sender.address, source.version)).transport == "bulk", "others are served"
 
 
 def _ask(sender: Sender, frames: list[bytes]) -> list[bytes]:
@@ -202,13 +191,15 @@ GET = BulkRequest(ticket=bytes(32), operation=Operation.GET, offset=0, size_byte
         ([bytes(32) + b"\xff" + bytes(12)], b"INVALID_REQUEST"),
     ],
 )
-async def test_wrong_tickets_and_garbage_are_answered_and_harm_nobody(frames: list[bytes], reason: bytes) -> None:
+async def test_wrong_tickets_and_garbage_get_errors_without_effect_on_others(
+    frames: list[bytes], reason: bytes
+) -> None:
     source = MemorySource(SIZE)
     async with sending(source) as sender:
         answer = await asyncio.to_thread(_ask, sender, frames)
         assert decode_answer(answer[0])[0] is Kind.ERROR
         assert answer[1].startswith(reason)
-        assert (await fetch(sender.address, RUN, source.version, None)).transport == "bulk"
+        assert (await fetched(sender.address, source.version)).transport == "bulk"
 
 
 async def test_a_ticket_reads_its_payload_only_within_bounds_and_expires() -> None:
@@ -228,9 +219,7 @@ async def test_a_ticket_reads_its_payload_only_within_bounds_and_expires() -> No
         await asyncio.sleep(0.5)
         answer = await asyncio.to_thread(get, 0, 10)
         assert answer[1].startswith(b"NOT_FOUND")
-        async with asyncio.timeout(5):
-            while source.num_leases:
-                await asyncio.sleep(0.05)
+        await until(lambda: not source.num_leases)
 
 
 HEAD = encode_answer(Kind.DATA, 0)
@@ -239,7 +228,7 @@ HEAD = encode_answer(Kind.DATA, 0)
 @pytest.mark.parametrize(
     "answer",
     [
-        [encode_answer(Kind.DATA, 7), bytes(100)],  # not what was due
+        [encode_answer(Kind.DATA, 7), bytes(100)],  # not the missing bytes
         [HEAD, bytes(101)],  # more than was asked for
         [HEAD, bytes(100), b""],
         [HEAD],
@@ -271,7 +260,7 @@ async def test_a_payload_larger_than_its_version_gets_no_room(monkeypatch: pytes
     monkeypatch.setattr(source, "payload", lambda request: replace(honest(request), size_bytes=1 << 50))
     async with sending(source) as sender:
         with pytest.raises(CorruptDataError, match="bytes for a version of"):
-            await fetch(sender.address, RUN, source.version, None)
+            await fetched(sender.address, source.version)
 
 
 def test_off_loopback_the_bulk_plane_is_never_plain() -> None:
@@ -285,18 +274,18 @@ async def test_a_bulk_endpoint_that_is_not_on_loopback_is_not_gone_to(endpoint: 
     async with sending(source) as sender:
         sender.bulk.endpoint = endpoint
         with structlog.testing.capture_logs() as logs:
-            fetched = await fetch(sender.address, RUN, source.version, None, transports=["bulk"])
-    assert fetched.transport == "grpc" and fetched.data == source.data.data
-    assert not [line for line in logs if line["event"] == "weights.transport_failed"], "it was not even tried"
+            got = await fetched(sender.address, source.version, transports=["bulk"])
+    assert got.transport == "grpc" and got.data == source.data.data
+    assert not [line for line in logs if line["event"] == LogEvent.TRANSPORT_FAILED], "this transport was not tried"
 
 
-async def test_bytes_that_are_no_zeromq_at_all_harm_nobody() -> None:
+async def test_bytes_of_another_protocol_have_no_effect_on_others() -> None:
     source = MemorySource(SIZE)
     async with sending(source) as sender:
         port = int(sender.bulk.endpoint.rpartition(":")[2])
-        with sockets.create_connection(("127.0.0.1", port), timeout=5) as raw:
+        with sockets.create_connection(("127.0.0.1", port), timeout=WAIT_S) as raw:
             raw.sendall(secrets.token_bytes(100_000))
-        assert (await fetch(sender.address, RUN, source.version, None)).transport == "bulk"
+        assert (await fetched(sender.address, source.version)).transport == "bulk"
 
 
 async def test_a_receiver_that_gives_up_leaves_no_session_and_no_lease() -> None:
@@ -304,14 +293,11 @@ async def test_a_receiver_that_gives_up_leaves_no_session_and_no_lease() -> None
     source.delay_s = 0.05
     async with sending(source, idle_s=0.5) as sender:
         for way in ("bulk", "grpc"):
-            fetching = asyncio.create_task(fetch(sender.address, RUN, source.version, None, transports=[way]))
-            await asyncio.sleep(0.15)
-            assert source.num_leases == 1
+            fetching = asyncio.create_task(fetched(sender.address, source.version, transports=[way]))
+            await until(lambda: source.num_leases == 1, "the transfer runs")
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
-            async with asyncio.timeout(5):
-                while source.num_leases or sender.bulk.num_sessions:
-                    await asyncio.sleep(0.02)
+            await until(lambda: not (source.num_leases or sender.bulk.num_sessions))
 
 
 async def test_all_ways_of_one_sender_share_its_rate() -> None:
@@ -319,27 +305,6 @@ async def test_all_ways_of_one_sender_share_its_rate() -> None:
     async with sending(source, bytes_per_s=8 << 20) as sender:
         began = time.monotonic()
         ways = ("bulk", "grpc", "bulk", "grpc")
-        fetched = await asyncio.gather(
-            *(fetch(sender.address, RUN, source.version, None, transports=[way]) for way in ways)
-        )
+        got = await asyncio.gather(*(fetched(sender.address, source.version, transports=[way]) for way in ways))
         assert time.monotonic() - began >= 0.35, "4 MiB at 8 MiB/s, less the burst"
-        assert all(one.data == source.data.data for one in fetched)
-
-
-async def test_the_receiver_tells_how_fast_the_link_was() -> None:
-    source = MemorySource(SIZE)
-    links = LinkSpeeds()
-    seen: list[float] = []
-    plain = source.payload
-
-    def payload(request):  # type: ignore[no-untyped-def]
-        seen.append(request.link_bytes_per_s)
-        return plain(request)
-
-    source.payload = payload  # type: ignore[method-assign]
-    async with sending(source) as sender:
-        for _ in range(2):
-            await fetch(sender.address, RUN, source.version, None, links=links)
-        assert seen[0] == 0
-        assert seen[1] == pytest.approx(links.bytes_per_s(sender.address), rel=10)
-        assert seen[1] > 1e6
+        assert all(one.data == source.data.data for one in got)

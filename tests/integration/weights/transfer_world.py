@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from services.common.errors import NotFoundError, VersionUnavailableError
 from services.common.pb import weights_pb2_grpc
+from services.common.records.types import WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.bulk_server import BulkServer
 from services.common.transfer.sending import SendBudget
 from services.common.transfer.servicer import WeightServicer
-from services.common.transfer.source import MemoryReader, PayloadReader, PayloadRequest
-from services.common.types import WeightVersion
-from services.common.weights.digest import tensor_digest
-from services.common.weights.manifest import Encoding, Manifest, Payload, TensorSpec, lay_out, with_digest
+from services.common.transfer.source import MemoryReader, PayloadReader
+from services.common.weights.manifest import (
+    BaseVersion,
+    Encoding,
+    Manifest,
+    Payload,
+    PayloadRequest,
+    TensorSpec,
+    lay_out,
+    tensor_digest,
+    with_digest,
+)
+from services.inference.weights.fetcher import Fetched, SourceFetcher
+from services.inference.weights.source import TRANSPORTS
 
 RUN, POLICY = "run-1", "model0"
 
@@ -94,6 +106,17 @@ class Sender:
     @property
     def address(self) -> str:
         return self.server.address
+
+
+async def fetched(
+    address: str,
+    version: WeightVersion,
+    base: BaseVersion | None = None,
+    transports: Sequence[str] = TRANSPORTS,
+    run: str = RUN,
+) -> Fetched:
+    """The payload of a version from one source, as a replica fetches it."""
+    return await SourceFetcher(lambda: run, transports).fetch(replace(version, sources=(address,)), base, None)
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -11,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # its modules import each other by their bare names
+from benchmarks._chaos_faults import flip  # type: ignore[import-not-found]
+from benchmarks._chaos_schedule import MEASURED, Kind, schedule  # type: ignore[import-not-found]
 
-from _chaos_faults import flip  # type: ignore[import-not-found]  # noqa: E402
-from _chaos_schedule import MEASURED, Kind, schedule  # type: ignore[import-not-found]  # noqa: E402
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
 
 KINDS = st.sets(st.sampled_from(list(Kind)), min_size=1)
 

@@ -1,4 +1,4 @@
-"""Every benchmark says where it was measured, runs on the cores it has, and says what it left out."""
+"""Every benchmark reports its machine and the parts that were left out, and runs on the available cores."""
 
 from __future__ import annotations
 
@@ -13,16 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import _cores, _needs, _report, _run_all, stalls
 from tests.needs import NEEDS
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # its modules import each other by their bare names
 
-import _cores  # type: ignore[import-not-found]  # noqa: E402
-import _needs  # type: ignore[import-not-found]  # noqa: E402
-import _report  # type: ignore[import-not-found]  # noqa: E402
-import _run_all  # type: ignore[import-not-found]  # noqa: E402
-import stalls  # type: ignore[import-not-found]  # noqa: E402
 
 PATHS = f"import sys\nsys.path[:0] = {[str(BENCHMARKS), str(BENCHMARKS.parent)]}\n"
 REPORTS = {"report", "report_facts", "report_nothing"}
@@ -39,7 +34,7 @@ def told_by(code: str) -> dict[str, object]:
 
 
 def test_a_result_says_how_many_cores_and_what_load_there_were() -> None:
-    said = told_by("from _report import report\nreport('it', 2.0, 1.0, 2.0, 0.123456, workers=[1.23456])")
+    said = told_by("from benchmarks._report import report\nreport('it', 2.0, 1.0, 2.0, 0.123456, workers=[1.23456])")
     assert said.pop("load") >= 0  # type: ignore[operator]
     assert 0 < said.pop("cores") <= 1  # type: ignore[operator]
     assert said == {
@@ -48,14 +43,16 @@ def test_a_result_says_how_many_cores_and_what_load_there_were() -> None:
 
 
 def test_what_was_not_measured_has_no_figures_and_a_reason() -> None:
-    said = told_by("from _report import report_nothing\nreport_nothing('it', 'no rows')")
+    said = told_by("from benchmarks._report import report_nothing\nreport_nothing('it', 'no rows')")
     assert said["left_out"] == {_report.EVERYTHING: "no rows"}
     assert [said[key] for key in ("ours", "theirs", "ratio", "spread")] == [None] * 4
     assert said.keys() >= {"cores", "load"}
 
 
 def test_a_script_that_wants_more_cores_than_there_are_takes_these() -> None:
-    said = told_by("from _cores import pin\nfrom _report import report_facts\nreport_facts('it', cores=pin(64))")
+    said = told_by(
+        "from benchmarks._cores import pin\nfrom benchmarks._report import report_facts\nreport_facts('it', cores=pin(64))"
+    )
     assert 0 < said["cores"] <= 1  # type: ignore[operator]
 
 
@@ -84,7 +81,7 @@ def test_every_script_ends_through_the_shared_report(path: Path) -> None:
     imported = {
         name.asname or name.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "_report"
+        if isinstance(node, ast.ImportFrom) and node.module == "benchmarks._report"
         for name in node.names
     }
     calls = {
@@ -125,12 +122,19 @@ def test_a_need_of_tests_that_is_not_met_is_told_with_what_adds_it(monkeypatch: 
 def test_worlds_that_need_what_is_not_there_are_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {"redis-server": "no redis"}
     monkeypatch.setattr(stalls, "why_not", missing.get)
-    assert stalls._left_out([]) == {"world redis": "no redis", "world workers": "no redis"}
+    shapes = {shape.name: shape for shape, _ in stalls.WORLDS}
+    assert stalls._left_out(shapes.values()) == {"world redis": "no redis", "world workers": "no redis"}
     missing["tmpfs"] = "no mount"
-    assert stalls._left_out(["network", "ranks"]) == {"world network": "no mount"}
+    assert stalls._left_out([shapes["network"], shapes["ranks"]]) == {"world network": "no mount"}
 
 
-WELL = f"{PATHS}from _report import report_facts\nreport_facts(sys.argv[1])\n"
+def test_a_quick_look_at_stalls_injects_one_into_each_of_its_worlds() -> None:
+    chosen = stalls._chosen(argparse.Namespace(only=[], quick=True))
+    assert [shape.name for shape, _ in chosen] and {shape.name for shape, _ in chosen} == set(stalls.QUICK)
+    assert all(len(injections) == 1 for _, injections in chosen)
+
+
+WELL = f"{PATHS}from benchmarks._report import report_facts\nreport_facts(sys.argv[1])\n"
 BAD = {
     "crashes": ("raise SystemExit(3)", "exit code 3"),
     "other_name": (WELL.replace("sys.argv[1]", "'well'"), "not the result of other_name"),
@@ -181,7 +185,7 @@ def test_transfers_are_measured_on_a_core_that_is_not_the_first() -> None:
 
 @pytest.mark.parametrize("cores", ["0:9999", "0", "a:b", ""])
 def test_cores_that_the_process_has_not_are_refused_with_those_it_has(cores: str) -> None:
-    sides = importlib.import_module("weights_transfer").sides
+    sides = importlib.import_module("benchmarks.weights_transfer").sides
     with pytest.raises(
         argparse.ArgumentTypeError, match=f"^{cores!r} must be two lists .* are .*{max(os.sched_getaffinity(0))}$"
     ):

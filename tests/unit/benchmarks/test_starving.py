@@ -1,19 +1,16 @@
-"""Defect 3 of the review of what reaches the gradient: rollouts that take long starve. In virtual time, deterministic."""
+"""Long rollouts starve, or reach the gradient, as the mode says. In virtual time, deterministic."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import _starving
+from services.common.config.training.policy import BatchConfig
+
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # its modules import each other by their bare names
-
-import _starving  # type: ignore[import-not-found]  # noqa: E402
-
-from services.common.config.policy import BatchConfig  # noqa: E402
 
 
 def figures(distribution: str, late: str, **settings: Any) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The study's harness is deterministic and has the staleness that it says; its results are kept, resumed and invalidated."""
+"""The study's harness is deterministic and has the stated staleness; its results are kept, resumed and invalidated."""
 
 from __future__ import annotations
 
@@ -11,21 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
-from services.common.types import Sampling, StopReason, Task
-from services.common.types import Sequence as TokenSequence
+from benchmarks import _study_cells, _study_report, _virtual_player, _virtual_ring, _virtual_training, study
+from services.common.records.types import Sampling, StopReason, Task
+from services.common.records.types import Sequence as TokenSequence
 from services.inference.workflows.base import Outcome, WorkflowContext
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # its modules import each other by their bare names
 
-import _run_all  # type: ignore[import-not-found]  # noqa: E402
-import _study_cells  # type: ignore[import-not-found]  # noqa: E402
-import _study_report  # type: ignore[import-not-found]  # noqa: E402
-import _virtual_player  # type: ignore[import-not-found]  # noqa: E402
-import _virtual_ring  # type: ignore[import-not-found]  # noqa: E402
-import _virtual_training  # type: ignore[import-not-found]  # noqa: E402
-import study  # type: ignore[import-not-found]  # noqa: E402
 
 STUDY = _study_cells.Study(
     steps=4,
@@ -91,7 +85,7 @@ def test_the_virtual_ring_repeats_itself_and_trains_nothing_older_than_its_bound
 
 
 class CallsTheTool:
-    """A workflow that asks for one calculation and says nothing."""
+    """A workflow that asks for one calculation without a reply."""
 
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         done = await context.gateway.execute_code(task.data["code"])
@@ -236,10 +230,15 @@ def test_a_cell_is_measured_and_its_tables_and_pictures_are_written(cache: Path,
 
 
 @pytest.mark.slow
-def test_the_quick_study_measures_both_parts_and_ends_with_its_result(capfd: pytest.CaptureFixture[str]) -> None:
-    assert _run_all.run_all([BENCHMARKS / "study.py"], ["--quick"], limit_s=540.0) == {}
-    line = next(line for line in capfd.readouterr().out.splitlines() if line.startswith('{"name": "study"'))
-    said = json.loads(line)
+def test_the_quick_study_measures_both_parts_and_ends_with_its_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has imported torch; ``test_results`` runs scripts as processes."""
+    monkeypatch.setattr(sys, "argv", ["study.py", "--quick"])
+    monkeypatch.setattr(structlog, "configure", lambda **_: None)  # which would hold for all tests
+    study.main()
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["name"] == "study"
     assert said["measured"] == 8 and said["left_out"] == {}
     assert set(said["losses"]) == {"m2po/2", "grpo/2"} and set(said["late"]) == {"keep/2", "drop/2"}
 

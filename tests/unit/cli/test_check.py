@@ -1,4 +1,4 @@
-"""``millrace check`` finds what a recipe names and what is wrong with it, before anything starts."""
+"""``millrace check`` finds the faults of a recipe and of the files that the recipe names, before any process starts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.check import check_recipe, describe
-from services.cli.launch_checks import check_launch
-from services.common.config.loading import load_recipe
+from services.cli.check.launch import check_launch
+from services.cli.check.recipe import check_recipe, describe
+from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError
 
 HEADER = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
@@ -188,7 +188,7 @@ def test_commands_are_shown_whole_and_name_no_port_that_is_not_known_yet(recipe:
     [
         ("workflow.settings.max_turnz=2", "workflow.settings.max_turnz: unknown key"),
         ("data.train.path=./nowhere.jsonl", "nowhere.jsonl does not exist"),
-        ("data.train.name=gsm8k", "path and name are set: write null for the one that is inherited"),
+        ("data.train={path: a.jsonl, name: gsm8k}", "path and name are set: write null for the one that is inherited"),
         ("run.steps=many", r"run.steps: 'many' is not valid: it should be a valid integer$"),
         ("policies.model1.batch.size=8", "'model1' is a policy of its own beside model0"),
     ],
@@ -213,3 +213,14 @@ def test_a_loss_by_path_is_looked_for_and_not_imported(
     for path, told in (("checked_loss:clipped", "there is no module 'checked_loss'"), ("checked_losses:x", "no 'x'")):
         with pytest.raises(ConfigError, match=f"{name}: .*{told}"):
             check_recipe(load_recipe(recipe, [f"{name}={path}"]))
+
+
+def test_every_import_path_that_leads_nowhere_is_told_with_its_key(recipe: Path) -> None:
+    overrides = ["inference.a.engine=nowhere:Engine", "envgateway.environments={one: nowhere:One, two: json:Two}",
+                 "envgateway.tools.paths=[nowhere:tool]", "envgateway.rewards=[nowhere:reward]"]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        check_recipe(load_recipe(recipe, overrides, {}))
+    keys = ("inference.a.engine", "envgateway.environments.one", "envgateway.environments.two",
+            "envgateway.tools.paths[0]", "envgateway.rewards[0]")  # fmt: skip
+    lines = [line.strip() for line in caught.value.message.splitlines()[1:]]
+    assert [line.partition(": ")[0] for line in lines] == list(keys)

@@ -1,4 +1,4 @@
-"""``millrace checkpoints`` and ``millrace export``: what they tell of whole, damaged and unreplayable checkpoints."""
+"""``millrace checkpoints`` and ``millrace export``: their output for whole, damaged and unreplayable checkpoints."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from services.cli.__main__ import app
-from services.cli.checkpoints import found as found_in
-from services.cli.checkpoints.replayable import Recorded
+from services.cli.inspect.checkpoints import found as found_in
+from services.cli.inspect.checkpoints.replayable import Recorded
+from services.cli.run.evaluate import evaluation_recipe
 from services.common.checkpoints.directory import path_of, read_manifest, remove, set_aside
 from services.common.checkpoints.files import Piece, write_bytes, write_safetensors
 from services.common.checkpoints.manifest import MANIFEST, Manifest, StoredTensor, encode
-from services.common.config.loading import RESOLVED
+from services.common.config.reading.loading import RESOLVED, load_recipe
 from services.common.errors import ConfigError, CorruptDataError
-from services.common.types import WeightVersion
+from services.common.records.types import WeightVersion
 from services.orchestrator.journal import records
 from services.orchestrator.journal.writer import Journal
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 WEIGHT = "weights/causal_lm.w"
 
 
 def write_checkpoint(run_dir: Path, policy: str, step: int, num_ranks: int = 2) -> Path:
-    """A checkpoint of one weight, as ``num_ranks`` ranks write it."""
+    """A checkpoint of one weight, written by ``num_ranks`` ranks."""
     path = path_of(run_dir / "checkpoints" / policy, step)
     (path / "model").mkdir(parents=True)
     files = [write_bytes(path / "model" / "config.json", "model/config.json", b'{"dtype": "bfloat16"}')]
@@ -56,7 +58,7 @@ def write_checkpoint(run_dir: Path, policy: str, step: int, num_ranks: int = 2) 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run with two checkpoints, whose journal knows versions up to 5 and no batches."""
+    """A run with two checkpoints and a journal of versions up to 5 without batches."""
     directory = tmp_path / "run"
     directory.mkdir()
     (directory / RESOLVED).write_text("{}")
@@ -190,7 +192,7 @@ def test_a_named_step_is_exported_also_where_it_was_set_aside(run_dir: Path, tmp
     flip(path.with_name("step_000004.damaged") / "weights_00000.safetensors")
     result = invoke("export", run_dir, "--step", "4", "-o", tmp_path / "other")
     assert isinstance(result.exception, CorruptDataError)
-    assert "weights_00000.safetensors is not what was written" in result.exception.message
+    assert "weights_00000.safetensors is damaged" in result.exception.message
 
 
 @pytest.mark.parametrize(
@@ -222,3 +224,16 @@ def test_a_run_goes_on_from_a_checkpoint_when_every_later_batch_is_there() -> No
     assert recorded.replay_from(5) == "yes: 4 steps"
     assert recorded.replay_from(10) == "yes: 0 steps"  # told to leave before it was published
     assert recorded.replay_from(11) == "no: the journal ends at version 9"
+
+
+def test_eval_takes_the_newest_checkpoint_of_a_run_that_has_no_final_weights(run_dir: Path) -> None:
+    recipe = evaluation_recipe(load_recipe(REPOSITORY / "recipes/quickstart", (), {}), [str(run_dir)])
+    exported = Path(str(recipe.policies["model0"].model.path))
+    assert exported == (run_dir / "export" / "model0-000005").resolve()
+    assert json.loads((exported / "millrace_export.json").read_text())["training_step"] == 5
+
+
+def test_eval_of_a_run_without_any_weights_says_when_they_come(tmp_path: Path) -> None:
+    (tmp_path / RESOLVED).write_text("{}")
+    with pytest.raises(ConfigError, match=r"no weights yet of model0: the first come at .*checkpoint_every"):
+        evaluation_recipe(load_recipe(REPOSITORY / "recipes/quickstart", (), {}), [str(tmp_path)])

@@ -1,4 +1,4 @@
-"""``millrace deploy``: the files follow from the recipe, pass their own checks, and start what the recipe has."""
+"""``millrace deploy``: the files follow from the recipe, pass their own checks, and start the processes of the recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 
 from services.cli.deploy.command import deploy
 from services.cli.deploy.layout import lay_out
-from services.common.config.loading import load_recipe, load_resolved
+from services.common.config.reading.loading import load_recipe, load_resolved
 from services.common.errors import ConfigError
 from tests import needs
 
@@ -147,6 +147,8 @@ def test_the_gateway_has_the_engine_and_the_data_of_its_environment(tmp_path: Pa
     assert (tmp_path / world["source"]).resolve() == REPOSITORY / "data" / name
     assert world["target"] == f"/app/data/{name}" and world["read_only"] and not world["bind"]["create_host_path"]
     assert services["trainer-model0"]["image"] == "millrace-trainer"
+    with pytest.raises(ConfigError, match=r"inference\.a\.engine is vllm, for which there is no image"):
+        deploy(QUICKSTART, "compose", tmp_path, ["inference.a.engine=vllm"])
 
 
 def test_a_world_outside_the_checkout_is_mounted_where_the_recipe_says(tmp_path: Path) -> None:
@@ -281,16 +283,41 @@ def test_a_host_that_is_not_loopback_has_no_compose_file_on_one_node(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_a_recipe_outside_the_checkout_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "recipe.yaml"
-    file.write_text(f"extends: {QUICKSTART / 'recipe.yaml'}\nname: mine\n")
-    with pytest.raises(ConfigError, match="put it there"):
-        deploy(file, "compose", tmp_path)
+@pytest.fixture
+def own_folder(tmp_path: Path) -> Path:
+    folder, rows = tmp_path / "mine", tmp_path / "elsewhere"
+    for place in (folder, rows):
+        place.mkdir()
+    (rows / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    (folder / "rewards.py").write_text("def exact(task, completion):\n    return 1.0\n")
+    (folder / "recipe.yaml").write_text(
+        f"extends: quickstart\nname: mine\ndata: {{train: {{path: {rows / 'rows.jsonl'}}}}}\n"
+    )
+    return folder
+
+
+def test_a_recipe_outside_the_checkout_is_mounted_where_it_lies_with_its_rows(own_folder: Path, tmp_path: Path) -> None:
+    deploy(own_folder, "compose", tmp_path / "out")
+    for name in ("orchestrator", "inference-a", "trainer-model0", "envgateway"):
+        service = services_of(tmp_path / "out")[name]
+        assert service["command"][:2] == ["start", str(own_folder)]
+        binds = [mount for mount in service["volumes"] if isinstance(mount, dict)]
+        assert [bind["source"] for bind in binds] == [str(tmp_path / "elsewhere"), str(own_folder)]
+        assert all(bind["read_only"] and bind["target"] == bind["source"] for bind in binds)
+
+
+def test_scripts_of_a_recipe_outside_the_checkout_name_the_folders_that_a_node_needs(
+    own_folder: Path, tmp_path: Path
+) -> None:
+    deploy(own_folder, "scripts", tmp_path / "out")
+    script = (tmp_path / "out" / "node0-orchestrator.sh").read_text()
+    assert f"start {own_folder} orchestrator" in script
+    assert f"Needs at the same paths on this node: {tmp_path / 'elsewhere'}, {own_folder}" in script
 
 
 @pytest.mark.needs("Compose schema")
 def test_compose_files_of_every_recipe_are_valid(tmp_path: Path) -> None:
-    """By the schema of the Compose Specification, where somebody says where it lies."""
+    """By the schema of the Compose Specification, if its path is given."""
     schema = Path(os.environ["COMPOSE_SPEC_SCHEMA"])
     validator = jsonschema.Draft7Validator(yaml.safe_load(schema.read_text()))
     assert len(ONE_NODE) > 10
@@ -310,7 +337,7 @@ def test_each_node_has_its_scripts_and_they_pass_shellcheck(tmp_path: Path) -> N
 
 
 def stand_in(tmp_path: Path, body: str) -> dict[str, str]:
-    """An environment whose PYTHON writes down what it was asked for, then does ``body`` for the process ``$5``."""
+    """An environment with a PYTHON that records its arguments, then does ``body`` for the process ``$5``."""
     fake = tmp_path / "python"
     fake.write_text(f'#!/usr/bin/env bash\necho "$5 $ORCHESTRATOR_PORT ${{*:6}}" >> "{tmp_path}/asked"\n{body}\n')
     fake.chmod(0o755)
@@ -394,7 +421,7 @@ def test_images_install_exact_versions_of_everything_the_services_name() -> None
 
 
 def test_the_image_with_sglang_has_its_pins_and_whatever_the_inference_service_names() -> None:
-    """What the lock of the CPU environment takes from SGLang's metadata is the same here, but for torch."""
+    """The lock of the CPU environment has the requirements of SGLang's metadata, but for torch."""
     pinned = pins(REPOSITORY / "deploy" / "docker" / "inference-sglang.constraints.txt")
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

@@ -1,4 +1,4 @@
-"""The forwarder: what this machine says arrives and is answered; everybody else is hung up on."""
+"""The forwarder: bytes of this machine arrive and are answered; connections of others are closed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from services.cli.deploy.forwarder import MAX_CONNECTIONS, Forwarder, gateways
-from services.common.free_ports import LOOPBACK, free_ports
+from services.common.system.free_ports import LOOPBACK, free_ports
+from tests.waiting import WAIT_S
 
 HERE = "127.0.0.9"  # stands for the pod's other address
-WAIT_S = 10.0
 
 
 @asynccontextmanager
@@ -94,7 +94,7 @@ def test_the_default_gateway_is_read_from_the_routes() -> None:
 
 
 def test_it_needs_nothing_heavy() -> None:
-    """It runs beside every pod, in the orchestrator's image."""
+    """The forwarder runs beside every pod, in the orchestrator's image."""
     code = "import json, sys; import services.cli.deploy.forwarder; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert not {"torch", "grpc", "transformers"} & set(json.loads(done.stdout))

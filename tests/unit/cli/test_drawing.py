@@ -1,4 +1,4 @@
-"""Without matplotlib a command says what is missing, and a run ends as it would with a picture."""
+"""Without matplotlib a command names the missing package, and a run ends as with a picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli import drawing
+from services.cli.console import drawing
 from services.common.errors import ConfigError
 
 

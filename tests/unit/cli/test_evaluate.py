@@ -1,4 +1,4 @@
-"""``millrace eval``: which checkpoints are taken, and what is shown."""
+"""``millrace eval``: the chosen checkpoints, and the output."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.evaluate import comparable, compare, evaluation_recipe, failed_items, plot_scores, scores_table
-from services.cli.plan import plan
-from services.cli.progress_view import ProgressView, evaluations_table
-from services.common.config.loading import RESOLVED, load_recipe, validate
+from services.cli.plan.specs import plan
+from services.cli.run.evaluate import comparable, compare, evaluation_recipe, failed_items, plot_scores, scores_table
+from services.cli.watch.progress_view import ProgressView, evaluations_table
+from services.common.config.reading.loading import RESOLVED, load_recipe, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.pb import run_pb2
 from services.orchestrator.journal import records
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.journal.writer import Journal
-from services.orchestrator.metrics import evaluation_values
-from services.orchestrator.scores import Estimate, overall, score
-from services.orchestrator.servicer_run import evaluation_to_proto
+from services.orchestrator.metrics.run_metrics import evaluation_values
+from services.orchestrator.rpc.servicer_run import evaluation_to_proto
+from services.orchestrator.state.scores import Estimate, overall, score
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,6 +47,14 @@ def test_nothing_is_trained_and_the_checkpoint_replaces_the_warm_start(tmp_path:
     assert recipe.policies["model0"].model.path == str(tmp_path / "model")
     assert (recipe.run.steps, recipe.warm_start, recipe.evaluation.at_end) == (0, {}, False)
     assert not [spec.name for spec in plan(recipe, tmp_path) if spec.name.startswith("trainer")]
+
+
+def test_an_adapter_is_part_of_the_checkpoint_that_is_evaluated(tmp_path: Path) -> None:
+    own = ["policies.model0.adapter.rank=4", "policies.model0.adapter.alpha=8"]
+    recipe = load_recipe(ROOT / "recipes/quickstart", own)
+    assert recipe.policies["model0"].adapter is not None
+    evaluated = evaluation_recipe(recipe, [str(checkpoint(tmp_path / "model"))])
+    assert evaluated.policies["model0"].adapter is None
 
 
 def test_a_run_directory_gives_the_exports_of_its_policies(tmp_path: Path) -> None:
@@ -145,7 +153,7 @@ def finished(run_dir: Path, rewards: dict[str, list[float]], items: str = "diges
 
 
 def test_checkpoints_are_compared_item_by_item_with_the_evaluation_of_another_run(tmp_path: Path) -> None:
-    """Two `eval` runs draw common random numbers; what they differ in is told with its interval, in table and picture."""
+    """Two `eval` runs draw common random numbers; their difference is shown with its interval, in table and picture."""
     base = comparable(finished(tmp_path / "one", {"easy": [0.0, 0.0, 1.0, 0.0], "hard": [0.0, 0.0]}))
     found = comparable(finished(tmp_path / "two", {"easy": [1.0, 0.0, 1.0, 0.0], "hard": [0.0, 0.0]}))
     evaluations = {"start/greedy": evaluation_values(found["greedy"])}

@@ -1,4 +1,4 @@
-"""``millrace fate``: whatever happens to rollouts, each has one fate, and the sums come out."""
+"""``millrace fate``: each rollout has one fate after any events, and the sums agree."""
 
 from __future__ import annotations
 
@@ -16,39 +16,32 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from services.cli import drawing
 from services.cli.__main__ import app
-from services.cli.fate.facts import Fate
-from services.cli.fate.lengths import Lengths
-from services.cli.fate.picture import MOST_BARS, draw_fates
-from services.cli.fate.reading import Fates, read_fates
-from services.cli.fate.view import show
-from services.cli.plot import plot_runs
-from services.common import fates
+from services.cli.console import drawing
+from services.cli.inspect.fate.facts import Fate
+from services.cli.inspect.fate.lengths import Lengths
+from services.cli.inspect.fate.picture import MOST_BARS, draw_fates
+from services.cli.inspect.fate.reading import Fates, read_fates
+from services.cli.inspect.fate.view import show
+from services.cli.inspect.pictures.runs import plot_runs
 from services.common.errors import ConfigError
-from services.common.fates import ClosedReason
-from services.common.types import StopReason, TaskGroupOrder
+from services.common.records import fates
+from services.common.records.fates import ClosedReason
+from services.common.records.types import StopReason, TaskGroupOrder
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.pool import Replica
-from services.orchestrator.run_control import RunState
+from services.orchestrator.members.replica import Replica
+from services.orchestrator.state.run_control import RunState
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
-from tests.unit.orchestrator.world import World
+from tests.unit.orchestrator.world import World, worlds_in
 
 Worlds = Callable[..., World]
 
 
 @pytest.fixture
 async def worlds(tmp_path: Path) -> AsyncIterator[Worlds]:
-    made: list[World] = []
-
-    def make(**batch: Any) -> World:
-        made.append(World(tmp_path / str(len(made)), **batch))
-        return made[-1]
-
-    yield make
-    for world in made:
-        await world.close()
+    async with worlds_in(tmp_path) as make:
+        yield make
 
 
 async def begin(world: World) -> tuple[Replica, list[TaskGroupOrder]]:
@@ -98,7 +91,7 @@ async def test_what_is_in_a_batch_is_trained_once_its_version_is_there(worlds: W
     _, orders = await begin(world)
     for order in orders[:2]:
         await bring(world, order, [0.0, 1.0, 0.0, 1.0])
-    await world.trainer_side.pull_batch("model0", 1, 1.0)
+    await world.trainer_api.pull_batch("model0", 1, 1.0)
     await world.settle()
     assert fates_of(world).total("model0").sequences == {Fate.IN_TRAINING: 8}
     await world.publish(1)
@@ -123,7 +116,7 @@ async def test_a_group_that_grows_too_old_in_the_buffer_is_told_with_its_tokens(
 
 
 async def test_a_recovered_run_tells_the_same_fates(worlds: Worlds) -> None:
-    """The journal of a run whose orchestrator was killed, twice, is as good as another."""
+    """The journal of a run with a twice killed orchestrator is as good as another."""
     world = worlds(resample={"keep": 2})
     _, orders = await begin(world)
     for number, order in enumerate(orders[:3]):
@@ -172,8 +165,8 @@ async def test_what_the_end_of_the_run_cancels_is_told(worlds: Worlds) -> None:
     world = worlds()
     _, orders = await begin(world)
     await world.send(trajectory(orders[0].task_group_id, 0, sequence(1.0, num_tokens=6)))
-    world.ring.dispatcher.train = False
-    world.ring.cancel_training_groups(ClosedReason.RUN_ENDED)
+    world.core.dispatcher.train = False
+    world.core.cancel_training_groups(ClosedReason.RUN_ENDED)
     await world.settle()
     total = fates_of(world).total("model0")
     assert total.groups == {Fate.CANCELLED: total.issued_groups}
@@ -185,9 +178,9 @@ async def test_what_waits_when_the_run_is_done_is_left_over_and_no_longer_in_fli
     _, orders = await begin(world)
     await bring(world, orders[0], [0.0, 1.0, 0.0, 1.0])
     assert fates_of(world).total("model0").sequences == {Fate.BUFFERED: 4}
-    world.ring.dispatcher.train = False
-    world.ring.cancel_training_groups(ClosedReason.STEPS_DONE)
-    world.ring.control.enter(RunState.FINISHED)
+    world.core.dispatcher.train = False
+    world.core.cancel_training_groups(ClosedReason.STEPS_DONE)
+    world.core.control.enter(RunState.FINISHED)
     await world.settle()
     total = fates_of(world).total("model0")
     assert total.sequences == {Fate.LEFT_OVER: 4}
@@ -220,28 +213,28 @@ async def test_the_old_tokens_of_a_late_sequence_are_masked_and_the_young_ones_t
                 sequence(index % 2, 0, 3), segments=sequence(0, 0, 3).segments + sequence(0, 1, 2).segments
             )
             await world.send(trajectory(order.task_group_id, index, both, reward=index % 2))
-    world.ring.batches["model0"].newest_step = 1
-    await world.trainer_side.pull_batch("model0", 2, 1.0)
+    world.core.batches["model0"].newest_step = 1
+    await world.trainer_api.pull_batch("model0", 2, 1.0)
     await world.publish(2)
     await world.settle()
     assert fates_of(world).total("model0").tokens == {Fate.TRAINED: 16, Fate.MASKED: 24}
 
 
 async def train_two_groups(world: World) -> None:
-    """One step, of all that was brought; the journal is closed."""
+    """One step, of all that was brought."""
     _, orders = await begin(world)
     for order in orders[:2]:
         await bring(world, order, [0.0, 1.0, 0.0, 1.0])
-    await world.trainer_side.pull_batch("model0", 1, 1.0)
+    await world.trainer_api.pull_batch("model0", 1, 1.0)
     await world.publish(1)
     await world.settle()
-    await world.journal.close()
 
 
 async def test_masked_tokens_are_told_apart_from_trained_ones(worlds: Worlds) -> None:
-    """From the batch record, whatever masks them, also a whole sequence."""
+    """From the batch record, for every reason of masking, also a whole sequence."""
     world = worlds()
     await train_two_groups(world)
+    await world.journal.close()
     change_batch(world.run_dir, lambda entry, number: {**entry, "num_masked_tokens": (0, 4, 1)[min(number, 2)]}, 4 + 6)
     total = read_fates(world.run_dir).total("model0")
     assert total.sequences == {Fate.TRAINED: 7, Fate.MASKED: 1}
@@ -251,9 +244,9 @@ async def test_masked_tokens_are_told_apart_from_trained_ones(worlds: Worlds) ->
 
 def change_batch(run_dir: Path, change: Callable[[dict[str, Any], int], dict[str, Any]], masked: int) -> None:
     """Write the only batch record anew."""
-    from services.orchestrator.journal.frames import Packer, write_header
-    from services.orchestrator.journal.index import INDEX_FILE, remove_index
-    from services.orchestrator.journal.segments import segment_path
+    from services.orchestrator.journal.storage.frames import Packer, write_header
+    from services.orchestrator.journal.storage.index import INDEX_FILE, remove_index
+    from services.orchestrator.journal.storage.segments import segment_path
 
     reader = JournalReader(run_dir / "journal")
     (row,) = reader.rows_of(records.BATCH)
@@ -269,9 +262,10 @@ def change_batch(run_dir: Path, change: Callable[[dict[str, Any], int], dict[str
 
 
 async def test_a_sum_that_does_not_come_out_is_said(worlds: Worlds) -> None:
-    """Here a batch names a sequence that no rollout brought, and states tokens that nobody sampled."""
+    """Here a batch names a sequence that no rollout brought, and tokens that were not sampled."""
     world = worlds()
     await train_two_groups(world)
+    await world.journal.close()
     change_batch(world.run_dir, lambda e, n: {**e, "sequence_id": "gone/0/0"} if n == 0 else e, -5)
     found = read_fates(world.run_dir)
     assert [check.expected - check.found for check in found.failed_checks] == [1, 9]
@@ -305,25 +299,22 @@ async def train_one_step(world: World) -> None:
     await bring(world, orders[0], [0.0, 1.0, 0.0, 1.0], tokens=3)
     await bring(world, orders[1], [1.0, 1.0, 1.0, 1.0], tokens=7)
     await bring(world, orders[2], [0.0, 1.0, 0.0, 1.0], tokens=5)
-    await world.trainer_side.pull_batch("model0", 1, 1.0)
+    await world.trainer_api.pull_batch("model0", 1, 1.0)
     await world.publish(1)
     await world.settle()
 
 
-async def test_a_journal_without_lengths_in_its_verdicts_is_read_from_its_trajectories(worlds: Worlds) -> None:
-    """As earlier releases wrote it."""
+async def test_a_journal_without_the_fates_of_sequences_is_refused(worlds: Worlds) -> None:
     world = worlds()
     await train_one_step(world)
-    before = fates_of(world).total("model0")
     with pytest.MonkeyPatch.context() as patch:
         plain = records.verdicts_from_json
         patch.setattr(records, "verdicts_from_json", lambda r: plain({**r, "advantage_groups": stripped(r)}))
-        after = fates_of(world).total("model0")
-    assert (after.tokens, after.sequences, after.groups) == (before.tokens, before.sequences, before.groups)
-    assert after.tokens[Fate.TRAINED] == 32
+        with pytest.raises(ConfigError, match=r"did not record the fate of each sequence.*with that release"):
+            fates_of(world)
 
 
-async def test_collected_trajectories_change_nothing_but_what_earlier_releases_left_unsaid(worlds: Worlds) -> None:
+async def test_collected_trajectories_change_nothing(worlds: Worlds) -> None:
     world = worlds()
     await train_one_step(world)
     before = fates_of(world).total("model0")
@@ -332,16 +323,6 @@ async def test_collected_trajectories_change_nothing_but_what_earlier_releases_l
         segment.unlink()
     after = fates_of(world).total("model0")
     assert (after.tokens, after.sequences, after.rollouts) == (before.tokens, before.sequences, before.rollouts)
-    with pytest.MonkeyPatch.context() as patch:
-        plain = records.verdicts_from_json
-        patch.setattr(records, "verdicts_from_json", lambda r: plain({**r, "advantage_groups": stripped(r)}))
-        unsaid = fates_of(world)
-    total = unsaid.total("model0")
-    assert total.sequences == before.sequences, "what became of them is known all the same"
-    assert (total.num_without_length, total.sampled_tokens) == (12, 0)
-    console = Console(record=True, width=120)
-    show(unsaid, console, policies=unsaid.policies, step=None, last=5)
-    assert "12 sequences have no length: their trajectories were collected" in console.export_text()
 
 
 def stripped(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -425,12 +406,7 @@ def test_the_bars_of_the_picture_are_all_tokens_whatever_became_of_them(steps: i
 
 async def test_the_picture_of_one_run_shows_its_fates(worlds: Worlds, tmp_path: Path) -> None:
     world = worlds()
-    _, orders = await begin(world)
-    for order in orders[:2]:
-        await bring(world, order, [0.0, 1.0, 0.0, 1.0])
-    await world.trainer_side.pull_batch("model0", 1, 1.0)
-    await world.publish(1)
-    await world.settle()
+    await train_two_groups(world)
     with_fates = plot_runs([world.run_dir], tmp_path / "with.png")
     without = plot_runs([world.run_dir, world.run_dir], tmp_path / "without.png")
     assert with_fates is not None and without is not None

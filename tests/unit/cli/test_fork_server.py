@@ -1,4 +1,4 @@
-"""Processes that are forked from one with its imports done: real processes, told apart from others by nothing but their start."""
+"""Processes that are forked from one with its imports done: real processes that differ from others only in their start."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from services.cli.fork_server import ForkServer, Process, reap_orphans
-from services.cli.plan import ProcessSpec, plan
-from services.cli.processes import Processes
-from services.common.config.loading import validate
+from services.cli.plan.specs import ProcessSpec, plan
+from services.cli.run.fork_server import ForkServer, Process, reap_orphans
+from services.cli.run.processes import Processes
+from services.common.config.reading.loading import validate
+from services.common.system.child import module_command
+from tests.running import is_running
+from tests.waiting import WAIT_S, wait_until
 
 pytestmark = pytest.mark.needs("Linux")  # orphans are adopted there only
 
 MODULE = """
 import os, signal, sys, time
-from services.common.process import die_with_parent_if_asked
+from services.common.system.child import die_with_parent_if_asked
 die_with_parent_if_asked()
 what = sys.argv[1]
 if what == "tell":
@@ -54,16 +57,9 @@ def start(server: ForkServer, output: Path, *arguments: str) -> Process:
         "PYTHONPATH": os.environ["PYTHONPATH"],
         "MILLRACE_DIE_WITH_PARENT": str(os.getpid()),
     }
-    found = server.start((sys.executable, "-m", "forked_module", *arguments), environment, output)
+    found = server.start(module_command("forked_module", *arguments), environment, output)
     assert found is not None
     return found
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_it_runs_a_module_with_its_own_arguments_environment_and_output(server: ForkServer, tmp_path: Path) -> None:
@@ -75,7 +71,7 @@ def test_it_runs_a_module_with_its_own_arguments_environment_and_output(server: 
 def test_exit_codes_and_signals_reach_who_asked_for_it(server: ForkServer, tmp_path: Path) -> None:
     assert start(server, tmp_path / "out", "leave", "75").wait(20) == 75
     waiting = start(server, tmp_path / "up", "wait")
-    wait_for(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text())
+    wait_until(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text())
     assert waiting.poll() is None
     os.kill(waiting.pid, signal.SIGKILL)
     assert waiting.wait(20) == -signal.SIGKILL
@@ -89,9 +85,9 @@ def test_the_end_of_the_server_ends_no_process_and_another_is_started_without_it
     server: ForkServer, tmp_path: Path
 ) -> None:
     waiting = start(server, tmp_path / "up", "wait")
-    wait_for(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text())
+    wait_until(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text())
     os.kill(server.pid, signal.SIGKILL)
-    wait_for(lambda: server.start((sys.executable, "-m", "forked_module", "wait"), {}, tmp_path / "none") is None)
+    wait_until(lambda: server.start(module_command("forked_module", "wait"), {}, tmp_path / "none") is None)
     assert waiting.poll() is None
     waiting.terminate()
     assert waiting.wait(20) == -signal.SIGTERM
@@ -100,27 +96,22 @@ def test_the_end_of_the_server_ends_no_process_and_another_is_started_without_it
 def test_a_forked_process_ends_with_who_asked_for_it(tmp_path: Path) -> None:
     (tmp_path / "forked_module.py").write_text(MODULE)
     script = (
-        "import os, sys; from pathlib import Path; from services.cli.fork_server import ForkServer\n"
+        "import os, sys; from pathlib import Path; from services.cli.run.fork_server import ForkServer\n"
+        "from services.common.system.child import module_command\n"
         "place = Path(sys.argv[1]); server = ForkServer(place / 'server', ['json'])\n"
         "environment = {**os.environ, 'MILLRACE_DIE_WITH_PARENT': str(os.getpid()), 'COLOUR': ''}\n"
-        "made = server.start((sys.executable, '-m', 'forked_module', 'wait'), environment, place / 'up')\n"
+        "made = server.start(module_command('forked_module', 'wait'), environment, place / 'up')\n"
         "(place / 'pid').write_text(str(made.pid))\n"
         "import time; time.sleep(60)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}{os.pathsep}{tmp_path}"}
     launcher = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=environment)
-    wait_for(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text() and (tmp_path / "pid").exists())
+    wait_until(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text() and (tmp_path / "pid").exists())
     pid = int((tmp_path / "pid").read_text())
     launcher.kill()
-    launcher.wait(10)
+    launcher.wait(WAIT_S)
 
-    def gone() -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except FileNotFoundError:
-            return True
-
-    wait_for(gone)
+    wait_until(lambda: not is_running(pid))
 
 
 def test_orphans_of_what_has_ended_are_cleared_away_and_known_children_left(server: ForkServer, tmp_path: Path) -> None:
@@ -131,23 +122,23 @@ def test_orphans_of_what_has_ended_are_cleared_away_and_known_children_left(serv
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         return {int(c) for c in children if Path(f"/proc/{c}/stat").read_text().rpartition(")")[2].split()[0] == "Z"}
 
-    wait_for(lambda: zombies() >= {known.pid})
-    assert known.wait(10) == 0  # one of ours is told first
-    wait_for(lambda: reap_orphans({server.pid}) is None and not zombies())
+    wait_until(lambda: zombies() >= {known.pid})
+    assert known.wait(WAIT_S) == 0  # one of ours is told first
+    wait_until(lambda: reap_orphans({server.pid}) is None and not zombies())
 
 
 def test_the_launcher_starts_again_what_was_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "forked_module.py").write_text(MODULE)
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
-    monkeypatch.setattr("services.cli.processes.ForkServer", lambda log: ForkServer(log, ["json"]))
+    monkeypatch.setattr("services.cli.run.processes.ForkServer", lambda log: ForkServer(log, ["json"]))
     processes = Processes(tmp_path, max_restarts=3, stop_grace_s=5.0)
     try:
         processes.fork_where_possible()
-        argv = (sys.executable, "-m", "forked_module", "wait")
+        argv = module_command("forked_module", "wait")
         processes.start(ProcessSpec(name="one", argv=argv, address="", forked="always"))
         first = processes.pids()["one"]
         os.kill(first, signal.SIGKILL)
-        wait_for(lambda: not processes.watch() and processes.pids()["one"] != first)
+        wait_until(lambda: not processes.watch() and processes.pids()["one"] != first)
     finally:
         processes.stop()
     assert not Path(f"/proc/{first}").exists()
@@ -174,13 +165,13 @@ def test_what_a_forked_process_prints_is_in_its_file_at_once(tmp_path: Path, mon
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     server = ForkServer(tmp_path / "server.stderr", ["json"])
     environment = {"PYTHONPATH": os.environ["PYTHONPATH"], "PYTHONUNBUFFERED": "1"}
-    made = server.start((sys.executable, "-m", "forked_module"), environment, tmp_path / "out")
+    made = server.start(module_command("forked_module"), environment, tmp_path / "out")
     assert made is not None
     try:
-        wait_for(lambda: (tmp_path / "out").exists() and (tmp_path / "out").read_text() == "a line\n")
+        wait_until(lambda: (tmp_path / "out").exists() and (tmp_path / "out").read_text() == "a line\n")
     finally:
         os.kill(made.pid, signal.SIGKILL)
-        made.wait(10)
+        made.wait(WAIT_S)
         server.stop()
 
 
@@ -192,9 +183,9 @@ def test_a_server_that_is_given_up_starts_nothing_afterwards(tmp_path: Path, mon
         "os.write = late\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
-    monkeypatch.setattr("services.cli.fork_server.ANSWER_S", 0.5)
+    monkeypatch.setattr("services.cli.run.fork_server.ANSWER_S", 0.5)
     server = ForkServer(tmp_path / "server.stderr", ["slow"])
-    argv = (sys.executable, "-m", "forked_module", "wait")
+    argv = module_command("forked_module", "wait")
     assert server.start(argv, dict(os.environ), tmp_path / "up") is None
     time.sleep(2.0)
     assert not (tmp_path / "up").exists()
@@ -225,3 +216,30 @@ def test_only_what_finds_its_imports_in_the_server_is_forked(
     specs = {spec.name: spec for spec in plan(validate(tree, source="test"), tmp_path)}
     assert specs[process].forked == forked
     assert specs["trainer-model0"].forked == "", "its device is left to the machine: it may be a GPU"
+
+
+def test_a_warm_start_and_what_follows_it_are_forked_from_the_same_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "forked_module.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
+    monkeypatch.setenv("COLOUR", "green")
+    made: list[ForkServer] = []
+
+    def make(log: Path) -> ForkServer:
+        made.append(ForkServer(log, ["json"]))
+        return made[-1]
+
+    monkeypatch.setattr("services.cli.run.processes.ForkServer", make)
+    processes = Processes(tmp_path, max_restarts=3, stop_grace_s=5.0)
+    try:
+        processes.fork_where_possible()
+        argv = module_command("forked_module", "tell", "x")
+        processes.run_to_end(ProcessSpec(name="warm-start-a", argv=argv, address="", forked="always"))
+        processes.fork_where_possible()
+        processes.start(ProcessSpec(name="one", argv=(*argv[:4], "wait"), address="", forked="always"))
+        assert [server.pid for server in made] == [made[0].pid], "its imports are done once"
+    finally:
+        processes.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(made[0].pid, 0)

@@ -1,4 +1,4 @@
-"""GPUs that a recipe names and this machine lacks are told before anything starts, with what to write."""
+"""GPUs that a recipe names and this machine lacks are reported before any process starts, with the correction."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.gpus_here import gpu_problems, gpus_here
-from services.cli.launch_checks import launch_problems
-from services.common.config.loading import load_recipe
+from services.cli.check.launch import launch_problems
+from services.cli.check.local_gpus import gpu_problems, gpus_here
+from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -60,13 +60,28 @@ def test_the_driver_is_asked_and_its_absence_is_no_gpu(tmp_path: Path, monkeypat
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpus_here() == []
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 81559\necho 24576\n")
+    tool.write_text("#!/bin/sh\necho 81559, GPU-aa11\necho 24576, GPU-bb22\n")
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [round(size, 1) for size in gpus_here()] == [79.6, 24.0]
+    for shown, sizes in (("1", [24.0]), ("GPU-bb,0", [24.0, 79.6]), ("", []), ("7", []), ("0,MIG-1", [79.6])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        assert [round(size, 1) for size in gpus_here()] == sizes, shown
+
+
+def test_a_card_too_small_is_told_with_the_figure_and_the_settings_that_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.cli.check.launch.gpus_here", lambda: [16.0] * 8)
+    text = "\n".join(launch_problems(recipe()))
+    assert "has 16.0 GiB, but the recipe counts with 80" in text
+    for needed in (
+        "trainer-model0 needs", "but has 16.0", "adapter: {rank: ", "trainer.offload: [optimizer, reference] (", "GiB)",
+        "inference-a: 4 × model0 needs", "tensor_parallel", "memory_share", "context_length",
+    ):  # fmt: skip
+        assert needed in text, needed
 
 
 def test_an_interpreter_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.cli.launch_checks.gpus_here", lambda: [80.0] * 8)
+    monkeypatch.setattr("services.cli.check.launch.gpus_here", lambda: [80.0] * 8)
     lines = launch_problems(recipe("inference.a.sglang.python=/nowhere/bin/python"))
     assert "inference.a: sglang.python: there is no interpreter /nowhere/bin/python" in "\n".join(lines)

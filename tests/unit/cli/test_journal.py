@@ -1,4 +1,4 @@
-"""``millrace journal``: what it says of whole and of damaged journals, and what it changes."""
+"""``millrace journal``: its output for whole and for damaged journals, and its changes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.journal.mending import compact_journal, repair_journal
-from services.cli.progress_view import journal_and_disk
-from services.common.config.loading import save_resolved
+from services.cli.inspect.journal.mending import compact_journal, repair_journal
+from services.cli.watch.warnings import journal_and_disk
+from services.common.config.reading.loading import save_resolved
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.pb import run_pb2
 from services.orchestrator.journal import records
@@ -42,11 +42,11 @@ async def run(tmp_path: Path) -> Path:
     for step in (1, 2):
         for order in await world.orders(world.join(number=step - 1)):
             await world.play(order, version=step - 1)
-        await world.trainer_side.pull_batch("model0", step, 5.0)
+        await world.trainer_api.pull_batch("model0", step, 5.0)
         await world.publish(step)
     await world.settle()
     await world.close()
-    save_resolved(world.ring.recipe, tmp_path)
+    save_resolved(world.core.recipe, tmp_path)
     return tmp_path
 
 
@@ -97,7 +97,7 @@ async def test_repair_lets_a_batch_be_put_together_again_of_which_nothing_is_lef
     world.train()
     for order in await world.orders(world.join()):
         await world.play(order)
-    await world.trainer_side.pull_batch("model0", 1, 5.0)
+    await world.trainer_api.pull_batch("model0", 1, 5.0)
     await world.close()
     for path in (tmp_path / "journal").glob("trajectories-*"):
         path.unlink()
@@ -106,7 +106,7 @@ async def test_repair_lets_a_batch_be_put_together_again_of_which_nothing_is_lef
     noted = await to_thread(repair_journal, tmp_path, lambda done, total: None, dry_run=False)
     assert "model0/1" in {one.key for one in noted if one.kind == records.BATCH}
     world.open()
-    assert world.ring.batches["model0"].newest_step == 0
+    assert world.core.batches["model0"].newest_step == 0
     await world.close()
 
 
@@ -146,7 +146,7 @@ def test_compact_on_a_full_disk_says_so(run: Path, monkeypatch: pytest.MonkeyPat
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("services.cli.journal.mending.carry_out", lambda *arguments, **named: full())
+    monkeypatch.setattr("services.cli.inspect.journal.mending.carry_out", lambda *arguments, **named: full())
     with pytest.raises(InfrastructureError, match="No space left"):
         compact_journal(run, dry_run=False)
 

@@ -1,4 +1,4 @@
-"""``millrace keys``: what is made, who may read it, and that nothing is lost or shown by accident."""
+"""``millrace keys``: the files, their permissions, and no key lost or shown by accident."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.keyring import Keyring
-from services.cli.launch_keys import check_dates
+from services.cli.keys.keyring import Keyring
+from services.cli.keys.process_keys import check_dates
+from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.errors import ConfigError, UnauthenticatedError
 from services.common.security import identity
 from services.common.security.certificates import holder_of
@@ -48,6 +49,15 @@ def test_a_recipe_gets_one_bundle_for_every_role(tmp_path: Path) -> None:
     names = x509.load_pem_x509_certificate(pem).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert {"node7", "localhost", "orchestrator.millrace.internal"} <= set(names.get_values_for_type(x509.DNSName))
     assert "10.0.0.7" in {str(each) for each in names.get_values_for_type(x509.IPAddress)}
+
+
+def test_settings_of_the_command_line_count_for_a_recipe_and_not_for_a_run(tmp_path: Path) -> None:
+    keys(RECIPE, "-o", tmp_path / "k", "--set", "run.id=night")
+    assert {entry.run for entry in Keyring(tmp_path / "k").entries()} == {"night"}
+    run_dir = tmp_path / "run"
+    save_resolved(load_recipe(Path(RECIPE), ["run.id=run"], {}), run_dir)
+    refused = keys(run_dir, "--set", "run.id=night", fails=True)
+    assert isinstance(refused.exception, ConfigError) and "leave out --set" in refused.exception.message
 
 
 def test_nobody_but_the_owner_reads_any_of_it(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
-"""What `millrace check` says of a teacher, from the files of two model directories alone."""
+"""`millrace check` judges a teacher by the files of two model directories alone."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from services.cli.model_files import model_problems
-from services.common.config.loading import validate
+import pytest
+
+from services.cli.check.model_files import model_problems
+from services.cli.check.sizes import size_problems
+from services.common.config.reading.loading import validate
 from tests.unit.trainer_service.building import recipe, save_model
 
 WHERE = "policies.model0.algorithm.distillation.teacher_model"
@@ -64,3 +68,31 @@ def test_weights_that_are_pickled_are_told_before_a_run_begins(tmp_path: Path) -
         file.rename(file.with_name("pytorch_model.bin"))
     (problem,) = model_problems(taught(student, teacher))
     assert "pickled weights only (pytorch_model.bin)" in problem
+
+
+def adapted(model: Path, targets: list[str]) -> Any:
+    tree = recipe(model).model_dump(mode="json")
+    tree["policies"]["model0"] |= {"adapter": {"rank": 2, "alpha": 4, "targets": targets}}
+    return validate(tree, source="test")
+
+
+@pytest.mark.parametrize("layout", ["one file", "index"])
+def test_an_adapters_targets_are_compared_with_the_weights_of_the_model(tmp_path: Path, layout: str) -> None:
+    model = save_model(tmp_path / "model")
+    if layout == "index":
+        (model / "model.safetensors").unlink()
+        named = {f"model.layers.0.self_attn.{name}_proj.weight": "part-1.safetensors" for name in "qkvo"}
+        (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    good = adapted(model, ["q_proj", "v_proj"])
+    assert not [problem for problem in size_problems(good) if "adapter" in problem]
+    wrong = adapted(model, ["q_proj", "qkv_proj"])
+    (problem,) = [problem for problem in size_problems(wrong) if "adapter" in problem]
+    assert "policies.model0.adapter.targets names 'qkv_proj'" in problem and "k_proj, o_proj, q_proj" in problem
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 20, b"\x02" + bytes(7) + b"[]"])
+def test_weights_that_cannot_be_read_are_no_reason_to_refuse_a_target(tmp_path: Path, content: bytes) -> None:
+    model = save_model(tmp_path / "model")
+    (model / "model.safetensors").write_bytes(content)
+    given = adapted(model, ["q_proj"])
+    assert not [problem for problem in size_problems(given) if "adapter" in problem]

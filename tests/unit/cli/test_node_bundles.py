@@ -1,5 +1,5 @@
-"""Keys of a run over two nodes: made once, one role for each process, and a bundle that gives the other node no more than it
-needs."""
+"""Keys of a run over two nodes: made once, one role for each process, and a bundle that gives the other node no more
+than this node needs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.keyring import Keyring
-from services.cli.launch_keys import keys_of, renew_in_time, with_keys
-from services.cli.node_bundles import keys_of_process, write_bundles
-from services.cli.nodes import commands_for_other_nodes
-from services.cli.plan import plan
-from services.common.config.loading import load_recipe, load_resolved, save_resolved
+from services.cli.keys.keyring import Keyring
+from services.cli.keys.node_bundles import keys_of_process, write_bundles
+from services.cli.keys.process_keys import keys_of, renew_in_time, with_keys
+from services.cli.plan.nodes import commands_for_other_nodes
+from services.cli.plan.specs import plan
+from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.security import identity
 from services.common.security.roles import Role
+from tests.waiting import WAIT_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TWO_NODES = REPOSITORY / "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
@@ -105,7 +106,7 @@ def test_processes_that_come_at_once_share_one_set_of_keys(tmp_path: Path) -> No
     failures: list[BaseException] = []
 
     def come() -> None:
-        together.wait(10)
+        together.wait(WAIT_S)
         try:
             keys_of(recipe, tmp_path, {})
         except BaseException as error:
@@ -148,7 +149,7 @@ def test_a_process_of_node_0_waits_until_the_orchestrator_has_made_the_keys(tmp_
     maker = threading.Timer(0.3, keys_of_run, (recipe, tmp_path, {}))
     maker.start()
     assert keys_of_process(recipe, "inference-b", 0, tmp_path, console, {}) == tmp_path / "keys"
-    maker.join(10)
+    maker.join(WAIT_S)
     assert (
         isinstance(console.file, io.StringIO)
         and "waiting for the orchestrator to make the keys" in console.file.getvalue()
@@ -156,7 +157,7 @@ def test_a_process_of_node_0_waits_until_the_orchestrator_has_made_the_keys(tmp_
 
 
 def test_where_only_the_orchestrators_own_keys_are_there_is_no_bundle_and_no_command(tmp_path: Path) -> None:
-    """As in a container, whose keys come from whoever made them."""
+    """As in a container with keys from outside."""
     recipe, made = two_nodes(tmp_path / "run"), Keyring.make(tmp_path / "made", "run")
     environment = {VARIABLE: str(made.folder / "orchestrator")}
     assert keys_of_run(recipe, tmp_path / "run", environment) == made.folder / "orchestrator"

@@ -1,4 +1,4 @@
-"""Runs over two nodes: where node 0 is found, what is printed for the other node, and what starts there."""
+"""Runs over two nodes: the address of node 0, the commands for the other node, and its processes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.cli import nodes, start
-from services.cli.nodes import (
+from services.cli.plan import nodes
+from services.cli.plan.nodes import (
     address_of_node_0,
     commands_for_other_nodes,
     gateway_host,
     listening_host,
     with_addresses,
 )
-from services.cli.plan import plan, ports_in_use, with_free_ports
-from services.cli.start import find
-from services.common.config.loading import load_recipe
+from services.cli.plan.specs import plan, ports_in_use, with_free_ports
+from services.cli.run import start
+from services.cli.run.start import find
+from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.free_ports import free_ports
+from services.common.system.free_ports import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TWO_NODES = "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
@@ -40,7 +41,7 @@ NAMES = {"node0.example": [HERE], "elsewhere.example": ["192.0.2.99"], "host": [
 
 @pytest.fixture(autouse=True)
 def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine called host, whose own name leads to loopback only, and with one address."""
+    """A machine called host with a name that resolves to loopback only, and with one address."""
     monkeypatch.setattr(nodes, "_addresses", lambda name: NAMES.get(name, [name] if name[0].isdigit() else []))
     for module in (nodes, start):
         monkeypatch.setattr(module, "is_here", lambda host: host in (HERE, "127.0.0.1", "node0.example"))
@@ -50,7 +51,7 @@ def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Of a run whose bundle for node 1 is there."""
+    """Of a run with a bundle for node 1."""
     (tmp_path / "my runs" / "mine" / "nodes" / "1").mkdir(parents=True)
     return tmp_path / "my runs" / "mine"
 
@@ -264,7 +265,7 @@ def test_a_free_port_is_never_one_that_the_recipe_names(monkeypatch: pytest.Monk
         asked.append(set(avoid))
         return free_ports(count, hosts, avoid)
 
-    monkeypatch.setattr("services.cli.plan.free_ports", chosen)
+    monkeypatch.setattr("services.cli.plan.specs.free_ports", chosen)
     assert with_free_ports(recipe).inference["b"].port
     assert asked[0] >= {policy.trainer.rendezvous_port for policy in recipe.policies.values()}
 

@@ -1,4 +1,4 @@
-"""Which evaluation tasks stand in the training data, and which only sound like it."""
+"""Finds evaluation tasks in the training data, and no merely similar ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.check import check_recipe
-from services.cli.overlap import LONG, MAX_TEMPLATE, SHORT, find_overlap, text_of, words_of
+from services.cli.check.overlap import LONG, MAX_TEMPLATE, SHORT, find_overlap, text_of, words_of
+from services.cli.check.recipe import check_recipe
 from services.common.config.data import DatasetConfig
-from services.common.config.loading import load_recipe
-from services.common.types import Task
-from services.orchestrator.datasets import open_source
+from services.common.config.reading.loading import load_recipe
+from services.common.records.types import Task
+from services.orchestrator.tasks.datasets import open_source
 
 Matches = list[tuple[str, str, float, bool]]
 
@@ -189,9 +189,9 @@ def test_check_tells_the_tasks_with_count_share_rows_and_text_and_refuses_nothin
 @pytest.mark.parametrize(
     ("absent", "lines"),
     [
-        (["train"], ["data.train: not on this machine yet, so whether evaluation tasks stand in the training data is not known"]),
-        (["unseen"], ["data.evaluation.seen: 1 of 2 tasks", "data.evaluation.unseen: not on this machine yet, so whether its"]),
-        (["seen", "unseen"], ["data.evaluation.seen, data.evaluation.unseen: not on this machine yet, so whether their"]),
+        (["train"], ["data.train: not on this machine yet, so it is not known whether evaluation tasks occur in the training data"]),
+        (["unseen"], ["data.evaluation.seen: 1 of 2 tasks", "data.evaluation.unseen: not on this machine yet, so it is not known whether its"]),
+        (["seen", "unseen"], ["data.evaluation.seen, data.evaluation.unseen: not on this machine yet, so it is not known whether their"]),
     ],
 )  # fmt: skip
 def test_what_could_not_be_compared_is_told(recipe: Path, absent: list[str], lines: list[str]) -> None:
@@ -202,15 +202,15 @@ def test_what_could_not_be_compared_is_told(recipe: Path, absent: list[str], lin
 
 def test_generated_training_tasks_are_those_of_the_runs_seed(tmp_path: Path, recipe: Path) -> None:
     """Evaluation rows with the seed of the run's training rows are found; with the same `seed` in both sections they differ."""
-    sets = ["data.train.path=null", "data.train.generator=services.common.tiny_tasks:sums", "data.train.limit=50"]
-    sets += ["data.evaluation.seen.path=null", "data.evaluation.seen.generator=services.common.tiny_tasks:sums"]
+    sets = ["data.train.path=null", "data.train.generator=services.common.tiny.tasks:sums", "data.train.limit=50"]
+    sets += ["data.evaluation.seen.path=null", "data.evaluation.seen.generator=services.common.tiny.tasks:sums"]
     sets += ["data.evaluation.seen.limit=50", "run.seed=5", "data.evaluation.seen.seed=5"]
     [line] = check_recipe(load_recipe(recipe, sets, {}))
     assert "50 of 50 tasks (100.0%)" in line
 
 
 def test_the_check_imports_no_torch() -> None:
-    code = "import sys, services.cli.overlap; sys.exit('torch' in sys.modules)"
+    code = "import sys, services.cli.check.overlap; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 

@@ -1,16 +1,24 @@
-"""What ``millrace plot`` and the headline make of metrics."""
+"""``millrace plot`` and the headline of a run, from metrics."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from services.cli.plot import plot_runs, training_steps
-from services.cli.rows import read_metrics
-from services.cli.run import headline
+from services.cli.inspect.pictures.panels import PANELS, SECONDS, STEP, TOKENS, training_steps
+from services.cli.inspect.pictures.runs import plot_runs
+from services.cli.inspect.pictures.seeds import Points, band, grouped
+from services.cli.inspect.pictures.time import kind_of
+from services.cli.inspect.rows import read_metrics
+from services.cli.run.launch import headline, how_training_ended
 from services.common.errors import ConfigError
+from services.common.telemetry.activities import ActivityName
 
 
 def write_run(directory: Path, steps: int) -> Path:
@@ -43,6 +51,84 @@ def test_several_runs_make_one_picture(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def recipe_of(run: Path, **settings: Any) -> None:
+    (run / "recipe.json").write_bytes(orjson.dumps({"run": settings, "orchestrator": {"port": hash(run.name) % 1000}}))
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_curve(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, 4) for name in ("one", "two", "other")]
+    for seed, run in enumerate(runs):
+        recipe_of(run, id=run.name, seed=seed, steps=4 if run.name != "other" else 9)
+    groups = grouped(runs)
+    assert [(group.label, len(group.rows)) for group in groups] == [("one and 1 other seed", 2), ("other", 1)]
+
+
+def test_a_run_without_a_recipe_stands_alone(tmp_path: Path) -> None:
+    assert len(grouped([write_run(tmp_path / name, 2) for name in ("one", "two")])) == 2
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 50), st.floats(-5, 5)), max_size=12, unique_by=lambda p: p[0]), max_size=5
+    )
+)
+def test_a_band_holds_the_mean_and_every_curve_that_reaches_there(curves: list[Points]) -> None:
+    found = band([[(float(x), y) for x, y in points] for points in curves])
+    if sum(bool(points) for points in curves) < 2:
+        assert found is None
+    if found is None:
+        return
+    assert (found.low <= found.mean + 1e-9).all() and (found.mean <= found.high + 1e-9).all()
+    for points in curves:
+        for x, y in points:
+            at = np.flatnonzero(found.x == x)
+            assert all(found.low[place] - 1e-9 <= y <= found.high[place] + 1e-9 for place in at)
+
+
+def test_evaluations_are_points_without_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", 4)
+    path = run / "metrics" / "orchestrator.jsonl"
+    mean = {"value": 0.5, "low": 0.4, "high": 0.7}
+    row = {"time": 5.0, "kind": "evaluation", "name": "start/greedy", "versions": {"model0": 0}, "mean_reward": 0.5,
+           "datasets": [{"name": "held_out", "mean_reward": mean}]}  # fmt: skip
+    path.write_bytes(orjson.dumps(row) + b"\n" + path.read_bytes())
+    drawn: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "matplotlib.axes.Axes.errorbar", lambda self, x, y, **style: drawn.append({"x": x, "y": y, **style})
+    )
+    assert plot_runs([run], tmp_path / "points.png") is not None
+    assert [(found["x"], found["y"], found["linestyle"]) for found in drawn] == [([0], [0.5], "none")]
+    assert drawn[0]["yerr"] == [[pytest.approx(0.1)], [pytest.approx(0.2)]]
+
+
+def test_the_picture_has_the_curves_that_people_ask_for() -> None:
+    keys = {line.key for panel in PANELS for line in panel.lines}
+    wanted = ("loss", "entropy", "grad_norm", "kl_reference", "mismatch_fresh_abs")
+    assert {"rollout_reward_mean", "response_tokens_mean", *(f"trainer/{name}" for name in wanted)} <= keys
+    assert {panel.x for panel in PANELS if panel.lines[0].key == "rollout_reward_mean"} == {STEP, SECONDS, TOKENS}
+
+
+def test_time_is_work_or_a_wait_or_idle_and_every_activity_has_a_kind() -> None:
+    kinds = {name: kind_of(name) for name in ActivityName}
+    assert kinds[ActivityName.GENERATING] == "work" and kinds[ActivityName.WAITING_FOR_BATCH] == "wait"
+    assert all(
+        kind == "wait"
+        for name, kind in kinds.items()
+        if "waiting for a" in name or name == ActivityName.WAITING_FOR_QUOTA
+    )
+
+
+def test_the_picture_of_a_run_that_ended_early_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", 4)
+    path = run / "metrics" / "orchestrator.jsonl"
+    row = {"time": 5.0, "kind": "threshold", "wanted": "sampled reward at least 0.9", "step": 3, "seconds": 5.0}
+    path.write_bytes(orjson.dumps(row) + b"\n" + path.read_bytes())
+    drawn: list[tuple[float, str]] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.axvline", lambda self, x, **style: drawn.append((x, style["label"])))
+    assert plot_runs([run], tmp_path / "early.png") is not None
+    assert drawn == [(3, "sampled reward at least 0.9")]
+
+
 def test_a_run_without_steps_has_no_picture(tmp_path: Path) -> None:
     assert plot_runs([write_run(tmp_path / "run", 0)], tmp_path / "none.png") is None
 
@@ -70,3 +156,26 @@ def test_the_headline_names_samplings_before_and_after() -> None:
     assert (flat["greedy/model0/solver/0_after"], flat["greedy/model1/verifier/0_after"]) == (0.8, 1.0)
     assert (flat["cores"], flat["load"]) == (2, 0.5), "no figure is read without them"
     assert "greedy/model0/agent/0_before" not in flat, "one role says nothing more"
+
+
+def test_the_end_says_whether_the_threshold_was_reached() -> None:
+    until: dict[str, Any] = {
+        "wanted": "sampled reward at least 0.9",
+        "newest": 0.91,
+        "reached": True,
+        "step": 30,
+        "seconds": 61.4,
+    }
+    summary = {"steps": {"model0": 32}, "until": until, "seconds": 80.0}
+    flat = headline(summary)
+    assert (flat["threshold_reached"], flat["threshold_step"], flat["threshold_seconds"]) == (True, 30, 61.4)
+    assert how_training_ended(summary).startswith("threshold reached after training step 30, 61 s into the run")
+    missed: dict[str, Any] = {**summary, "until": {**until, "newest": 0.5, "reached": False, "step": 0, "seconds": 0.0}}
+    assert headline(missed)["threshold_reached"] is False
+    assert "threshold_step" not in headline(missed)
+    told = how_training_ended(missed)
+    assert told.startswith("threshold not reached in 32 training steps") and told.endswith("newest evaluation 0.500")
+    never = {**missed, "until": {**missed["until"], "newest": None}}
+    assert how_training_ended(never).endswith("no evaluation that counts")
+    assert how_training_ended({"steps": {}, "until": None}) == ""
+    assert "threshold_reached" not in headline({"until": None})

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.plan import ProcessSpec
-from services.cli.processes import Processes
-from services.cli.run import _write_pids
+from services.cli.plan.specs import ProcessSpec
+from services.cli.run.launch import _write_pids
+from services.cli.run.processes import Processes
 from services.common.errors import DeadlineError, InfrastructureError
-from services.common.rpc.health import is_serving
+from services.common.rpc.client.health import is_serving
+from tests.running import is_running
+from tests.waiting import WAIT_S, wait_until
 
 SERVING = """
 import sys, time
@@ -46,21 +48,6 @@ def spec(name: str, code: str, address: str = "") -> ProcessSpec:
     return ProcessSpec(name=name, argv=(sys.executable, "-c", code, address), address=address)
 
 
-def wait_until(condition: object, name: str, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, f"{name} did not happen within {timeout_s} s"
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_ready_means_that_health_says_serving(processes: Processes, unused_tcp_port: int) -> None:
     address = f"127.0.0.1:{unused_tcp_port}"
     processes.start(spec("server", SERVING, address))
@@ -86,7 +73,7 @@ def test_a_process_that_never_gets_ready_is_named_with_its_last_words(
 
 
 def test_one_that_leaves_before_it_is_ready_is_not_waited_for(processes: Processes) -> None:
-    """As all do when the run is stopped while it starts."""
+    """As all do when the run is stopped during its start."""
     processes.start(spec("brief", "pass", "127.0.0.1:1"))
     processes.wait_ready(timeout_s=20)
     assert processes.watch() == {"brief"}
@@ -124,23 +111,16 @@ def test_stop_also_reaches_children_of_children_and_nobody_else(processes: Proce
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the grandchild")
     grandchild = int((tmp_path / "pid").read_text())
     processes.stop()
-    wait_until(lambda: not alive(grandchild) or is_zombie(grandchild), "the end of the grandchild")
-    assert alive(os.getpid())
-
-
-def is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+    wait_until(lambda: not is_running(grandchild), "the end of the grandchild")
+    assert is_running(os.getpid())
 
 
 def test_children_leave_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     launcher = (
         "import sys, time, pathlib\n"
-        "from services.cli.plan import ProcessSpec\n"
-        "from services.cli.processes import Processes\n"
-        "code = 'from services.common.process import die_with_parent_if_asked as d; d(); import time; time.sleep(60)'\n"
+        "from services.cli.plan.specs import ProcessSpec\n"
+        "from services.cli.run.processes import Processes\n"
+        "code = 'from services.common.system.child import die_with_parent_if_asked as d; d(); import time; time.sleep(60)'\n"
         f"p = Processes(pathlib.Path({str(tmp_path)!r}), 0, 1.0)\n"
         "p.start(ProcessSpec(name='child', argv=(sys.executable, '-c', code), address=''))\n"
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(p.pids()['child']))\n"
@@ -151,14 +131,14 @@ def test_children_leave_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     child = int((tmp_path / "pid").read_text())
     time.sleep(1.0)  # until the child has asked the kernel; before that it checks its parent itself
     process.kill()
-    process.wait(timeout=10)
-    wait_until(lambda: not alive(child) or is_zombie(child), "the end of the child")
+    process.wait(timeout=WAIT_S)
+    wait_until(lambda: not is_running(child), "the end of the child")
 
 
 def test_a_process_that_asks_to_be_started_again_is_and_no_more_often_than_allowed(
     processes: Processes, tmp_path: Path
 ) -> None:
-    """A trainer that lost the ranks of another node: nothing is wrong with it."""
+    """A trainer that lost the ranks of another node, and is healthy itself."""
     counting = "import pathlib; p = pathlib.Path({!r}); p.write_text(p.read_text() + '.' if p.exists() else '.')\n"
     again = f"{counting}import sys; sys.exit(75 if len(p.read_text()) < {{}} else 0)"
     processes.start(spec("heals", again.format(str(tmp_path / "heals"), 2)))

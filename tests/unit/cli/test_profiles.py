@@ -1,4 +1,4 @@
-"""``--profile tiny``: what it changes, what it must not, and where it finds rows."""
+"""``--profile tiny``: its changes, the unchanged settings, and its sources of rows."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.here import rows_here, world_here
-from services.cli.profiles import load_with_profile
-from services.cli.world_checks import index_problems, world_problems
-from services.common.config.loading import load_recipe, validate
+from services.cli.check.worlds import index_problems, world_problems
+from services.cli.plan.local_data import rows_here, world_here
+from services.cli.plan.profiles import load_with_profile
 from services.common.config.profiles.tiny import tiny
+from services.common.config.reading.loading import load_recipe, validate
 from services.common.errors import ConfigError, DatasetError
-from services.common.tiny_tasks import programs, sums
-from services.orchestrator.catalogue import KNOWN
-from services.orchestrator.datasets import open_source
+from services.common.tiny.tasks import programs, sums
+from services.orchestrator.tasks.catalogue import KNOWN
+from services.orchestrator.tasks.datasets import open_source
 
 POLICY: dict[str, Any] = {
     "model": {"path": "Qwen/Qwen3-8B", "context_length": 16384},

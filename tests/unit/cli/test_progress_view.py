@@ -1,12 +1,14 @@
-"""What people see of a run that goes on."""
+"""The view of a run in progress."""
 
 from __future__ import annotations
 
 from io import StringIO
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
-from services.cli.progress_view import ProgressView, render
+from services.cli.watch.progress_view import ProgressView, render, time_words
 from services.common.pb import run_pb2
 
 
@@ -17,7 +19,7 @@ def told(policy: run_pb2.PolicyProgress) -> str:
 
 
 def test_where_no_rollout_finished_since_the_batch_before_there_is_no_mean_reward() -> None:
-    """Defect 12: nothing else, not even 0, stands in its place."""
+    """Without a reward the view shows a dash, never 0."""
     policy = run_pb2.PolicyProgress(policy="model0", version=3, num_steps=9, metrics={"rollout_reward_mean": 0.25})
     assert "rollout" in told(policy) and "reward" in told(policy)
     assert "0.250" in told(policy)
@@ -33,3 +35,95 @@ def test_damaged_checkpoints_are_told_once_with_the_command_that_lists_them() ->
         view.show(progress)
         view.show(progress)
     assert plain.getvalue().count("checkpoints: 1 set aside as damaged (millrace checkpoints RUN); 2 could not be") == 1
+
+
+WANTED = "sampled reward at least 0.9, 2 evaluations in a row"
+
+
+def shown(threshold: run_pb2.Threshold | None) -> str:
+    console = Console(record=True, width=160)
+    console.print(render(run_pb2.RunProgress(threshold=threshold), "run"))
+    return console.export_text()
+
+
+def test_the_threshold_that_ends_training_is_shown_with_the_newest_value() -> None:
+    assert "at least" not in shown(None)
+    assert f"training ends at {WANTED} (newest: not evaluated yet)" in shown(run_pb2.Threshold(wanted=WANTED))
+    assert f"training ends at {WANTED} (newest: 0.125)" in shown(run_pb2.Threshold(wanted=WANTED, newest=0.125))
+
+
+def test_the_threshold_is_told_once_when_it_is_reached() -> None:
+    output = StringIO()
+    reached = run_pb2.Threshold(wanted=WANTED, newest=0.92, reached=True, step=30, seconds=61.4)
+    progress = run_pb2.RunProgress(threshold=reached)
+    with ProgressView(Console(file=output, width=200), title="run") as view:
+        view.show(run_pb2.RunProgress(threshold=run_pb2.Threshold(wanted=WANTED, newest=0.8)))
+        view.show(progress)
+        view.show(progress)
+    assert output.getvalue().count("threshold reached after training step 30, 61 s into the run") == 1
+    assert "before training" in shown(run_pb2.Threshold(wanted=WANTED, newest=1.0, reached=True, seconds=2.0))
+
+
+def busy(num_stalls: int = 0) -> run_pb2.RunProgress:
+    """A run with much to show."""
+    progress = run_pb2.RunProgress(state=run_pb2.RUN_STATE_TRAINING, tokens_per_s=4313.0)
+    progress.started_at.FromSeconds(1_000_000)
+    progress.at.FromSeconds(1_000_754)
+    metrics = {"rollout_reward_mean": 0.61, "trainer/loss": -0.0231, "elapsed_s": 740.0}
+    progress.policies.add(policy="model0", version=37, num_steps=74, metrics=metrics, trainer_state="waiting_for_batch")
+    for name in "abcdefgh":
+        progress.replicas.add(replica_id=name, num_slots=64, num_running=61, versions={"model0": 37})
+        account = progress.accounts.add(component=f"replica/{name}")
+        account.activities.add(activity="generating", on="engine/model0", seconds=50.0)
+        account.activities.add(activity="waiting for reward", on="envgateway", seconds=50.0)
+    for number in range(num_stalls):
+        progress.stalls.add(
+            component=f"replica/{number}", cause="silent", detail="no report for 16 s", advice="look " * 40
+        )
+    progress.counters["issued"] = 3000
+    return progress
+
+
+def lines_at(progress: run_pb2.RunProgress, width: int, height: int) -> list[str]:
+    console = Console(file=StringIO(), width=width, height=height, record=True)
+    console.print(render(progress, "run [red]", height))
+    return console.export_text().rstrip("\n").split("\n")
+
+
+@settings(max_examples=30, deadline=None)
+@given(width=st.integers(30, 200), height=st.integers(6, 70), num_stalls=st.integers(0, 4))
+def test_the_view_is_never_higher_than_the_terminal(width: int, height: int, num_stalls: int) -> None:
+    lines = lines_at(busy(num_stalls), width, height)
+    assert len(lines) <= height
+    assert all(len(line) <= width for line in lines)
+
+
+def test_at_80_by_24_a_stall_comes_first_and_progress_is_there() -> None:
+    lines = lines_at(busy(1), 80, 23)
+    assert "STALLED" in lines[1] and "replica/0, silent" in lines[1]
+    text = "\n".join(lines)
+    assert "12:34 elapsed, about 12:20 left" in text
+    assert "-0.0231" in text and "0.610" in text and "37/74" in text
+    assert "no room here for:" in text
+
+
+def test_a_high_terminal_shows_everything() -> None:
+    text = "\n".join(lines_at(busy(1), 120, 70))
+    assert "no room here for" not in text and "issued 3000" in text and "where the time went" in text
+
+
+def test_no_time_is_promised_before_the_first_step_or_while_paused() -> None:
+    progress = busy()
+    assert "left" in time_words(progress)
+    progress.state = run_pb2.RUN_STATE_PAUSED
+    assert "left" not in time_words(progress)
+    progress.state = run_pb2.RUN_STATE_TRAINING
+    progress.policies[0].version = 0
+    assert "left" not in time_words(progress) and "elapsed" in time_words(progress)
+    assert time_words(run_pb2.RunProgress()) == "0 tokens/s"
+
+
+def test_with_a_threshold_the_time_left_is_a_bound() -> None:
+    progress = busy()
+    progress.threshold.wanted = WANTED
+    assert "at most about 12:20 left" in time_words(progress)

@@ -1,4 +1,4 @@
-"""``--resume auto``: which run a launch goes on with, and what it says."""
+"""``--resume auto``: the run that a launch continues, and the messages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from services.cli import recipe_commands
-from services.cli.resume import Choice, choose, differences
-from services.cli.run import Outcome
-from services.cli.run_directory import prepare
-from services.common.config.loading import load_recipe
+from services.cli.commands import recipes as recipe_commands
+from services.cli.run.launch import Outcome
+from services.cli.run.resume import Choice, choose, differences
+from services.cli.run.run_directory import prepare
+from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 
@@ -120,15 +120,15 @@ def test_a_recipe_that_names_its_run_goes_on_with_that_one_alone(tmp_path: Path)
 
 
 def millrace_run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Path | None, str]:
-    """The run directory that `millrace run` starts processes for, and what it says; no process is started."""
+    """The run directory that `millrace run` would start processes for, and the output; no process is started."""
     started: list[Path] = []
 
     def run(recipe: Recipe, run_dir: Path, console: object) -> Outcome:
         started.append(run_dir)
         return Outcome(run_dir, {}, None)
 
-    monkeypatch.setattr("services.cli.run.run", run)
-    monkeypatch.setattr("services.cli.launch_checks.check_launch", lambda recipe: None)
+    monkeypatch.setattr("services.cli.run.launch.run", run)
+    monkeypatch.setattr("services.cli.check.launch.check_launch", lambda recipe: None)
     result = CliRunner().invoke(recipe_commands.recipe_app, ["run", *arguments])
     if isinstance(result.exception, ConfigError):
         raise result.exception

@@ -1,4 +1,4 @@
-"""A new run gets a directory of its own, and nothing is left behind by one that is refused."""
+"""A new run gets a directory of its own, and a refused one leaves no files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli import run, run_directory
-from services.cli.reach import reach
-from services.cli.run_directory import prepare
-from services.common.config.loading import load_recipe, load_resolved
+from services.cli.run import launch as run
+from services.cli.run import run_directory
+from services.cli.run.run_directory import prepare
+from services.cli.watch.connect import reach
+from services.common.config.reading.loading import load_recipe, load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from tests.waiting import WAIT_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -90,7 +92,7 @@ def test_a_launch_that_is_ending_is_waited_for(tmp_path: Path) -> None:
     releasing = threading.Timer(0.3, lambda: lock.__exit__(None, None, None))
     releasing.start()
     run_directory.reopen(directory, told, wait_s=30)
-    releasing.join(10)
+    releasing.join(WAIT_S)
     assert isinstance(told.file, io.StringIO)
     assert f"is in use (launcher, pid {os.getpid()})" in told.file.getvalue()
 
@@ -108,7 +110,7 @@ def test_a_run_that_ended_while_its_launch_was_waited_for_does_not_go_on(tmp_pat
     ending.start()
     with pytest.raises(ConfigError, match="all its training steps are done"):
         run_directory.reopen(directory, wait_s=30)
-    ending.join(10)
+    ending.join(WAIT_S)
     with pytest.raises(ConfigError, match="all its training steps are done"):
         run.run(resolved, directory, Console(file=io.StringIO()))
 

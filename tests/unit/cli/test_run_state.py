@@ -1,4 +1,5 @@
-"""What a run's directory tells: whether it is one, whether its run is over, and why nobody answers for it."""
+"""The state of a run from its directory: whether the directory is a run, whether the run is over, and why no process
+answers."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from services.cli import run_directory
 from services.cli.__main__ import app
-from services.cli.evaluate import evaluation_recipe
-from services.cli.plot import read_metrics
-from services.cli.reach import reach
-from services.cli.run_state import check_run_directory, why_silent
-from services.cli.trace.reading import open_journal
-from services.cli.trajectories import read_trajectories
-from services.common.config.loading import load_recipe, save_resolved
+from services.cli.inspect.rows import read_metrics
+from services.cli.inspect.run_state import check_run_directory, why_silent
+from services.cli.inspect.trace.reading import open_journal
+from services.cli.inspect.trajectories import Wanted, read_trajectories
+from services.cli.run import run_directory
+from services.cli.run.evaluate import evaluation_recipe
+from services.cli.watch.connect import reach
+from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.errors import ConfigError, InfrastructureError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -37,7 +38,7 @@ def end(run_dir: Path, state: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "read", [check_run_directory, read_metrics, open_journal, lambda path: read_trajectories(path, last=1)]
+    "read", [check_run_directory, read_metrics, open_journal, lambda path: read_trajectories(path, Wanted())]
 )
 def test_every_command_says_the_same_of_a_directory_that_holds_no_run(
     read: Callable[[Path], object], run_dir: Path, tmp_path: Path
@@ -66,7 +67,7 @@ def test_a_command_that_reaches_nobody_says_what_the_directory_tells(
     client = reach(run_dir, None)
     try:
         with pytest.raises(
-            InfrastructureError, match=r"nobody answers at .*: the run is over \(finished\); `millrace plot`"
+            InfrastructureError, match=r"no answer from .*: the run is over \(finished\); `millrace plot`"
         ):
             client.get_run()
     finally:
@@ -84,7 +85,7 @@ def test_a_run_is_named_by_its_directory_or_by_its_address(run_dir: Path) -> Non
 def test_a_run_that_is_over_is_not_started_again(run_dir: Path, state: str, why: str) -> None:
     assert run_directory.reopen(run_dir)[1] == run_dir
     end(run_dir, state)
-    with pytest.raises(ConfigError, match=f"does not go on: .*{why}.*begin another run"):
+    with pytest.raises(ConfigError, match=f"cannot continue: .*{why}.*begin another run"):
         run_directory.reopen(run_dir)
 
 

@@ -1,4 +1,4 @@
-"""What people are told about stalls: in plain words, once, with the end; and of an orchestrator that does not answer."""
+"""Reports of stalls for people: in plain words, once, with the end; and of an orchestrator that does not answer."""
 
 from __future__ import annotations
 
@@ -12,28 +12,22 @@ import orjson
 import pytest
 from rich.console import Console
 
-from services.cli.plot_time import plot_time
-from services.cli.progress_view import ProgressView, StallsTold, render
-from services.cli.silence import Silence
-from services.cli.starting import StallsAtStart
-from services.common import disk
+from services.cli.inspect.pictures.time import plot_time
+from services.cli.watch.orchestrator_liveness import OrchestratorLiveness
+from services.cli.watch.progress_view import ProgressView, StallsTold, render
+from services.cli.watch.startup_stalls import StallsAtStart
 from services.common.errors import InfrastructureError
 from services.common.pb import account_pb2, run_pb2
+from services.common.system import disk
+from tests.clock import Clock
 
 STALL = run_pb2.Stall(
     component="envgateway",
     cause="silent",
-    detail="nobody has heard of it for 12 s",
+    detail="no component has reached it for 12 s",
     advice="start it again",
     chain=["trainer/model0 waits for orchestrator: waiting for a batch (12 s)"],
 )
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_stall_is_told_once_with_its_chain_and_advice_and_its_end() -> None:
@@ -46,7 +40,7 @@ def test_a_stall_is_told_once_with_its_chain_and_advice_and_its_end() -> None:
     assert text.count("STALLED") == 1
     for words in (
         "envgateway, silent",
-        "nobody has heard",
+        "no component has reached",
         "trainer/model0 waits for",
         "start it again",
         "goes on again",
@@ -87,15 +81,15 @@ def test_the_panel_shows_stalls_and_where_the_time_went() -> None:
 
 def test_an_orchestrator_that_does_not_answer_is_named_after_ten_seconds_and_not_while_it_restarts() -> None:
     clock = Clock()
-    silence = Silence("127.0.0.1:1", clock=clock)
-    silence.missed()
+    liveness = OrchestratorLiveness("127.0.0.1:1", clock=clock)
+    liveness.missed()
     clock.now = 9.0
-    assert silence.stall is None
+    assert liveness.stall is None
     clock.now = 11.0
-    assert silence.stall is not None
-    assert (silence.stall.component, silence.stall.cause) == ("orchestrator", "silent")
-    silence.answered()
-    assert silence.stall is None
+    assert liveness.stall is not None
+    assert (liveness.stall.component, liveness.stall.cause) == ("orchestrator", "silent")
+    liveness.answered()
+    assert liveness.stall is None
 
 
 def test_a_stopped_process_is_told_as_such() -> None:
@@ -103,11 +97,11 @@ def test_a_stopped_process_is_told_as_such() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"])
     try:
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        silence = Silence("127.0.0.1:1", pid=lambda: process.pid, clock=clock)
-        silence.missed()
+        liveness = OrchestratorLiveness("127.0.0.1:1", pid=lambda: process.pid, clock=clock)
+        liveness.missed()
         clock.now = 11.0
-        assert silence.stall is not None
-        assert "SIGCONT" in silence.stall.detail
+        assert liveness.stall is not None
+        assert "SIGCONT" in liveness.stall.detail
     finally:
         process.kill()
         process.wait()
@@ -117,13 +111,13 @@ def test_an_orchestrator_that_waits_for_room_on_its_disk_is_told_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    silence = Silence("127.0.0.1:1", clock=clock, run_dir=tmp_path)
-    silence.missed()
+    liveness = OrchestratorLiveness("127.0.0.1:1", clock=clock, run_dir=tmp_path)
+    liveness.missed()
     clock.now = 11.0
     monkeypatch.setattr(disk, "free_bytes", lambda place: disk.RESERVE_BYTES - 1)
-    assert silence.stall is not None and f"the disk of {tmp_path} is full" in silence.stall.detail
+    assert liveness.stall is not None and f"the disk of {tmp_path} is full" in liveness.stall.detail
     monkeypatch.setattr(disk, "free_bytes", lambda place: disk.RESERVE_BYTES)
-    assert "is full" not in silence.stall.detail
+    assert "is full" not in liveness.stall.detail
 
 
 def test_the_picture_of_time_needs_accounts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a run directory, a recipe, a model or a data set from somebody else can do here, as docs/security.md says it."""
+"""The possible effects of a run directory, a recipe, a model or a data set of another author, as in docs/security.md."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.common.config.data import DatasetConfig
-from services.common.config.loading import RESOLVED, load_recipe, load_resolved, save_resolved
+from services.common.config.reading.loading import RESOLVED, load_recipe, load_resolved, save_resolved
 from services.common.errors import ConfigError, DatasetError
-from services.common.models import load_model, load_tokenizer
-from services.orchestrator.datasets import open_source
+from services.common.text.huggingface import load_model, load_tokenizer
+from services.orchestrator.tasks.datasets import open_source
 from tests.unit.inference.fakes import qwen_like_tokenizer
 
 REPOSITORY = Path(__file__).parents[3]
@@ -26,7 +26,7 @@ CODE = f"import pathlib; pathlib.Path({TRACE!r}).write_text(__name__)\n"
 
 
 class Trace:
-    """Leaves a trace when it is unpickled."""
+    """Leaves a trace on unpickling."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return exec, (CODE.replace("__name__", "'unpickled'"),)
@@ -34,7 +34,7 @@ class Trace:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with a module that leaves a trace when it is imported."""
+    """The current directory, with a module that leaves a trace on import."""
     (tmp_path / f"{MODULE}.py").write_text(f"{CODE}def thing(*_, **__): ...\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(folder: Path) -> Path:
-    """A run directory whose recipe names the module wherever a recipe may."""
+    """A run directory with a recipe that names the module in every possible place."""
     recipe = load_recipe(REPOSITORY / "recipes" / "quickstart", ["run.id=theirs"])
     found = folder / "theirs"
     save_resolved(recipe, found)
@@ -74,7 +74,7 @@ def test_reading_a_strangers_run_runs_nothing_of_it(folder: Path, run: Path, com
 
 
 def test_checking_a_strangers_recipe_runs_its_code(folder: Path, run: Path) -> None:
-    """A recipe is code; this is told so that nobody takes `millrace check` for a look at text."""
+    """A recipe is code: `millrace check` is not a look at text alone, and the documentation says so."""
     CliRunner().invoke(app, ["check", str(run / RESOLVED)])
     (folder / "recipe.yaml").write_text(yaml.safe_dump(load_resolved(run).model_dump(mode="json")))
     CliRunner().invoke(app, ["check", str(folder / "recipe.yaml")])

@@ -1,4 +1,4 @@
-"""Tables on narrow terminals: whole columns go, by what they matter, and are named; what stays can be read."""
+"""Tables on narrow terminals: whole columns are left out by importance, and named; the others stay readable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from services.cli.tables import Column, FittingTable
+from services.cli.console.tables import Column, FittingTable
 
 
 def drawn(table: FittingTable, width: int) -> str:

@@ -1,4 +1,4 @@
-"""The life of a task group from whatever is known of it: any order of events, any piece lost, any clock."""
+"""The life of a task group from the known facts: any order of events, any lost piece, any clock."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from services.cli.trace.clocks import fitted
-from services.cli.trace.facts import Assignment, GroupFacts, SequenceFacts, SlotFacts, Used
-from services.cli.trace.logs import pulls_of, read_notes
-from services.cli.trace.picture import draw
-from services.cli.trace.stages import events, seconds_in, stages, status
-from services.cli.trace.view import as_json, show
-from services.common.types import RolloutPhase
-from services.orchestrator.journal.records import Verdict
+from services.cli.inspect.trace.clocks import fitted
+from services.cli.inspect.trace.facts import Assignment, GroupFacts, SequenceFacts, SlotFacts, Used
+from services.cli.inspect.trace.logs import pulls_of, read_notes
+from services.cli.inspect.trace.picture import draw
+from services.cli.inspect.trace.stages import events, seconds_in, stages, status
+from services.cli.inspect.trace.view import as_json, show
+from services.common.errors import ConfigError
+from services.common.records.fates import GroupFate
+from services.common.records.types import RolloutPhase
+from services.orchestrator.journal.records import GroupVerdict
 
 TIMES = st.floats(min_value=1.0, max_value=1e6)
 TIME_OR_LOST = st.one_of(st.just(0.0), TIMES)
@@ -87,7 +89,7 @@ def groups(draw: st.DrawFn) -> GroupFacts:
     """Any pieces of a task group, in any order, with any of them lost."""
     num_slots = draw(st.integers(0, 4))
     known = draw(st.lists(st.sampled_from(range(num_slots)), unique=True)) if num_slots else []
-    verdict = Verdict(
+    verdict = GroupVerdict(
         policy="model0", role="agent", attempt=0, num_sequences=4, num_kept=2, mean=0.5, std=0.5,
         outcome=draw(st.sampled_from(["kept", "equal_rewards", "surplus", "expired", "resampled_away"])),
     )  # fmt: skip
@@ -183,8 +185,10 @@ def known(**changes: Any) -> GroupFacts:
     return dataclasses.replace(complete, **changes)
 
 
-def verdict(outcome: str) -> tuple[Verdict, ...]:
-    return (Verdict(policy="p", role="r", attempt=0, num_sequences=1, num_kept=0, mean=0.0, std=1.0, outcome=outcome),)
+def verdict(outcome: str) -> tuple[GroupVerdict, ...]:
+    return (
+        GroupVerdict(policy="p", role="r", attempt=0, num_sequences=1, num_kept=0, mean=0.0, std=1.0, outcome=outcome),
+    )
 
 
 def used(**changes: Any) -> Used:
@@ -254,3 +258,20 @@ def test_notes_come_from_lines_that_concern_the_group_and_torn_lines_do_no_harm(
         (30.0, "record.dropped"),
     ]
     assert pulls_of(pulls, facts.uses[0]) == ((1, 45.0),)
+
+
+def test_the_loss_of_a_replica_is_told_also_after_the_trajectories_were_collected(
+    tmp_path: Path, write_log: Callable[..., None]
+) -> None:
+    verdict = GroupVerdict(
+        policy="p", role="", attempt=0, num_sequences=4, num_kept=0, mean=1.0, std=0.0, outcome=GroupFate.EQUAL_REWARDS
+    )
+    facts = known(slots=(), verdicts=(verdict,), judged_at=40.0)
+    write_log(
+        "orchestrator",
+        {"event": "replica.lease_lost", "replica": "a", "timestamp": "1970-01-01T00:00:20Z"},
+        {"event": "replica.lease_lost", "replica": "a", "timestamp": "1970-01-01T00:00:50Z"},  # after it was judged
+    )
+    assert [note.at for note in read_notes(tmp_path, facts)[0]] == [20.0]
+    with pytest.raises(ConfigError, match=r"were collected, as orchestrator\.retention: needed does"):
+        draw(facts, tmp_path / "trace.png")

@@ -1,4 +1,5 @@
-"""A trainer over several nodes: what each node starts, what node 0 tells the others, and what does not add up."""
+"""A trainer over several nodes: the processes of each node, the commands of node 0 for the others, and inconsistent
+settings."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.nodes import commands_for_other_nodes
-from services.cli.plan import plan
-from services.cli.start import find
-from services.common.config.loading import load_recipe
+from services.cli.plan.nodes import commands_for_other_nodes
+from services.cli.plan.specs import plan
+from services.cli.run.start import find
+from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 
@@ -66,7 +67,7 @@ def test_node_0_prints_the_command_of_each_share(tmp_path: Path) -> None:
     (tmp_path / "nodes" / "2").mkdir(parents=True)  # the bundle
     lines = commands_for_other_nodes(recipe(tmp_path, "run.id=r"), tmp_path, {"NODE_HOST": "node0.example"})
     assert any(
-        "MILLRACE_KEYS=runs/r-node2/keys/trainer python -m services.cli start runs/r-node2 trainer-model0-node2" in line
+        "MILLRACE_KEYS=runs/r-node2/keys/trainer millrace start runs/r-node2 trainer-model0-node2" in line
         for line in lines
     )
 

@@ -1,17 +1,23 @@
-"""``millrace trajectories`` reads what is on the disk, and nothing else."""
+"""``millrace trajectories`` reads files on the disk only."""
 
 from __future__ import annotations
 
 import io
 import socket
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from rich.console import Console
 
-from services.cli.trajectories import show
+from services.cli.inspect.trajectories import Wanted, read_trajectories, show
+from services.common.errors import ConfigError
+from services.common.records.types import TaskGroupOrder
 from tests.unit.inference.fakes import qwen_like_tokenizer
+from tests.unit.orchestrator.builders import sequence, trajectory
+from tests.unit.orchestrator.world import World, worlds_in
 
 
 class _Recipe:
@@ -29,15 +35,24 @@ def row(*token_ids: int) -> dict[str, Any]:
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, path: str, *rows: dict[str, Any]) -> str:
-    monkeypatch.setattr("services.cli.trajectories.load_resolved", lambda _: _Recipe(path))
+    monkeypatch.setattr("services.cli.inspect.trajectories.load_resolved", lambda _: _Recipe(path))
     out = io.StringIO()
     show(Path("run"), list(rows), Console(file=out, width=200))
     return out.getvalue()
 
 
+def test_sequences_of_a_rollout_have_numbers_and_parents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = row(7)
+    assert "sequence 0" not in shown(monkeypatch, str(tmp_path), one)
+    (first,) = one["sequences"]
+    one["sequences"] = [first, {**first, "parent": 0, "origin": "branch"}, {**first, "parent": None, "origin": "root"}]
+    told = shown(monkeypatch, str(tmp_path), one)
+    assert "sequence 0 " in told and "sequence 1, branch of 0 " in told and "sequence 2 " in told
+
+
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What was dialled or looked up; each attempt fails."""
+    """Dialled addresses and looked-up names; each attempt fails."""
     asked: list[object] = []
 
     def refuse(*arguments: object, **_: object) -> None:
@@ -76,3 +91,79 @@ def test_what_a_policy_wrote_sends_nothing_to_the_terminal(
         assert "begin" in told and "end" in told
         assert not [c for c in told if c != "\n" and (c < " " or "\x7f" <= c < "\xa0")]
     assert no_network == []
+
+
+# --- which ones, and what is shown of them ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def worlds(tmp_path: Path) -> AsyncIterator[Callable[..., World]]:
+    async with worlds_in(tmp_path) as make:
+        yield make
+
+
+async def played(world: World) -> list[TaskGroupOrder]:
+    """Two groups of four rollouts, of which the first is trained in step 1."""
+    replica = world.join()
+    await world.publish(0)
+    world.train()
+    orders = (await world.orders(replica))[:2]
+    for order, rewards in zip(orders, ([0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.5, 0.25]), strict=True):
+        for index, reward in enumerate(rewards):
+            await world.send(trajectory(order.task_group_id, index, sequence(reward, 0, 4), reward=reward))
+    return orders
+
+
+async def test_filters_by_group_task_reward_and_number_hold_together(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    first, second = await played(world)
+
+    def found(**wanted: Any) -> list[tuple[str, float]]:
+        rows = read_trajectories(world.run_dir, Wanted(**{"last": 99, **wanted}))
+        return [(row["task_group_id"], row["reward"]) for row in rows]
+
+    assert len(found()) == 8 and len(found(last=3)) == 3
+    assert found(group=second.task_group_id, min_reward=0.5) == [(second.task_group_id, r) for r in (1.0, 0.5)]
+    assert {name for name, _ in found(task=first.task.task_id)} == {
+        order.task_group_id for order in (first, second) if order.task.task_id == first.task.task_id
+    }
+    assert len(found(task="*")) == 8 and found(task="no such task") == []
+    assert found(evaluation="end") == []
+
+
+async def test_a_step_shows_what_its_batch_holds(worlds: Callable[..., World]) -> None:
+    world = worlds(size=4)
+    first, _ = await played(world)
+    await world.trainer_api.pull_batch("model0", 1, 1.0)
+    await world.publish(1)
+    await world.settle()
+    with pytest.raises(ConfigError, match="no batch of training step 7 is recorded"):
+        read_trajectories(world.run_dir, Wanted(step=7))
+    recorded = [row["task_group_id"] for row in read_trajectories(world.run_dir, Wanted(step=1, last=99))]
+    assert recorded == [first.task_group_id] * 4
+
+
+def test_the_expected_answer_and_the_task_are_shown(
+    monkeypatch: pytest.MonkeyPatch, no_network: list[object], tmp_path: Path
+) -> None:
+    qwen_like_tokenizer().save_pretrained(tmp_path)
+    issue = {"task_id": "sum-7", "evaluation": "end/greedy", "data_json": '{"problem": "40+2?", "answer": 42}'}
+    told = shown(monkeypatch, str(tmp_path), {**row(7, 8, 9), "issue": issue})
+    assert "task sum-7" in told and "evaluation end/greedy" in told and "expected  42" in told
+    assert "» m" in told, "the policy is told without colours, too"
+
+
+@pytest.mark.parametrize("data", ["", "{", "null", "[]", '{"tests": []}', '{"answer": null}'])
+def test_a_row_without_an_answer_is_shown_without_one(
+    monkeypatch: pytest.MonkeyPatch, no_network: list[object], data: str
+) -> None:
+    assert "expected" not in shown(monkeypatch, "/gone/model", {**row(7), "issue": {"data_json": data}})
+
+
+def test_a_long_or_hostile_answer_is_cut_and_printable(
+    monkeypatch: pytest.MonkeyPatch, no_network: list[object]
+) -> None:
+    issue = {"task_id": "a\x1b[2J", "data_json": orjson.dumps({"answer": "\x1b]0;x\x07" + "9" * 5000}).decode()}
+    told = shown(monkeypatch, "/gone/model", {**row(7), "issue": issue})
+    assert "…" in told and len(told) < 3000
+    assert not [c for c in told if c != "\n" and (c < " " or "\x7f" <= c < "\xa0")]

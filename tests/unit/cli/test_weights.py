@@ -1,4 +1,4 @@
-"""``millrace weights``: what replicas reported, as people read it."""
+"""``millrace weights``: reports of replicas in readable form."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.units import format_bytes, format_seconds
-from services.cli.weights import plot_transfers, read_transfers, show, summarise
+from services.cli.console.units import format_bytes, format_seconds
+from services.cli.inspect.weights import plot_transfers, read_transfers, show, summarise
 from services.common.errors import ConfigError
-from services.common.metrics import MetricsWriter
-from services.common.serde_transfers import weight_transfer_from_proto, weight_transfer_to_proto
-from services.common.types import WeightTransfer
+from services.common.records.types import WeightTransfer
+from services.common.telemetry.metrics import MetricsWriter
+from services.common.wire.transfers import weight_transfer_from_proto, weight_transfer_to_proto
 
 DELTA = WeightTransfer(
     policy="model0",
     version=3,
     base_version=2,
     encoding="delta",
-    profile="small",
     transport="bulk",
     sources=("127.0.0.1:9", "127.0.0.1:8"),
     payload_size_bytes=1000,
@@ -33,6 +32,7 @@ DELTA = WeightTransfer(
     verify_s=0.125,
     write_s=0.0625,
     pause_s=0.03125,
+    choice="delta: delta 2.1 s, full 5.3 s",
 )
 FULL = WeightTransfer(
     policy="model0", version=2, encoding="full", transport="mapped", payload_size_bytes=200_000,
@@ -69,7 +69,16 @@ def test_what_is_shown_names_mode_source_bits_stages_and_failures(tmp_path: Path
     out = io.StringIO()
     show(read_transfers(_run(tmp_path, [("a", DELTA), ("a", FAILED)])), Console(file=out, width=220), last=5)
     text = out.getvalue()
-    for wanted in ("delta small bulk", "127.0.0.1:9", "2 → 3", "8.0", "250.0 ms", "31.2 ms", "the stream ended early"):
+    for wanted in (
+        "delta bulk",
+        "127.0.0.1:9",
+        "2 → 3",
+        "8.0",
+        "250.0 ms",
+        "31.2 ms",
+        "the stream ended early",
+        "auto of model0 chose last: delta: delta 2.1 s, full 5.3 s",
+    ):
         assert wanted in text, wanted
 
 

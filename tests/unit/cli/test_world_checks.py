@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.check import check_recipe
-from services.cli.launch_checks import check_launch
-from services.cli.start import start
-from services.cli.world_checks import index_problems, world_problems
-from services.common.config.loading import load_recipe
+from services.cli.check.launch import check_launch
+from services.cli.check.recipe import check_recipe
+from services.cli.check.worlds import index_problems, world_problems
+from services.cli.run.start import start
+from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 
@@ -130,3 +130,11 @@ def test_what_a_server_or_the_recipes_own_class_plays_is_not_looked_for_here(fam
     ):
         recipe = recipe_of(family, f"envgateway.{family}.{key}={short}", other)
         assert index_problems(recipe) == world_problems(recipe) == []
+
+
+def test_tasks_of_harbor_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(RECIPES.parent / "examples" / "harbor.yaml", [], {})
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert [problem for problem in world_problems(recipe) if "tier 2" in problem]
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert world_problems(recipe) == []

@@ -1,4 +1,4 @@
-"""Time accounts: exclusive, complete, and telling who waits for whom."""
+"""Time accounts are exclusive and complete, and name the awaited component."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.accounts import AccountState, Activity, ActivityTime, PeerState, TimeAccount, who_waits_for_whom
-from services.common.serde_accounts import account_from_proto, account_to_proto, peer_from_proto, peer_to_proto
+from services.common.telemetry.accounts import AccountState, Activity, ActivityTime, PeerState, TimeAccount, wait_shares
+from services.common.wire.accounts import account_from_proto, account_to_proto, peer_from_proto, peer_to_proto
 
 
 class Clock:
@@ -154,7 +154,7 @@ def test_many_threads_lose_no_time() -> None:
     assert sum(state.shares().values()) == pytest.approx(1.0)
 
 
-def test_who_waits_for_whom_is_a_matrix_whose_rows_sum_to_one() -> None:
+def test_wait_shares_is_a_matrix_whose_rows_sum_to_one() -> None:
     trainer = AccountState(
         component="trainer/model0",
         activities=(
@@ -163,7 +163,7 @@ def test_who_waits_for_whom_is_a_matrix_whose_rows_sum_to_one() -> None:
             ActivityTime(name="training", seconds=4.0),
         ),
     )
-    matrix = who_waits_for_whom([trainer, AccountState(component="young")])
+    matrix = wait_shares([trainer, AccountState(component="young")])
     assert matrix == {("trainer/model0", "orchestrator"): 0.5, ("trainer/model0", ""): 0.5}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.assert_tests import (
+from services.common.text.assert_tests import (
     PRELUDE_MODULES,
     PRELUDE_NAMES,
     UnusableTestsError,
@@ -12,7 +12,7 @@ from services.common.assert_tests import (
     defined_by,
     names_of,
 )
-from services.envgateway.sandbox.bare import prelude
+from services.envgateway.sandbox.bare.harness import prelude
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def test_only_what_is_named_is_the_programs(tests: str, entry_point: str, remote
     [
         ("assert candidate(", "f", "no Python"),
         ("return 1\nassert candidate(1)", "f", "no Python|never"),
-        ("x = candidate(1)", "f", "test nothing"),
-        ("assert True", "f", "test nothing"),
-        ("def helper(): assert candidate(1)", "f", "nothing calls the functions"),
+        ("x = candidate(1)", "f", "the tests have no assert"),
+        ("assert True", "f", "the tests have no assert"),
+        ("def helper(): assert candidate(1)", "f", "functions that assert are never called"),
         ("def test_a(fixture): assert candidate(1)", "f", "takes arguments"),
         ("assert 1 == 1", "f", "never call"),
-        ("assert candidate(1) == 1", "", "nothing says what candidate is"),
+        ("assert candidate(1) == 1", "", "candidate is not defined"),
         ("assert candidate(missing) == 1", "f", "use missing"),
         ("assert one(1) == two(1)", "", "use one and two"),
         ("assert Counter(math) == candidate(1)", "f", "use math"),
@@ -82,4 +82,4 @@ def test_names_of_a_preamble_are_the_tests_own() -> None:
 def test_the_prelude_has_the_names_that_are_taken_for_granted() -> None:
     namespace: dict[str, object] = {}
     prelude.fill(namespace)
-    assert set(PRELUDE_NAMES) <= namespace.keys() and set(PRELUDE_MODULES) == set(prelude._STAR)
+    assert set(PRELUDE_NAMES) <= namespace.keys() and set(PRELUDE_MODULES) == set(prelude.STAR)

@@ -1,4 +1,4 @@
-"""``defaults``: settings of all policies and services, written once, below whatever an entry says itself."""
+"""``defaults``: settings of all policies and services, written once, below the settings of an entry itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.config.loading import load_recipe
+from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError
 
 TREE: dict[str, Any] = {

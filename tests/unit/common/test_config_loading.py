@@ -1,4 +1,4 @@
-"""Recipes: extends, overrides, variables, and errors that name the path and what to write instead."""
+"""Recipes: extends, overrides, variables, and errors that name the path and the correction."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from services.common.config.loading import load_recipe, load_resolved, save_resolved, with_run_id
+from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved, with_run_id
 from services.common.errors import ConfigError
 
 MINIMAL = """
@@ -61,6 +61,13 @@ def test_paths_with_a_leading_dot_are_relative_to_their_file(tmp_path: Path) -> 
     assert recipe.data.train.path == str(tmp_path / "tasks.jsonl")
 
 
+@pytest.mark.parametrize("profile", ["auto", "fast", "small"])
+def test_the_removed_key_of_the_coding_of_deltas_is_refused(tmp_path: Path, profile: str) -> None:
+    path = write(tmp_path, MINIMAL)
+    with pytest.raises(ConfigError, match=r"policies\.model0\.weights: profile was removed: deltas have one coding"):
+        load_recipe(path, [f"policies.model0.weights.profile={profile}"])
+
+
 def test_overrides_win_over_files_and_variables_over_overrides(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "inference: {a: {port: 1111}}\n")
     recipe = load_recipe(path, ["run.steps=3", "inference.a.port=2222"], {"INFERENCE_A_PORT": "3333"})
@@ -94,7 +101,7 @@ def test_a_resolved_recipe_reads_back_the_same(tmp_path: Path) -> None:
         ("policies.model0.model.path=null", ("policies.model0.model.path", "write a model directory")),
         ("inference.a.policies=[modelX]", ("inference.a.policies", "'modelX'", "['model0']")),
         ("sampling.temperature=0", ("sampling.temperature", "above 0")),
-        ("data.train.generator=a.b:c", ("data.train", "exactly one")),
+        ("data.train={path: a.jsonl, generator: 'a.b:c'}", ("data.train", "exactly one")),
         ("evaluation.at_end=true", ("data.evaluation", "at_end to false")),
         ("data.train.samples_per_task=4", ("data", "train.samples_per_task", "rollout.group_size")),
         (
@@ -126,7 +133,7 @@ def test_truncated_sampling_is_refused_where_an_engine_cannot_tell_what_was_kept
     for expected in (
         cut.replace("=", " "),
         "inference.a",
-        "engine torch or sglang",
+        "engine torch, sglang or vllm",
         "evaluation.samplings may truncate",
     ):
         assert expected in caught.value.message

@@ -1,4 +1,4 @@
-"""Cores are those that the process may use, whatever the machine has."""
+"""Cores are those that the process may use, not those of the machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.cores import num_cores
+from services.common.system.cores import num_cores
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``run.deterministic`` refuses every setting with which it cannot hold, and says what to write."""
+"""``run.deterministic`` refuses every nondeterministic setting, with the correction."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.loading import validate
+from services.common.config.reading.loading import validate
 from services.common.errors import ConfigError
 
 TREE: dict[str, Any] = {
@@ -55,12 +55,15 @@ def test_a_synchronous_run_on_one_core_per_process_is_accepted() -> None:
         ("inference__a__threads", 2, "inference.a.threads is 2: write 1"),
         ("workflow__name", "actor_verifier", "workflow.name is actor_verifier"),
         ("data__curation", "greso", "data.curation is greso"),
+        ("run__until", {"evaluation": "greedy", "at_least": 0.5}, "run.until ends training"),
     ],
 )
 def test_what_cannot_hold_is_refused_with_its_key_and_value(path: str, value: Any, said: str) -> None:
     changes = {path: value}
     if path == "policies__other":
         changes["policies__other"] = {**value, "weights": {"port": 0}}
+    if path == "run__until":
+        changes |= {"data__evaluation": {"held_out": {"path": "tasks.jsonl"}}, "evaluation__every": 1}
     with pytest.raises(ConfigError) as refused:
         validate(tree(**changes), source="test")
     assert "run.deterministic cannot hold" in refused.value.message and said in refused.value.message

@@ -1,12 +1,12 @@
-"""A device that is not there is told with what to do, not met as an exception of PyTorch."""
+"""A missing device is an error with its remedy, not an exception of PyTorch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from services.common.devices import chosen_device
 from services.common.errors import ConfigError
+from services.common.system.devices import chosen_device
 
 
 @pytest.mark.parametrize(("built", "told"), [(None, "built without CUDA"), ("12.8", "CUDA_VISIBLE_DEVICES")])

@@ -1,4 +1,4 @@
-"""Numbers of any magnitude: what goes in finite comes out finite."""
+"""Numbers of any magnitude: finite inputs give finite results."""
 
 from __future__ import annotations
 

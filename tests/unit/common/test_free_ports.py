@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.common import free_ports as module
-from services.common.free_ports import free_ports, is_free
+from services.common.system import free_ports as module
+from services.common.system.free_ports import free_ports, is_free
 
 
 def test_ports_are_different_free_and_out_of_the_kernels_reach() -> None:
@@ -21,6 +21,8 @@ def test_ports_are_different_free_and_out_of_the_kernels_reach() -> None:
 def test_a_port_in_use_is_passed_over() -> None:
     (first, *_) = free_ports(1)
     with socket.socket() as holder:
+        # as servers do: a connection that was closed there may linger
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", first))
         holder.listen()
         assert not is_free(first)

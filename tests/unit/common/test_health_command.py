@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.common.aio import deadline
-from services.common.rpc.health import main
+from services.common.rpc.client.health import main
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.bundle import VARIABLE
@@ -33,7 +33,9 @@ async def ask(*addresses: str) -> int:
         return await asyncio.to_thread(
             lambda: (
                 subprocess.run(
-                    [sys.executable, "-m", "services.common.rpc.health", *addresses], check=False, capture_output=True
+                    [sys.executable, "-m", "services.common.rpc.client.health", *addresses],
+                    check=False,
+                    capture_output=True,
                 ).returncode
             )
         )

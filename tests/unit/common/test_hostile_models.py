@@ -1,4 +1,4 @@
-"""A model directory from somebody else: a pickle among its files is never executed."""
+"""A model directory of another author: a pickle among its files is never executed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import ConfigError
-from services.common.models import load_model
+from services.common.text.huggingface import load_model
 from tests.unit.trainer.building import tiny_causal_lm
 
 

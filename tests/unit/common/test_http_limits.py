@@ -1,4 +1,4 @@
-"""HTTP clients that ask too often, send nothing, or send it byte by byte; over real sockets."""
+"""HTTP clients that ask too often, send no request, or send byte by byte; over real sockets."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from services.common.http import limits
 from services.common.http.answers import json_answer
 from services.common.http.listener import Listener
 from services.common.rpc.limits import Limit
+from tests.waiting import until
 
 JSON = {"Content-Type": "application/json"}
 HEAD = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -46,7 +47,7 @@ async def ask(listener: Listener, body: bytes = b"four") -> tuple[int, aiohttp.C
 
 
 async def said(listener: Listener, data: bytes) -> bytes:
-    """What is answered to these bytes until the server hangs up."""
+    """The answer to these bytes until the server closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     writer.write(data)
     answer = b""
@@ -130,7 +131,6 @@ async def test_connections_of_an_address_are_bounded_and_those_with_a_request_st
     monkeypatch: pytest.MonkeyPatch, listener: Listener
 ) -> None:
     monkeypatch.setattr(limits, "BODY_S", 30.0)
-    listener._patience._most = 5
     opened = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(10)]
     for reader, writer in opened:
         writer.write(HEAD + b"Content-Length: 1\r\n\r\n1")
@@ -138,10 +138,9 @@ async def test_connections_of_an_address_are_bounded_and_those_with_a_request_st
     busy_reader, busy_writer = opened[0]
     await busy_reader.readuntil(b"}")
     busy_writer.write(HEAD + b"Content-Length: 2\r\n\r\n1")
-
-    async with asyncio.timeout(20):
-        while len(listener._patience._connections()) > 5:
-            await asyncio.sleep(0.05)
+    await until(lambda: listener._slow_clients._asking, "the request runs")
+    listener._slow_clients._most = 5  # from here on: each of the ten has had its answer
+    await until(lambda: len(listener._slow_clients._connections()) <= 5)
     busy_writer.write(b"2")
     assert (await busy_reader.readline()).startswith(b"HTTP/1.1 200"), "a request that runs is answered"
     assert (await ask(listener))[0] == 200

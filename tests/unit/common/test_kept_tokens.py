@@ -1,4 +1,4 @@
-"""Packed sets of kept tokens say the same after packing, whatever the sets, and refuse what no sampler wrote."""
+"""Packed sets of kept tokens unpack to the same sets, for any sets, and invalid bytes are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.kept_tokens import (
+from services.common.records.kept_tokens import (
     MOST_REPEATED,
     WHOLE,
     KeptRow,
@@ -99,7 +99,7 @@ def test_tokens_of_the_whole_vocabulary_cost_nothing_and_runs_cost_two_headers()
 
 
 def test_what_is_unpacked_is_bounded_by_the_bytes() -> None:
-    """A few bytes that name a large set once and repeat it for every token would fill the memory of a trainer."""
+    """A few bytes that repeat one large set for every token would fill the memory of a trainer."""
     sets = {
         "bits": row_of(set(range(0, VOCAB, 2)), 0),
         "kept": row_of(set(range(MOST_REPEATED + 2)), 0, None),

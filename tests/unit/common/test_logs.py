@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import structlog
 
-from services.common import logs
+from services.common.telemetry import logs
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +131,7 @@ def test_what_libraries_log_is_an_event(tmp_path: Path) -> None:
 
 def test_a_full_disk_under_standard_error_stops_nobody(tmp_path: Path) -> None:
     code = (
-        "import pathlib, structlog; from services.common import logs\n"
+        "import pathlib, structlog; from services.common.telemetry import logs\n"
         "logs.configure('gateway', pathlib.Path('.'))\n"
         "for _ in range(3): structlog.get_logger().error('disk.full', detail='x' * 9000)\n"
         "pathlib.Path('alive').touch()"

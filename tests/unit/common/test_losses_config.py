@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from services.common.config.loading import load_recipe, load_resolved, save_resolved
-from services.common.config.losses import DEFAULT_LOSS, IMPORT_PATH, LOSS_CLASSES, Gspo, LossByPath, M2po
-from services.common.config.policy import PolicyConfig
+from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved
+from services.common.config.training.losses import DEFAULT_LOSS, IMPORT_PATH, LOSS_CLASSES, Gspo, LossByPath, M2po
+from services.common.config.training.policy import PolicyConfig
 from services.common.errors import ConfigError
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart"
@@ -51,7 +51,10 @@ def test_without_a_name_the_loss_is_the_default() -> None:
         (("rejection=[{criterion: k3, lower: .1}]",), ("algorithm.rejection.0: lower is of criterion: ratio",)),
         (("rejection=[{lower: 2, upper: .5}]",), ("rejection.0: lower (2.0) must be below upper (0.5)",)),
         (("rejection=[{reduce: sum, upper: 2}]",), ("rejection.0: reduce: sum is of level: sequence",)),
-        (("rejection_denominator=kept",), ("algorithm: rejection_denominator: kept is of what rejection leaves out",)),
+        (
+            ("rejection_denominator=kept",),
+            ("algorithm: rejection_denominator: kept counts the tokens that rejection keeps",),
+        ),
         (
             ("name=decoupled_ppo", "importance_level=none", "importance_cap=2"),
             ("importance_level: none has no weight that importance_cap",),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.common.metrics import MetricsWriter
+from services.common.telemetry.metrics import MetricsWriter
 
 
 def test_rows_are_readable_at_once_and_appended_to(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""GPUs of a recipe: whatever does not add up is refused with the key and what to write, and variables set them."""
+"""GPUs of a recipe: inconsistent settings are refused with the key and the correction, and variables set the GPUs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.plan import plan
-from services.common.config.loading import load_recipe
+from services.cli.plan.specs import plan
+from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError
 
 TWO_POLICIES: dict[str, Any] = {
@@ -61,6 +61,7 @@ def test_each_process_sees_exactly_its_gpus(recipe: Path) -> None:
         (["inference.a.engines={model0: 4}"], ("inference.a.engines leaves out model1",)),
         (["inference.a.engines={model0: 3, model2: 1}"], ("model2", "does not serve", "model1")),
         (["inference.a.sglang.tensor_parallel=2"], ("take 8 GPUs", "tensor_parallel")),
+        (["inference.a.engine=vllm", "inference.a.vllm.tensor_parallel=2"], ("take 8 GPUs", "vllm.tensor_parallel")),
         (["inference.a.engine=torch"], ("inference.a.engines", "one per policy", "sglang")),
         (["inference.a.engine=torch", "inference.a.engines={}"], ("inference.a.gpus", "uses one")),
         (["inference.a.engine=scripted", "inference.a.engines={}"], ("inference.a.gpus", "uses no GPU")),
@@ -101,7 +102,7 @@ def test_variables_give_gpus_and_ranks(recipe: Path) -> None:
 
 def test_a_variable_without_a_name_is_that_of_the_only_section(recipe: Path) -> None:
     assert load_recipe(recipe, (), {"INFERENCE_GPUS": "0,1,2,3"}).inference["a"].gpus == [0, 1, 2, 3]
-    with pytest.raises(ConfigError, match=r"TRAINER_GPUS does not say .* TRAINER_MODEL0_GPUS and TRAINER_MODEL1_GPUS"):
+    with pytest.raises(ConfigError, match=r"TRAINER_GPUS does not name .* TRAINER_MODEL0_GPUS and TRAINER_MODEL1_GPUS"):
         load_recipe(recipe, (), {"TRAINER_GPUS": "4,5"})
 
 

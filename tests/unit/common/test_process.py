@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+
+from tests.running import is_running
 
 ENDS = {
     "return 3": (3, ""),
@@ -22,7 +23,7 @@ ENDS = {
 def test_a_process_that_leaves_without_a_teardown_tells_the_same(body: str) -> None:
     program = (
         "import sys, threading, time\n"
-        "from services.common.process import run_and_leave\n"
+        "from services.common.system.child import run_and_leave\n"
         "threading.Thread(target=time.sleep, args=(600,)).start()  # an ordinary end would wait for it\n"
         f"def main():\n    print('said', end='')\n    {body}\n"
         "run_and_leave(main)\n"
@@ -34,10 +35,10 @@ def test_a_process_that_leaves_without_a_teardown_tells_the_same(body: str) -> N
 
 
 def test_a_rank_dies_at_once_with_its_launcher_whatever_it_does_on_sigterm() -> None:
-    """Another launcher starts ranks that need its ports and files; none of them waits for it to finish a step."""
+    """Another launcher starts ranks that need its ports and files; none of them waits for the end of a step."""
     rank = (
         "import os, signal, time\n"
-        "from services.common.process import die_with_parent_if_asked\n"
+        "from services.common.system.child import die_with_parent_if_asked\n"
         "signal.signal(signal.SIGTERM, lambda *_: None)\n"
         "die_with_parent_if_asked(signal.SIGKILL)\n"
         "print(os.getpid(), flush=True)\n"
@@ -55,14 +56,6 @@ def test_a_rank_dies_at_once_with_its_launcher_whatever_it_does_on_sigterm() -> 
         process.send_signal(signal.SIGKILL)
         process.stdout.read()  # ends when the rank, which holds it too, has gone
     until = time.monotonic() + 10
-    while os.path.exists(f"/proc/{pid}") and _state(pid) != "Z":
+    while is_running(pid):
         assert time.monotonic() < until
         time.sleep(0.02)
-
-
-def _state(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"

@@ -12,17 +12,17 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.cli.metrics_catalogue import CATALOGUE
-from services.common.accounts import TimeAccount
-from services.common.config.services import MetricsConfig
+from services.common.config.processes.services import MetricsConfig
 from services.common.errors import ConfigError
 from services.common.prometheus.exposition import MetricsServer
 from services.common.prometheus.metric import OTHER, Metric, Translation
 from services.common.prometheus.serving import metrics_server
 from services.common.security import identity
 from services.common.security.roles import Peer, Role
-from services.common.status import ProcessStatus
+from services.common.telemetry.accounts import TimeAccount
+from services.common.telemetry.status import ProcessStatus
 from tests.keys import as_role, make_keys
+from tests.metrics_catalogue import CATALOGUE
 
 BUFFERED = Metric("millrace_buffered_sequences", "gauge", "Sequences that wait.", "buffered/{policy}")
 TOKENS = Metric("millrace_tokens_generated_total", "counter", "Tokens sampled.", "tokens/{policy}")
@@ -82,7 +82,7 @@ async def server(tmp_path: Path) -> AsyncIterator[MetricsServer]:
 
 
 async def scrape(run_dir: Path) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """As Prometheus does it: the address from the file, then the samples by name and labels."""
+    """As Prometheus does: the address from the file, then the samples by name and labels."""
     (target,) = json.loads((run_dir / "prometheus" / "inference-a.json").read_text())
     assert target["labels"] == {"service": "inference", "instance": "inference-a", "run": 'run "1"'}
     async with aiohttp.ClientSession() as session, session.get(f"http://{target['targets'][0]}/metrics") as response:

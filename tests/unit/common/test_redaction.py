@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.common import logs
-from services.common.redaction import HIDDEN, redacted, without_passwords
 from services.common.security.roles import Role
+from services.common.telemetry import logs
+from services.common.telemetry.redaction import HIDDEN, redacted, without_passwords
 from tests.keys import as_role, make_keys
 
 TOKEN = "eyJhbGciOiJFUzI1NiJ9.eyJydW4iOiJyMSJ9.c2lnbmF0dXJlLW9mLXRoZS10b2tlbg"

@@ -1,4 +1,4 @@
-"""Records survive the wire unchanged, and what cannot be a record is refused."""
+"""Records survive the wire unchanged, and invalid messages are refused."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common import serde
 from services.common.errors import InvalidRequestError
 from services.common.pb import account_pb2, pool_pb2, trajectory_pb2
-from services.common.serde_accounts import account_from_proto, peer_from_proto
-from services.common.serde_time import timestamp_to_proto
-from services.common.serde_timing import timing_from_proto
-from services.common.types import (
+from services.common.records.types import (
     MinibatchTotals,
+    Origin,
     Purpose,
     RolloutFailure,
     RolloutPhase,
@@ -36,6 +33,9 @@ from services.common.types import (
     Trajectory,
     WeightVersion,
 )
+from services.common.wire import records as serde
+from services.common.wire.accounts import account_from_proto, peer_from_proto
+from services.common.wire.records import timestamp_to_proto, timing_from_proto
 
 INT32_MAX = 2**31 - 1
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -57,7 +57,7 @@ def policy_segments(draw: st.DrawFn) -> Segment:
 
 
 segments = st.one_of(policy_segments(), tokens.map(Segment.environment))
-sequences = st.builds(
+made_sequences = st.builds(
     Sequence,
     policy=text,
     segments=st.lists(segments, max_size=4).map(tuple),
@@ -68,6 +68,16 @@ sequences = st.builds(
     metrics=counts,
     thread=int32,
 )
+
+
+@st.composite
+def with_parents(draw: st.DrawFn) -> Sequence:
+    made = draw(made_sequences)
+    parent = draw(st.none() | st.integers(0, 2**31 - 1))
+    return made if parent is None else replace(made, parent=parent, origin=draw(st.sampled_from(Origin)))
+
+
+sequences = with_parents()
 phases = st.builds(
     RolloutPhase,
     what=text,
@@ -118,6 +128,7 @@ orders = st.builds(
     required_versions=st.dictionaries(text, int64, max_size=2),
     seed=int64,
     timeout_s=st.floats(0, 1e6),
+    source=text,
 )
 training_sequences = st.builds(
     TrainingSequence,
@@ -129,6 +140,7 @@ training_sequences = st.builds(
     staleness=int64,
     minibatch=int32,
     position=int32,
+    advantage_scale=number,
 )
 versions = st.builds(
     WeightVersion, policy=text, number=int64, digest=text, sources=st.lists(text, max_size=3).map(tuple)
@@ -155,7 +167,7 @@ def same(left: Any, right: Any, about: frozenset[str] = TIMES) -> bool:
 
 
 def wire(message: Any) -> Any:
-    """The message as the other side reads it."""
+    """The message after parsing."""
     return type(message).FromString(message.SerializeToString())
 
 
@@ -269,11 +281,14 @@ def test_reading_makes_views_and_not_copies() -> None:
     assert not segment.token_ids.flags.writeable
 
 
-def test_absent_sampling_fields_take_the_recipes_values() -> None:
-    default = Sampling(temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=64, min_new_tokens=2)
-    assert serde.sampling_from_proto(trajectory_pb2.Sampling(), default) == default
-    read = serde.sampling_from_proto(trajectory_pb2.Sampling(temperature=0.0, min_new_tokens=0), default)
-    assert (read.temperature, read.min_new_tokens, read.top_p) == (0.0, 0, 0.9)
+def test_absent_sampling_fields_take_their_defaults_and_zeros_are_not_absent() -> None:
+    assert serde.sampling_from_proto(trajectory_pb2.Sampling()) == Sampling()
+    read = serde.sampling_from_proto(trajectory_pb2.Sampling(temperature=0.0, max_new_tokens=0, top_p=0.9))
+    assert read == Sampling(temperature=0.0, max_new_tokens=0, top_p=0.9)
+
+
+def test_every_field_of_sampling_on_the_wire_is_one_of_the_record() -> None:
+    assert set(trajectory_pb2.Sampling.DESCRIPTOR.fields_by_name) == {field.name for field in fields(Sampling)}
 
 
 ENVIRONMENT = trajectory_pb2.TOKEN_SOURCE_ENVIRONMENT
@@ -358,3 +373,24 @@ def test_the_bytes_of_a_trajectory_do_not_change_between_releases() -> None:
         "21000000000000e03f320808011080cab5ee013a020802"  # reward 0.5, started, finished
     )
     assert serde.trajectory_to_proto(trajectory).SerializeToString(deterministic=True) == golden
+
+
+@given(st.lists(st.integers(1, 400), max_size=30))
+def test_chunks_hold_every_sequence_once_in_order_and_keep_the_bound(lengths: list[int]) -> None:
+    items = [
+        TrainingSequence(
+            sequence_id=f"g/{position}/0",
+            sequence=Sequence(
+                policy="model0", segments=(Segment.environment(list(range(length))),), reward=0.5,
+                stop_reason=StopReason.STOP,
+            ),
+            group_mean=0.5, group_std=1.0, group_size=2, staleness=1, minibatch=0, position=position,
+        )
+        for position, length in enumerate(lengths)
+    ]  # fmt: skip
+    chunks = [response.chunk for response in serde.batch_chunks(items, 1000)]
+    found = [serde.training_sequence_from_proto(proto) for chunk in chunks for proto in chunk.sequences]
+    assert [f.sequence_id for f in found] == [f"g/{position}/0" for position in range(len(lengths))]
+    assert [f.sequence.num_tokens for f in found] == lengths
+    for chunk in chunks:
+        assert len(chunk.sequences) == 1 or sum(s.ByteSize() for s in chunk.sequences) <= 1000

@@ -1,4 +1,4 @@
-"""Threads for functions of others: a stalled one costs its own thread and nobody else's."""
+"""Threads for functions of others: a stalled one costs its own thread only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import time
 import pytest
 import structlog
 
-from services.common.threads import DaemonThreads
+from services.common.system.threads import DaemonThreads
+from tests.waiting import WAIT_S, until
 
 
 async def test_calls_run_at_once_with_their_arguments_errors_and_context() -> None:
@@ -18,7 +19,7 @@ async def test_calls_run_at_once_with_their_arguments_errors_and_context() -> No
     meet = threading.Barrier(4)
 
     def work(number: int) -> tuple[int, dict[str, object]]:
-        meet.wait(5)
+        meet.wait(WAIT_S)
         return number, structlog.contextvars.get_contextvars()
 
     assert await asyncio.gather(*(threads.run(work, n) for n in range(4))) == [(n, {"run": "r1"}) for n in range(4)]
@@ -55,16 +56,14 @@ async def test_stalled_calls_take_nobody_elses_thread_and_their_own_end_in_time(
 
     stalled = [asyncio.ensure_future(threads.run(stall)) for _ in range(6)]
     for _ in range(2):
-        assert await asyncio.to_thread(begun.acquire, timeout=10)
+        assert await asyncio.to_thread(begun.acquire, timeout=WAIT_S)
     for call in stalled:
         call.cancel()
     await asyncio.wait(stalled)
     assert 2 <= threads.num_stalled <= 6  # the others had not begun, or began on a fresh thread
-    assert await asyncio.wait_for(asyncio.gather(*(threads.run(int, n) for n in range(50))), 10) == list(range(50))
+    assert await asyncio.wait_for(asyncio.gather(*(threads.run(int, n) for n in range(50))), WAIT_S) == list(range(50))
     release.set()
-    async with asyncio.timeout(10):
-        while threads.num_stalled:
-            await asyncio.sleep(0.005)
+    await until(lambda: not threads.num_stalled)
 
 
 async def test_a_call_that_has_not_begun_never_runs_once_it_is_given_up() -> None:

@@ -1,4 +1,4 @@
-"""Models made from nothing: loaded like any other, deterministic, and able to say everything."""
+"""Generated models: loaded like any other, deterministic, and able to write any text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from services.common.chat import Chat
 from services.common.errors import ConfigError
-from services.common.models import check_model_matches, load_model, load_tokenizer
-from services.common.tiny_models import Kind, build
-from services.inference.engine.decoder import check_supported
+from services.common.text.chat import Chat
+from services.common.text.huggingface import check_model_matches, load_model, load_tokenizer
+from services.common.tiny.models import Kind, build, save_random_model
+from services.inference.engine.torch.decoder import check_supported
 
 TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object", "properties": {}}}}
 
@@ -85,3 +85,10 @@ def test_a_conversation_goes_on_behind_the_stop_token(chat: Chat) -> None:
 def test_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="write qwen3 or qwen2"):
         build(tmp_path, seed=1, kind="gpt")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("theta", [100.0, 10_000.0])
+def test_the_base_of_the_rotary_embedding_reaches_the_model(made: Path, tmp_path: Path, theta: float) -> None:
+    save_random_model(tmp_path, load_tokenizer(made), seed=1, head_dim=24, rope_theta=theta)
+    slowest = load_model(tmp_path).base_model.rotary_emb.inv_freq.min().item()
+    assert slowest == pytest.approx(theta ** (-22 / 24))

@@ -1,4 +1,4 @@
-"""Arguments against a schema: what is wrong is said so that a model can correct it."""
+"""Arguments against a schema: the error is worded so that a model can correct the call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.tool_schema import check_schema, problem_with
+from services.common.text.tool_schema import check_schema, problem_with
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

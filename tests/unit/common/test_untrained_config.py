@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.cli.plan import plan
-from services.common.config.loading import validate
+from services.cli.plan.specs import plan
+from services.common.config.reading.loading import validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 
@@ -74,6 +74,7 @@ def test_a_partner_that_is_not_trained_plays() -> None:
         ([("policies.teacher.model.context_length", 2048)], ("(2048)", "policies.teacher.model.context_length")),
         ([("sampling.top_p", 0.9)], ("top_p", "teacher_model")),
         ([("inference.a.engine", "sglang")], ("inference.a.engine torch", "teacher_model")),
+        ([("inference.a.engine", "vllm")], ("the vllm engine", "inference.a.engine torch")),
         (
             [("rollout.policies", "apart"), ("inference.a.policies", ["student"]), ("inference.b.policies", ["teacher"]),
              ("inference.b.port", 0)],

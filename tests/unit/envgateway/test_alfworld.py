@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.config.environments import AlfworldConfig
+from services.common.config.processes.environments import AlfworldConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.envgateway.envs.alfworld import prompts
 from services.envgateway.envs.alfworld.actions import choose
@@ -25,7 +25,7 @@ LISTED = ["go to shelf 1", "look", "take mug 1 from shelf 1"]
 
 
 class ScriptedEngine:
-    """In place of pool and game: ``answers`` by command, and what it was asked."""
+    """In place of pool and game: ``answers`` by command, and the received commands."""
 
     def __init__(self, answers: dict[str, dict[str, Any]] | None = None) -> None:
         self._answers = answers or {}
@@ -82,7 +82,7 @@ words = st.lists(st.sampled_from(WORDS), min_size=1, max_size=9).map(" ".join)
 
 
 @given(words, words)
-def test_bleu_is_a_share_and_nothing_without_a_common_word(reference: str, candidate: str) -> None:
+def test_bleu_is_a_share_and_zero_without_a_common_word(reference: str, candidate: str) -> None:
     likeness = bleu(reference, candidate)
     assert 0.0 <= likeness <= 1.0 + 1e-12
     assert (likeness == 0.0) == (not set(reference.split()) & set(candidate.split()))
@@ -122,7 +122,7 @@ def test_every_example_is_a_conversation_in_the_form_that_the_instruction_asks_f
         assert "Your task is to: " in example[0]
 
 
-async def test_a_won_game_is_worth_one_and_any_other_end_nothing() -> None:
+async def test_a_won_game_is_worth_one_and_any_other_end_zero() -> None:
     engine = ScriptedEngine({"look": {"won": True, "done": True}, "go to shelf 1": {"done": True}})
     episode, _ = await begin(engine)
     result = await episode.step("THOUGHT: done\nACTION: LOOK")

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
-from services.envgateway.rewards.boxed import as_integer, boxed_match, last_boxed
+from services.common.records.dataset_rows import last_boxed
+from services.envgateway.rewards.math.boxed import as_integer, boxed_match
 from services.envgateway.rewards.result import RewardOutcome, RewardResult, truth_of
 
 R = RewardOutcome

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from services.envgateway.calls import SharedCalls
+from tests.waiting import until
 
 
 class Work:
@@ -34,22 +35,22 @@ async def test_the_same_key_joins_and_then_gets_the_stored_result() -> None:
     assert await shared.run("other", work) == 2
 
 
-async def test_an_empty_key_shares_nothing() -> None:
+async def test_an_empty_key_shares_no_call() -> None:
     shared: SharedCalls[int] = SharedCalls(10)
     work = Work()
     await asyncio.gather(shared.run("", work), shared.run("", work))
     assert work.started == 2 and len(shared) == 0
 
 
-async def test_the_call_lives_as_long_as_somebody_waits() -> None:
+async def test_the_call_lives_as_long_as_one_waiter() -> None:
     shared: SharedCalls[int] = SharedCalls(10)
-    work = Work()
+    work = Work(0.3)
     first, second = (asyncio.create_task(shared.run("k", work)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
     assert await second == 1 and work.cancelled == 0
     lonely = asyncio.create_task(shared.run("l", work))
-    await asyncio.sleep(0.005)
+    await until(lambda: work.started == 2, every_s=0)
     lonely.cancel()
     with pytest.raises(asyncio.CancelledError):
         await lonely

@@ -1,4 +1,4 @@
-"""The code reward: which program is judged, against which tests, and what the verdict is worth."""
+"""The code reward: choice of the program and the tests, and the value of a verdict."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from typing import Any
 
 import pytest
 
-from services.common.config.envgateway import SandboxConfig
+from services.common.config.processes.envgateway import SandboxConfig
 from services.common.errors import CapacityError, InvalidRequestError
-from services.common.programs import program_of
-from services.envgateway.judge.records import AssertTests, CaseResult, JudgeRequest, JudgeResult, Verdict
+from services.common.telemetry.gateway_queue import Lane
+from services.common.text.programs import program_of
+from services.envgateway.judge.records import AssertTests, CaseResult, JudgeRequest, JudgeResult
 from services.envgateway.rewards.code import CodeReward, read_tests
 from services.envgateway.rewards.result import RewardOutcome
+from services.envgateway.sandbox.bare.statuses import RunStatus
 
 STDIN = {"tests": {"kind": "stdin", "cases": [{"stdin": "1", "expected": "1"}]}}
 
 
 class Queue:
-    """Remembers what it was asked; answers with a verdict, or fails."""
+    """Records requests; answers with a verdict, or fails."""
 
-    def __init__(self, verdict: Verdict = Verdict.OK, error: Exception | None = None) -> None:
+    def __init__(self, verdict: RunStatus = RunStatus.OK, error: Exception | None = None) -> None:
         self.requests: list[JudgeRequest] = []
         self.verdict = verdict
         self.error = error
@@ -48,16 +50,16 @@ def test_the_last_fenced_block_is_the_program(completion: str, program: str) -> 
 @pytest.mark.parametrize(
     ("verdict", "outcome"),
     [
-        (Verdict.OK, RewardOutcome.CORRECT),
-        *((verdict, RewardOutcome.WRONG) for verdict in Verdict if verdict.is_about_the_program and verdict is not Verdict.OK),
-        (Verdict.INFRA_ERROR, RewardOutcome.GRADER_FAILED),
-        (Verdict.CANCELLED, RewardOutcome.GRADER_FAILED),
+        (RunStatus.OK, RewardOutcome.CORRECT),
+        *((verdict, RewardOutcome.WRONG) for verdict in RunStatus if verdict.is_about_the_program and verdict is not RunStatus.OK),
+        (RunStatus.INFRA_ERROR, RewardOutcome.GRADER_FAILED),
+        (RunStatus.CANCELLED, RewardOutcome.GRADER_FAILED),
     ],
 )  # fmt: skip
-async def test_only_what_is_about_the_program_is_a_reward(verdict: Verdict, outcome: RewardOutcome) -> None:
+async def test_only_verdicts_about_the_program_are_rewards(verdict: RunStatus, outcome: RewardOutcome) -> None:
     result = await CodeReward(Queue(verdict))(STDIN, "print(1)")
     assert result.outcome is outcome
-    assert verdict is Verdict.OK or str(verdict) in result.detail
+    assert verdict is RunStatus.OK or str(verdict) in result.detail
 
 
 @pytest.mark.parametrize(("case_time_s", "wall_s"), [(6.0, 6.0), (2.0, 2.0), (None, 7.0)])
@@ -100,11 +102,17 @@ async def test_a_completion_that_goes_on_from_the_prompt_is_joined_to_it(complet
     [
         ({}, "has no tests"),
         ({"tests": {"kind": "essay"}}, "kind 'essay'"),
-        ({"tests": {"kind": "stdin", "cases": [{"input": "1"}]}}, "not as they should be"),
-        ({"tests": {"kind": "call", "entry_point": "f"}}, "not as they should be"),
-        ({"tests": {}}, "not as they should be"),
+        ({"tests": {"kind": "stdin", "cases": [{"input": "1"}]}}, "have the wrong form"),
+        ({"tests": {"kind": "call", "entry_point": "f"}}, "have the wrong form"),
+        ({"tests": {}}, "have the wrong form"),
     ],
 )
 def test_a_task_whose_tests_are_not_understood_is_refused(task: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         read_tests(task)
+
+
+async def test_the_first_failure_ends_the_cases_and_a_waiting_rollout_goes_before_batches() -> None:
+    queue = Queue()
+    await CodeReward(queue)(STDIN, "print(1)")
+    assert [(request.stop_early, request.lane) for request in queue.requests] == [(True, Lane.INTERACTIVE)]

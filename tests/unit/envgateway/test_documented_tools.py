@@ -1,4 +1,4 @@
-"""What docs/envgateway.md shows is what runs: its tools are written out, named in a config and called."""
+"""The tools in docs/envgateway.md work: the test writes them to files, names them in a config and calls them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.common.config.envgateway import EnvGatewayConfig
-from services.common.tool_results import ToolStatus
+from services.common.config.processes.envgateway import EnvGatewayConfig
+from services.common.text.tool_calls import ToolStatus
 from services.envgateway.tools.registry import ToolBox, load_tools
 from services.envgateway.tools.session import ToolSession
 

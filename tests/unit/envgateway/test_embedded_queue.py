@@ -1,4 +1,4 @@
-"""Lanes, clients, deadlines, keys and back-pressure in front of the slots; nobody is forgotten."""
+"""Lanes, clients, deadlines, keys and back-pressure in front of the slots; no job is lost."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any
 import pytest
 
 from services.common.errors import CapacityError, DeadlineError
-from services.envgateway.judge.records import JudgeRequest, JudgeResult, Lane, StdinCase, StdinTests, Verdict
+from services.common.telemetry.gateway_queue import Lane
+from services.envgateway.judge.records import JudgeRequest, JudgeResult, StdinCase, StdinTests
 from services.envgateway.queue.clients import on_behalf_of
 from services.envgateway.queue.embedded import EmbeddedQueue
-from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
+from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
+from tests.waiting import WAIT_S
 
 
 class Slots:
-    """Runs programs until it is told to let them end; counts how many run at once."""
+    """Runs programs until the test lets them end; counts how many run at once."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
         self.running = 0
         self.most = 0
         self.gates: dict[str, asyncio.Event] = {}
-        self.status = ExecutionStatus.OK
+        self.status = RunStatus.OK
 
-    async def run(
-        self, request: ExecutionRequest, queue_timeout_s: float = 60.0, *, patient: bool = False, ahead: bool = False
-    ) -> ExecutionResult:
+    async def run(self, request: ExecutionRequest, lane: Lane = Lane.INTERACTIVE) -> ExecutionResult:
         self.started.append(request.code)
         self.running += 1
         self.most = max(self.most, self.running)
@@ -36,9 +37,9 @@ class Slots:
             self.running -= 1
         return ExecutionResult(status=self.status, stdout=request.code.encode())
 
-    async def judge(self, request: JudgeRequest, queue_timeout_s: float = 60.0) -> JudgeResult:
+    async def judge(self, request: JudgeRequest) -> JudgeResult:
         await self.run(ExecutionRequest(code=request.code))
-        return JudgeResult(verdict=Verdict.OK)
+        return JudgeResult(verdict=RunStatus.OK)
 
     def end(self, *names: str) -> None:
         for name in names:
@@ -73,7 +74,7 @@ async def test_interactive_jobs_go_before_batch_jobs_that_came_first() -> None:
         await world.submit("i1", Lane.INTERACTIVE),
     ]
     world.slots.end("b1", "b2", "i1")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*tasks)
     assert world.slots.started == ["b1", "i1", "b2"] and world.slots.most == 1
 
@@ -85,7 +86,7 @@ async def test_one_slot_is_never_given_to_batch() -> None:
     tasks.append(await world.submit("i", Lane.INTERACTIVE))
     assert world.slots.started[-1] == "i" and world.slots.running == 3
     world.slots.end("i", *(f"b{n}" for n in range(5)))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*tasks)
     assert world.slots.most == 3 and set(world.slots.started) == {"i", "b0", "b1", "b2", "b3", "b4"}
 
@@ -95,21 +96,21 @@ async def test_a_client_that_floods_leaves_others_their_share() -> None:
     flood = [await world.submit(f"flood{n}", Lane.BATCH, client="flood") for n in range(1000)]
     modest = [await world.submit(f"modest{n}", Lane.BATCH, client="modest") for n in range(10)]
     world.slots.end(*(f"flood{n}" for n in range(1000)), *(f"modest{n}" for n in range(10)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*modest)
     assert world.slots.started.index("modest9") <= 21  # turn by turn behind the one that ran
     for task in flood:
         task.cancel()
 
 
-async def test_a_full_queue_tells_when_to_come_back() -> None:
+async def test_a_full_queue_returns_a_time_to_retry() -> None:
     world = World(num_slots=1, queue_size=2)
     tasks = [await world.submit(f"b{n}", Lane.BATCH) for n in range(3)]
     with pytest.raises(CapacityError) as refused:
         await world.queue.run(ExecutionRequest(code="x"), lane=Lane.BATCH, request_id="", deadline_s=1)
     assert refused.value.retry_after_s is not None and 0.5 <= refused.value.retry_after_s <= 30
     world.slots.end("b0", "b1", "b2", "i")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*tasks, await world.submit("i", Lane.INTERACTIVE))
 
 
@@ -122,7 +123,7 @@ async def test_a_full_lane_refuses_the_client_that_fills_it() -> None:
     third = await world.submit("modest2", Lane.BATCH, client="modest")
     assert isinstance(third.exception(), CapacityError)
     world.slots.end("flood0", "flood1", "flood2", "modest0", "modest1")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*flood[:3], *modest)
 
 
@@ -137,14 +138,14 @@ async def test_a_deadline_that_passes_takes_the_job_out_and_is_named() -> None:
     assert world.slots.started == ["b0"] and world.queue.gauges["queue_batch_waiting"] == 0
 
 
-async def test_a_deadline_that_passes_kills_what_runs() -> None:
+async def test_a_passed_deadline_kills_the_running_program() -> None:
     world = World(num_slots=1)
     with pytest.raises(DeadlineError):
         await world.queue.run(ExecutionRequest(code="a"), lane=Lane.BATCH, request_id="", deadline_s=0.02)
     assert world.slots.started == ["a"] and world.slots.running == 0
 
 
-async def test_who_leaves_while_waiting_or_running_frees_its_place() -> None:
+async def test_a_caller_that_leaves_while_waiting_or_running_frees_its_place() -> None:
     world = World(num_slots=1)
     running, waiting, last = [await world.submit(name, Lane.INTERACTIVE) for name in ("a", "b", "c")]
     waiting.cancel()
@@ -153,17 +154,17 @@ async def test_who_leaves_while_waiting_or_running_frees_its_place() -> None:
     await settle()
     assert world.slots.started == ["a", "c"]
     world.slots.end("c")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         await last
     assert sum(world.queue.gauges[f"queue_{lane}_running"] for lane in Lane) == 0
 
 
-async def test_a_turn_given_to_somebody_who_leaves_at_that_moment_goes_on_to_the_next() -> None:
+async def test_a_turn_given_to_a_leaving_caller_passes_to_the_next() -> None:
     world = World(num_slots=1)
     running, leaving, last = [await world.submit(name, Lane.BATCH) for name in ("a", "b", "c")]
     world.slots.end("a", "c")
     running.add_done_callback(lambda _: leaving.cancel())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         await last
     assert "c" in world.slots.started
 
@@ -183,7 +184,7 @@ async def test_another_job_under_the_same_key_gets_its_own_result() -> None:
     assert [result.stdout for result in results] == [b"a", b"b"]
 
 
-async def test_who_joined_does_not_share_the_deadline_of_the_first() -> None:
+async def test_a_joined_caller_keeps_its_own_deadline() -> None:
     world = World()
     hasty = await world.submit("a", Lane.INTERACTIVE, key="k", deadline_s=0.02)
     patient = await world.submit("a", Lane.INTERACTIVE, key="k")
@@ -196,10 +197,10 @@ async def test_who_joined_does_not_share_the_deadline_of_the_first() -> None:
 async def test_a_failure_of_the_machinery_is_not_stored() -> None:
     world = World()
     world.slots.end("a")
-    world.slots.status = ExecutionStatus.INFRA_ERROR
+    world.slots.status = RunStatus.INFRA_ERROR
     await (await world.submit("a", Lane.INTERACTIVE, key="k"))
-    world.slots.status = ExecutionStatus.OK
-    assert (await (await world.submit("a", Lane.INTERACTIVE, key="k"))).status is ExecutionStatus.OK
+    world.slots.status = RunStatus.OK
+    assert (await (await world.submit("a", Lane.INTERACTIVE, key="k"))).status is RunStatus.OK
 
 
 async def test_judgements_take_turns_with_executions() -> None:
@@ -207,21 +208,21 @@ async def test_judgements_take_turns_with_executions() -> None:
     request = JudgeRequest(code="j", tests=StdinTests(cases=(StdinCase(stdin="", expected=""),)))
     world.slots.end("j")
     result = await world.queue.run(request, lane=Lane.BATCH, request_id="j", deadline_s=5)
-    assert result.verdict is Verdict.OK and world.slots.started == ["j"]
+    assert result.verdict is RunStatus.OK and world.slots.started == ["j"]
 
 
-async def test_a_flood_leaves_nothing_behind() -> None:
+async def test_a_flood_leaves_no_state() -> None:
     world = World(num_slots=3, queue_size=1000)
     names = [f"{lane}{n}" for n in range(150) for lane in Lane]
     world.slots.end(*names)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         await asyncio.gather(
             *(
                 world.queue.run(
                     ExecutionRequest(code=name),
                     lane=Lane.INTERACTIVE if name.startswith("interactive") else Lane.BATCH,
                     request_id=name,
-                    deadline_s=5,
+                    deadline_s=WAIT_S,
                 )
                 for name in names
             )
@@ -239,5 +240,5 @@ async def test_brief_batch_jobs_are_sent_ahead_of_a_slot_and_long_ones_are_not()
     tasks += [await world.submit(f"i{n}", Lane.INTERACTIVE) for n in range(4)]
     assert [name for name in world.slots.started if name[0] == "i"] == ["i0", "i1", "i2", "i3"]
     world.slots.end(*(f"b{n}" for n in range(9)), *(f"i{n}" for n in range(4)))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*tasks)

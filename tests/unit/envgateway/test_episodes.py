@@ -17,7 +17,8 @@ from services.common.errors import (
     UnknownEnvironmentError,
 )
 from services.envgateway.envs.base import Environment, Observation, StepResult
-from services.envgateway.episodes import EpisodeManager
+from services.envgateway.envs.episodes import EpisodeManager
+from tests.clock import Clock
 
 
 class Counter:
@@ -74,13 +75,6 @@ class Worlds:
             raise UnknownEnvironmentError(f"no environment {name!r}")
         self.built.append(Counter() if name == "counter" else PlainCounter())
         return self.built[-1]
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def _manager(**settings: Any) -> tuple[EpisodeManager, Worlds, Clock]:
@@ -162,7 +156,7 @@ async def test_a_turn_that_does_not_follow_is_refused(turn: int) -> None:
         await manager.step(episode, turn, "go")
 
 
-async def test_nothing_follows_the_end() -> None:
+async def test_no_step_follows_the_end() -> None:
     manager, _, _ = _manager()
     episode = (await manager.create("r", "counter", {}, 0)).episode_id
     end = await manager.step(episode, 1, "end")

@@ -11,11 +11,11 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.envgateway.rewards.exactness import is_merely_near
+from services.envgateway.rewards.math.exactness import is_merely_near
 
 
 def parsed(text: str) -> list[Any]:
-    """As Math-Verify's parse gives it: an expression and its text."""
+    """The result of Math-Verify's parse: an expression and its text."""
     return [sympy.sympify(text.replace("%", "/100"), rational=False), text]
 
 
@@ -51,7 +51,7 @@ def test_a_decimal_counts_for_the_number_that_it_is(gold: str, answer: str, near
     assert is_merely_near(parsed(answer), parsed(gold)) is near
 
 
-def test_what_is_no_number_is_left_to_others() -> None:
+def test_a_text_without_a_number_is_left_to_other_rules() -> None:
     for odd in ([], ["only text"], [sympy.FiniteSet(1, 2), "{1,2}"], [sympy.zoo, "zoo"], [sympy.nan, "nan"]):
         assert not is_merely_near(odd, parsed("0.5")) and not is_merely_near(parsed("0.5"), odd)
 

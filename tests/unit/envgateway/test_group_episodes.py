@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.errors import InfrastructureError
+from services.common.records.types import Purpose, Task
 from services.common.seeds import derived_seed
-from services.common.types import Purpose, Task
 from services.envgateway.envs.base import EnvironmentContext
+from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.envs.registry import EnvironmentRegistry
-from services.envgateway.episodes import EpisodeManager
 from services.envgateway.tools.registry import ToolBox
-from services.inference.rollout import RolloutPlayer
+from services.inference.rollouts.player import RolloutPlayer
 from services.inference.workflows.agent_env import AgentEnv, AgentEnvSettings
 from services.inference.workflows.base import Episode, Step
 from tests.documented import blocks
@@ -122,7 +122,7 @@ async def test_a_group_of_the_documented_environment_has_one_secret_and_eight_sa
 
 
 async def test_rollouts_of_a_group_start_in_one_house_of_rooms() -> None:
-    async with playing("rooms") as (player, gateway, _, _):
+    async with playing("household_toy") as (player, gateway, _, _):
         for seed in (3, 4):
             player.play(make_order(f"g{seed}", range(4), task=Task(task_id="1", data={}), seed=seed))  # type: ignore[arg-type]
             await player.wait_until_idle()
@@ -154,8 +154,8 @@ async def test_rollouts_of_a_group_hand_one_seed_to_an_environment_in_the_style_
 async def test_another_attempt_and_another_run_play_the_same_episode_with_the_same_sampling_seeds(
     secrets: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Review, defect 2: the seeds depended on the name of the task group, whose mark is drawn for each run."""
-    monkeypatch.setattr("services.inference.attempts._RETRY_BASE_S", 0.001)
+    """Seeds do not depend on the name of the task group, which differs between runs."""
+    monkeypatch.setattr("services.inference.rollouts.attempts._RETRY_BASE_S", 0.001)
 
     async def played(group: str, lose: int) -> tuple[set[int], list[int | None]]:
         secrets.clear()

@@ -1,4 +1,4 @@
-"""What an action's bytes may do to a world: cost its turn, and nothing else. No exception, no long turn, no other try."""
+"""Effects of an action's bytes on a world: the action costs its turn only. No exception, no long turn, no other try."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.config.environments import WebshopConfig
+from services.common.config.processes.environments import WebshopConfig
 from services.envgateway.envs.alfworld.actions import choose
 from services.envgateway.envs.base import ActionFailedError, EndStatus, EpisodeLostError, Observation, StepResult
+from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.envs.guarded import GuardedEnvironment
-from services.envgateway.envs.gymnasium import GymnasiumEnvironment
+from services.envgateway.envs.gymnasium.style import GymnasiumEnvironment
+from services.envgateway.envs.household_toy.environment import HouseholdToyEnvironment
 from services.envgateway.envs.replies import MOST_COMMAND_CHARS, read_action
-from services.envgateway.envs.rooms.environment import RoomsEnvironment
 from services.envgateway.envs.textworld.commands import REFUSED, is_of_the_game
 from services.envgateway.envs.textworld.episode import TextworldEpisode
 from services.envgateway.envs.webshop import dialogue, visit
 from services.envgateway.envs.webshop.world import WebshopWorld
-from services.envgateway.episodes import EpisodeManager
 from services.envgateway.taskserver.history import cut, num_pieces
 from tests.integration.envgateway.environments.serving import registry
 
@@ -124,7 +124,7 @@ async def test_replies_that_make_an_expression_go_back_are_read_once(shop: Websh
         assert result.reward == 0.0 and len(result.observation) < 20_000
 
 
-async def test_pages_ids_and_addresses_that_are_not_there_change_nothing(shop: WebshopWorld) -> None:
+async def test_absent_pages_ids_and_addresses_have_no_effect(shop: WebshopWorld) -> None:
     episode = shop.build()
     await episode.reset({"index": 0}, 0)
     asked = [
@@ -168,7 +168,7 @@ class _Maze:
 
 
 @pytest.mark.parametrize("action", ["9" * 5000, "1" * HUGE, "4", "", "-", "1e400", "\u00b2", "9" * 19, "\0"])
-def test_what_is_no_number_of_a_space_is_told_and_pays_nothing(action: str) -> None:
+def test_a_number_outside_of_the_action_space_gets_an_error_and_no_reward(action: str) -> None:
     maze = GymnasiumEnvironment(_Maze())
     maze.reset({}, 0)
     result = maze.step(action)
@@ -176,16 +176,16 @@ def test_what_is_no_number_of_a_space_is_told_and_pays_nothing(action: str) -> N
     assert "whole number from 0 to 3" in result.observation
 
 
-async def test_rooms_take_megabytes_for_an_impossible_action() -> None:
-    rooms = RoomsEnvironment(None)  # type: ignore[arg-type]
-    await rooms.reset({"index": 1}, 0)
+async def test_household_toy_takes_megabytes_for_an_impossible_action() -> None:
+    house = HouseholdToyEnvironment(None)  # type: ignore[arg-type]
+    await house.reset({"index": 1}, 0)
     for action in ("look " * HUGE, "action: " * (HUGE // 8), "ACTION:" + "a " * HUGE, "\ud800", ""):
-        result = await rooms.step(action)
+        result = await house.step(action)
         assert (result.observation, result.reward) == ("Nothing happens.", 0.0)
 
 
 class Failing:
-    """Raises or returns what the action names."""
+    """Raises or returns the value that the action names."""
 
     what: Any = None
 
@@ -233,7 +233,7 @@ RETURNED = ["none", "tuple", "nan", "inf", "number", "words"]
 
 @pytest.mark.parametrize("name", FAILING)
 @pytest.mark.parametrize("action", [*RAISED, *RETURNED])
-async def test_a_users_class_that_fails_loses_its_episode_and_nothing_else(name: str, action: str) -> None:
+async def test_a_failing_user_class_loses_only_its_episode(name: str, action: str) -> None:
     known = registry(factories=FAILING)
     episodes = EpisodeManager(known, max_episodes=4, lease_s=60.0, step_timeout_s=5.0)
     start = await episodes.create("", name, {}, 0)
@@ -257,26 +257,28 @@ async def test_a_fault_of_a_built_in_world_costs_the_action_that_meets_it(error:
             raise error
 
     known = registry()
-    world = GuardedEnvironment(Faulty(None), "faulty", known._failed_actions)
+    world = GuardedEnvironment(Faulty(None), "faulty", known.failed_actions)
     result = await world.step("anything")
     assert (result.reward, result.done, result.status) == (0.0, True, EndStatus.INVALID_ACTION)
     assert known.gauges == {"faulty_failed_actions": 1.0}
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(28, "no space"), EpisodeLostError("its process died")])
-async def test_what_fails_in_the_machine_stays_a_failure_of_a_built_in_world(error: Exception) -> None:
+async def test_a_machine_failure_stays_a_failure_of_a_built_in_world(error: Exception) -> None:
     class Broken(Failing):
         def step(self, action: str) -> StepResult:  # type: ignore[override]
             raise error
 
     with pytest.raises(type(error)):
-        await GuardedEnvironment(Broken(None), "broken", registry()._failed_actions).step("anything")
+        await GuardedEnvironment(Broken(None), "broken", registry().failed_actions).step("anything")
 
 
 async def test_only_worlds_of_ours_are_guarded() -> None:
-    known = registry(factories={"rooms": Failing, "mine": Failing})
-    assert isinstance(known.build("rooms"), Failing) and isinstance(known.build("mine"), Failing)
-    assert isinstance(known.build("tool"), GuardedEnvironment)
+    known = registry(factories={"mine": Failing})
+    assert isinstance(known.build("mine"), Failing)
+    assert isinstance(known.build("household_toy"), GuardedEnvironment) and isinstance(
+        known.build("tool"), GuardedEnvironment
+    )
 
 
 def test_a_turn_of_megabytes_is_counted_no_further_than_history_shows() -> None:

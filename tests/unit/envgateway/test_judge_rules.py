@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.assert_tests import UnusableTestsError
+from services.common.telemetry.gateway_queue import Lane
+from services.common.text.assert_tests import UnusableTestsError
 from services.envgateway.judge.asserts import Relation, read
 from services.envgateway.judge.compare import difference
 from services.envgateway.judge.literals import NotLiteralError, tree_of
@@ -28,16 +29,15 @@ from services.envgateway.judge.records import (
     ComparisonMode,
     JudgeRequest,
     JudgeResult,
-    Lane,
     StdinCase,
     StdinTests,
-    Verdict,
 )
 from services.envgateway.judge.results import whole_result
 from services.envgateway.judge.values import ValueRule, equal, key, shown, truth
-from services.envgateway.sandbox.bare import plain
+from services.envgateway.sandbox.bare.harness import plain
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.jobs import profile_of
-from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult, ExecutionStatus
+from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
 
 M = ComparisonMode
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -77,19 +77,19 @@ def test_equal_values_share_a_key(first: Any, second: Any) -> None:
 
 
 @given(st.recursive(st.none() | st.text() | st.integers(), lambda i: st.lists(i, max_size=4), max_leaves=20))
-def test_no_tree_of_a_stranger_breaks_a_comparison(tree: Any) -> None:
+def test_no_untrusted_tree_breaks_a_comparison(tree: Any) -> None:
     assert equal(tree, tree, ValueRule()) in (True, False)
     assert isinstance(shown(tree), str) and truth(tree) in (True, False, None)
 
 
-def test_nan_equals_nothing() -> None:
+def test_nan_equals_no_value() -> None:
     nan = plain.to_tree(math.nan)
     for rule in (ValueRule(), ValueRule(tolerance=1e9), ValueRule(unordered=True)):
         for value in (nan, ["l", nan], ["s", nan], ["d", "a", nan], ["t", ["l", nan]]):
             assert not equal(value, value, rule)
 
 
-def test_objects_equal_nothing_and_are_neither_true_nor_false() -> None:
+def test_objects_equal_no_value_and_are_neither_true_nor_false() -> None:
     thing = json.loads(plain.encode(object()))
     assert not equal(thing, thing, ValueRule()) and truth(thing) is None
 
@@ -121,7 +121,7 @@ def test_values_compare_by_rule(expected: Any, actual: Any, rule: ValueRule, sam
     assert equal(plain.to_tree(expected), plain.to_tree(actual), rule) is same
 
 
-def test_overridden_methods_have_no_say_in_what_is_written() -> None:
+def test_overridden_methods_do_not_affect_the_encoding() -> None:
     class Liar(int):
         def __eq__(self, other: object) -> bool:
             return True
@@ -194,6 +194,10 @@ def test_trees_of_nodes_are_written_level_by_level(values: list[Any]) -> None:
         (M.JSON, '{"a": [1, 2]}', b'{ "a" : [1.0,2] }', True),
         (M.JSON, "1", b'"1"', False),
         (M.JSON, "[1]", b"[1", False),
+        (M.JSON, "true", b"1", False),
+        (M.JSON, '{"a": [0]}', b'{"a": [false]}', False),
+        (M.JSON, "[true, null]", b"[true,null]", True),
+        (M.LITERAL, "[True]", b"[1]", True),
         (M.LITERAL, "(1, 'a')", b'(1,"a")', True),
         (M.LITERAL, "[1]", b"(1,)", False),
         (M.LITERAL, "3 * 19", b"57", True),
@@ -244,7 +248,7 @@ def test_literals_are_read_from_their_text(text: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["f(1)", "x", "10 ** 10 ** 10", "9 ** 99", "[x for x in y]", "1 / 0", "'a' * 9", "{**x}", "...", "2 << 9"]
 )
-def test_what_is_no_small_literal_is_refused(text: str) -> None:
+def test_only_small_literals_are_accepted(text: str) -> None:
     with pytest.raises(NotLiteralError):
         tree_of(ast.parse(text, mode="eval").body)
 
@@ -299,7 +303,7 @@ def test_anything_else_has_to_be_run(tests: str) -> None:
 
 
 @pytest.mark.parametrize("tests", ["def", "assert candidate(1) == 1", "\0", "(" * 100_000, "x" * 2_000_000])
-def test_tests_that_nobody_can_read_say_so(tests: str) -> None:
+def test_unreadable_tests_raise_an_error(tests: str) -> None:
     with pytest.raises(UnusableTestsError):
         read(AssertTests(tests=tests))
 
@@ -329,9 +333,7 @@ def test_requests_survive_json(value: Any, other: Any, text: str, flag: bool) ->
 def test_executions_survive_json(data: bytes, text: str, flag: bool) -> None:
     request = ExecutionRequest(code=text, stdin=data, limits=ExecutionLimits(memory_bytes=5), echo=flag, language="cpp")
     assert ExecutionRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
-    result = ExecutionResult(
-        status=ExecutionStatus.RUNTIME_ERROR, exit_code=1, stdout=data, stderr=data, truncated=flag
-    )
+    result = ExecutionResult(status=RunStatus.RUNTIME_ERROR, exit_code=1, stdout=data, stderr=data, truncated=flag)
     assert ExecutionResult.from_json(json.loads(json.dumps(result.to_json()))) == result
 
 
@@ -385,7 +387,7 @@ TREES = st.recursive(
 
 @settings(max_examples=60)
 @given(TREES, TREES, st.booleans())
-def test_no_tagged_tree_of_a_stranger_breaks_a_comparison(first: Any, second: Any, strict: bool) -> None:
+def test_no_untrusted_tagged_tree_breaks_a_comparison(first: Any, second: Any, strict: bool) -> None:
     for rule in (ValueRule(strict=strict), ValueRule(unordered=True), ValueRule(tolerance=0.1)):
         assert equal(first, second, rule) in (True, False)
     assert truth(first) in (True, False, None) and isinstance(shown(first), str)
@@ -395,21 +397,21 @@ def test_no_tagged_tree_of_a_stranger_breaks_a_comparison(first: Any, second: An
         return
 
 
-def _case(index: int, verdict: Verdict) -> CaseResult:
+def _case(index: int, verdict: RunStatus) -> CaseResult:
     return CaseResult(index=index, verdict=verdict, detail=verdict.value)
 
 
 @pytest.mark.parametrize(
     ("verdicts", "whole"),
     [
-        ([Verdict.OK, Verdict.OK], Verdict.OK),
-        ([Verdict.OK, Verdict.TIME_LIMIT, Verdict.WRONG_ANSWER], Verdict.TIME_LIMIT),
-        ([Verdict.INFRA_ERROR, Verdict.OK], Verdict.INFRA_ERROR),
-        ([Verdict.INFRA_ERROR, Verdict.WRONG_ANSWER], Verdict.WRONG_ANSWER),
+        ([RunStatus.OK, RunStatus.OK], RunStatus.OK),
+        ([RunStatus.OK, RunStatus.TIME_LIMIT, RunStatus.WRONG_ANSWER], RunStatus.TIME_LIMIT),
+        ([RunStatus.INFRA_ERROR, RunStatus.OK], RunStatus.INFRA_ERROR),
+        ([RunStatus.INFRA_ERROR, RunStatus.WRONG_ANSWER], RunStatus.WRONG_ANSWER),
     ],
 )
 def test_the_first_failure_decides_and_never_the_machinery_where_the_program_failed(
-    verdicts: list[Verdict], whole: Verdict
+    verdicts: list[RunStatus], whole: RunStatus
 ) -> None:
     request = JudgeRequest(code="", tests=StdinTests(cases=()), request_id="r")
     result = whole_result(request, [_case(i, v) for i, v in enumerate(verdicts)], len(verdicts), "2")

@@ -1,10 +1,10 @@
-"""The invented catalogue is one that WebShop's rules can be played on: what is asked for can be found and bought."""
+"""The made catalogue fits WebShop's rules: the goals can be found and bought."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from services.common.config.environments import WebshopConfig
+from services.common.config.processes.environments import WebshopConfig
 from services.envgateway.envs.webshop.environment import WebshopEnvironment
 from services.envgateway.envs.webshop.make import write_catalogue
 from services.envgateway.envs.webshop.world import WebshopWorld

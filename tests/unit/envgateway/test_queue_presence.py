@@ -10,10 +10,11 @@ import pytest
 from services.envgateway.queue.streams import runner as runner_module
 from services.envgateway.queue.streams.names import Names
 from services.envgateway.queue.streams.runner import StreamsRunner
+from tests.waiting import WAIT_S
 
 
 class HeldAnswers:
-    """A client of Redis that answers ``SET ... GET`` when it is told to."""
+    """A client of Redis that answers ``SET ... GET`` when the test allows."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -46,9 +47,9 @@ async def test_a_late_answer_of_the_first_request_is_no_loss(
     runner = StreamsRunner(cast(Any, client), Names("test"), lambda slots: None)
     if known_before:
         runner._note_presence(True, present=False)
-    looking = asyncio.create_task(runner._look())
-    await asyncio.wait_for(client.asked.wait(), 5.0)
+    looking = asyncio.create_task(runner._maintain())
+    await asyncio.wait_for(client.asked.wait(), WAIT_S)
     runner._note_presence(True, present=False)
     client.answer.set_result([None, set()])
-    await asyncio.wait_for(looking, 5.0)
+    await asyncio.wait_for(looking, WAIT_S)
     assert runner.counts["redis_losses"] == losses

@@ -1,4 +1,4 @@
-"""The seccomp filters by what they answer, through an interpreter of the instructions that they use."""
+"""The seccomp filters by their answers, through an interpreter of the instructions that they use."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import struct
 
 import pytest
 
-from services.envgateway.sandbox.bare import seccomp
+from services.envgateway.sandbox.bare.confine import seccomp
 
 
 @pytest.fixture(autouse=True)
 def numbers_of_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A filter is only bytes: it can be read on any machine."""
+    """A filter is only bytes: any machine can interpret the filter."""
     monkeypatch.setattr(seccomp, "machine", lambda: "x86_64")
 
 
@@ -23,7 +23,7 @@ ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 
 
 def answer(code: bytes, number: int, *arguments: int) -> object:
-    """What the kernel would do with a call."""
+    """The kernel's answer to a call."""
     data = struct.pack("=iIQ6Q", number, 0xC000003E, 0, *[a & (1 << 64) - 1 for a in (*arguments, *[0] * 6)[:6]])
     loaded, at = 0, 0
     while True:
@@ -103,7 +103,7 @@ def test_every_tier_has_the_same_list_of_refusals(tier: str, accounted: bool) ->
     assert told(435) == UNKNOWN and told(56, 0x11) == ALLOWED and told(56, 0x10000000) == REFUSED
 
 
-def test_without_a_cgroup_memory_that_nobody_counts_is_refused() -> None:
+def test_without_a_cgroup_uncounted_memory_is_refused() -> None:
     shared, private, anonymous, validated = 1, 2, 0x20, 3
     for flags in (shared | anonymous, validated | anonymous, shared | anonymous | 0x40000):
         assert common(9, 0, 1 << 30, 3, flags, -1, accounted=False) == NO_MEMORY

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from services.envgateway.sandbox.bare import memcg, procfs
-from services.envgateway.sandbox.bare.run import Limits, Run
-from services.envgateway.sandbox.bare.slots import Slot
+from services.envgateway.sandbox.bare import procfs
+from services.envgateway.sandbox.bare.confine import memcg
+from services.envgateway.sandbox.bare.supervisor.run import Limits, Run
+from services.envgateway.sandbox.bare.supervisor.slots import Slot
 
 FILES = {
     1: {"memory.usage_in_bytes": "7000\n", "memory.limit_in_bytes": "", "memory.memsw.limit_in_bytes": "",
@@ -74,7 +75,7 @@ def test_the_memory_cgroup_of_this_process_is_found(
     assert memcg._candidates() == expected
 
 
-def test_where_no_cgroup_can_be_made_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_no_cgroup_can_be_made_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(memcg, "_candidates", lambda: [(1, str(tmp_path / "missing"))])
     told = memcg.grant(2)
     assert isinstance(told, str) and "version 1" in told
@@ -87,7 +88,7 @@ LIMITS = Limits(10.0, 10.0, 100 << 20, 8, 1000, 1000, 1000, 64, 1 << 20, 64)
 
 @pytest.fixture
 def looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Run, list[str]]]:
-    """A run, and what was read of its processes."""
+    """A run, and the reads of its processes."""
 
     def make(shares_take_s: float, shares: int, group: bool = False) -> tuple[Run, list[str]]:
         read: list[str] = []
@@ -112,25 +113,25 @@ def looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
 def test_many_mappings_make_the_look_at_shares_rare(looked: Callable[..., tuple[Run, list[str]]]) -> None:
     made, read = looked(shares_take_s=0.1, shares=60 << 20)
     times = [n / 100 for n in range(300)]
-    assert not any(made._takes_too_much([1, 2, 3], 400 << 20, now) for now in times)
+    assert not any(made.takes_too_much([1, 2, 3], 400 << 20, now) for now in times)
     assert 3 <= len(read) <= 3.0 / (5 * 0.1) + 1  # a sixth of the time at most
 
 
 def test_where_a_cgroup_counts_the_shares_are_never_asked_for(looked: Callable[..., tuple[Run, list[str]]]) -> None:
     made, read = looked(shares_take_s=0.1, shares=999 << 20, group=True)
-    assert not made._takes_too_much([1, 2, 3], 400 << 20, 1.0) and not read
-    assert made._takes_too_much([1], 101 << 20, 1.0)  # what one process holds needs no share
+    assert not made.takes_too_much([1, 2, 3], 400 << 20, 1.0) and not read
+    assert made.takes_too_much([1], 101 << 20, 1.0)  # what one process holds needs no share
 
 
 def test_shares_above_the_limit_are_too_much(looked: Callable[..., tuple[Run, list[str]]]) -> None:
     made, read = looked(shares_take_s=0.001, shares=101 << 20)
-    assert made._takes_too_much([1, 2], 120 << 20, 1.0) and read == ["shares"]
+    assert made.takes_too_much([1, 2], 120 << 20, 1.0) and read == ["shares"]
     assert made.peak_memory_bytes == 101 << 20
 
 
-def test_what_sockets_and_pipes_may_hold_counts_where_nothing_else_counts_it(
+def test_capacity_of_sockets_and_pipes_counts_without_a_cgroup(
     looked: Callable[..., tuple[Run, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _ = looked(shares_take_s=0.001, shares=60 << 20)
     monkeypatch.setattr(procfs, "buffer_bytes", lambda family: 70 << 20)
-    assert made._takes_too_much([1], 40 << 20, 1.0)
+    assert made.takes_too_much([1], 40 << 20, 1.0)

@@ -17,12 +17,12 @@ def test_pieces_are_counted_as_agentbench_counts_them() -> None:
     assert [num_pieces(text) for text in ("", "a", "abcdefg", "abcdefgh", "a b\nc", "a1,  2")] == [0, 1, 1, 2, 3, 4]
 
 
-def test_what_fits_is_whole() -> None:
+def test_a_short_history_is_whole() -> None:
     messages = _messages([3, 3, 3])
     assert cut(messages, 10) == messages
 
 
-def test_what_does_not_fit_loses_its_middle_and_says_so() -> None:
+def test_a_long_history_loses_its_middle_and_names_the_gap() -> None:
     messages = _messages([1, 2, 3, 4, 5])
     shown = cut(messages, 11)  # 1 + 5 + 4 is less than 11, with 3 it is not
     assert shown == [{"role": "user", "content": "!\n\n[NOTICE] 2 messages are omitted."}, *messages[3:]]
@@ -30,7 +30,7 @@ def test_what_does_not_fit_loses_its_middle_and_says_so() -> None:
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=15).filter(lambda sizes: len(sizes) % 2), st.integers(1, 200))
-def test_roles_alternate_and_nothing_is_shown_twice(sizes: list[int], most: int) -> None:
+def test_roles_alternate_and_no_message_is_shown_twice(sizes: list[int], most: int) -> None:
     messages = _messages(sizes)
     shown = cut(messages, most)
     assert [m["role"] for m in shown] == [("user", "agent")[n % 2] for n in range(len(shown))]

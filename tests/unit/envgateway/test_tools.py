@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from services.common.config.envgateway import ToolConfig
+from services.common.config.processes.envgateway import ToolConfig
 from services.common.errors import CapacityError, ConfigError, DeadlineError, InfrastructureError, InvalidRequestError
-from services.common.tool_results import ToolStatus
+from services.common.text.tool_calls import ToolStatus
 from services.envgateway.tools import session as session_module
 from services.envgateway.tools.base import StateLostError, ToolError, ToolResult
 from services.envgateway.tools.registry import ToolBox, load_tools
@@ -238,7 +238,7 @@ class Callless:
 @pytest.mark.parametrize(
     ("tools", "limits", "told"),
     [
-        ([Echo(), Echo()], {}, "two tools named 'echo'"),
+        ([Echo(), Echo()], {}, "two named 'echo', .*test_tools.py:"),
         ([Unchecked()], {}, "contentEncoding is not checked"),
         ([Nameless()], {}, "Nameless.name is missing"),
         ([Callless()], {}, "neither call"),

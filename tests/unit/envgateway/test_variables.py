@@ -1,4 +1,5 @@
-"""Code Judge's variables over a recipe's section: what wins, what is refused, and what stays out of a saved config."""
+"""Code Judge's variables over a recipe's section: precedence, refused values, and values that stay out of a saved
+config."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.envgateway import EnvGatewayConfig
-from services.common.config.loading import load_recipe
+from services.common.config.processes.envgateway import EnvGatewayConfig
+from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError
 from services.envgateway import variables
 from services.envgateway.variables import port_variables, with_variables
-from services.envgateway.worker.rest import Rest
 from services.envgateway.worker.settings import worker_settings
+from services.envgateway.worker.worker_backoff import WorkerBackoff
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "quickstart"
 SECTION = EnvGatewayConfig.model_validate(
@@ -31,7 +32,7 @@ def test_without_a_recipe_as_many_programs_run_as_the_process_has_cores(monkeypa
     assert with_variables(None, {"MAX_WORKERS": "3"})[0].sandbox.num_slots == 3
 
 
-def test_variables_win_over_the_recipe_and_what_they_leave_out_is_the_recipes() -> None:
+def test_variables_override_the_recipe_and_absent_ones_keep_its_values() -> None:
     told = {"MAX_WORKERS": "64", "MAX_EXECUTION_TIME": "4", "MAX_MEMORY": "100", "REDIS_KEY_PREFIX": "p"}
     config, redis_uri = with_variables(SECTION, told)
     sandbox = config.sandbox
@@ -69,12 +70,12 @@ def test_either_name_of_redis_will_do_and_is_not_saved(environment: dict[str, st
     [("MAX_WORKERS", "many"), ("MAX_WORKERS", "0"), ("MAX_EXECUTION_TIME", "inf"), ("MAX_EXECUTION_TIME", "nan"),
      ("MAX_MEMORY", "-1"), ("ALLOW_TIER_0", "yes")],
 )  # fmt: skip
-def test_what_is_no_number_is_refused_by_name(name: str, text: str) -> None:
+def test_a_variable_that_is_not_a_number_is_refused_by_name(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is '{text}'"):
         with_variables(None, {name: text})
 
 
-def test_a_worker_without_redis_is_told_what_to_write() -> None:
+def test_a_worker_without_redis_gets_an_error_with_the_setting() -> None:
     with pytest.raises(ConfigError, match="REDIS_URI="):
         worker_settings(None, {})
 
@@ -88,7 +89,7 @@ def test_the_port_of_the_http_interface_comes_from_its_variable_with_and_without
 
 
 def test_a_worker_rests_after_failures_in_a_row_longer_each_time_and_not_after_one_job_that_runs() -> None:
-    rest = Rest(longest_s=10.0)
+    rest = WorkerBackoff(longest_s=10.0)
     rest.note(ran=False)
     rest.note(ran=False)
     assert rest.left_s == 0

@@ -1,4 +1,4 @@
-"""Which worlds a config offers, and what is said of those that it does not."""
+"""Worlds that a config offers, and the messages about missing ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.envgateway.envs.worlds import make_worlds
 
 

@@ -27,7 +27,7 @@ class StepGate:
         self._steps += 1
         if self._steps == self._at:
             self._loop.call_soon_threadsafe(self._reached.set)
-            assert self._open.wait(timeout=20), "nobody came through the gate"
+            assert self._open.wait(timeout=20), "no call came through the gate"
 
     async def run(self, command: Awaitable[Any]) -> Any:
         """Run ``command`` exactly between steps ``at`` and ``at + 1``."""
@@ -45,7 +45,7 @@ Launch = Callable[..., Awaitable[Any]]
 @pytest.fixture
 async def launch() -> AsyncIterator[Launch]:
     """Start a torch engine on a deep copy of a model; all are stopped at the end."""
-    from services.inference.engine.torch_engine import TorchEngine
+    from services.inference.engine.torch.engine import TorchEngine
 
     running: list[Engine] = []
 

@@ -8,20 +8,19 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from services.common.accounts import TimeAccount
-from services.common.chat import Chat
-from services.common.types import Purpose, RolloutFailure, Sampling, Task, TaskGroupOrder, Trajectory
+from services.common.records.types import Purpose, RolloutFailure, Sampling, Task, TaskGroupOrder, Trajectory
+from services.common.telemetry.accounts import TimeAccount
+from services.common.text.chat import Chat
 from services.inference.engine.base import Generation, GenerationRequest
 from services.inference.engine.scripted import ScriptedEngine
-from services.inference.policies import RolloutPolicy, ServedPolicy
+from services.inference.rollouts.policies import RolloutPolicy, ServedPolicy
 from services.inference.workflows.base import (
     CaseOutcome,
-    CaseVerdict,
     Episode,
     Execution,
-    ExecutionStatus,
     JudgeCase,
     Reward,
+    RunStatus,
     Step,
     WorkflowContext,
 )
@@ -95,7 +94,7 @@ def qwen_like_chat() -> Chat:
 
 @functools.cache
 def thinking_chat() -> Chat:
-    """A chat whose template has a switch for thinking."""
+    """A chat with a template that has a switch for thinking."""
     tokenizer = copy.deepcopy(qwen_like_tokenizer())
     tokenizer.chat_template = THINKING_TEMPLATE
     return Chat(tokenizer)
@@ -115,7 +114,7 @@ def replies(chat: Chat, texts: Sequence[str], *, end: bool = True) -> Script:
 
 
 class RecordingEngine(ScriptedEngine):
-    """Remembers what it was asked and what it said."""
+    """Records requests and answers."""
 
     def __init__(self, script: Script, **settings: Any) -> None:
         super().__init__(script, **settings)
@@ -132,7 +131,7 @@ class RecordingEngine(ScriptedEngine):
 async def served_policy(
     script: Script | Sequence[str], *, chat: Chat | None = None, context_length: int = 2048, **settings: Any
 ) -> ServedPolicy:
-    """A policy that says what a script says, on a started engine."""
+    """A policy with a script's text, on a started engine."""
     chat = chat or qwen_like_chat()
     engine = RecordingEngine(
         script if callable(script) else replies(chat, script), context_length=context_length, **settings
@@ -142,7 +141,7 @@ async def served_policy(
 
 
 def passes_all(code: str, case: JudgeCase) -> CaseOutcome:
-    return CaseOutcome(verdict=CaseVerdict.OK)
+    return CaseOutcome(verdict=RunStatus.OK)
 
 
 class FakeGateway:
@@ -169,7 +168,7 @@ class FakeGateway:
         await asyncio.sleep(0)
         self._maybe_fail()
         self.executed.append((code, stdin, print_trailing_expression))
-        return self.programs.get(code, Execution(status=ExecutionStatus.OK, stdout=f"ran {code}\n"))
+        return self.programs.get(code, Execution(status=RunStatus.OK, stdout=f"ran {code}\n"))
 
     async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
         self._maybe_fail()
@@ -198,7 +197,7 @@ class FakeGateway:
 
 
 class Records:
-    """A sink that keeps what it is given."""
+    """A sink that keeps its records."""
 
     def __init__(self) -> None:
         self.all: list[Trajectory | RolloutFailure] = []

@@ -1,4 +1,4 @@
-"""Actor and verifier: who is called with what, what the verdict does, and who is rewarded for what."""
+"""Actor and verifier: prompts, effect of the verdict, rewards."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from services.common.accounts import TimeAccount
-from services.common.chat import Chat
 from services.common.errors import InfrastructureError
-from services.common.types import Task
-from services.inference.policies import RolloutPolicy
+from services.common.records.types import Task
+from services.common.telemetry.accounts import TimeAccount
+from services.common.text.chat import Chat
+from services.inference.rollouts.policies import RolloutPolicy
 from services.inference.workflows.actor_verifier import ActorVerifier, ActorVerifierSettings
 from services.inference.workflows.base import Outcome
 from services.inference.workflows.prompts import fill
-from services.inference.workflows.verdicts import Verdict, read_verdict
+from services.inference.workflows.verdicts import ReviewVerdict, read_verdict
 from tests.unit.inference.fakes import (
     FakeGateway,
     RecordingEngine,
@@ -63,29 +63,29 @@ async def play(
 @pytest.mark.parametrize(
     ("text", "verdict"),
     [
-        (APPROVE, Verdict.APPROVE),
-        (REJECT, Verdict.REJECT),
-        (SILENT, Verdict.UNPARSED),
-        ("<VERDICT> Reject. </VERDICT>", Verdict.REJECT),
-        ("<verdict>reject</verdict> on reflection <verdict>approve</verdict>", Verdict.APPROVE),
-        ("<verdict>approve</verdict> hm <verdict>perhaps</verdict>", Verdict.APPROVE),
-        ("<verdict>approve</verdict>, I do not reject it", Verdict.APPROVE),
-        ("I would approve it, but no: <verdict>reject</verdict>", Verdict.REJECT),
-        ("<verdict>approve or reject</verdict>", Verdict.UNPARSED),
-        ("<verdict>approve", Verdict.APPROVE),
-        ("approve", Verdict.APPROVE),
-        ("The answer is APPROVED.", Verdict.APPROVE),
-        ("Step 2 is wrong, so I reject this.", Verdict.REJECT),
-        ("Rejected: 6*7 is 42.", Verdict.REJECT),
-        ("<verdict>wrong</verdict> hence rejection", Verdict.REJECT),
-        ("I can neither approve nor reject it.", Verdict.UNPARSED),
-        ("I disapprove.", Verdict.UNPARSED),
-        ("<verdict>correct</verdict>", Verdict.UNPARSED),
-        ("<verdict>\n**reject**\n</verdict>", Verdict.REJECT),
-        ("", Verdict.UNPARSED),
+        (APPROVE, ReviewVerdict.APPROVE),
+        (REJECT, ReviewVerdict.REJECT),
+        (SILENT, ReviewVerdict.UNPARSED),
+        ("<VERDICT> Reject. </VERDICT>", ReviewVerdict.REJECT),
+        ("<verdict>reject</verdict> on reflection <verdict>approve</verdict>", ReviewVerdict.APPROVE),
+        ("<verdict>approve</verdict> hm <verdict>perhaps</verdict>", ReviewVerdict.APPROVE),
+        ("<verdict>approve</verdict>, I do not reject it", ReviewVerdict.APPROVE),
+        ("I would approve it, but no: <verdict>reject</verdict>", ReviewVerdict.REJECT),
+        ("<verdict>approve or reject</verdict>", ReviewVerdict.UNPARSED),
+        ("<verdict>approve", ReviewVerdict.APPROVE),
+        ("approve", ReviewVerdict.APPROVE),
+        ("The answer is APPROVED.", ReviewVerdict.APPROVE),
+        ("Step 2 is wrong, so I reject this.", ReviewVerdict.REJECT),
+        ("Rejected: 6*7 is 42.", ReviewVerdict.REJECT),
+        ("<verdict>wrong</verdict> hence rejection", ReviewVerdict.REJECT),
+        ("I can neither approve nor reject it.", ReviewVerdict.UNPARSED),
+        ("I disapprove.", ReviewVerdict.UNPARSED),
+        ("<verdict>correct</verdict>", ReviewVerdict.UNPARSED),
+        ("<verdict>\n**reject**\n</verdict>", ReviewVerdict.REJECT),
+        ("", ReviewVerdict.UNPARSED),
     ],
 )
-def test_the_last_tag_with_a_verdict_decides_and_without_one_the_words_do(text: str, verdict: Verdict) -> None:
+def test_the_last_tag_with_a_verdict_decides_and_without_one_the_words_do(text: str, verdict: ReviewVerdict) -> None:
     assert read_verdict(text) is verdict
 
 

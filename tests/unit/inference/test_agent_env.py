@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from services.common.errors import EpisodeNotFoundError
-from services.common.types import Purpose, StopReason, Task
+from services.common.records.types import Purpose, StopReason, Task
 from services.inference.workflows.agent_env import AgentEnv, AgentEnvSettings
 from services.inference.workflows.base import Episode, Outcome, Step
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, qwen_like_chat, served_policy
 
 
 class Corridor(FakeGateway):
-    """Three steps ``go`` reach the end, each worth 0.25 and the last 0.5; ``sleep`` does nothing; ``fall`` costs 1."""
+    """Three steps ``go`` reach the end, each worth 0.25 and the last 0.5; ``sleep`` has no effect; ``fall`` costs 1."""
 
     def __init__(self, observation: str = "a corridor", fail_at: int = 0) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ async def play(
 
     policy = await served_policy(texts, context_length=context_length)
     context = dataclasses.replace(make_context(policy, gateway), purpose=purpose)
-    return await AgentEnv(AgentEnvSettings(environment="corridor", **settings)).run(make_task(), context)
+    return await AgentEnv(AgentEnvSettings(**{"environment": "corridor", **settings})).run(make_task(), context)
 
 
 @pytest.mark.parametrize(
@@ -119,3 +119,25 @@ async def test_the_instruction_stands_after_the_first_observation_and_the_system
     outcome = await play(["go"], Corridor(), instruction=" Act!", system="You are brave.")
     prompt = qwen_like_chat().decode(outcome.sequences[0].segments[0].token_ids.tolist())
     assert "You are brave." in prompt and "a corridor Act!" in prompt
+
+
+@pytest.mark.parametrize("settings", [{"max_turns": 2}, {"max_response_tokens": 20}])
+async def test_an_environment_that_is_scored_at_its_end_is_scored_where_the_policy_has_not_ended_it(
+    settings: dict[str, Any],
+) -> None:
+    class Tests(Corridor):
+        """Scores at the first action that asks for nothing, as ``harbor`` does."""
+
+        async def step(self, episode_id: str, turn: int, action: str) -> Step:
+            taken = await super().step(episode_id, turn, action)
+            return Step(observation="x" * 50, reward=0.0, done=False, metrics=taken.metrics) if action else Step(
+                observation="", reward=0.75, done=True, metrics={"commands": 2.0}
+            )  # fmt: skip
+
+    gateway = Tests()
+    outcome = await play(["sleep"], gateway, **{"environment": "harbor", **settings})
+    (sequence,) = outcome.sequences
+    assert gateway.actions.count("") == 1 and gateway.actions[-1] == ""
+    assert outcome.reward == sequence.reward == 0.75
+    assert sequence.metrics["environment_commands"] == 2.0
+    assert sequence.stop_reason in (StopReason.TURN_LIMIT, StopReason.LENGTH)

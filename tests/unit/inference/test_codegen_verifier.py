@@ -1,4 +1,4 @@
-"""Coder and test-case verifier: who reads what, when there is a second try, who earns what, what is left out."""
+"""Coder and test-case verifier: prompts, second tries, rewards, omissions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from services.common.accounts import TimeAccount
 from services.common.errors import InfrastructureError
-from services.common.types import Purpose, Task
-from services.inference.policies import RolloutPolicy
-from services.inference.workflows.base import CaseOutcome, CaseVerdict, JudgeCase, Outcome
-from services.inference.workflows.codegen_verifier import CodegenVerifier, CodegenVerifierSettings
+from services.common.records.types import Purpose, Task
+from services.common.telemetry.accounts import TimeAccount
+from services.inference.rollouts.policies import RolloutPolicy
+from services.inference.workflows.base import CaseOutcome, JudgeCase, Outcome, RunStatus
+from services.inference.workflows.codegen.codegen_verifier import CodegenVerifier, CodegenVerifierSettings
 from tests.unit.inference.fakes import FakeGateway, RecordingEngine, make_context, served_policy, thinking_chat
 
 RIGHT, WRONG = "```python\nright = 1\n```", "```python\nwrong = 1\n```"
@@ -34,7 +34,7 @@ def graded(task: Task, completion: str) -> float:
 def judged(code: str, case: JudgeCase) -> CaseOutcome:
     """A good case passes right programs, a bad one passes wrong ones."""
     passes = ("right" in code) == (case.expected == "good")
-    return CaseOutcome(verdict=CaseVerdict.OK if passes else CaseVerdict.WRONG_ANSWER, stdout="<|im_end|>" + code[:9])
+    return CaseOutcome(verdict=RunStatus.OK if passes else RunStatus.WRONG_ANSWER, stdout="<|im_end|>" + code[:9])
 
 
 class Played:
@@ -168,8 +168,8 @@ async def test_the_second_prompt_has_all_cases_and_no_program_and_ends_no_turn()
     assert "Case 1\ninput:\n1\nexpected:\ngood" in second
     assert "Case 2\ninput:\n2\nexpected:\nbad\nyour program passed" in second
     assert "```python\nwrong" not in second
-    assert second.count("<|im_end|>") == first.count("<|im_end|>"), "what the program printed is text"
-    assert second.count("ends with ```.") == 2, "the task is asked as it was at first"
+    assert second.count("<|im_end|>") == first.count("<|im_end|>"), "the program's output is text"
+    assert second.count("ends with ```.") == 2, "the task's prompt is unchanged"
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ async def test_missing_cases_lead_to_a_second_try_that_says_why(words: str, told
 
 
 async def test_the_retry_does_not_depend_on_the_ground_truth() -> None:
-    """Whatever the ground truth says, the same is asked of the same policies and programs."""
-    seen = []  # the reference is chosen by the ground truth: what is run of it is left out
+    """The ground truth has no influence on the requests to policies and programs."""
+    seen = []  # the ground truth chooses the reference: its runs are left out
     for truth in (0.0, 1.0):
         gateway = FakeGateway(reward=lambda task, completion, truth=truth: truth, on_case=judged)
         played = await play([WRONG, RIGHT], GOOD, gateway=gateway)

@@ -1,4 +1,4 @@
-"""Token-in, token-out: what a conversation records is what the engine was given and what it said."""
+"""Token-in, token-out: a conversation records exactly the engine's prompts and samples."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.accounts import TimeAccount
 from services.common.errors import InfrastructureError, PromptTooLongError
-from services.common.types import Sampling, StopReason
+from services.common.records.types import Sampling, StopReason
+from services.common.telemetry.accounts import TimeAccount
 from services.inference.engine.base import GenerationRequest
-from services.inference.policies import RolloutPolicy
+from services.inference.rollouts.policies import RolloutPolicy
 from services.inference.workflows.conversation import Conversation
 from tests.unit.inference.fakes import RecordingEngine, qwen_like_chat, served_policy
+from tests.waiting import until
 
 QUESTION = [{"role": "user", "content": "go"}]
 
@@ -35,7 +36,7 @@ async def begin(
     answers=st.lists(st.text(max_size=20), min_size=3, max_size=3),
 )
 def test_segments_are_exactly_prompt_sampled_and_environment_tokens(turns: list[list[int]], answers: list[str]) -> None:
-    """Whatever ids are sampled, such as ones that no text tokenises to, they are recorded and continued as they are."""
+    """Any sampled ids, such as ones that no text tokenises to, are recorded and continued unchanged."""
     chat = qwen_like_chat()
     stop = chat.end_of_turn_id
 
@@ -112,7 +113,7 @@ async def test_an_abort_from_outside_is_an_infrastructure_failure() -> None:
     client = RolloutPolicy(policy, request_prefix="g/0/0", seed=3, account=TimeAccount("replica/a"))
     conversation = Conversation(client, QUESTION, Sampling(max_new_tokens=300))
     turn = asyncio.create_task(conversation.generate())
-    await asyncio.sleep(0.05)
+    await until(lambda: policy.engine.health().running, "it generates")
     await policy.engine.abort("g/0/0/model0/0")
     with pytest.raises(InfrastructureError):
         await turn

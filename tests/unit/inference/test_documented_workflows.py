@@ -1,4 +1,4 @@
-"""What docs/workflows.md shows is what runs: its files are written out, named in a recipe and played."""
+"""The reward and the tool of docs/workflows.md run, with the workflow that the page names."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from services.common.config.data import WorkflowConfig
-from services.common.types import StopReason
+from services.common.records.types import StopReason
 from services.inference.workflows.base import Outcome
 from services.inference.workflows.registry import build_workflow
 from tests.documented import blocks
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, served_policy
 
 PAGE = "workflows.md"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The page's files in a folder of their own, and its recipe."""
-    workflow, reward, tool = blocks(PAGE, "python")
+    """The page's files in a folder of their own, and a recipe for the workflow of the examples."""
+    reward, tool = blocks(PAGE, "python")
+    workflow = (EXAMPLES / "workflow.py").read_text()
     for name, text in (("retry", workflow), ("exact", reward), ("clock", tool)):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield yaml.safe_load(blocks(PAGE, "yaml")[0])
+    settings = {"reward": "exact:exact_match", "attempts": 3}
+    yield {"workflow": {"name": "retry:Retry", "settings": settings}}
     for name in ("retry", "exact", "clock"):
         sys.modules.pop(name, None)
 
@@ -59,7 +61,7 @@ async def test_the_documented_workflow_and_reward_run(
 
 
 async def test_the_documented_tool_is_called(recipe: dict[str, Any]) -> None:
-    settings = {"tools": ["clock:Minutes"], "reward": "exact:exact_match"}
+    settings = {"tools": ["clock:minutes"], "reward": "exact:exact_match"}
     call = '<tool_call>{"name": "minutes", "arguments": {"hours": "0.7"}}</tool_call>'
     outcome = await play(WorkflowConfig(name="tool_use", settings=settings), [call, "42"])
     (sequence,) = outcome.sequences

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.inference.emission import EmissionLog
+from services.inference.metrics.emission import EmissionLog
 
 
 def intervals(log: EmissionLog, times: list[float]) -> list[tuple[float, float]]:

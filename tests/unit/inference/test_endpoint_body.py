@@ -37,16 +37,17 @@ def test_the_short_way_gives_what_the_full_one_gives(
     before: dict[str, Any], after: dict[str, Any], old: list[Any], new: list[Any], data: st.DataObject
 ) -> None:
     indent = data.draw(st.sampled_from([None, 2]))
-    first = read_body(dump(before, old, after, indent))
-    assert list(first.messages) == old
+    first = read_body(dump(before, old, after, indent), "messages")
+    assert list(first.items) == old and first.head is not None
     text = dump(before, old + new, after, indent)
-    full = read_body(text)
+    full = read_body(text, "messages")
     assert full.known is None
-    assert {**full.fields, "messages": list(full.messages)} == json.loads(text)
-    short = read_body(text, [first.head])
+    assert {**full.fields, "messages": list(full.items)} == json.loads(text)
+    short = read_body(text, "messages", [first.head])
     assert short.known is first.head
-    assert list(short.messages) == new
+    assert list(short.items) == new
     assert short.fields == full.fields
+    assert short.head is not None and full.head is not None
     assert short.head.text == full.head.text
 
 
@@ -60,11 +61,24 @@ def test_the_short_way_gives_what_the_full_one_gives(
 )  # fmt: skip
 def test_what_is_no_object_with_messages_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError):
-        read_body(text)
+        read_body(text, "messages")
 
 
 def test_a_head_that_ends_within_a_longer_text_is_not_taken_for_its_own() -> None:
-    head = read_body('{"messages": [{"role": "user", "content": "a"}]}').head
-    other = read_body('{"messages": [{"role": "user", "content": "ab"}]}', [head])
+    head = read_body('{"messages": [{"role": "user", "content": "a"}]}', "messages").head
+    assert head is not None
+    other = read_body('{"messages": [{"role": "user", "content": "ab"}]}', "messages", [head])
     assert other.known is None
-    assert other.messages == ({"role": "user", "content": "ab"},)
+    assert other.items == ({"role": "user", "content": "ab"},)
+
+
+def test_a_text_in_place_of_the_items_is_one_item_and_begins_no_later_body() -> None:
+    read = read_body('{"a": 1, "input": "hello", "b": 2}', "input")
+    assert (read.items, read.fields, read.head) == (("hello",), {"a": 1, "b": 2}, None)
+
+
+def test_a_head_of_another_list_is_not_taken() -> None:
+    head = read_body('{"input": [1], "messages": 2}', "input").head
+    assert head is not None
+    read = read_body('{"input": [1], "messages": [2]}', "messages", [head])
+    assert (read.items, read.known, read.fields) == ((2,), None, {"input": [1]})

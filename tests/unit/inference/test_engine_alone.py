@@ -1,4 +1,4 @@
-"""An engine that computes one request at a time gives a request the same bits, whatever else it computes."""
+"""An engine that computes one request at a time gives a request the same bits, independent of other requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_a_request_gets_the_same_bits_alone_in_company_and_after_its_own_p
     company = [used.generate(make_request(make_prompt(n), max_new_tokens=9, seed=n)) for n in (3, 17, 64)]
     found, *_ = await asyncio.gather(used.generate(make_request(prompt, max_new_tokens=20, seed=7)), *company)
     assert bits(found) == expected
-    # Its own prompt, and a longer one that begins with it, have been computed before.
+    # Its own prompt, and a longer one with this prefix, have been computed before.
     await used.generate(make_request(make_prompt(60), max_new_tokens=20, seed=8))
     assert bits(await used.generate(make_request(prompt, max_new_tokens=20, seed=7))) == expected
     assert used.counters.reused == 0

@@ -1,4 +1,4 @@
-"""Updates by what changed, while the torch engine generates: exact, between two steps, and all or nothing."""
+"""Delta updates while the torch engine generates: exact, between two steps, and atomic."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from services.common.errors import DeadlineError, InfrastructureError
-from services.common.models import named_weights
+from services.common.text.huggingface import named_weights
 from services.common.weights.codec import decode_tensor, encode_tensor
-from services.inference.engine import torch_engine
 from services.inference.engine.in_place import PreparedUpdate
+from services.inference.engine.torch import engine as torch_engine
 from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
 
@@ -21,7 +21,7 @@ from .conftest import Launch, StepGate
 
 
 def partly_perturbed(model: Any, seed: int = 1) -> Any:
-    """A copy in which about one element in five is another; one tensor is left as it is."""
+    """A copy in which about one element in five differs; one tensor is unchanged."""
     new = perturbed(model, seed, scale=0.2)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -32,7 +32,7 @@ def partly_perturbed(model: Any, seed: int = 1) -> Any:
 
 
 def delta(old: Any, new: Any, version: int) -> WeightUpdate:
-    """What a replica makes of a delta of float32 weights."""
+    """The update that a replica builds from a delta of float32 weights."""
     changes = {}
     for name, before in named_weights(old).items():
         bits = [
@@ -63,7 +63,7 @@ async def test_logprobs_are_exact_over_two_deltas_in_mid_generation(launch: Laun
     await engine.update(updates[1])
     for prompt, generation in zip(prompts, await asyncio.gather(*pending), strict=True):
         assert generation.segments[0].weight_version == 0 and generation.segments[-1].weight_version == 2
-        assert sum(segment.num_tokens for segment in generation.segments) == 200, "nothing is thrown away"
+        assert sum(segment.num_tokens for segment in generation.segments) == 200, "no token is dropped"
         for segment in generation.segments:
             assert segment.weight_version is not None
             assert max_gap(models[segment.weight_version], prompt, generation, segment) <= TOLERANCE
@@ -108,7 +108,7 @@ async def test_an_update_whose_caller_has_given_up_is_not_applied(
     engine = await launch(old, on_tokens=gate)
     prompt = make_prompt(10)
     pending = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=60)))
-    await gate._reached.wait()  # the engine's thread stands still
+    await gate._reached.wait()  # the engine's thread is blocked
     with monkeypatch.context() as hasty:
         hasty.setattr(torch_engine, "CONTROL_TIMEOUT_S", 0.05)
         with pytest.raises(DeadlineError, match="engine update"):

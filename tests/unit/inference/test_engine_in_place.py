@@ -1,4 +1,4 @@
-"""Changing weights in place gives exactly the model that loading the whole version gives, whatever the types."""
+"""Changing weights in place gives exactly the model of the whole version, for all types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import ModelMismatchError
 from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, decode_tensor, encode_tensor
-from services.common.weights.dtypes import Bits
+from services.common.weights.elements import Bits
 from services.inference.engine.in_place import prepare
 from services.inference.engine.weight_update import WeightUpdate
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.kept_tokens import pack, unpack
-from services.inference.engine.batching import REORDER_GAIN, attention_cost, bucket_bounds, plan_moves
-from services.inference.engine.prefill import MAX_PASS_TOKENS, Span, common_prefix, plan_passes, plan_sharing
-from services.inference.engine.sampler import SamplingRows, sample, uniform_noise
-from services.inference.engine.slots import MIN_SHARED
+from services.common.records.kept_tokens import pack, unpack
+from services.common.records.types import Sampling
+from services.inference.engine.torch.batching import (
+    MOVE_COST,
+    REORDER_GAIN,
+    Holes,
+    attention_cost,
+    bucket_bounds,
+    plan_moves,
+)
+from services.inference.engine.torch.prefill import MAX_PASS_TOKENS, Span, common_prefix, plan_passes, plan_sharing
+from services.inference.engine.torch.sampler import SamplingRows, sample, sample_plain, uniform_noise
+from services.inference.engine.torch.slots import MIN_SHARED_HALF, SlotTable, worth_sharing
 
 
 def row(*tokens: int) -> np.ndarray:
@@ -31,7 +42,7 @@ def test_followers_share_exactly_what_the_plan_says_and_leaders_do_not_follow(ro
     plan = plan_sharing(rows)
     for follower, (leader, shared) in plan.items():
         assert leader not in plan
-        assert MIN_SHARED <= shared <= common_prefix(rows[follower], rows[leader])
+        assert MIN_SHARED_HALF <= shared <= common_prefix(rows[follower], rows[leader])
 
 
 def test_each_group_has_one_leader_beside_a_common_system_prompt() -> None:
@@ -70,27 +81,66 @@ def test_buckets_cover_all_rows_in_order_and_are_wide_enough(widths: np.ndarray)
 
 
 @settings(max_examples=200)
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4000)), min_size=1, max_size=80), st.booleans())
-def test_moves_are_a_permutation_that_closes_holes_or_saves_attention(
-    rows: list[tuple[bool, int]], may_sort: bool
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 4000)), min_size=1, max_size=80), st.booleans(), st.integers(0, 60)
+)
+def test_moves_are_a_permutation_that_closes_holes_which_cost_more_or_saves_attention(
+    rows: list[tuple[bool, int]], may_sort: bool, num_steps: int
 ) -> None:
     live = np.asarray([is_live for is_live, _ in rows])
     length = np.asarray([n for _, n in rows], dtype=np.int64)
-    sources, targets = plan_moves(live, length, may_sort)
+    num_live = int(live.sum())
+    before_extent = int(np.flatnonzero(live).max()) + 1 if num_live else 0
+    holes = Holes()
+    for _ in range(num_steps):
+        holes.stepped(before_extent, num_live)
+    sources, targets = plan_moves(live, length, may_sort, holes)
     assert sorted(sources) == sorted(targets)
     assert len(set(targets)) == len(targets)
     after_live, after_length = live.copy(), length.copy()
     after_live[targets], after_length[targets] = live[sources], length[sources]
-    num_live = int(live.sum())
     if sources:
         assert after_live[:num_live].all()
     extent = int(np.flatnonzero(after_live).max()) + 1 if num_live else 0
-    assert extent - num_live <= max(2, extent / 8)
-    before_extent = int(np.flatnonzero(live).max()) + 1 if num_live else 0
-    if sources and before_extent - num_live <= max(2, before_extent / 8):  # not for the holes, so for the order
+    cost = num_steps * (before_extent - num_live)
+    are_many = before_extent - num_live > max(2, before_extent / 8)
+    num_moved = 2 * int(live[num_live:].sum())
+    if are_many and cost >= MOVE_COST * num_moved:
+        assert extent == num_live
+    elif sources:  # not for the holes, so for the order
         assert may_sort
         before = np.where(live, length, 1)[:before_extent]
         assert attention_cost(after_length[:num_live]) < REORDER_GAIN * attention_cost(before)
+
+
+def test_holes_that_are_filled_in_time_cost_no_move() -> None:
+    """Rows end and others take their places before the holes have cost as much as closing them."""
+    holes, length = Holes(), np.full(64, 40)
+    full, with_holes = np.ones(64, dtype=bool), np.arange(64) % 4 > 0
+    for _ in range(50):
+        for live in (full, with_holes):
+            assert plan_moves(live, length, False, holes) == ([], [])
+            holes.stepped(64, int(live.sum()))
+    holes.stepped(64, 48)
+    holes.stepped(64, 48)
+    holes.stepped(64, 48)
+    sources, _ = plan_moves(with_holes, length, False, holes)
+    assert sources and with_holes[sources].sum() == 12
+
+
+@pytest.mark.parametrize(
+    ("num_shared", "num_tokens", "is_worth"),
+    [(15, 100, False), (16, 100, True), (3, 3, False), (4, 8, True), (4, 9, False), (12, 14, True), (0, 0, False)],
+)
+def test_a_short_prefix_is_shared_where_it_is_half_of_the_row(num_shared: int, num_tokens: int, is_worth: bool) -> None:
+    assert worth_sharing(num_shared, num_tokens) is is_worth
+
+
+def test_equal_short_rows_are_computed_once() -> None:
+    prompts = [row(*range(8)) for _ in range(8)]
+    plan = plan_sharing(prompts)
+    assert len(plan) == 7
+    assert {shared for _, shared in plan.values()} == {8}
 
 
 def test_noise_is_uniform_and_independent_over_seeds_and_indices() -> None:
@@ -130,6 +180,33 @@ def test_sampling_follows_the_distribution() -> None:
     assert np.abs(logprobs - np.log(expected)[tokens]).max() < 1e-5
 
 
+def test_a_plain_draw_is_the_draw_of_rows_without_settings() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(64, 40) * 2
+    rows = rows_of(64)
+    shaped, plain = sample(logits.clone(), rows), sample_plain(logits.clone(), rows.uniform)
+    assert np.array_equal(plain.tokens, shaped.tokens)
+    assert np.array_equal(plain.logprobs, shaped.logprobs)
+    assert plain.kept == {}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"min_new_tokens": 2}],
+)
+def test_one_live_row_with_settings_of_its_own_is_seen_until_it_leaves(own: dict[str, Any]) -> None:
+    table = SlotTable(3, 32)
+    prompt = np.arange(4, dtype=np.int32)
+    table.occupy(0, prompt, 0, Sampling(max_new_tokens=4), (), 1)
+    assert table.is_plain
+    table.occupy(1, prompt, 0, Sampling(max_new_tokens=4, **own), (), 1)
+    assert not table.is_plain
+    table.moved([1, 2], [2, 1])
+    assert not table.is_plain
+    table.release(2)
+    assert table.is_plain
+
+
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.full((3, 6), -torch.inf)
     logits[:, 2] = 1.0
@@ -165,7 +242,9 @@ def test_rows_with_different_settings_do_not_disturb_each_other() -> None:
         assert alone.kept.get(0) == together.kept.get(i)
     assert tokens[1] == int(logits[1].argmax())
     assert (tokens[2], tokens[4]) == (7, 11)
-    assert set(together.kept) == {3, 4, 5, 6}, "rows that draw from everything, or greedily, have nothing to record"
+    assert set(together.kept) == {3, 4, 5, 6}, (
+        "rows that draw from the whole vocabulary, or greedily, record no kept tokens"
+    )
 
 
 def test_what_is_recorded_is_the_set_that_the_log_probability_is_normalised_over() -> None:

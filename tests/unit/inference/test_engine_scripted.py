@@ -16,6 +16,7 @@ from services.inference.engine.base import FinishReason, GenerationRequest, KvPo
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import make_prompt, make_request
+from tests.waiting import until
 
 
 def echo(request: GenerationRequest) -> list[int]:
@@ -42,7 +43,8 @@ async def test_a_script_is_a_function_or_its_path(script: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["nowhere.at.all", "services.common.types:nothing", "plain", "services.common.types:__doc__"]
+    "script",
+    ["nowhere.at.all", "services.common.records.types:nothing", "plain", "services.common.records.types:__doc__"],
 )
 def test_a_script_that_cannot_be_imported_is_named(script: str) -> None:
     with pytest.raises(ConfigError, match=script):
@@ -97,9 +99,9 @@ async def test_tokens_take_the_configured_time() -> None:
 
 
 async def test_a_kept_cache_is_marked() -> None:
-    engine = await started(lambda request: [1] * 100, tokens_per_second=1000, kv_policy=KvPolicy.KEEP)
+    engine = await started(lambda request: [1] * 100, tokens_per_second=200, kv_policy=KvPolicy.KEEP)
     pending = asyncio.ensure_future(engine.generate(make_request([0], max_new_tokens=100)))
-    await asyncio.sleep(0.03)
+    await until(lambda: engine.health().generated_tokens)
     await engine.update(WeightUpdate.full({}, 4))
     generation = await pending
     assert [(s.weight_version, s.mixed_cache) for s in generation.segments] == [(0, False), (4, True)]

@@ -94,7 +94,7 @@ async def test_many_requests_of_all_lengths_through_few_slots_stay_exact(launch:
                 assert max_gap(models[segment.weight_version], prompt, generation, segment) <= TOLERANCE
             prompt = prompt + generation.token_ids + make_prompt(1 + turn + index % 7, index)
 
-    from services.common.models import named_weights
+    from services.common.text.huggingface import named_weights
 
     async def updates() -> None:
         for version in (1, 2, 3):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.common.errors import ModelMismatchError
-from services.common.models import named_weights
+from services.common.text.huggingface import named_weights
 from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import (
     TOLERANCE,
@@ -104,7 +104,7 @@ async def test_weights_of_the_other_dtype_are_converted(launch: Launch, engine_d
 
 
 async def test_the_model_handed_over_stays_in_step_with_the_engine() -> None:
-    from services.inference.engine.decoder import Decoder
+    from services.inference.engine.torch.decoder import Decoder
 
     model = build_model("qwen2")
     new = perturbed(model)
@@ -117,7 +117,7 @@ async def test_the_model_handed_over_stays_in_step_with_the_engine() -> None:
 async def test_an_unsupported_architecture_is_refused_by_name() -> None:
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    from services.inference.engine.torch_engine import TorchEngine
+    from services.inference.engine.torch.engine import TorchEngine
 
     model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50))
     with pytest.raises(ModelMismatchError, match=r"'gpt2'.*llama, qwen2, qwen3"):

@@ -1,6 +1,9 @@
-"""A range that is being received takes exactly the bytes that are due, whoever brings them."""
+"""A range accepts exactly its missing bytes, from any transport."""
 
 from __future__ import annotations
+
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -8,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import CorruptDataError
-from services.common.weights.manifest import ALIGNMENT
-from services.inference.weights.fetch_links import LinkSpeeds
-from services.inference.weights.fetch_range import ByteRange, receive_buffer
+from services.common.weights.manifest import ALIGNMENT, Encoding, Manifest, Payload
+from services.inference.weights.relay import Incoming
+from services.inference.weights.transports import ByteRange, receive_buffer
 
 
 @given(st.binary(min_size=1, max_size=200), st.integers(0, 100), st.lists(st.integers(1, 50), max_size=20))
@@ -41,22 +44,24 @@ def test_room_of_another_size_is_a_mistake() -> None:
         ByteRange(0, 5, memoryview(bytearray(4)))
 
 
+def test_a_complete_payload_is_freed_without_a_garbage_collection() -> None:
+    manifest = Manifest.of(run_id="r", policy="p", version=1, tensors=[])
+    payload = Payload(payload_id="p:1", encoding=Encoding.FULL, size_bytes=10, target=manifest)
+    incoming = Incoming(payload, memoryview(bytearray(10)))
+    for start, end in ((0, 4), (4, 10)):
+        incoming.shard(start, end).put(start, bytes(end - start))
+    freed = weakref.ref(incoming)
+    gc.disable()
+    try:
+        del incoming
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("size", [0, 1, 63, 5_000_000])
 def test_a_receive_buffer_is_aligned_and_writable(size: int) -> None:
     buffer = receive_buffer(size)
     array = np.frombuffer(buffer, dtype=np.uint8)
     assert len(buffer) == size and (not size or array.ctypes.data % ALIGNMENT == 0)
     assert array.flags.writeable
-
-
-def test_the_speed_of_a_link_follows_its_last_transfers_and_ignores_small_ones() -> None:
-    links = LinkSpeeds()
-    assert links.bytes_per_s("a") == 0
-    links.record("a", 100, 1.0)
-    assert links.bytes_per_s("a") == 0
-    links.record("a", 10_000_000, 1.0)
-    assert links.bytes_per_s("a") == 10_000_000
-    for _ in range(20):
-        links.record("a", 1_000_000, 1.0)
-    assert 1_000_000 < links.bytes_per_s("a") < 1_100_000
-    assert links.bytes_per_s("b") == 0

@@ -1,4 +1,4 @@
-"""What a policy wrote can always be sent: a text that cannot would be an error, and another try for the policy."""
+"""Any text of a policy can be sent: an error would give the policy another attempt."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from services.common import errors
 from services.common.rpc.status import MESSAGE_BYTES, to_status
-from services.inference.gateway_client import MOST_TEXT_BYTES, _encodable
+from services.inference.rpc.gateway_client import MOST_TEXT_BYTES, _encodable
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.config.loading import validate
+from services.common.config.reading.loading import validate
 from services.common.errors import ConfigError, ModelMismatchError
-from services.common.rpc.run_client import RunSettings
+from services.common.rpc.client.run_client import RunSettings
 from services.inference import loading
-from services.inference.byte_tokenizer import ByteTokenizer
 from services.inference.config import replica_config
+from services.inference.engine.byte_tokenizer import ByteTokenizer
+from services.inference.engine.streaming import StreamingEngine
 from tests.integration.inference.peers import scripted_recipe
 from tests.random_models import build_model
 from tests.unit.trainer_service.building import save_model
@@ -32,7 +33,7 @@ def test_the_engine_starts_with_the_published_values(
 ) -> None:
     model = build_model("qwen3")
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr("services.common.models.load_tokenizer", lambda path: SmallTokenizer())
+    monkeypatch.setattr("services.common.text.huggingface.load_tokenizer", lambda path: SmallTokenizer())
     recipe: dict[str, Any] = scripted_recipe(
         policies={
             "model0": {
@@ -79,7 +80,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_any_weights_are_loa
 
 
 async def test_without_weights_an_untrained_policy_is_at_version_0_from_the_start(tmp_path: Path) -> None:
-    """Nobody announces it: the first replica says what it holds."""
+    """Version 0 is not announced: the first replica reports its version."""
     recipe = scripted_recipe()
     ((name, section),) = recipe["policies"].items()
     recipe["policies"] = {name: section, "partner": {**section, "trained": False}}
@@ -96,9 +97,53 @@ def test_a_machine_that_does_not_see_the_run_gets_a_directory_that_nobody_else_h
     recipe = validate(scripted_recipe(), source="test")
     settings = RunSettings(run_id="r1", run_dir=tmp_path / "elsewhere", recipe=recipe)
     monkeypatch.setattr(loading.tempfile, "tempdir", str(tmp_path))
-    own = loading._directory(settings)
-    assert own.stat().st_mode & 0o777 == 0o700 and loading._directory(settings) == own
+    own = loading.private_directory(settings)
+    assert own.stat().st_mode & 0o777 == 0o700 and loading.private_directory(settings) == own
     own.rmdir()
     own.symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="somebody else's"):
-        loading._directory(settings)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        loading.private_directory(settings)
+
+
+class OfTheUser(StreamingEngine):
+    """Has the weights of its policy."""
+
+
+class Incomplete:
+    def __init__(self, setup: Any) -> None: ...
+
+    async def generate(self, request: Any) -> Any: ...
+
+
+def test_an_engine_by_import_path_gets_the_published_weights_and_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_model("qwen3")
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr("services.common.text.huggingface.load_tokenizer", lambda path: SmallTokenizer())
+    engine = {"engine": f"{__name__}:OfTheUser", "engine_settings": {"url": "here"}, "num_slots": 3, "port": 0}
+    recipe: dict[str, Any] = scripted_recipe(
+        policies={
+            "model0": {
+                "model": {"path": str(tmp_path), "context_length": 2048},
+                "weights": {"publish_dtype": "bfloat16"},
+            }
+        },
+        inference={"a": engine},
+    )
+    settings = RunSettings("r", tmp_path, validate(recipe, source="test"))
+    loaded = loading.load_policy("model0", settings, replica_config(settings.recipe, "a"), lambda count, at: None)
+    own = loaded.served.engine
+    assert isinstance(own, OfTheUser) and loaded.relay is not None
+    assert (own.setup.num_slots, own.setup.settings, own.setup.model_path) == (3, {"url": "here"}, str(tmp_path))
+    assert loaded.weights.held().number == own.version == 0
+    for name, tensor in model.named_parameters():
+        assert torch.equal(own.setup.weights[name], tensor.detach().to(torch.bfloat16)), name
+
+
+def test_an_engine_without_a_method_is_refused_with_its_line(tmp_path: Path) -> None:
+    recipe: dict[str, Any] = scripted_recipe(inference={"a": {"engine": f"{__name__}:Incomplete", "port": 0}})
+    settings = RunSettings("r", tmp_path, validate(recipe, source="test"))
+    told = rf"{__file__}:\d+: the class engine .*Incomplete lacks methods: write `async def start\(self\)`, .*health"
+    with pytest.raises(ConfigError, match=told):
+        loading.load_policy("model0", settings, replica_config(settings.recipe, "a"), lambda count, at: None)

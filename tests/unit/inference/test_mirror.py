@@ -1,4 +1,4 @@
-"""The mirror is one version or the other, whatever happens while it is written, and whoever reads along."""
+"""The mirror always has one complete version, after any failure of a write and for concurrent readers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.common.errors import CorruptDataError, VersionUnavailableError
+from services.common.errors import CorruptDataError, ModelMismatchError, VersionUnavailableError
+from services.common.weights.adapter import AdapterIdentity
 from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, encode_tensor
-from services.common.weights.digest import DigestAlgorithm, tensor_digest
-from services.common.weights.dtypes import Bits
+from services.common.weights.elements import Bits
 from services.common.weights.manifest import (
     BaseVersion,
+    DigestAlgorithm,
     Encoding,
     Manifest,
     Payload,
-    Profile,
     TensorSpec,
     lay_out,
+    tensor_digest,
     with_digest,
 )
-from services.inference.weights.fetch_range import receive_buffer
 from services.inference.weights.mirror import Mirror
+from services.inference.weights.transports import receive_buffer
 
 Version = dict[str, Bits]
 
@@ -61,12 +62,12 @@ def full(version: Version, number: int, algorithm: DigestAlgorithm = "xxh3-128")
 
 
 def delta(
-    old: Version, new: Version, number: int, profile: Profile = Profile.FAST, algorithm: DigestAlgorithm = "xxh3-128"
+    old: Version, new: Version, number: int, algorithm: DigestAlgorithm = "xxh3-128"
 ) -> tuple[Payload, memoryview]:
     base, target = manifest_of(old, number - 1, algorithm), manifest_of(new, number, algorithm)
     parts, entries, offset = [], [], 0
     for entry in target.tensors:
-        part = encode_tensor(old[entry.name], new[entry.name], entry.dtype, profile)
+        part = encode_tensor(old[entry.name], new[entry.name], entry.dtype)
         entries.append(replace(entry, offset=offset, length=len(part)))
         parts.append(part)
         offset += len(part)
@@ -76,7 +77,6 @@ def delta(
         size_bytes=offset,
         target=replace(target, tensors=tuple(entries)),
         base=BaseVersion(number=base.version, digest=base.digest),
-        profile=profile,
     )
     return payload, memoryview(b"".join(parts))
 
@@ -94,15 +94,14 @@ def equal(left: Version, right: Version) -> bool:
 
 
 @pytest.mark.parametrize("algorithm", ["xxh3-128", "blake3"])
-@pytest.mark.parametrize("profile", list(Profile))
 def test_a_snapshot_and_deltas_after_it_give_each_version_bit_for_bit(
-    profile: Profile, algorithm: DigestAlgorithm
+    algorithm: DigestAlgorithm,
 ) -> None:
     mirror, version = Mirror("p"), make_version(0)
     take(mirror, *full(version, 0, algorithm))
     for number in range(1, 4):
         new = changed(version, number)
-        take(mirror, *delta(version, new, number, profile, algorithm))
+        take(mirror, *delta(version, new, number, algorithm))
         assert equal(held(mirror), new)
         assert mirror.base == BaseVersion(number=number, digest=manifest_of(new, number, algorithm).digest)
         version = new
@@ -137,7 +136,7 @@ def test_a_lease_keeps_its_version_while_the_next_is_written() -> None:
     third = changed(second, 2)
     before = mirror.host_arrays()["a"]
     take(mirror, *delta(second, third, 2))
-    assert np.shares_memory(before, mirror.host_arrays()["a"]), "nobody reads: written in place"
+    assert np.shares_memory(before, mirror.host_arrays()["a"]), "without a lease the array is written in place"
 
 
 @pytest.mark.parametrize(
@@ -199,15 +198,14 @@ def test_whatever_is_wrong_with_a_snapshot_the_mirror_stays_as_it_is(damage: str
     assert equal(held(mirror), first) and mirror.base is not None and mirror.base.number == 0
 
 
-@pytest.mark.parametrize("profile", list(Profile))
-def test_a_delta_takes_no_more_memory_than_its_changes_and_two_tensors(profile: Profile) -> None:
+def test_a_delta_takes_no_more_memory_than_its_changes_and_two_tensors() -> None:
     rng = np.random.default_rng(0)
     sizes = [3 * CHUNK_ELEMENTS, *[CHUNK_ELEMENTS] * 12]
     first = {str(number): rng.integers(0, 1 << 14, size, dtype=np.uint16) for number, size in enumerate(sizes)}
     second = {name: bits + (rng.random(len(bits)) < 0.01) for name, bits in first.items()}
     mirror = Mirror("p")
     take(mirror, *full(first, 0))
-    payload, data = delta(first, second, 1, profile)
+    payload, data = delta(first, second, 1)
     tracemalloc.start()
     try:
         verified = mirror.verify(payload, data)
@@ -316,3 +314,36 @@ def test_a_model_that_fills_it_can_change_without_it() -> None:
         before = mirror.host_tensors()["w"].clone()
         weights["w"].add_(1)
         assert torch.equal(mirror.host_tensors()["w"], before) and (entry.dtype, entry.shape) == (dtype, (2, 3))
+
+
+ADAPTER = AdapterIdentity(rank=4, alpha=8.0, targets=("k_proj", "q_proj"), base="xxh3-128:" + "a" * 32)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (
+            replace(ADAPTER, base="xxh3-128:" + "b" * 32),
+            "version 2 holds another adapter: base xxh3-128:b+, expected xxh",
+        ),
+        (replace(ADAPTER, rank=8), "version 2 holds another adapter: rank 8, expected 4$"),
+        (replace(ADAPTER, alpha=16.5), "version 2 holds another adapter: alpha 16.5, expected 8$"),
+        (replace(ADAPTER, targets=("q_proj",)), "another adapter: targets q_proj, expected k_proj, q_proj$"),
+        (None, "version 2 holds all weights of a model, expected an adapter"),
+    ],
+)
+def test_a_mirror_refuses_the_version_of_another_adapter(other: AdapterIdentity | None, says: str) -> None:
+    """With the same tensors, which only another base makes another policy."""
+    import torch
+
+    mirror = Mirror("p")
+    held = mirror.fill({"w": torch.ones(4)}, run_id="r", version=1, dtype="float32", adapter=ADAPTER)
+    target = Manifest.of(run_id="r", policy="p", version=2, tensors=held.tensors, adapter=other)
+    data = memoryview(bytearray(torch.ones(4).numpy().tobytes()))
+    sent = Payload(payload_id="f", encoding=Encoding.FULL, size_bytes=len(data), target=target)
+    with pytest.raises(ModelMismatchError, match=says):
+        mirror.verify(sent, data)
+    assert mirror.manifest == held
+    own = Manifest.of(run_id="r", policy="p", version=2, tensors=held.tensors, adapter=ADAPTER)
+    mirror.write(mirror.verify(replace(sent, target=own), data))
+    assert mirror.manifest.version == 2

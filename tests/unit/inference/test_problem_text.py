@@ -1,10 +1,10 @@
-"""Examples leave a problem's text, and nothing else does."""
+"""Only the examples are removed from a problem's text."""
 
 from __future__ import annotations
 
 import pytest
 
-from services.inference.workflows.problem_text import without_examples
+from services.inference.workflows.codegen.problem_text import without_examples
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Reward functions of the user: what they return, and what becomes of those that misbehave."""
+"""Reward functions of the user: their results, and the treatment of faulty ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any, cast
 
 import pytest
 
+from services.common.aio import deadline
 from services.common.errors import ConfigError, DeadlineError
-from services.common.types import Task
+from services.common.records.types import Task
+from services.common.system.threads import DaemonThreads
 from services.inference.workflows import rewards
 from services.inference.workflows.base import Gateway
 from services.inference.workflows.rewards import build_grader
+from tests.waiting import until
 
 HERE = "tests.unit.inference.test_rewards"
 TASK = Task(task_id="7", data={"answer": "42"})
@@ -70,9 +73,80 @@ async def test_a_function_that_runs_for_ever_ends_its_rollout_alone(monkeypatch:
             await call
     assert (await fine(NOWHERE, TASK, "42")).value == 1.0
     never.set()
-    assert time.monotonic() - began < 25, "it waited for the function"
+    assert time.monotonic() - began < 25, "the rollout waited for the function"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (None, "returned None .*is a `return` missing"),
+        ("1.0", "returned '1.0'"),
+        ([1.0, 2.0], r"returned \[1.0, 2.0\]"),
+        ({}, r"returned \{\}"),
+        (float("inf"), "returned inf"),
+    ],
+)
+async def test_what_a_function_returns_beside_numbers_is_told(
+    monkeypatch: pytest.MonkeyPatch, given: object, told: str
+) -> None:
+    monkeypatch.setattr(f"{HERE}.exact", lambda task, completion: given)
+    with pytest.raises(ValueError, match=told):
+        await build_grader(f"{HERE}:exact")(NOWHERE, TASK, "42")
+
+
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [("maths", "did you mean 'math'"), ("rewards.exact", "did you mean 'rewards:exact'"), ("", "boxed, code, math")],
+)
+def test_a_reward_that_is_neither_built_in_nor_a_path_is_refused_at_start(reward: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        build_grader(reward)
+
+
+async def test_the_clock_of_a_function_starts_when_a_thread_begins_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[float] = []
+
+    class Recorded(deadline):
+        def begin_again(self, seconds: float, name: str) -> None:
+            begun.append(seconds)
+            super().begin_again(seconds, name)
+
+    monkeypatch.setattr(rewards, "deadline", Recorded)
+    monkeypatch.setattr(rewards, "REWARD_THREADS", DaemonThreads(2))
+    gate = threading.Semaphore(0)
+
+    def waits(task: Any, completion: str) -> float:
+        gate.acquire()
+        return 1.0
+
+    monkeypatch.setattr(f"{HERE}.exact", waits)
+    calls = [asyncio.ensure_future(build_grader(f"{HERE}:exact")(NOWHERE, TASK, "42")) for _ in range(12)]
+    await until(lambda: len(begun) == 2, "two functions have begun")
+    for num_ended in range(1, 11):
+        gate.release()
+        await until(lambda wanted=2 + num_ended: len(begun) == wanted, "the next function has begun")  # type: ignore[misc]
+    gate.release(2)
+    assert [(await call).value for call in calls] == [1.0] * 12
+    assert begun == [rewards.REWARD_TIMEOUT_S] * 12
+
+
+async def test_as_many_functions_run_at_once_as_the_service_has_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = DaemonThreads(4)
+    threads.allow(64)
+    monkeypatch.setattr(rewards, "REWARD_THREADS", threads)
+    together = threading.Barrier(64)
+
+    def meets(task: Any, completion: str) -> float:
+        together.wait(30)
+        return 1.0
+
+    monkeypatch.setattr(f"{HERE}.exact", meets)
+    grade = build_grader(f"{HERE}:exact")
+    assert [reward.value for reward in await asyncio.gather(*(grade(NOWHERE, TASK, "42") for _ in range(64)))] == [
+        1.0
+    ] * 64
 
 
 def test_what_is_no_function_is_refused_at_start() -> None:
-    with pytest.raises(ConfigError, match="is no function"):
+    with pytest.raises(ConfigError, match="and no function: write `def reward"):
         build_grader(f"{HERE}:TASK")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -18,19 +19,20 @@ from services.common.errors import (
     RolloutTimeoutError,
     WeightsStaleError,
 )
-from services.common.types import Purpose, Task
+from services.common.records.types import PlayedBy, Purpose, Task
 from services.inference.engine.weight_update import WeightUpdate
-from services.inference.policies import ServedPolicy
-from services.inference.rollout import RolloutPlayer
+from services.inference.rollouts.player import RolloutPlayer
+from services.inference.rollouts.policies import ServedPolicy
 from services.inference.workflows.base import Outcome, Reward, Workflow, WorkflowContext
 from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
 from tests.unit.inference.fakes import FakeGateway, RecordingEngine, Records, make_order, served_policy
+from tests.waiting import until
 
 Behaviour = Callable[[WorkflowContext], Any]
 
 
 class Told:
-    """A workflow that plays a single turn, after doing what it is told."""
+    """A workflow that runs the test's hook, then plays a single turn."""
 
     Settings: ClassVar[type[Section]] = SingleTurnSettings
 
@@ -86,7 +88,7 @@ async def forever(context: WorkflowContext) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_pauses_between_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.inference.attempts._RETRY_BASE_S", 0.001)
+    monkeypatch.setattr("services.inference.rollouts.attempts._RETRY_BASE_S", 0.001)
 
 
 async def test_every_slot_of_an_order_becomes_a_trajectory() -> None:
@@ -292,8 +294,7 @@ async def test_a_group_cancelled_before_its_first_step_frees_its_slots() -> None
 async def test_a_cancelled_rollout_stops_generating() -> None:
     player, _, _, policy = await make_player(tokens_per_second=1.0)
     player.play(make_order())
-    await asyncio.sleep(0.05)
-    assert policy.engine.health().running == 4
+    await until(lambda: policy.engine.health().running == 4, "four generate")
     await player.close()
     assert policy.engine.health().running == 0
 
@@ -351,3 +352,44 @@ async def test_an_outcome_without_a_number_is_a_failure() -> None:
     player.play(make_order(indices=(0,)))
     await player.wait_until_idle()
     assert [f.reason for f in records.failures] == ["ValueError"]
+
+
+async def test_what_a_users_workflow_does_wrong_is_told_with_its_line() -> None:
+    class ReturnsItsReward(Told):
+        async def run(self, task: Task, context: WorkflowContext) -> Outcome:
+            await super().run(task, context)
+            return 1.0  # type: ignore[return-value]
+
+    for kind, before, told in (
+        (
+            ReturnsItsReward,
+            None,
+            "ReturnsItsReward.run returned float, and no Outcome: write `return chat.outcome(reward)`",
+        ),
+        (Told, raises(KeyError("answer")), "'answer'"),
+    ):
+        player, records, _, _ = await make_player(before, kind=kind)
+        player.play(make_order(indices=(0,)))
+        await player.wait_until_idle()
+        (failure,) = records.failures
+        assert re.fullmatch(rf"{re.escape(__file__)}:\d+: {re.escape(told)}", failure.detail)
+
+
+async def test_a_source_with_a_workflow_of_its_own_is_played_by_that_one() -> None:
+    """The others, and other purposes of a dataset of the same name, are played by that of their purpose."""
+    player, records, usual, policy = await make_player()
+    own = Told(SingleTurnSettings(), None)
+    workflows: dict[PlayedBy, Workflow] = {**dict.fromkeys(Purpose, usual), (Purpose.TRAIN, "code"): own}
+    player = RolloutPlayer(
+        workflows=workflows, policies={"model0": policy}, gateway=FakeGateway(), sink=records, replica_id="a",
+        num_slots=8, infra_retries=0,
+    )  # fmt: skip
+    for number, (source, purpose) in enumerate(
+        [("code", Purpose.TRAIN), ("maths", Purpose.TRAIN), ("code", Purpose.EVALUATION), ("", Purpose.TRAIN)]
+    ):
+        order = dataclasses.replace(
+            make_order(indices=(0,)), task_group_id=f"g{number}", source=source, purpose=purpose
+        )
+        player.play(order)
+    await player.wait_until_idle()
+    assert (own.num_runs, usual.num_runs) == (1, 3)

@@ -1,4 +1,4 @@
-"""What a replica does with teachers: it scores what is trained, and plays again what could not be scored."""
+"""Teachers in a replica: trained sequences are scored; a rollout without scores is played again."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.common.accounts import TimeAccount
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError
-from services.common.types import Logprobs, Purpose, Sampling, Segment, Sequence, StopReason
-from services.inference.attempts import Attempts
+from services.common.records.types import Logprobs, Purpose, Sampling, Segment, Sequence, StopReason
+from services.common.telemetry.accounts import TimeAccount
 from services.inference.engine.base import ScoreRequest
 from services.inference.engine.scripted import ScriptedEngine
-from services.inference.policies import ServedPolicy
-from services.inference.rollout import RolloutPlayer
-from services.inference.scoring import Teachers, score_request
-from services.inference.timing import RolloutClock
+from services.inference.rollouts.attempts import Attempts
+from services.inference.rollouts.player import RolloutPlayer
+from services.inference.rollouts.policies import ServedPolicy
+from services.inference.rollouts.scoring import Teachers, score_request
+from services.inference.rollouts.timing import RolloutClock
 from services.inference.workflows.base import Outcome, WorkflowContext
 from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
 from tests.unit.inference.fakes import FakeGateway, Records, make_order, qwen_like_chat, served_policy
 
 
 class Teacher(ScriptedEngine):
-    """Remembers what it scored; fails as often as it is told."""
+    """Records its score requests; fails a given number of times."""
 
     def __init__(self, failures: int = 0) -> None:
         super().__init__(version=0)
@@ -62,11 +62,11 @@ async def make_player(teacher: Teacher, infra_retries: int = 2) -> tuple[Rollout
 
 @pytest.fixture(autouse=True)
 def _no_pauses_between_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.inference.attempts._RETRY_BASE_S", 0.001)
+    monkeypatch.setattr("services.inference.rollouts.attempts._RETRY_BASE_S", 0.001)
 
 
 async def test_each_sampled_token_carries_what_the_teacher_says_of_it() -> None:
-    """The workflow names no policy: the teacher is none that it could mean."""
+    """The workflow names no policy: the default is never the teacher."""
     teacher = Teacher()
     player, records = await make_player(teacher)
     player.play(make_order(sampling=Sampling(max_new_tokens=200, temperature=0.7)))

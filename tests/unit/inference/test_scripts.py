@@ -1,4 +1,4 @@
-"""Built-in scripts: right in their share of the rollouts, wrong in the others, and what they write can be read."""
+"""Built-in scripts: right in their share of the rollouts, wrong in the others, and their text can be parsed."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.accounts import TimeAccount
 from services.common.config.data import WorkflowConfig
-from services.common.config.loading import validate
+from services.common.config.processes.services import ForcedEngineConfig
+from services.common.config.reading.loading import validate
 from services.common.config.recipe import Recipe
-from services.common.config.services import ForcedEngineConfig
 from services.common.errors import ConfigError, DatasetError
-from services.common.tool_calls import find_call, parse_json_call
-from services.common.types import Purpose, Sampling, Segment, Task
+from services.common.records.types import Purpose, Sampling, Segment, Task
+from services.common.telemetry.accounts import TimeAccount
+from services.common.text.tool_calls import find_call, parse_json_call
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest
-from services.inference.policies import RolloutPolicy, ServedPolicy
-from services.inference.scripts.base import Cue, Line, Scene
+from services.inference.rollouts.policies import RolloutPolicy, ServedPolicy
+from services.inference.scripts.answers import speak
+from services.inference.scripts.base import Cue, EarlierTurn, Scene
 from services.inference.scripts.checkers import solve_and_verify, write_and_test
 from services.inference.scripts.episodes import act
 from services.inference.scripts.programs import broken_program, cases_of, falsified, fenced, right_program
 from services.inference.scripts.registry import SCRIPTS, load_scripts
-from services.inference.scripts.single_turn import speak
-from services.inference.workflows.base import Episode, Execution, ExecutionStatus, Outcome, Step, WorkflowContext
+from services.inference.workflows.base import Episode, Execution, Outcome, RunStatus, Step, WorkflowContext
 from services.inference.workflows.registry import WORKFLOWS, build_workflow
 from services.inference.workflows.rewards import boxed_integer
-from services.inference.workflows.verdicts import Verdict, read_verdict
+from services.inference.workflows.verdicts import ReviewVerdict, read_verdict
 from tests.unit.inference.fakes import FakeGateway, qwen_like_chat
 
 MATH = {"problem": "What is 6 times 7?", "answer": "42"}
@@ -61,7 +61,7 @@ def recipe(workflow: WorkflowConfig, **sections: Any) -> Recipe:
 
 
 class Parrot:
-    """An engine that says what requests force, and remembers them."""
+    """An engine that emits the requests' ``forced_ids`` and records them."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -75,7 +75,7 @@ class Parrot:
 
 
 class World(FakeGateway):
-    """A gateway whose one episode ends with the expert's last action."""
+    """A gateway with one episode, which ends with the expert's last action."""
 
     async def create_episode(self, environment: str, task: Task, seed: int) -> Episode:
         return Episode(
@@ -88,7 +88,7 @@ class World(FakeGateway):
 
     async def execute_code(self, code: str, **_: Any) -> Execution:
         failed = "// 0" in code
-        return Execution(status=ExecutionStatus.RUNTIME_ERROR if failed else ExecutionStatus.OK, stdout="42")
+        return Execution(status=RunStatus.RUNTIME_ERROR if failed else RunStatus.OK, stdout="42")
 
 
 @dataclass
@@ -139,7 +139,9 @@ async def play(name: str, row: Mapping[str, Any], count: int = 80, **settings: A
     return played
 
 
-def cue(row: Mapping[str, Any], seed: int = 0, said: tuple[Line, ...] = (), workflow: str = "single_turn") -> Cue:
+def cue(
+    row: Mapping[str, Any], seed: int = 0, said: tuple[EarlierTurn, ...] = (), workflow: str = "single_turn"
+) -> Cue:
     book = load_scripts(ForcedEngineConfig(), recipe(WorkflowConfig(name=workflow)))
     return Cue(
         policy="model0", task=Task(task_id="t", data=row), purpose=Purpose.TRAIN, prompt="", said=said,
@@ -180,7 +182,7 @@ async def test_verdicts_are_right_half_of_the_time_about_right_and_wrong_solutio
     for outcome, texts in zip(played.outcomes, played.texts, strict=True):
         solution, review = outcome.sequences[0], outcome.sequences[1]
         verdicts[solution.reward].append(review.reward == 1.0)
-        assert (len(outcome.sequences) == 3) == (read_verdict(texts[1]) is Verdict.REJECT)
+        assert (len(outcome.sequences) == 3) == (read_verdict(texts[1]) is ReviewVerdict.REJECT)
     assert about_half(verdicts[0.0])
     assert about_half(verdicts[1.0])
     second = [outcome.sequences[2].reward == 1.0 for outcome in played.outcomes if len(outcome.sequences) == 3]
@@ -260,7 +262,7 @@ def test_a_falsified_case_expects_something_else(truth: Any) -> None:
 
 
 def test_written_test_cases_are_fenced_json_after_a_thought() -> None:
-    said = (Line(policy="model0", text="```python\npass\n```"),)
+    said = (EarlierTurn(policy="model0", text="```python\npass\n```"),)
     settings = {"num_cases": 1, "verifier_thinking": True, "reward": "code"}
     for seed in range(8):
         asked = _with_settings(cue(STDIN, seed, said), settings)

@@ -1,4 +1,4 @@
-"""Work on a few threads: every call runs once, failures come out, small work stays where it is."""
+"""Work on a few threads: every call runs once, failures are raised, small work stays in the calling thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from services.inference.threads import num_threads, run_all
+from services.inference.engine.threads import num_threads, run_all
 
 
 @pytest.mark.parametrize("touched_bytes", [0, 1 << 30])

@@ -1,10 +1,10 @@
-"""Reading tool calls, and telling the policy what is wrong with one."""
+"""Parsing of tool calls, and error messages for the policy."""
 
 from __future__ import annotations
 
 import pytest
 
-from services.common.tool_calls import (
+from services.common.text.tool_calls import (
     MalformedCall,
     ToolCall,
     cut_text,

@@ -1,4 +1,4 @@
-"""Tool-calling math: the reward is the answer's, the penalty is about the way to it."""
+"""Tool-calling math: the reward depends on the answer, the penalty on failed calls and format."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import PromptTooLongError
-from services.common.types import Purpose, Sequence, StopReason
-from services.inference.workflows.base import Execution, ExecutionStatus
-from services.inference.workflows.tool_math import ToolMath, ToolMathSettings, format_term, tool_error_share
+from services.common.records.types import Purpose, Sequence, StopReason
+from services.inference.workflows.base import Execution, RunStatus
+from services.inference.workflows.tools.tool_math import ToolMath, ToolMathSettings, format_term, tool_error_share
 from tests.unit.inference.fakes import (
     FakeGateway,
     RecordingEngine,
@@ -23,9 +23,9 @@ from tests.unit.inference.fakes import (
 
 ANSWER = "<answer>\\boxed{42}</answer>"
 PROGRAMS = {
-    "print(6*7)": Execution(status=ExecutionStatus.OK, stdout="42\n"),
-    "print('Error')": Execution(status=ExecutionStatus.OK, stdout="Error: only a word\n"),
-    "spin": Execution(status=ExecutionStatus.TIME_LIMIT),
+    "print(6*7)": Execution(status=RunStatus.OK, stdout="42\n"),
+    "print('Error')": Execution(status=RunStatus.OK, stdout="Error: only a word\n"),
+    "spin": Execution(status=RunStatus.TIME_LIMIT),
 }
 
 
@@ -108,7 +108,7 @@ async def test_every_turn_is_begun_with_the_prefill_which_is_not_trained_nor_gra
     invitation = "<|im_start|>assistant\n<reason>"
     assert all(text.endswith(invitation) for is_policy, text in shown if not is_policy)
     assert [text for is_policy, text in shown if is_policy] == texts and graded == texts[-1:]
-    # What the engine was asked to continue is the sequence up to there, token by token.
+    # The engine's prompt is the sequence up to there, token by token.
     assert isinstance(policy.engine, RecordingEngine)
     ids = list(sequence.token_ids)
     for request, end in zip(policy.engine.requests, (1, 3), strict=True):

@@ -1,4 +1,4 @@
-"""The tool loop, turn by turn: a scripted policy, a gateway in this process, and what each ending records."""
+"""The tool loop, turn by turn: a scripted policy, a gateway in this process, and the record of each ending."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import ConfigError, InfrastructureError, UnknownPolicyError
-from services.common.types import Sequence, StopReason
-from services.inference.workflows.base import Execution, ExecutionStatus, Outcome
-from services.inference.workflows.tool_use import ToolUse, ToolUseSettings
+from services.common.records.types import Sequence, StopReason
+from services.inference.workflows.base import Execution, Outcome, RunStatus
+from services.inference.workflows.tools.tool_use import ToolUse, ToolUseSettings
 from tests.unit.inference.fakes import (
     FakeGateway,
     RecordingEngine,
@@ -23,13 +23,13 @@ from tests.unit.inference.fakes import (
 CODE = "<tool_call>print(6*7)</tool_call>"
 ANSWER = "\\boxed{42}"
 PROGRAMS = {
-    "print(6*7)": Execution(status=ExecutionStatus.OK, stdout="42\n"),
-    "boom": Execution(status=ExecutionStatus.RUNTIME_ERROR, stdout="so far\n", stderr="NameError: boom\n"),
-    "spin": Execution(status=ExecutionStatus.TIME_LIMIT, wall_time_s=4.0),
-    "eat": Execution(status=ExecutionStatus.MEMORY_LIMIT),
-    "flood": Execution(status=ExecutionStatus.OUTPUT_LIMIT, stdout="x" * 1000),
-    "silent": Execution(status=ExecutionStatus.OK),
-    "error word": Execution(status=ExecutionStatus.OK, stdout="Error: just a word\n"),
+    "print(6*7)": Execution(status=RunStatus.OK, stdout="42\n"),
+    "boom": Execution(status=RunStatus.RUNTIME_ERROR, stdout="so far\n", stderr="NameError: boom\n"),
+    "spin": Execution(status=RunStatus.TIME_LIMIT, wall_time_s=4.0),
+    "eat": Execution(status=RunStatus.MEMORY_LIMIT),
+    "flood": Execution(status=RunStatus.OUTPUT_LIMIT, stdout="x" * 1000),
+    "silent": Execution(status=RunStatus.OK),
+    "error word": Execution(status=RunStatus.OK, stdout="Error: just a word\n"),
 }
 
 
@@ -129,8 +129,8 @@ async def test_a_json_call_runs_with_its_standard_input() -> None:
 
 @pytest.mark.parametrize("lists_tools", [True, False])
 async def test_the_schemas_of_the_tools_stand_in_the_system_turn(lists_tools: bool) -> None:
-    from services.common.chat import Chat
-    from services.inference.byte_tokenizer import ByteTokenizer
+    from services.common.text.chat import Chat
+    from services.inference.engine.byte_tokenizer import ByteTokenizer
 
     chat = qwen_like_chat() if lists_tools else Chat(ByteTokenizer())
     policy = await served_policy([ANSWER], chat=chat)

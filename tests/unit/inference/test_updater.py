@@ -1,4 +1,4 @@
-"""The updater: the newest version wins, the engine gets changes only from where it stands, and failures are told."""
+"""The updater: the newest version wins, the engine gets changes only against its own version, and failures are reported."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from services.common.errors import (
     MillraceError,
     ModelMismatchError,
     NotFoundError,
+    SupersededError,
     VersionUnavailableError,
 )
-from services.common.types import FetchPlan, WeightVersion
+from services.common.records.types import FetchPlan, WeightVersion
 from services.common.weights.manifest import BaseVersion
 from services.inference.engine.weight_update import WeightUpdate
-from services.inference.weights.fetch import Fetched
+from services.inference.weights.fetcher import Fetched
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.updater import WeightUpdater
 from tests.unit.inference.test_mirror import Version, changed, delta, full, make_version, manifest_of
+from tests.waiting import until
 
 
 class World:
@@ -41,6 +43,7 @@ class World:
         self.damage = 0  # so many payloads come with other bytes
         self.fetch_errors: list[Exception] = []
         self.engine_errors: list[Exception] = []
+        self.skipped: set[int] = set()  # versions whose delta the source never begins
         self.gate = asyncio.Event()
         self.gate.set()
         self.updater = WeightUpdater(self.mirror, self, self, Mirror.host_arrays)  # type: ignore[arg-type]
@@ -50,9 +53,18 @@ class World:
         return WeightVersion(policy="p", number=number, digest=digest, sources=("x:1",))
 
     # as a fetcher
-    async def fetch(self, wanted: WeightVersion, base: BaseVersion | None, plan: FetchPlan | None) -> Fetched:
+    async def fetch(
+        self,
+        wanted: WeightVersion,
+        base: BaseVersion | None,
+        plan: FetchPlan | None,
+        is_superseded: Callable[[], bool] = lambda: False,
+    ) -> Fetched:
         self.asked.append((wanted.number, base.number if base else None, plan))
         await self.gate.wait()
+        if wanted.number in self.skipped:
+            await until(is_superseded)
+            raise SupersededError(f"version {wanted.number} is skipped")
         if self.fetch_errors:
             raise self.fetch_errors.pop(0)
         if base is not None and base.number == wanted.number - 1:
@@ -64,7 +76,7 @@ class World:
             data = memoryview(bytes(data[:-1]) + b"\xff")
         return Fetched(payload=payload, data=data, transport="grpc", sources=("x:1",))
 
-    def settled(self, fetched: Fetched, *, good: bool) -> None:
+    def settled(self, fetched: Fetched, *, good: bool, verify_s: float = 0.0) -> None:
         self.settlements.append(good)
 
     # as an engine
@@ -76,12 +88,6 @@ class World:
 
     async def until_held(self, number: int) -> None:
         await until(lambda: self.updater.held().number == number)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 @asynccontextmanager
@@ -117,14 +123,26 @@ async def test_older_versions_are_skipped_while_one_is_fetched() -> None:
         assert [wanted for wanted, _, _ in world.asked] == [1, 4]
 
 
+async def test_a_version_that_its_source_skips_is_no_failure() -> None:
+    async with running(World()) as world:
+        world.skipped = {1}
+        world.updater.offer(world.version(1))
+        await until(lambda: bool(world.asked))
+        world.updater.offer(world.version(2))
+        await world.until_held(2)
+        assert [(wanted, base) for wanted, base, _ in world.asked] == [(1, 0), (2, 0)], "no forced snapshot"
+        assert world.updater.num_failures == 0
+        assert [transfer.error for transfer in world.updater.take_transfers()] == [""]
+
+
 async def test_a_failed_fetch_keeps_the_old_version_is_recorded_and_tried_again() -> None:
     async with running(World()) as world:
         world.fetch_errors = [InfrastructureError("gone"), CorruptDataError("damaged")]
-        plan = FetchPlan(relays=("a:1", "b:1"), own_stripe=0)
+        plan = FetchPlan(relays=("a:1", "b:1"), own_shard=0)
         world.updater.offer(world.version(1), plan)
         await world.until_held(1)
         assert world.asked == [(1, 0, plan), (1, 0, plan), (1, None, None)], (
-            "only what was damaged asks for a snapshot, and without the others"
+            "only a damaged delta asks for a snapshot, and without peers"
         )
         failed, damaged, arrived = world.updater.take_transfers()
         assert "gone" in failed.error and "damaged" in damaged.error
@@ -155,7 +173,7 @@ async def test_a_machine_that_is_short_of_something_costs_an_attempt_not_the_rep
 async def test_a_plan_that_was_made_for_another_announcement_is_not_gone_back_to() -> None:
     async with running(World()) as world:
         world.gate.clear()
-        world.updater.offer(world.version(1), FetchPlan(relays=("a:1", "b:1"), own_stripe=0))
+        world.updater.offer(world.version(1), FetchPlan(relays=("a:1", "b:1"), own_shard=0))
         await until(lambda: bool(world.asked))
         world.fetch_errors = [InfrastructureError("gone")]
         world.updater.offer(world.version(1))
@@ -170,7 +188,7 @@ async def test_bytes_that_are_wrong_are_settled_as_bad_and_the_next_as_good() ->
         world.updater.offer(world.version(1))
         await world.until_held(1)
         assert world.settlements == [False, True]
-        assert world.asked[1][1] is None, "what was damaged asks for a snapshot"
+        assert world.asked[1][1] is None, "a damaged delta asks for a snapshot"
 
 
 async def test_an_engine_that_failed_to_follow_gets_the_whole_mirror_and_nothing_is_fetched_again() -> None:

@@ -1,4 +1,4 @@
-"""Workflows, prompts and rewards from a recipe: what is built, and what is refused with which words."""
+"""Workflows, prompts and rewards from a recipe: built objects, refusals and their messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from services.common.config.data import WorkflowConfig
 from services.common.errors import ConfigError, DatasetError
-from services.common.types import StopReason, Task
+from services.common.records.types import StopReason, Task
 from services.inference.workflows.prompts import PromptSettings, build_messages
 from services.inference.workflows.registry import WORKFLOWS, build_workflow
 from services.inference.workflows.rewards import boxed_integer, build_grader
@@ -43,7 +43,7 @@ def test_every_built_in_workflow_is_built_from_its_defaults(name: str) -> None:
             "write one of actor_verifier, agent_env, codegen_verifier, external_agent, single_turn, tool_",
         ),
         ("no.such.module:Workflow", {}, "no module"),
-        ("services.inference.workflows.tools:PythonWithStandardIo", {}, "is no workflow"),
+        ("services.inference.workflows.tools.toolset:PythonWithStandardIo", {}, "is no workflow"),
         ("tool_use", {"max_turn": 3}, r"workflow\.settings\.max_turn: unknown key; did you mean 'max_turns'"),
         ("tool_use", {"max_turns": 0}, r"workflow\.settings\.max_turns"),
         ("tool_use", {"format": "xml"}, r"workflow\.settings\.format"),

@@ -1,4 +1,4 @@
-"""Short ways to make records for tests."""
+"""Builders of records for tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.common.types import (
+from services.common.records.types import (
     Purpose,
     RolloutFailure,
     Sampling,
@@ -17,7 +17,7 @@ from services.common.types import (
     TaskGroupOrder,
     Trajectory,
 )
-from services.orchestrator.groups import TaskGroup
+from services.orchestrator.state.groups import TaskGroup
 
 
 def sequence(
@@ -45,7 +45,7 @@ def sequence(
 
 
 def with_tokens(found: Sequence, token_ids: list[int], logprob: float = -0.5) -> Sequence:
-    """The sequence with these tokens in place of what the policy said."""
+    """The sequence with these tokens in place of the policy's."""
     said = Segment.policy(token_ids, [logprob] * len(token_ids), 0)
     return replace(found, segments=(*found.segments[:-1], said))
 

@@ -1,15 +1,14 @@
-"""Rings for tests, closed at the end."""
+"""Fixtures: worlds for tests, closed at the end."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from services.orchestrator.journal import writer
-from tests.unit.orchestrator.world import World
+from tests.unit.orchestrator.world import World, worlds_in
 
 
 @pytest.fixture
@@ -20,12 +19,5 @@ def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def worlds(tmp_path: Path, no_linger: None) -> AsyncIterator[Callable[..., World]]:
-    made: list[World] = []
-
-    def make(**batch: Any) -> World:
-        made.append(World(tmp_path / str(len(made)), **batch))
-        return made[-1]
-
-    yield make
-    for world in made:
-        await world.close()
+    async with worlds_in(tmp_path) as make:
+        yield make

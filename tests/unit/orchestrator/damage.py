@@ -1,13 +1,13 @@
-"""Ways to spoil a journal, for tests of what recovery makes of it."""
+"""Damages a journal, for tests of the recovery."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from services.orchestrator.journal.index import INDEX_FILE, Row, remove_index
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.segments import segment_path
+from services.orchestrator.journal.storage.index import INDEX_FILE, Row, remove_index
+from services.orchestrator.journal.storage.segments import segment_path
 
 
 def rows(run_dir: Path, kind: str, key: str | None = None) -> list[Row]:
@@ -29,7 +29,7 @@ def loaded(run_dir: Path, kind: str, key: str | None = None) -> list[dict[str, A
 
 
 def flip_header(run_dir: Path, kind: str, key: str, which: int = 0) -> Row:
-    """Flip bits in the header of a record, and remove the index that knows it: nothing tells which record it was."""
+    """Flip bits in the header of a record, and remove the index: the record is then unknown."""
     row = rows(run_dir, kind, key)[which]
     path = segment_path(run_dir / "journal", row.kind, row.segment)
     data = bytearray(path.read_bytes())
@@ -40,7 +40,7 @@ def flip_header(run_dir: Path, kind: str, key: str, which: int = 0) -> Row:
 
 
 def remove(run_dir: Path, kind: str, *, with_index: bool) -> None:
-    """Delete every segment of a kind; ``with_index``: also what knows that they were there."""
+    """Delete every segment of a kind; ``with_index``: also the index."""
     for path in (run_dir / "journal").glob(f"{kind}-*"):
         path.unlink()
     if with_index:

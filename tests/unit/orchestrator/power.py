@@ -1,7 +1,8 @@
-"""A disk that loses power: the journal's file operations recorded, and the states that a cut after any of them may leave.
+"""A disk that loses power: records the journal's file operations, and builds the states after a cut at any of them.
 
-Sure is only what was synced: contents of a file by ``sync``, names in a directory by ``sync_directory``. Of the rest any
-part may be there: each write whole, in part, as zeros or not at all, in any order; each name added or not, removed or not.
+Only synced data is certain: contents of a file by ``sync``, names in a directory by ``sync_directory``. Any part of the
+rest may be present: each write whole, in part, as zeros or not at all, in any order; each name added or not, removed or
+not.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.orchestrator.journal.files import Files
+from services.orchestrator.journal.storage.segment_set import Files
 
 Operation = tuple[Any, ...]
 
 
 class RecordingFiles(Files):
-    """Does what is asked and keeps a trace of it, in which files have numbers. Syncs are recorded alone: no power is lost
-    here."""
+    """Runs the operations and keeps a trace of them with numbered files. Syncs are recorded without a real sync: no
+    power is lost here."""
 
     def __init__(self) -> None:
         self.trace: list[Operation] = []
@@ -73,7 +74,7 @@ class _File:
 
 
 class Disk:
-    """What is sure and what is not after a part of a trace."""
+    """The certain and the uncertain state after a part of a trace."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory

@@ -1,4 +1,4 @@
-"""Staleness is bounded by admission: a simulation of the whole path from issue to trained."""
+"""Admission bounds staleness: a simulation of the whole path from issue to training."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.config.policy import BatchConfig
-from services.orchestrator.admission import UNFINISHED_SHARE
-from services.orchestrator.experience import Experience
-from services.orchestrator.groups import TaskGroup
+from services.common.config.training.policy import BatchConfig
+from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.state.admission import UNFINISHED_SHARE
+from services.orchestrator.state.groups import TaskGroup
 from tests.unit.orchestrator.builders import failure, group, sequence, trajectory
 
 
 class _Simulation:
-    """Replicas that always sample from the newest version, and a trainer that trains whenever it can."""
+    """Replicas that always sample from the newest version, and a trainer that trains as soon as possible."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class _Simulation:
     ) -> None:
         config = BatchConfig(size=batch, max_staleness=max_staleness, dynamic_sampling=True, late=late)
         self.counters: Counter[str] = Counter()
-        self.experience = Experience({"model0": config}, 10_000, self.counters)
+        self.experience = ExperiencePipeline({"model0": config}, 10_000, self.counters)
         self.batch, self.group_size, self.max_staleness = batch, group_size, max_staleness
         self.in_order, self.share_dropped = in_order, share_dropped
         self.rng = random.Random(seed)
@@ -109,7 +109,7 @@ cases = given(
 def test_where_late_tokens_are_not_trained_staleness_is_bounded(
     late: Any, groups_per_batch: int, group_size: int, max_staleness: int, seed: int
 ) -> None:
-    """Whatever the order in which rollouts end, filtered and failed ones included, no older token is trained."""
+    """In any order of ends, filtered and failed rollouts included, no older token is trained."""
     simulation = _Simulation(groups_per_batch * group_size, group_size, max_staleness, seed, False, 0.3, late)
     simulation.run(steps=12)
     assert max(simulation.ages) <= max_staleness
@@ -120,7 +120,7 @@ def test_where_late_tokens_are_not_trained_staleness_is_bounded(
 def test_by_default_everything_that_is_kept_is_trained(
     groups_per_batch: int, group_size: int, max_staleness: int, seed: int
 ) -> None:
-    """Defect 3 of the review: how long a rollout takes does not decide whether it is trained."""
+    """The duration of a rollout does not decide whether its sequences are trained."""
     simulation = _Simulation(groups_per_batch * group_size, group_size, max_staleness, seed, False, 0.3)
     simulation.run(steps=12)
     assert simulation.counters["sequences_expired"] == 0
@@ -140,7 +140,7 @@ def test_admission_wastes_nothing_when_rollouts_end_in_order(
 
 def test_the_last_steps_issue_no_more_than_they_can_train() -> None:
     config = BatchConfig(size=8, max_staleness=4)
-    experience = Experience({"model0": config}, num_steps=2, counters=Counter())
+    experience = ExperiencePipeline({"model0": config}, num_steps=2, counters=Counter())
     experience.advanced("model0", 0)
     issued = 0
     while experience.admission.open(["model0"]):
@@ -150,8 +150,8 @@ def test_the_last_steps_issue_no_more_than_they_can_train() -> None:
 
 
 def test_a_replica_that_lags_behind_has_less_room() -> None:
-    """What it samples is older at birth, so less may stand before it."""
-    experience = Experience({"model0": BatchConfig(size=4, max_staleness=2)}, num_steps=9, counters=Counter())
+    """Its samples are older from the start, so fewer sequences may be ahead of them."""
+    experience = ExperiencePipeline({"model0": BatchConfig(size=4, max_staleness=2)}, num_steps=9, counters=Counter())
     admission = experience.admission
     for lag, bound in ((0, 12), (1, 8), (2, 4)):
         admission.accounts["model0"].accepted = bound
@@ -164,7 +164,7 @@ def test_a_replica_that_lags_behind_has_less_room() -> None:
 
 def test_every_policy_must_have_room() -> None:
     config = BatchConfig(size=4, max_staleness=0)
-    experience = Experience({"a": config, "b": config}, num_steps=9, counters=Counter())
+    experience = ExperiencePipeline({"a": config, "b": config}, num_steps=9, counters=Counter())
     assert experience.admission.open(["a", "b"])
     experience.admission.accounts["b"].accepted = 4
     assert not experience.admission.open(["a", "b"])
@@ -174,7 +174,7 @@ def test_every_policy_must_have_room() -> None:
 def test_admit_any_starts_a_rollout_when_one_has_room_and_drops_what_the_other_cannot_use() -> None:
     config = BatchConfig(size=4, max_staleness=0, dynamic_sampling=False)
     counters: Counter[str] = Counter()
-    experience = Experience({"a": config, "b": config}, num_steps=9, counters=counters, admit="any")
+    experience = ExperiencePipeline({"a": config, "b": config}, num_steps=9, counters=counters, admit="any")
     for number in range(2):
         made = group(f"g{number}")
         experience.issued(made)
@@ -193,7 +193,7 @@ def test_admit_any_starts_a_rollout_when_one_has_room_and_drops_what_the_other_c
 
 def test_nobody_waits_for_the_room_of_a_policy_whose_trainer_is_gone() -> None:
     config = BatchConfig(size=4, max_staleness=0)
-    experience = Experience({"a": config, "b": config}, num_steps=9, counters=Counter())
+    experience = ExperiencePipeline({"a": config, "b": config}, num_steps=9, counters=Counter())
     experience.admission.accounts["b"].accepted = 4
     assert not experience.admission.open(["a", "b"])
     experience.admission.absent.add("b")
@@ -206,7 +206,7 @@ def test_nobody_waits_for_the_room_of_a_policy_whose_trainer_is_gone() -> None:
 
 def test_failed_slots_return_their_quota() -> None:
     config = BatchConfig(size=4, max_staleness=0)
-    experience = Experience({"model0": config}, num_steps=9, counters=Counter())
+    experience = ExperiencePipeline({"model0": config}, num_steps=9, counters=Counter())
     made = group()
     experience.issued(made)
     assert not experience.admission.open(["model0"])
@@ -217,14 +217,14 @@ def test_failed_slots_return_their_quota() -> None:
     assert experience.admission.accounts["model0"].accepted == 0
 
 
-def _resolve(experience: Experience, made: TaskGroup, index: int, version: int = 0) -> None:
+def _resolve(experience: ExperiencePipeline, made: TaskGroup, index: int, version: int = 0) -> None:
     outcome = trajectory(made.id, index, reward=float(index % 2), version=version)
     made.resolve(outcome)
     experience.resolved(made, outcome)
 
 
 def test_one_straggler_holds_no_places_of_its_finished_siblings_while_the_trainer_has_no_batch() -> None:
-    experience = Experience({"model0": BatchConfig(size=8, max_staleness=1)}, num_steps=9, counters=Counter())
+    experience = ExperiencePipeline({"model0": BatchConfig(size=8, max_staleness=1)}, num_steps=9, counters=Counter())
     groups = [group(f"g{number}", 8) for number in range(2)]
     for made in groups:
         experience.issued(made)
@@ -243,7 +243,7 @@ def test_one_straggler_holds_no_places_of_its_finished_siblings_while_the_traine
 @pytest.mark.parametrize("late", ["mask", "drop"])
 def test_where_late_tokens_are_not_trained_finished_siblings_always_count(late: Any) -> None:
     config = BatchConfig(size=8, max_staleness=0, late=late)
-    experience = Experience({"model0": config}, num_steps=9, counters=Counter())
+    experience = ExperiencePipeline({"model0": config}, num_steps=9, counters=Counter())
     made = group("g", 8)
     experience.issued(made)
     for index in range(7):
@@ -264,7 +264,7 @@ def test_the_ledger_is_what_is_there_and_never_more_than_its_bound(
 ) -> None:
     """Slots resolve one by one, in any order, stragglers included: counts are those of a recount, and bounded."""
     config = BatchConfig(size=batch, max_staleness=max_staleness, late=late)
-    experience = Experience({"model0": config}, 10_000, Counter())
+    experience = ExperiencePipeline({"model0": config}, 10_000, Counter())
     experience.advanced("model0", 0)
     account, buffer = experience.admission.accounts["model0"], experience.buffers["model0"]
     version, num_issued, in_training = 0, 0, 0
@@ -276,7 +276,7 @@ def test_the_ledger_is_what_is_there_and_never_more_than_its_bound(
             num_issued += 1
             experience.issued(made)
             running[made.id] = made
-            # Every unfinished group has a running slot, so nothing grows without bound.
+            # Every unfinished group has a running slot, so the number of groups stays bounded.
             assert account.accepted + account.expected < (1 + UNFINISHED_SHARE) * account.quota + group_size
         action = data.draw(st.sampled_from(["resolve", "resolve", "resolve", "fail", "cancel", "train", "publish"]))
         if action in ("resolve", "fail") and running:

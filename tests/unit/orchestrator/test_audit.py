@@ -1,4 +1,4 @@
-"""The audit of a journal: every kind of violation is found in a journal that was forged to have it, and nothing in a good one."""
+"""The audit of a journal finds every kind of violation in a forged journal, and none in a correct one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from services.common import fates
-from services.common.types import MinibatchTotals, WeightVersion
-from services.orchestrator.audit import Findings, Rule, audit
+from services.common.records import fates
+from services.common.records.types import MinibatchTotals, WeightVersion
 from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.audit import Findings, Rule, audit
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, Verdict
+from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict
 from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.builders import failure, order, trajectory
 
@@ -37,7 +37,7 @@ def failed(name: str, index: int) -> Line:
 
 
 def verdict(name: str, outcome: fates.GroupFate = fates.GroupFate.KEPT) -> Line:
-    found = Verdict(
+    found = GroupVerdict(
         policy="model0", role="agent", attempt=0, num_sequences=SIZE, num_kept=SIZE, mean=0.0, std=1.0, outcome=outcome
     )
     return records.VERDICT, name, records.verdicts_to_json(name, [found])

@@ -1,4 +1,4 @@
-"""What the door lets in: bounds of records and reports, who may send, and what is told of refusals."""
+"""Bounds of records and reports, the allowed senders, and the reports about refusals."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 import structlog
 
-from services.cli.refused import refusal_warning
-from services.common.accounts import AccountState, ActivityTime, PeerState
+from services.cli.watch.warnings import refusal_warning
 from services.common.errors import InvalidRequestError
-from services.common.kept_tokens import KeptRow, RowKind, left_out_row, pack
-from services.common.refusals import Refusal
-from services.common.refusals import RefusalReason as Reason
-from services.common.types import (
+from services.common.records.kept_tokens import KeptRow, RowKind, left_out_row, pack
+from services.common.records.refusals import Refusal
+from services.common.records.refusals import RefusalReason as Reason
+from services.common.records.types import (
     Purpose,
     RolloutFailure,
     RolloutPhase,
@@ -32,14 +31,14 @@ from services.common.types import (
     Trajectory,
     WeightVersion,
 )
-from services.orchestrator import report_bounds
-from services.orchestrator.bounds import MOST_SEQUENCES, PolicyBounds, RecordBounds
-from services.orchestrator.ingest import Answer, RecordOutcome
-from services.orchestrator.pool import Held
-from services.orchestrator.record_facts import RecordRefusedError, bounded_failure
-from services.orchestrator.refusals import MOST_SENDERS, OTHERS, Refusals
-from services.orchestrator.stall_watch import StallWatch
-from services.orchestrator.vocabulary import vocab_size
+from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
+from services.orchestrator.ingest.bounds import MOST_SEQUENCES, PolicyBounds, RecordBounds
+from services.orchestrator.ingest.ingest import Answer, RecordOutcome
+from services.orchestrator.ingest.record_facts import RecordRefusedError, bounded_failure
+from services.orchestrator.ingest.refusals import MOST_SENDERS, OTHERS, Refusals
+from services.orchestrator.members.replica import Held
+from services.orchestrator.rpc import report_bounds
+from services.orchestrator.tasks.vocabulary import vocab_size
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World
 
@@ -47,7 +46,7 @@ Worlds = Callable[..., World]
 
 
 def reason_of(made: Trajectory, bounds: PolicyBounds | None = None, **ordered: Any) -> Reason | None:
-    """Why a trajectory is refused; None when it is taken."""
+    """Reason for which a trajectory is refused; None for an accepted one."""
     known = RecordBounds({"model0": bounds or PolicyBounds(context_length=64, vocab_size=100)})
     issued = replace(order(), **ordered)
     try:
@@ -81,10 +80,25 @@ def test_records_at_their_bounds_are_taken() -> None:
         of(PROMPT, said(6, weight_version=3)),
         of(PROMPT, said(6, temperature=1e-6)),
         of(PROMPT, said(0), said(2), Segment.environment([]), said(2)),
-        of(PROMPT),  # nothing was sampled: nothing is trained
+        of(PROMPT),  # no sample, so no trained token
         of(PROMPT, said(6), attempt=1023, thread=5, metrics={"x": -1e15}),
     ):
         assert reason_of(made, bounds, sampling=Sampling(max_new_tokens=6)) is None
+
+
+@pytest.mark.parametrize(
+    ("parents", "reason"),
+    [
+        ((None, 0, 1), None),
+        ((None, 0, 0), None),
+        ((0,), Reason.NUMBER),
+        ((None, 1), Reason.NUMBER),
+        ((None, -1), Reason.NUMBER),
+    ],
+)
+def test_a_parent_stands_before_its_sequence(parents: tuple[int | None, ...], reason: Reason | None) -> None:
+    made = [sequence(1.0, thread=i) for i in range(len(parents))]
+    assert reason_of(trajectory("g", 0, *(replace(s, parent=p) for s, p in zip(made, parents, strict=True)))) is reason
 
 
 @pytest.mark.parametrize("num_tokens", [1, 64])
@@ -172,12 +186,12 @@ def test_a_failure_keeps_what_fits_and_loses_the_rest() -> None:
     assert bounded_failure(cut) is cut
 
 
-# -- who sends --------------------------------------------------------------------------------------------------------
+# -- senders ----------------------------------------------------------------------------------------------------------
 
 
 async def answered(world: World, made: Trajectory | RolloutFailure, sender: tuple[str, str] | None) -> list[Answer]:
     answers: list[Answer] = []
-    world.ring.ingest.submit(made, answers.append, sender)
+    world.parts.ingest.submit(made, answers.append, sender)
     await world.settle()
     return answers
 
@@ -196,7 +210,7 @@ async def test_a_slot_is_filled_by_whom_it_was_given_to_now_or_before(worlds: Wo
     )
     world.clock.now += 31.0  # the first one's lease runs out, and its slots are issued again
     world.join("second")
-    world.ring.pool.expire()
+    world.parts.pool.expire()
     await world.settle()
     assert name in {issued.task_group_id for issued in await world.orders(second)}
     zombie = (await answered(world, trajectory(name, 0, reward=1.0), ("first", "1")))[0]
@@ -206,7 +220,7 @@ async def test_a_slot_is_filled_by_whom_it_was_given_to_now_or_before(worlds: Wo
         (refused,) = await answered(world, trajectory(name, 1), nobody)
         assert refused.outcome is RecordOutcome.REFUSED
         assert refused.refusal is not None and refused.refusal.reason is Reason.NOT_A_MEMBER
-    assert 1 in world.ring.groups[name].unresolved  # its slot is still open
+    assert 1 in world.parts.groups[name].unresolved  # its slot is still open
 
 
 async def test_owners_are_known_after_a_restart_and_a_stranger_cannot_adopt_a_task_group(worlds: Worlds) -> None:
@@ -220,7 +234,7 @@ async def test_owners_are_known_after_a_restart_and_a_stranger_cannot_adopt_a_ta
     refused = (await answered(world, trajectory(names[0], 1), ("second", "1")))[0].refusal
     assert refused is not None and refused.reason is Reason.NOT_A_MEMBER
     world.clock.now += 31.0
-    world.ring.pool.expire()  # nobody plays them now
+    world.parts.pool.expire()  # the groups have no replica now
     thief = world.join("thief", running=names, slots=1)
     assert not thief.assignments
     back = world.join("first", running=names)
@@ -237,14 +251,14 @@ async def test_a_refused_slot_fails_so_that_its_group_completes_and_the_reason_i
     (told,) = await answered(world, bad, ("a", "1"))
     assert told.outcome is RecordOutcome.INVALID
     assert told.refusal is not None and told.refusal.reason is Reason.REWARD
-    stored = world.ring.groups[name].outcomes[0]
+    stored = world.parts.groups[name].outcomes[0]
     assert isinstance(stored, RolloutFailure) and stored.reason == "INVALID_RECORD"
-    assert world.ring.counters["refused_reward"] == world.ring.counters["failures_invalid_record"] == 1
+    assert world.parts.counters["refused_reward"] == world.parts.counters["failures_invalid_record"] == 1
     for index in (1, 2, 3):
         await answered(world, trajectory(name, index, reward=float(index % 2)), ("a", "1"))
-    assert name not in world.ring.groups
+    assert name not in world.parts.groups
     await world.crash()
-    assert world.ring.experience.buffers["model0"].num_sequences == 3
+    assert world.parts.experience.buffers["model0"].num_sequences == 3
 
 
 async def test_a_failure_of_a_replica_does_not_pose_as_a_word_of_the_orchestrator(worlds: Worlds) -> None:
@@ -255,11 +269,11 @@ async def test_a_failure_of_a_replica_does_not_pose_as_a_word_of_the_orchestrato
     name = (await world.orders(replica))[0].task_group_id
     posing = RolloutFailure(task_group_id=name, index=0, reason="TOO_OLD", replica_id="a")
     await answered(world, posing, ("a", "1"))
-    assert world.ring.counters["slots_cancelled"] == 0
-    assert world.ring.counters["failures_replica_too_old"] == 1
+    assert world.parts.counters["slots_cancelled"] == 0
+    assert world.parts.counters["failures_replica_too_old"] == 1
 
 
-# -- what is told -----------------------------------------------------------------------------------------------------
+# -- reports about refusals -------------------------------------------------------------------------------------------
 
 
 async def test_a_replica_whose_every_record_is_refused_is_named_and_one_good_record_ends_it(worlds: Worlds) -> None:
@@ -268,13 +282,13 @@ async def test_a_replica_whose_every_record_is_refused_is_named_and_one_good_rec
     await world.publish(0)
     world.train()
     slots = [(o.task_group_id, i) for o in await world.orders(replica) for i in o.indices]
-    watch = StallWatch(world.ring)
+    watch = world.stall_watch()
 
     def look() -> set[tuple[str, str]]:
         for _ in range(3):
             world.clock.now += 1.0
             watch.look()
-        return {(stall.component, stall.cause.value) for stall in world.ring.standing.stalls}
+        return {(stall.component, stall.cause.value) for stall in world.stall_view.stall_state.stalls}
 
     with structlog.testing.capture_logs() as logs:
         for slot in slots[:7]:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.config.policy import BatchConfig
-from services.common.types import Segment
+from services.common.config.training.policy import BatchConfig
+from services.common.records.types import Segment
 from services.orchestrator.buffer.experience import ExperienceBuffer, Expired
 from services.orchestrator.buffer.late import LateRule, mask_sequence
-from services.orchestrator.groups import AdvantageGroup, advantage_groups
+from services.orchestrator.state.groups import AdvantageGroup, advantage_groups
 from tests.unit.orchestrator.builders import complete_group, group, sequence, trajectory
 
 

@@ -1,4 +1,4 @@
-"""Datasets by name: from local files when they are there, with rows in one form, and a way out when they are not."""
+"""Named datasets open from local files when present, with rows in one form; otherwise the error names the next step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
-from services.orchestrator.catalogue import KNOWN, how_to_get
-from services.orchestrator.datasets import open_source
+from services.orchestrator.tasks.catalogue import KNOWN, how_to_get
+from services.orchestrator.tasks.datasets import open_source
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Prompt curation: what is skipped, why, and that a seed decides it."""
+"""Prompt curation: skipped prompts, the reasons, and the dependence on the seed alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.common.config.data import DataConfig
-from services.orchestrator.curation import AcceptAll, FilterSolved, Greso
+from services.orchestrator.tasks.curation import AcceptAll, FilterSolved, Greso, PassRate
 
 
 def test_accept_all_skips_nothing() -> None:
@@ -172,3 +172,29 @@ COURSE_CHANCES = [
     (0.47, 0.45),
     (0.46, 0.46),
 ]
+
+
+def test_a_prompt_is_played_while_its_pass_rate_lies_in_the_band() -> None:
+    curation = PassRate(1, band=(0.25, 0.75), num_groups=2)
+    for rewards, played in (
+        ([0, 0, 0, 0], True), ([0, 0, 0, 0], False), ([1, 1, 1, 1], True), ([1, 1, 1, 0], False), ([0, 0, 0, 1], True),
+    ):  # fmt: skip
+        curation.observe(3, [float(reward) for reward in rewards])
+        assert curation.accepts(3, 0) is played, f"{curation.rate(3)} over the last two groups"
+    curation.observe(3, [])
+    assert curation.rate(3) == 0.5, "failed rollouts say nothing about a prompt"
+    assert curation.accepts(4, 1), "nothing is known of it"
+
+
+def test_solved_and_impossible_prompts_are_revisited_each_with_its_own_chance() -> None:
+    curation = PassRate(5, band=(0.1, 0.9), num_groups=1, revisit_solved=0.5, revisit_unsolved=0.1)
+    curation.observe(0, [1.0, 1.0])
+    curation.observe(1, [0.0, 0.0])
+    visits = [sum(curation.accepts(row, position) for position in range(1000)) for row in (0, 1)]
+    assert 430 < visits[0] < 570 and 60 < visits[1] < 140
+    assert visits == [sum(curation.accepts(row, position) for position in range(1000)) for row in (0, 1)], (
+        "by position alone"
+    )
+    assert curation.gauges() == {
+        "curation_skipped": 2 * (2000 - sum(visits)), "curation_solved": 1.0, "curation_unsolved": 1.0
+    }  # fmt: skip

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.curriculum import Curriculum
+from services.orchestrator.tasks.orders import Curriculum
 
 
 @given(num_tasks=st.integers(1, 50), seed=st.integers(0, 5), passes=st.integers(1, 3))

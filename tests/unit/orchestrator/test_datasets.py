@@ -10,7 +10,7 @@ import structlog
 
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
-from services.orchestrator.datasets import log_opened, open_source
+from services.orchestrator.tasks.datasets import log_opened, open_source
 
 
 def rows(seed: int, count: int = 3) -> Iterator[dict[str, Any]]:
@@ -117,7 +117,7 @@ def test_faulty_generators_are_explained(monkeypatch: pytest.MonkeyPatch) -> Non
         open_source(DatasetConfig(generator=f"{__name__}:rows", settings={"size": 2}), seed=7)
     with pytest.raises(DatasetError, match="row 1: cannot be written as JSON"):
         open_source(DatasetConfig(generator=f"{__name__}:no_json"), seed=7)
-    monkeypatch.setattr("services.orchestrator.datasets.MAX_GENERATED_ROWS", 10)
+    monkeypatch.setattr("services.orchestrator.tasks.datasets.MAX_GENERATED_ROWS", 10)
     with pytest.raises(DatasetError, match="set `limit`"):
         open_source(DatasetConfig(generator=f"{__name__}:endless"), seed=7)
     assert len(open_source(DatasetConfig(generator=f"{__name__}:endless", limit=5), seed=7)) == 5
@@ -130,5 +130,5 @@ def test_a_saved_hugging_face_dataset_is_opened(tmp_path: Path) -> None:
     datasets.Dataset.from_list([{"question": "a"}, {"question": "b"}]).save_to_disk(str(tmp_path / "saved"))
     source = open_source(DatasetConfig(path=str(tmp_path / "saved")), seed=0)
     assert [json.loads(json.dumps(source[i].data)) for i in range(2)] == [{"question": "a"}, {"question": "b"}]
-    with pytest.raises(DatasetError, match="cannot be loaded"):
+    with pytest.raises(DatasetError, match="does not exist"):
         open_source(DatasetConfig(path=str(tmp_path / "nothing-here")), seed=0)

@@ -1,4 +1,4 @@
-"""With ``run.deterministic`` a batch is the same whatever the order in which rollouts end, and whatever is dropped."""
+"""With ``run.deterministic`` a batch is the same for every order in which rollouts end, and for all dropped ones."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.config.policy import BatchConfig
-from services.orchestrator.experience import Experience
-from services.orchestrator.groups import TaskGroup
+from services.common.config.training.policy import BatchConfig
+from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.state.groups import TaskGroup
 from tests.unit.orchestrator.builders import failure, group, sequence, trajectory
 
 STEPS = 4
@@ -19,7 +19,7 @@ Batches = list[list[str]]
 
 
 def _outcomes(number: int, size: int, share_dropped: float) -> list[float | None]:
-    """What the slots of the n-th group bring, by its number alone: rewards, None for a failure."""
+    """Results of the slots of the n-th group, by its number alone: rewards, None for a failure."""
     rng = random.Random(number)
     if rng.random() < share_dropped:
         return [1.0] * size  # equal rewards: dropped
@@ -29,11 +29,11 @@ def _outcomes(number: int, size: int, share_dropped: float) -> list[float | None
 def _batches(batch: int, size: int, share_dropped: float, most_running: int, order: int) -> Batches:
     """The sequences of each step, with at most so many groups played at once and slots that end in a seeded order."""
     config = BatchConfig(size=batch, max_staleness=0, dynamic_sampling=True)
-    experience = Experience({"model0": config}, STEPS, Counter(), deterministic=True)
+    experience = ExperiencePipeline({"model0": config}, STEPS, Counter(), deterministic=True)
     experience.advanced("model0", 0)
     rng = random.Random(order)
     issued, taken = 0, []
-    running: list[tuple[TaskGroup, int, float | None]] = []  # open slots, with what they will bring
+    running: list[tuple[TaskGroup, int, float | None]] = []  # open slots, with their results
     while len(taken) < STEPS:
         open_groups = {made.id for made, _, _ in running}
         while len(open_groups) < most_running and experience.admission.open(["model0"]):
@@ -82,7 +82,7 @@ def test_groups_are_taken_in_the_order_of_their_issue_and_not_of_their_end() -> 
 
 
 def test_nothing_is_issued_while_a_batch_is_trained() -> None:
-    experience = Experience(
+    experience = ExperiencePipeline(
         {"model0": BatchConfig(size=2, max_staleness=0, dynamic_sampling=False)}, STEPS, Counter(), deterministic=True
     )
     experience.advanced("model0", 0)
@@ -102,7 +102,9 @@ def test_nothing_is_issued_while_a_batch_is_trained() -> None:
 
 
 def test_a_cancelled_group_leaves_room_for_the_next() -> None:
-    experience = Experience({"model0": BatchConfig(size=4, max_staleness=0)}, STEPS, Counter(), deterministic=True)
+    experience = ExperiencePipeline(
+        {"model0": BatchConfig(size=4, max_staleness=0)}, STEPS, Counter(), deterministic=True
+    )
     experience.advanced("model0", 0)
     made = group("m-00000001", 4)
     experience.issued(made)
@@ -119,7 +121,7 @@ def test_a_cancelled_group_leaves_room_for_the_next() -> None:
 @pytest.mark.parametrize("names", [["m-00000002", "m-00000010", "m-00000001"], ["m-100000000", "m-99999999"]])
 def test_the_order_of_issue_is_that_of_the_counted_names(names: list[str]) -> None:
     config = BatchConfig(size=2 * len(names), max_staleness=0, dynamic_sampling=False)
-    experience = Experience({"model0": config}, STEPS, Counter(), deterministic=True)
+    experience = ExperiencePipeline({"model0": config}, STEPS, Counter(), deterministic=True)
     experience.advanced("model0", 0)
     for name in names:
         made = group(name, 2)

@@ -1,4 +1,4 @@
-"""Evaluations during training: pinned where replicas can be spared, else on a share; nothing is cancelled."""
+"""Evaluations during training: pinned on spare replicas, else on a share of slots; no running work is cancelled."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable
 import pytest
 
 from services.common.errors import ConfigError
-from services.common.types import Purpose
-from services.orchestrator.commands import AnnounceVersion, CancelGroup
+from services.common.records.types import Purpose
 from services.orchestrator.journal.records import EvaluationResult, evaluation_from_json, evaluation_to_json
-from services.orchestrator.pool import Held, Hello, Replica
-from services.orchestrator.scores import difference, score
+from services.orchestrator.members.commands import AnnounceVersion, CancelGroup
+from services.orchestrator.members.replica import Held, Hello, Replica
+from services.orchestrator.state.scores import difference, score
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World, living
+from tests.waiting import WAIT_S
 
 
 def split(orders: list) -> tuple[list, list]:  # type: ignore[type-arg]
@@ -23,7 +24,7 @@ def split(orders: list) -> tuple[list, list]:  # type: ignore[type-arg]
 
 
 def report(world: World, replica: Replica, number: int) -> None:
-    world.replica_side.report(
+    world.replica_api.report(
         replica.replica_id, replica.incarnation, held={"model0": Held(number, f"d{number}")}, num_tokens=0, emission=[],
         gauges={},
     )  # fmt: skip
@@ -32,7 +33,7 @@ def report(world: World, replica: Replica, number: int) -> None:
 async def train_one_step(world: World, orders: list, step: int, version: int) -> None:  # type: ignore[type-arg]
     for order in orders:
         await world.play(order, version)
-    await world.trainer_side.pull_batch("model0", step, timeout_s=1.0)
+    await world.trainer_api.pull_batch("model0", step, timeout_s=1.0)
     await world.publish(step)
 
 
@@ -52,7 +53,7 @@ async def test_with_replicas_to_spare_one_is_pinned_and_the_others_go_on(worlds:
         (pinned,) = [name for name, (_, evaluation) in got.items() if evaluation]
         evaluation = got[pinned][1]
         assert [dict(order.required_versions) for order in evaluation] == [{"model0": 1}] * 3
-        # It keeps its version while the run goes on, and what it was playing is not cancelled.
+        # It keeps its version while the run goes on, and finishes its running work.
         await world.publish(2)
         evaluator = first if pinned == "first" else second
         commands = await world.commands(evaluator)
@@ -60,7 +61,7 @@ async def test_with_replicas_to_spare_one_is_pinned_and_the_others_go_on(worlds:
         other = second if evaluator is first else first
         assert any(isinstance(c, AnnounceVersion) for c in await world.commands(other))
         await world.send(*(trajectory(o.task_group_id, 0, version=1, reward=1.0) for o in evaluation))
-        result = world.ring.evaluations.results["step-1/greedy"]
+        result = world.parts.evaluations.results["step-1/greedy"]
         assert (result.pinned, dict(result.versions), result.mean_reward) == (True, {"model0": 1}, 1.0)
         assert any(isinstance(c, AnnounceVersion) for c in await world.commands(evaluator)), "now it moves on"
 
@@ -84,7 +85,7 @@ async def test_a_lone_replica_evaluates_on_a_share_and_says_which_versions(world
         await world.send(
             failure(evaluation[1].task_group_id, 0), trajectory(more[0].task_group_id, 0, version=1, reward=1.0)
         )
-        result = world.ring.evaluations.results["step-1/greedy"]
+        result = world.parts.evaluations.results["step-1/greedy"]
         assert not result.pinned
         assert (dict(result.versions), dict(result.newest_versions)) == ({"model0": 0}, {"model0": 1})
         (score,) = result.datasets
@@ -103,7 +104,7 @@ async def test_a_dataset_may_have_its_own_number_of_samples(worlds: Callable[...
             await world.send(
                 *(trajectory(order.task_group_id, i, version=0, reward=float(i == 0)) for i in order.indices)
             )
-        result = world.ring.evaluations.results["start/greedy"]
+        result = world.parts.evaluations.results["start/greedy"]
         assert {score.name: score.samples_per_item for score in result.datasets} == {"large": 1, "small": 3}
         assert (result.num_trajectories, result.mean_reward) == (12, (1 + 1 / 3) / 2)
 
@@ -125,10 +126,10 @@ async def test_an_evaluator_that_dies_is_replaced_by_one_with_the_same_version(w
         for replica in replicas.values():
             report(world, replica, 1)
         world.clock.now += 20.0
-        assert [r.replica_id for r in world.ring.pool.expire()] == [left.replica_id]
+        assert [r.replica_id for r in world.parts.pool.expire()] == [left.replica_id]
         for order in training[2:]:
             await world.play(order)
-        world.ring.dispatcher.schedule()
+        world.parts.dispatcher.schedule()
         again = [o for r in replicas.values() for o in split(await world.orders(r))[1]]
         assert {o.task_group_id for o in got[pinned]} <= {o.task_group_id for o in again}
 
@@ -138,13 +139,13 @@ async def test_each_policy_that_plays_apart_is_evaluated_by_itself(worlds: Calla
     for policy in ("a", "b"):
         await world.publish(0, policy=policy)
     replica = world.join()
-    await world.ring.begin_evaluation("asked")
+    await world.core.begin_evaluation("asked")
     orders = await world.orders(replica)
     assert sorted(order.policies for order in orders) == [("a",)] * 3 + [("b",)] * 3
     for order in orders:
         (policy,) = order.policies
         await world.send(trajectory(order.task_group_id, 0, sequence(policy=policy), reward=float(policy == "a")))
-    results = {name: result.mean_reward for name, result in world.ring.evaluations.results.items()}
+    results = {name: result.mean_reward for name, result in world.parts.evaluations.results.items()}
     assert results == {"asked/greedy/a": 1.0, "asked/greedy/b": 0.0}
 
 
@@ -158,15 +159,15 @@ async def test_a_run_that_only_evaluates_takes_the_replicas_checkpoint_for_its_v
         orders = await world.orders(replica)
         assert [dict(order.required_versions) for order in orders] == [{"model0": 0}] * 3
         await world.send(*(trajectory(order.task_group_id, 0, reward=1.0) for order in orders))
-        other = world.replica_side.join(
+        other = world.replica_api.join(
             Hello(replica_id="other", incarnation="1", num_slots=8, held={"model0": Held(0, "another digest")})
         )
-        assert not world.ring.dispatcher.may_play(other, {"model0": 0}), "it loaded something else"
+        assert not world.parts.dispatcher.may_play(other.held, {"model0": 0}), "it loaded something else"
         await asyncio.sleep(0.01)
         end = await world.orders(replica)
         await world.send(*(trajectory(order.task_group_id, 0, reward=1.0) for order in end))
-        await asyncio.wait_for(life, 5)
-    assert world.ring.evaluations.results["start/greedy"].mean_reward == 1.0
+        await asyncio.wait_for(life, WAIT_S)
+    assert world.parts.evaluations.results["start/greedy"].mean_reward == 1.0
 
 
 async def test_a_replica_that_was_told_of_a_newer_version_is_pinned_to_that_one(worlds: Callable[..., World]) -> None:
@@ -176,8 +177,8 @@ async def test_a_replica_that_was_told_of_a_newer_version_is_pinned_to_that_one(
         first, second = world.join("first", slots=16), world.join("second", slots=16)
         training, _ = split(await world.orders(first) + await world.orders(second))
         await train_one_step(world, training[:2], 1, 0)
-        await asyncio.sleep(0.01)  # the evaluation of version 1 waits: both replicas were told of it and hold 0
-        await world.publish(2)  # before anybody has said that it holds 1
+        await asyncio.sleep(0.01)  # the evaluation of version 1 waits: both replicas heard of version 1 and hold 0
+        await world.publish(2)  # before a replica reports version 1
         await asyncio.sleep(0.01)
         told = {
             replica.replica_id: max(
@@ -187,7 +188,7 @@ async def test_a_replica_that_was_told_of_a_newer_version_is_pinned_to_that_one(
         }
         assert sorted(told.values()) == [1, 2], "the one that the evaluation waits for is told of nothing further"
         awaited, other = (first, second) if told["first"] == 1 else (second, first)
-        report(world, other, 1)  # on its way to 2: it would leave version 1 in the middle of the evaluation
+        report(world, other, 1)  # on its way to 2: the replica would leave version 1 in the middle of the evaluation
         assert split(await world.orders(other))[1] == []
         report(world, awaited, 1)
         _, evaluation = split(await world.orders(awaited))
@@ -204,7 +205,7 @@ async def test_when_training_ends_an_evaluation_that_nobody_plays_yet_is_played_
         training, _ = split(await world.orders(first) + await world.orders(second))
         await train_one_step(world, training[:2], 1, 0)
         await train_one_step(world, training[2:4], 2, 0)
-        world.ring.dispatcher.train = False
+        world.parts.dispatcher.train = False
         for replica in (first, second):
             report(world, replica, 2)
         orders = split(await world.orders(first) + await world.orders(second))[1]
@@ -219,8 +220,8 @@ async def test_no_more_trajectories_of_evaluations_are_played_at_once_than_is_al
         await world.publish(0)
         _, first = split(await world.orders(world.join(slots=16)))
         assert len(first) == 2, "of three, with slots for all"
-        assert "evaluation.max_in_flight" in world.ring.dispatcher.waits_for
-    await world.crash()  # what was in flight still is
+        assert "evaluation.max_in_flight" in world.parts.dispatcher.waits_for
+    await world.crash()  # work in progress continues
     async with living(world):
         replica = world.join(slots=16, running=[order.task_group_id for order in first])
         again = split(await world.orders(replica))[1]
@@ -231,7 +232,7 @@ async def test_no_more_trajectories_of_evaluations_are_played_at_once_than_is_al
         await world.send(
             failure(first[1].task_group_id, 0), trajectory(more[0].task_group_id, 0, version=0, reward=1.0)
         )
-        result = world.ring.evaluations.results["start/greedy"]
+        result = world.parts.evaluations.results["start/greedy"]
         assert (result.num_trajectories, result.num_failed) == (3, 1)
 
 
@@ -263,14 +264,14 @@ async def test_a_rows_seed_depends_on_its_dataset_and_row_and_on_nothing_else(wo
     """Common random numbers: not on the evaluation, the version, the samples, other datasets, or a restart."""
 
     async def seeds(world: World, evaluation_id: str) -> dict[str, list[int]]:
-        await world.ring.begin_evaluation(evaluation_id)
-        version = world.ring.ledgers["model0"].newest_number
+        await world.core.begin_evaluation(evaluation_id)
+        version = world.parts.ledgers["model0"].newest_number
         orders = await world.orders(world.join(number=version))
         await world.send(
             *(trajectory(o.task_group_id, i, version=version, reward=1.0) for o in orders for i in o.indices)
         )
         found: dict[str, list[int]] = {}
-        for row in world.ring.evaluations._rows:
+        for row in world.parts.evaluations._rows:
             found.setdefault(row[0], []).append(orders.pop(0).seed)
         assert not orders
         return found
@@ -296,8 +297,8 @@ async def test_an_evaluation_is_compared_with_the_first_of_its_kind_item_by_item
     world = worlds(run={"steps": 9}, evaluation={"samplings": samplings}, held_out={"one": {}, "two": {}})
 
     async def evaluate(evaluation_id: str, rewards: list[float]) -> None:
-        await world.ring.begin_evaluation(evaluation_id)
-        version = world.ring.ledgers["model0"].newest_number
+        await world.core.begin_evaluation(evaluation_id)
+        version = world.parts.ledgers["model0"].newest_number
         orders = await world.orders(world.join(number=version))
         for order, reward in zip(orders, rewards * 2, strict=True):
             await world.send(trajectory(order.task_group_id, 0, version=version, reward=reward))
@@ -307,7 +308,7 @@ async def test_an_evaluation_is_compared_with_the_first_of_its_kind_item_by_item
     await world.crash()
     await world.publish(1)
     await evaluate("second", [1.0, 0.0, 1.0, 0.5, 0.0, 0.25])
-    first, second = (world.ring.evaluations.results[f"{name}/drawn"] for name in ("first", "second"))
+    first, second = (world.parts.evaluations.results[f"{name}/drawn"] for name in ("first", "second"))
     assert (first.compared_with, first.difference) == ("", None)
     assert second.compared_with == "first/drawn"
     one, two = second.datasets
@@ -317,7 +318,7 @@ async def test_an_evaluation_is_compared_with_the_first_of_its_kind_item_by_item
     assert two.difference.value == pytest.approx(-0.25)
     assert second.difference is not None and second.difference.value == pytest.approx((1 / 3 - 0.25) / 2)
     await world.crash()
-    assert world.ring.evaluations.results["second/drawn"] == second
+    assert world.parts.evaluations.results["second/drawn"] == second
 
 
 def test_an_evaluation_of_a_journal_without_items_is_read_and_compared_with_nothing() -> None:

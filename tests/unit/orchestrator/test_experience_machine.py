@@ -1,4 +1,4 @@
-"""Any order of events: quotas are returned exactly once, nothing stands still, and the journal gives the same state."""
+"""Any order of events: quotas are returned exactly once, the run never blocks, and the journal gives the same state."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.common import fates
-from services.common.config.policy import BatchConfig
-from services.common.config.services import RolloutConfig
+from services.common.config.data import SourceConfig
+from services.common.config.processes.services import RolloutConfig
+from services.common.config.training.policy import BatchConfig
 from services.common.errors import RolloutTimeoutError
-from services.common.types import Segment, Sequence, StopReason, Trajectory
+from services.common.records import fates
+from services.common.records.types import Segment, Sequence, StopReason, Trajectory
 from services.orchestrator.buffer.assembly import assemble
-from services.orchestrator.experience import Experience
-from services.orchestrator.groups import AdvantageGroup, Outcome, TaskGroup
-from services.orchestrator.journal.records import BatchRecord, Verdict
-from services.orchestrator.rewards import RewardRules, RewardTransform
+from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.buffer.rewards import RewardRules, RewardTransform
+from services.orchestrator.journal.records import BatchRecord, GroupVerdict
+from services.orchestrator.state.groups import AdvantageGroup, Outcome, TaskGroup
 from tests.unit.orchestrator.builders import failure, order, trajectory
 
 NUM_STEPS = 6
 POLICIES = ("a", "b")
+SOURCES = {
+    name: SourceConfig(path="rows.jsonl", source=name, weight=weight) for name, weight in {"x": 1, "y": 2}.items()
+}
 REASONS = ("INFRASTRUCTURE", RolloutTimeoutError.reason, fates.TOO_OLD)
 
 
@@ -46,7 +50,7 @@ def batch_configs(draw: st.DrawFn) -> BatchConfig:
 
 
 class Events(RuleBasedStateMachine):
-    """One process after another lives through what happens; ``log`` is what the journal would have."""
+    """A sequence of processes handles the events; ``log`` replaces the journal."""
 
     @initialize(
         configs=st.tuples(batch_configs(), batch_configs()),
@@ -54,10 +58,13 @@ class Events(RuleBasedStateMachine):
         on_timeout=st.sampled_from(["penalise", "as_scored"]),
         on_truncation=st.sampled_from(["penalise", "mask", "as_scored"]),
         clip=st.sampled_from([None, 0.5]),
+        mixed=st.booleans(),
     )
     def begin(
-        self, configs: tuple[BatchConfig, BatchConfig], admit: Any, on_timeout: Any, on_truncation: Any, clip: Any
-    ) -> None:
+        self, configs: tuple[BatchConfig, BatchConfig], admit: Any, on_timeout: Any, on_truncation: Any, clip: Any,
+        mixed: bool,
+    ) -> None:  # fmt: skip
+        self.sources = SOURCES if mixed else {}
         self.configs = dict(zip(POLICIES, configs, strict=True))
         self.admit = admit
         self.reward_rules = RewardRules(
@@ -76,17 +83,18 @@ class Events(RuleBasedStateMachine):
         for policy in POLICIES:
             self.publish(policy, 0)
 
-    def new(self, closed: Counter[str]) -> Experience:
+    def new(self, closed: Counter[str]) -> ExperiencePipeline:
         def on_closed(name: str, reason: fates.ClosedReason) -> None:
             closed[name] += 1
 
-        def on_judged(name: str, verdicts: list[Verdict]) -> None:
+        def on_judged(name: str, verdicts: list[GroupVerdict]) -> None:
             found = [v for v in verdicts if v.outcome is fates.GroupFate.SURPLUS]
             self.surplus[name] = {(v.policy, v.role, v.attempt) for v in found}
 
-        return Experience(
-            self.configs, NUM_STEPS, Counter(), on_closed, self.admit, self.reward_rules, seed=7, on_judged=on_judged
-        )
+        return ExperiencePipeline(
+            self.configs, NUM_STEPS, Counter(), on_closed, self.admit, self.reward_rules, seed=7, on_judged=on_judged,
+            sources=self.sources, exhausted_after=3,
+        )  # fmt: skip
 
     def version(self, policy: str) -> int:
         return self.experience.admission.accounts[policy].version
@@ -105,7 +113,8 @@ class Events(RuleBasedStateMachine):
         if not self.experience.admission.open(named, lags):
             return
         self.names += 1
-        group = TaskGroup(order=replace(order(f"g{self.names}", size), policies=policies), born=born)
+        source = self.experience.next_source(named)
+        group = TaskGroup(order=replace(order(f"g{self.names}", size), policies=policies, source=source), born=born)
         self.log.append(("issue", (group.order, dict(born))))
         self.groups[group.id] = group
         self.experience.issued(group)
@@ -191,7 +200,7 @@ class Events(RuleBasedStateMachine):
 
     @rule(policy=st.sampled_from(POLICIES))
     def step(self, policy: str) -> None:
-        """A whole training step in one rule: most go by without anything in between."""
+        """A whole training step in one rule: most steps have no event in between."""
         self.take(policy)
         if policy in self.taken:
             self.recorded(policy)
@@ -201,7 +210,7 @@ class Events(RuleBasedStateMachine):
 
     @rule(policy=st.sampled_from(POLICIES))
     def trainer_comes_or_goes(self, policy: str) -> None:
-        """Not journaled: what followed from it is."""
+        """Not journaled, unlike its consequences."""
         self.experience.admission.absent ^= {policy}
 
     @precondition(lambda self: self.groups)
@@ -214,12 +223,12 @@ class Events(RuleBasedStateMachine):
     @rule()
     def crash(self) -> None:
         recovered, groups = self.recovered()
-        if not self.taken:  # what was taken and not recorded is in the buffer again
+        if not self.taken:  # taken but unrecorded groups are in the buffer again
             assert state(recovered) == state(self.experience)
         self.taken.clear()
         self.experience, self.groups = recovered, groups
 
-    def recovered(self) -> tuple[Experience, dict[str, TaskGroup]]:
+    def recovered(self) -> tuple[ExperiencePipeline, dict[str, TaskGroup]]:
         closed_before = set(self.closed)
         experience, groups = self.new(self.closed), dict[str, TaskGroup]()
         experience.surplus_before = dict(self.surplus)
@@ -234,20 +243,21 @@ class Events(RuleBasedStateMachine):
                 experience.reissued(groups[value[0]], value[1])
             elif kind == "batch":
                 experience.recover_batch(value)
+                experience.mixtures[value.policy].recover(value.statistics)
             elif kind == "version":
                 experience.advanced(*value)
         experience.surplus_before = {}
         experience.admission.absent = set(self.experience.admission.absent)
         return experience, groups
 
-    def apply(self, experience: Experience, groups: dict[str, TaskGroup], outcome: Outcome) -> None:
+    def apply(self, experience: ExperiencePipeline, groups: dict[str, TaskGroup], outcome: Outcome) -> None:
         group = groups[outcome.task_group_id]
         assert group.resolve(outcome)
         if group.complete:
             del groups[group.id]
         experience.resolved(group, outcome)
 
-    # --- what always holds -------------------------------------------------------------------------------------------
+    # --- invariants ------------------------------------------------------------------------------------------------------
 
     @invariant()
     def accounts_say_what_is_there(self) -> None:
@@ -262,7 +272,11 @@ class Events(RuleBasedStateMachine):
             assert account.unfinished == unfinished
             assert account.in_training == self.training.get(policy, 0) + taken
             assert account.accepted == account.unfinished + account.in_training + buffer.num_sequences
-            assert buffer.num_sequences == sum(group.size for group in buffer._waiting.values())
+            assert buffer.num_sequences == sum(group.size for group in buffer.groups)
+            mixture = self.experience.mixtures[policy]
+            for source in mixture.shares:
+                assert mixture.is_running(source) == any(g.order.source == source for g in mine)
+                assert buffer.num_of_source[source] == sum(g.size for g in buffer.groups if g.source == source)
             known = self.experience.unfinished.begun_before(policy, NUM_STEPS + 1)
             assert {g.id for g in known} == {g.id for g in mine}
 
@@ -270,7 +284,7 @@ class Events(RuleBasedStateMachine):
     def task_groups_are_closed_once_and_at_the_end(self) -> None:
         if not hasattr(self, "experience"):
             return
-        waiting = {g.task_group_id for b in self.experience.buffers.values() for g in b._waiting.values()}
+        waiting = {g.task_group_id for b in self.experience.buffers.values() for g in b.groups}
         pending = {g.task_group_id for groups, _ in self.taken.values() for g in groups}
         assert set(self.experience._buffered) == waiting | pending
         assert not set(self.closed) & (waiting | pending | set(self.groups))
@@ -279,7 +293,7 @@ class Events(RuleBasedStateMachine):
 
     @invariant()
     def something_can_go_on(self) -> None:
-        """With nothing running and nothing in training, a batch is there or another group may be issued."""
+        """Without running slots and without a batch in training, the buffer has a batch or another group may be issued."""
         if not hasattr(self, "experience") or self.groups or self.training or self.taken:
             return
         for policy in POLICIES:
@@ -293,8 +307,8 @@ def empty(name: str, index: int) -> Outcome:
     return Trajectory(task_group_id=name, index=index, sequences=(), reward=0.0)
 
 
-def state(experience: Experience) -> dict[str, Any]:
-    """All that decides what is issued and trained next, but how many sequences a rollout brings on average."""
+def state(experience: ExperiencePipeline) -> dict[str, Any]:
+    """All state that decides about the next issue and batch, except the mean number of sequences per rollout."""
     found: dict[str, Any] = {}
     for policy in POLICIES:
         account, buffer = experience.admission.accounts[policy], experience.buffers[policy]
@@ -303,12 +317,14 @@ def state(experience: Experience) -> dict[str, Any]:
                 deadline, group.task_group_id, group.role, group.attempt, group.mean, group.std, group.num_compared,
                 [(m.sequence_id, m.sequence.reward, m.sequence.min_version) for m in group.members],
             )
-            for deadline, arrival in sorted(buffer._heap)
+            for heap in buffer._heaps.values()
+            for deadline, arrival in sorted(heap)
             if (group := buffer._waiting.get(arrival)) is not None
         ]  # fmt: skip
         found[policy] = {
             "accepted": account.accepted, "unfinished": account.unfinished, "in_training": account.in_training,
             "running": account.running_slots, "version": (account.version, buffer.version), "waiting": waiting,
+            "trained": +experience.mixtures[policy].trained if experience.mixtures[policy].is_mixed else {},
             "due": [group.id for group in experience.due(policy)],
         }  # fmt: skip
     return {**found, "buffered": dict(experience._buffered)}

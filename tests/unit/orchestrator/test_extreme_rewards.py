@@ -1,4 +1,4 @@
-"""No finite reward ends the orchestrator or makes a statistic that is not finite, whatever the door lets in."""
+"""No finite reward within the bounds ends the orchestrator or makes a statistic that is not finite."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from services.common.config.policy import BatchConfig, OverlongPenaltyConfig, ResampleConfig
-from services.common.types import StopReason
+from services.common.config.training.policy import BatchConfig, OverlongPenaltyConfig, ResampleConfig
+from services.common.records.types import StopReason
 from services.orchestrator.buffer.assembly import assemble
+from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.buffer.resample import resample_group
+from services.orchestrator.buffer.rewards import RewardRules, RewardTransform
 from services.orchestrator.buffer.shaping import shape_group
-from services.orchestrator.curation import FilterSolved, Greso
-from services.orchestrator.experience import Experience
-from services.orchestrator.groups import AdvantageGroup, advantage_groups, statistics
-from services.orchestrator.rewards import RewardRules, RewardTransform
-from services.orchestrator.scores import Estimate, compared, mean_difference, overall, score
+from services.orchestrator.state.groups import AdvantageGroup, advantage_groups, statistics
+from services.orchestrator.state.scores import Estimate, compared, mean_difference, overall, score
+from services.orchestrator.tasks.curation import FilterSolved, Greso
 from tests.unit.orchestrator.builders import complete_group
 
 MOST = sys.float_info.max
@@ -80,7 +80,7 @@ def test_a_penalty_of_any_size_can_be_drawn_by(penalty: float) -> None:
 
 @given(st.lists(REWARDS, min_size=1, max_size=4))
 def test_an_experience_sums_up_finite_numbers(groups: list[list[float]]) -> None:
-    experience = Experience({"model0": BatchConfig(size=1, dynamic_sampling=False)}, 3, Counter())
+    experience = ExperiencePipeline({"model0": BatchConfig(size=1, dynamic_sampling=False)}, 3, Counter())
     for number, rewards in enumerate(groups):
         made = complete_group(str(number), rewards)
         outcomes, made.outcomes = list(made.outcomes.values()), {}
@@ -121,7 +121,7 @@ def test_curation_takes_any_finite_reward(rewards: list[float]) -> None:
 
 def test_a_thousand_roles_are_told_as_a_few() -> None:
     """Names of roles are words of a workflow: they become names of metrics."""
-    experience = Experience({"model0": BatchConfig(size=1, dynamic_sampling=False)}, 3, Counter())
+    experience = ExperiencePipeline({"model0": BatchConfig(size=1, dynamic_sampling=False)}, 3, Counter())
     made = complete_group("g", [0.0, 1.0])
     outcomes, made.outcomes = made.trajectories, {}
     experience.issued(made)

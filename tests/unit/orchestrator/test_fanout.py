@@ -1,4 +1,4 @@
-"""Who fetches from whom: every stripe has one owner, nobody is asked to reach what cannot be reached."""
+"""Sources of a version: every shard has one owner, and no plan names an unreachable replica."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2
-from services.common.serde import fetch_plan_from_proto, fetch_plan_to_proto
-from services.common.types import FetchPlan, WeightVersion
-from services.orchestrator.fanout import MAX_HOLDERS, FanOut, Receiver
+from services.common.records.types import FetchPlan, WeightVersion
+from services.common.wire.records import fetch_plan_from_proto, fetch_plan_to_proto
+from services.orchestrator.dispatch.announcer import MAX_HOLDERS, FanOut, Receiver
 
 BASE = (3, "d3")
 VERSION = WeightVersion(policy="p", number=4, digest="d4", sources=("publisher:1",))
@@ -33,7 +33,7 @@ receivers = st.lists(
 
 
 @given(members=receivers, max_relays=st.integers(0, 20))
-def test_every_stripe_has_one_owner_who_can_be_reached_and_wants_the_same(
+def test_every_shard_has_one_owner_who_can_be_reached_and_wants_the_same(
     members: list[Receiver], max_relays: int
 ) -> None:
     fanout = FanOut({"p": max_relays})
@@ -44,10 +44,10 @@ def test_every_stripe_has_one_owner_who_can_be_reached_and_wants_the_same(
         assert len(set(plan.relays)) == len(plan.relays)
         same = [other for other in plans if other.base == member.base]
         assert all(plans[other].relays == plan.relays for other in same)
-        owners = Counter(plans[other].own_stripe for other in same if plans[other].own_stripe is not None)
+        owners = Counter(plans[other].own_shard for other in same if plans[other].own_shard is not None)
         assert owners == Counter(range(len(plan.relays)))
-        if plan.own_stripe is not None:
-            assert plan.relays[plan.own_stripe] == member.address
+        if plan.own_shard is not None:
+            assert plan.relays[plan.own_shard] == member.address
         assert {other.address for other in same} >= set(plan.relays)
 
 
@@ -61,7 +61,7 @@ def test_the_publisher_sends_one_copy_to_each_group_that_shares_a_base(members: 
         if plan is None:
             group = [other for other in members if other.base == member.base]
             assert len(group) == 1 or not any(other.address for other in group)
-        elif plan.own_stripe is not None:
+        elif plan.own_shard is not None:
             copies += 1 / len(plan.relays)
     shared = {m.base for m in members if sum(o.base == m.base for o in members) > 1}
     reachable = {m.base for m in members if m.address}
@@ -70,15 +70,15 @@ def test_the_publisher_sends_one_copy_to_each_group_that_shares_a_base(members: 
 
 @given(
     plan=st.builds(
-        FetchPlan, relays=st.lists(st.text(min_size=1), min_size=1).map(tuple), own_stripe=st.none() | st.just(0)
+        FetchPlan, relays=st.lists(st.text(min_size=1), min_size=1).map(tuple), own_shard=st.none() | st.just(0)
     )
 )
 def test_a_plan_crosses_the_wire_unchanged(plan: FetchPlan) -> None:
     assert fetch_plan_from_proto(fetch_plan_to_proto(plan)) == plan
 
 
-def test_a_plan_that_names_a_stripe_it_does_not_have_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="names stripe 2"):
+def test_a_plan_that_names_a_shard_it_does_not_have_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="names shard 2"):
         fetch_plan_from_proto(pool_pb2.FetchPlan(relays=["a:1", "b:1"], own_stripe=2))
 
 

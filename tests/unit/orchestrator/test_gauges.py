@@ -1,15 +1,15 @@
-"""Every gauge of the orchestrator has a metric of its own, and counters begin with the process."""
+"""Every gauge of the orchestrator has a separate metric, and counters begin with the process."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from services.common.prometheus.metric import OTHER, Translation
-from services.orchestrator.datasets import UsableRows
-from services.orchestrator.gauges import gauges
-from services.orchestrator.prometheus import METRICS
-from services.orchestrator.prompt_length import ShortPrompts
-from services.orchestrator.raw_rows import ListRows
+from services.orchestrator.monitoring.gauges import gauges
+from services.orchestrator.monitoring.prometheus import METRICS
+from services.orchestrator.tasks.datasets import UsableRows
+from services.orchestrator.tasks.prompt_length import ShortPrompts
+from services.orchestrator.tasks.raw_rows import ListRows
 from tests.unit.orchestrator.world import World
 
 COUNTERS = {
@@ -29,14 +29,16 @@ COUNTERS = {
 async def test_every_gauge_and_counter_of_the_orchestrator_has_its_metric(tmp_path: Path) -> None:
     world = World(tmp_path, policies=("actor", "verifier"))
     try:
-        ring = world.ring
-        ring.counters.update(dict.fromkeys(COUNTERS, 5))
-        ring.last_metrics["actor"] = {"trainer/loss": 0.5, "rollout_reward_mean": 1.0, "broken": float("nan")}
+        parts = world.parts
+        parts.counters.update(dict.fromkeys(COUNTERS, 5))
+        parts.versions.last_metrics["actor"] = {"trainer/loss": 0.5, "rollout_reward_mean": 1.0, "broken": float("nan")}
         rows = [{"prompt": "a"}, {"prompt": "a a"}, {"prompt": {1, 2}}, {"answer": "1"}]
         counters = [lambda texts: [len(text.split()) for text in texts]]
         train = ShortPrompts(UsableRows(ListRows(rows, "train"), None), 1, counters, None, "data.train")
         held_out = UsableRows(ListRows(rows, "held_out"), None)
-        found = gauges(ring, {"data.train": train, "data.evaluation.held_out": held_out}, {"slots_reissued": 2})
+        found = gauges(
+            world.progress_view, {"data.train": train, "data.evaluation.held_out": held_out}, {"slots_reissued": 2}
+        )
         samples = list(Translation(METRICS).samples(found))
         assert not [sample for sample in samples if sample.metric is OTHER]
         values = {(sample.metric.name, sample.labels): sample.value for sample in samples}

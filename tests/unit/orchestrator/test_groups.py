@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from services.orchestrator.groups import (
+from services.orchestrator.state.groups import (
     TaskGroup,
     advantage_groups,
     dynamic_sampling,

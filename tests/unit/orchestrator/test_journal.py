@@ -15,15 +15,17 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ConfigError, CorruptDataError
-from services.common.kept_tokens import left_out_row, pack
-from services.common.types import NO_TIMING, RolloutPhase, RolloutTiming
-from services.orchestrator.journal import packing, records, rollouts, writer
-from services.orchestrator.journal.damage import DamageReason
+from services.common.errors import ConfigError, CorruptDataError, InfrastructureError
+from services.common.records.kept_tokens import left_out_row, pack
+from services.common.records.types import NO_TIMING, RolloutPhase, RolloutTiming
+from services.orchestrator.journal import records, rollouts, writer
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.segments import segment_path
+from services.orchestrator.journal.storage.damage import DamageReason
+from services.orchestrator.journal.storage.segment_set import Files, SegmentWriter
+from services.orchestrator.journal.storage.segments import COLLECTED, segment_path
 from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
+from tests.waiting import WAIT_S, until
 
 Open = Callable[..., Journal]
 
@@ -58,7 +60,7 @@ async def put(journal: Journal, *numbers: int) -> None:
 def kept(directory: Path) -> list[int]:
     reader = JournalReader(directory)
     try:
-        loaded = [reader.load(row) for row in reader.rows()]
+        loaded = [reader.load(row) for row in reader.rows() if row.kind != COLLECTED]
         return [record["n"] for record in loaded if record is not None]
     finally:
         reader.close()
@@ -86,7 +88,7 @@ async def test_callbacks_come_in_submission_order_and_after_the_commit(open_jour
 
     for number in range(5):
         journal.submit("things", str(number), lambda n=number: {"n": n}, lambda n=number: durable(n))
-    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.wait_for(done.wait(), WAIT_S)
     assert seen == [0, 1, 2, 3, 4]
 
 
@@ -141,14 +143,55 @@ async def test_without_free_disk_nothing_is_acknowledged_and_nothing_is_lost(
     await put(journal, 1)
     free = 0
     waiting = asyncio.ensure_future(put(journal, 2, 3))
-    while not journal.blocked:
-        await asyncio.sleep(0.01)
+    await until(lambda: journal.blocked)
     assert not waiting.done()
     assert "0 bytes free" in journal.blocked
     free = 10**9
-    await asyncio.wait_for(waiting, 10)
+    await asyncio.wait_for(waiting, WAIT_S)
     assert journal.blocked == ""
     assert kept(tmp_path) == [1, 2, 3]
+
+
+async def test_without_free_disk_segments_are_deleted_and_the_record_of_it_takes_the_last_bytes(
+    open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "RETRY_S", 0.02)
+    free = 10**9
+    journal = open_journal(free_bytes=lambda path: free, segment_bytes=1)
+    for number in range(4):
+        await put(journal, number)
+    free = 0
+    waiting = asyncio.ensure_future(put(journal, 4))
+    await until(lambda: journal.blocked)
+    await asyncio.to_thread(journal.remove_segments, "things", [1, 2])
+    assert journal.blocked and not waiting.done()
+    assert kept(tmp_path) == [2, 3]
+    free = 10**9
+    await asyncio.wait_for(waiting, WAIT_S)
+    await journal.close()
+    assert kept(tmp_path) == [2, 3, 4]
+    assert Journal(tmp_path).damage == [], "what was deleted is not taken for lost"
+
+
+async def test_a_segment_stays_where_no_byte_is_left_for_the_record_of_its_deletion(
+    open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = open_journal(segment_bytes=1)
+    await put(journal, 1)
+    await put(journal, 2)
+    real = SegmentWriter.append
+
+    def full(self: SegmentWriter, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SegmentWriter, "append", full)
+    with pytest.raises(InfrastructureError, match="things-000001 is not deleted, as the disk has no space"):
+        await asyncio.to_thread(journal.remove_segments, "things", [1])
+    monkeypatch.setattr(SegmentWriter, "append", real)
+    await put(journal, 3)
+    assert kept(tmp_path) == [1, 2, 3]
+    await asyncio.to_thread(journal.remove_segments, "things", [1])
+    assert kept(tmp_path) == [2, 3]
 
 
 async def test_a_write_that_fails_half_way_is_undone_and_tried_again(
@@ -157,10 +200,10 @@ async def test_a_write_that_fails_half_way_is_undone_and_tried_again(
     monkeypatch.setattr(writer, "RETRY_S", 0.02)
     journal = open_journal()
     await put(journal, 1)
-    real = writer.SegmentWriter.append
+    real = SegmentWriter.append
     failures = 3
 
-    def append(self: writer.SegmentWriter, data: bytes) -> None:
+    def append(self: SegmentWriter, data: bytes) -> None:
         nonlocal failures
         if failures:
             failures -= 1
@@ -168,8 +211,8 @@ async def test_a_write_that_fails_half_way_is_undone_and_tried_again(
             raise OSError(errno.ENOSPC, "No space left on device")
         real(self, data)
 
-    monkeypatch.setattr(writer.SegmentWriter, "append", append)
-    await asyncio.wait_for(put(journal, 2, 3), 10)
+    monkeypatch.setattr(SegmentWriter, "append", append)
+    await asyncio.wait_for(put(journal, 2, 3), WAIT_S)
     assert kept(tmp_path) == [1, 2, 3]
     with zstandard.open(segment_path(tmp_path, "things", 1), "rt") as lines:
         assert [json.loads(line)["n"] for line in lines] == [1, 2, 3]
@@ -181,13 +224,12 @@ async def test_another_failure_of_the_disk_stops_the_process(
     told: list[BaseException] = []
     journal = open_journal(on_failure=told.append)
 
-    def broken(self: writer.SegmentWriter, data: bytes) -> None:
+    def broken(self: SegmentWriter, data: bytes) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(writer.SegmentWriter, "append", broken)
+    monkeypatch.setattr(SegmentWriter, "append", broken)
     journal.submit("things", "1", dict)
-    while not told:
-        await asyncio.sleep(0.01)
+    await until(lambda: told)
     with pytest.raises(Exception, match="the journal has failed"):
         journal.submit("things", "2", dict)
 
@@ -197,16 +239,16 @@ async def test_another_failure_of_the_disk_stops_the_process(
 def test_packed_arrays_come_back_bit_by_bit(bits: list[int]) -> None:
     """NaN with its payload, infinities, negative zeros and token ids that no vocabulary has, too."""
     words = np.array(bits, dtype=np.uint32)
-    assert packing.unpack_floats(packing.pack_floats(words.view(np.float32))).tobytes() == words.tobytes()
+    assert rollouts.unpack_floats(rollouts.pack_floats(words.view(np.float32))).tobytes() == words.tobytes()
     for ids in (words.view(np.int32), words.view(np.int32) & 0xFFFFFF):
-        text = packing.pack_tokens(ids)
-        assert packing.unpack_tokens(text, len(ids)).tolist() == ids.tolist()
+        text = rollouts.pack_tokens(ids)
+        assert rollouts.unpack_tokens(text, len(ids)).tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize(("text", "count"), [("AAAA", 2), ("", 1), ("AAAAAAAA", 1), ("A", 1), ("\u00e9", 1)])
 def test_an_array_of_another_length_is_refused(text: str, count: int) -> None:
     with pytest.raises(CorruptDataError, match="an array of a record"):
-        packing.unpack_tokens(text, count)
+        rollouts.unpack_tokens(text, count)
 
 
 def through_json(value: dict[str, Any]) -> dict[str, Any]:
@@ -275,3 +317,42 @@ async def test_segments_can_be_opened_as_datasets(open_journal: Open, tmp_path: 
     path = str(segment_path(tmp_path, records.TRAJECTORY, 1))
     loaded = datasets.load_dataset("json", data_files=path, split="train", cache_dir=str(tmp_path / "cache"))
     assert loaded["reward"][:] == [0.0, 1.0, 2.0]
+
+
+async def test_a_record_that_is_awaited_does_not_wait_for_others(
+    open_journal: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "LINGER_S", 3600.0)
+    journal = open_journal()
+    written: list[str] = []
+    async with asyncio.timeout(30):
+        await put(journal, 1)
+        for name in ("a", "b"):
+            journal.submit("things", name, dict, lambda name=name: written.append(name))
+        await put(journal, 2)
+        assert written == ["a", "b"], "it takes along, in order, what was submitted before"
+        journal.submit("things", "c", dict, lambda: written.append("c"))
+        await journal.close()
+    assert written == ["a", "b", "c"], "closing ends the lingering as well"
+
+
+async def test_the_records_of_a_commit_are_one_write_for_each_kind(open_journal: Open, tmp_path: Path) -> None:
+    class Counting(Files):
+        num_writes = 0
+
+        def write(self, fd: int, data: bytes, offset: int) -> None:
+            self.num_writes += 1
+            super().write(fd, data, offset)
+
+    files = Counting()
+    journal = open_journal(files=files)
+    kinds = ("alpha", "beta")
+    await asyncio.gather(*(journal.append(kinds[n % 2], str(n), lambda n=n: {"n": n}) for n in range(200)))
+    assert files.num_writes <= len(kinds) * journal.num_commits < 200
+    reader = JournalReader(tmp_path)
+    try:
+        for kind in kinds:
+            found = [reader.load(row) for row in reader.rows_of(kind)]
+            assert [record["n"] for record in found if record] == list(range(kinds.index(kind), 200, 2))
+    finally:
+        reader.close()

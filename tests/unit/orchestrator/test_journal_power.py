@@ -1,4 +1,4 @@
-"""``durability``: what is acknowledged survives a power cut at any write, or a kill -9."""
+"""``durability``: acknowledged records survive a power cut at any write, or a kill -9."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from services.orchestrator.journal import writer
-from services.orchestrator.journal.index import INDEX_FILE
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.segments import COLLECTED
+from services.orchestrator.journal.storage.index import INDEX_FILE
+from services.orchestrator.journal.storage.segments import COLLECTED
 from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.power import Disk, Operation, RecordingFiles
+from tests.waiting import WAIT_S
 
 KINDS = ("things", "others", "rare")
 
@@ -126,7 +127,7 @@ async def test_the_simulation_notices_a_sync_that_is_missing(tmp_path: Path, lef
 
 
 async def test_what_a_start_found_unsynced_is_safe_once_it_acknowledges(tmp_path: Path) -> None:
-    """A process without syncs is killed; the next one, with syncs, builds on what it left in the page cache."""
+    """A process without syncs is killed; the next one, with syncs, builds on the data in the page cache."""
     directory, files = tmp_path / "journal", RecordingFiles()
     first = Journal(directory, files=files)
     first.start()
@@ -241,7 +242,7 @@ def test_what_a_killed_process_acknowledged_is_there(tmp_path: Path) -> None:
         time.sleep(draw.uniform(0.0, 0.3))
         child.kill()
         told = [int(line) for line in child.stdout.read().split()]
-        child.wait(10)
+        child.wait(WAIT_S)
         child.stdout.close()
         before, acknowledged = acknowledged, max([acknowledged, *told])
         found = kept(tmp_path)

@@ -1,4 +1,4 @@
-"""Which recorded batches a trainer may ask for again: those after the oldest checkpoint that it keeps."""
+"""A trainer may ask again for recorded batches after the oldest checkpoint that the trainer keeps."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from services.common.checkpoints.gauges import CheckpointGauge
-from services.orchestrator.progress import progress
-from services.orchestrator.trainers import TrainerLeases
+from services.orchestrator.members.trainers import TrainerLeases
+from services.orchestrator.monitoring.progress import progress
 from tests.unit.orchestrator.world import World
 
 
@@ -45,11 +45,11 @@ def test_a_trainer_that_went_back_to_the_initial_model_keeps_everything() -> Non
 
 async def test_damaged_and_failed_checkpoints_are_among_the_counters_of_the_run(worlds: Callable[..., World]) -> None:
     world = worlds()
-    assert not {gauge.value for gauge in CheckpointGauge} & progress(world.ring).counters.keys()
-    world.ring.trainers.join("model0", "t", 1, 0, {})
-    world.ring.trainers.report(
+    assert not {gauge.value for gauge in CheckpointGauge} & progress(world.progress_view).counters.keys()
+    world.progress_view.trainers.join("model0", "t", 1, 0, {})
+    world.progress_view.trainers.report(
         "model0", "t", training_step=1, state="training", checkpoint_step=0,
         gauges={CheckpointGauge.DAMAGED: 2.0, CheckpointGauge.FAILED: 0.0},
     )  # fmt: skip
-    assert progress(world.ring).counters[CheckpointGauge.DAMAGED] == 2
-    assert CheckpointGauge.FAILED not in progress(world.ring).counters
+    assert progress(world.progress_view).counters[CheckpointGauge.DAMAGED] == 2
+    assert CheckpointGauge.FAILED not in progress(world.progress_view).counters

@@ -1,4 +1,4 @@
-"""What becomes of experience that outlives ``max_staleness``, in the ring and after its recovery, in every mode."""
+"""Rollouts that outlive ``max_staleness``, in a live core and after its recovery, in every mode."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.common.config.policy import BatchConfig
+from services.common.config.training.policy import BatchConfig
 from services.common.errors import DeadlineError
-from services.common.fates import TOO_OLD, StepFact
-from services.common.types import RankBatch, Segment, Sequence, StopReason, TaskGroupOrder
-from services.orchestrator.batches import Batch
-from services.orchestrator.commands import CancelGroup
-from services.orchestrator.ingest import RecordOutcome
+from services.common.records.fates import TOO_OLD, StepFact
+from services.common.records.types import RankBatch, Segment, Sequence, StopReason, TaskGroupOrder
+from services.orchestrator.buffer.batches import Batch
+from services.orchestrator.ingest.ingest import RecordOutcome
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.pool import Held, Replica
-from services.orchestrator.watch import Watch
+from services.orchestrator.members.commands import CancelGroup
+from services.orchestrator.members.replica import Held, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World
 
@@ -38,7 +37,7 @@ async def finish(world: World, order: TaskGroupOrder, index: int, *versions: int
 
 
 def hold(world: World, replica: Replica, version: int) -> None:
-    world.replica_side.report(
+    world.replica_api.report(
         replica.replica_id,
         replica.incarnation,
         held={"model0": Held(version, f"d{version}")},
@@ -49,8 +48,8 @@ def hold(world: World, replica: Replica, version: int) -> None:
 
 
 async def step(world: World, replica: Replica, number: int, timeout_s: float = 5.0) -> Batch:
-    """One training step: its batch, its version, and the replica on it."""
-    batch = await world.trainer_side.pull_batch("model0", number, timeout_s)
+    """One training step: its batch, its version, and the replica on that version."""
+    batch = await world.trainer_api.pull_batch("model0", number, timeout_s)
     await world.publish(number)
     hold(world, replica, number)
     return batch
@@ -64,7 +63,7 @@ async def begin(world: World) -> tuple[Replica, list[TaskGroupOrder]]:
 
 
 async def straggling(world: World) -> tuple[Replica, TaskGroupOrder]:
-    """Version 1 is out, and a group of version 0 has one open slot: with max_staleness 1 it is due."""
+    """Version 1 is out, and a group of version 0 has one open slot: with max_staleness 1 the group is due."""
     replica, (slow, *others) = await begin(world)
     for index in range(3):
         await finish(world, slow, index, 0)
@@ -142,30 +141,30 @@ async def test_a_batch_is_the_same_after_a_restart_whatever_becomes_of_late_toke
     assert len(seen) >= 6, "their siblings were trained"
     if late == "drop":
         assert not oldest & seen
-        assert world.ring.counters["sequences_expired"] >= len(oldest)
+        assert world.parts.counters["sequences_expired"] >= len(oldest)
     else:
         assert {name for name in oldest if name.split("/")[0] + "/1/0" in seen} == oldest & seen
     before = [(b.record, content(b.share(0, 1))) for b in batches]
     await world.crash()
     for number, (record, shared) in enumerate(before, start=2):
-        again = await world.trainer_side.pull_batch("model0", number, 5.0)
+        again = await world.trainer_api.pull_batch("model0", number, 5.0)
         assert (again.record, content(again.share(0, 1))) == (record, shared)
 
 
 async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(worlds: Callable[..., World]) -> None:
     world = worlds(run={"steps": 9}, late="drop", max_staleness=1)
     replica, slow = await straggling(world)
-    assert world.ring.groups[slow.task_group_id].born == {"model0": 0}
-    batch = await world.trainer_side.pull_batch("model0", 2, 5.0)
+    assert world.parts.groups[slow.task_group_id].born == {"model0": 0}
+    batch = await world.trainer_api.pull_batch("model0", 2, 5.0)
     mine = [e for e in batch.record.entries if e.sequence_id.startswith(f"{slow.task_group_id}/")]
     assert [(e.staleness, e.group_size) for e in mine] == [(1, 3)] * 3, "the last step that may train them"
     assert [c.task_group_id for c in await world.commands(replica) if isinstance(c, CancelGroup)] == [
         slow.task_group_id
     ]
-    assert slow.task_group_id not in world.ring.groups
+    assert slow.task_group_id not in world.parts.groups
     assert slow.task_group_id not in replica.assignments
-    assert world.ring.counters["slots_cancelled"] == 1
-    assert world.ring.ingest.failures_in_a_row == 0, "nothing failed"
+    assert world.parts.counters["slots_cancelled"] == 1
+    assert world.parts.ingest.failures_in_a_row == 0, "nothing failed"
     assert batch.record.statistics[StepFact.SLOTS_CANCELLED] == 1
     assert batch.record.statistics["failures"] == 0
     reader = JournalReader(world.run_dir / "journal")
@@ -173,8 +172,8 @@ async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(w
     reader.close()
     assert [(f["task_group_id"], f["index"], f["reason"]) for f in failures if f] == [(slow.task_group_id, 3, TOO_OLD)]
     await world.crash()
-    assert slow.task_group_id not in world.ring.groups
-    again = await world.trainer_side.pull_batch("model0", 2, 5.0)
+    assert slow.task_group_id not in world.parts.groups
+    again = await world.trainer_api.pull_batch("model0", 2, 5.0)
     assert again.record == batch.record
 
 
@@ -183,42 +182,44 @@ async def test_what_can_still_be_trained_is_not_cancelled(worlds: Callable[..., 
     world = worlds(run={"steps": 9}, late=late, max_staleness=1)
     replica, slow = await straggling(world)
     await step(world, replica, 2)
-    assert world.ring.groups[slow.task_group_id].unresolved == (3,)
-    assert world.ring.counters["slots_cancelled"] == 0
+    assert world.parts.groups[slow.task_group_id].unresolved == (3,)
+    assert world.parts.counters["slots_cancelled"] == 0
     await finish(world, slow, 3, 0, 2)
     for order in await world.orders(replica):
         for index in order.indices:
             await finish(world, order, index, 2)
-    batch = await world.trainer_side.pull_batch("model0", 3, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 3, 5.0)
     mine = {e.sequence_id: e for e in batch.record.entries if e.sequence_id.startswith(f"{slow.task_group_id}/")}
     assert {e.group_size for e in mine.values()} == {4}
     if late == "mask":
         assert [(name.split("/")[1], e.staleness, e.num_masked_tokens) for name, e in mine.items()] == [("3", 0, 2)]
-        assert world.ring.counters["sequences_expired"] == 3, "all of their tokens would be masked"
+        assert world.parts.counters["sequences_expired"] == 3, "all of their tokens would be masked"
     else:
         assert [e.staleness for e in mine.values()] == [2] * 4, "its true age"
 
 
-@pytest.mark.parametrize("late", ["keep", "wait"])  # with the others the last batch waits for it: its siblings count
+@pytest.mark.parametrize(
+    "late", ["keep", "wait"]
+)  # in the other modes the last batch waits for the group: its siblings count
 async def test_what_is_played_when_the_last_batch_is_put_together_is_cancelled(
     worlds: Callable[..., World], late: str
 ) -> None:
-    """No batch can take it any more, so it is not played to its end while the last step is computed."""
+    """No batch can take the group any more, so the dispatcher cancels the group while the last step is computed."""
     world = worlds(run={"steps": 2}, late=late, max_staleness=2)
     replica, slow = await straggling(world)
-    assert slow.task_group_id in world.ring.groups
-    await world.trainer_side.pull_batch("model0", 2, 5.0)
+    assert slow.task_group_id in world.parts.groups
+    await world.trainer_api.pull_batch("model0", 2, 5.0)
     cancelled = [c.task_group_id for c in await world.commands(replica) if isinstance(c, CancelGroup)]
     assert slow.task_group_id in cancelled
-    assert world.ring.groups == {} and replica.assignments == {}
-    account = world.ring.experience.admission.accounts["model0"]
+    assert world.parts.groups == {} and replica.assignments == {}
+    account = world.parts.experience.admission.accounts["model0"]
     assert (account.running_slots, account.unfinished) == (0, 0)
     assert not account.has_room(), "and nothing is issued in its place"
     assert await finish_again(world, slow) == [RecordOutcome.DUPLICATE]
-    again = await world.trainer_side.pull_batch("model0", 2, 5.0)
+    again = await world.trainer_api.pull_batch("model0", 2, 5.0)
     await world.crash()
-    assert world.ring.groups == {}
-    assert (await world.trainer_side.pull_batch("model0", 2, 5.0)).record == again.record
+    assert world.parts.groups == {}
+    assert (await world.trainer_api.pull_batch("model0", 2, 5.0)).record == again.record
     await world.publish(2)
 
 
@@ -242,10 +243,10 @@ async def test_what_another_policy_can_still_train_is_played_on_after_the_last_b
     await world.send(
         trajectory(first.task_group_id, 3, sequence(1.0, policy="a"), sequence(1.0, policy="b"), reward=1.0)
     )
-    await world.trainer_side.pull_batch("a", 1, 5.0)
-    assert slow and set(world.ring.groups) == {order.task_group_id for order in slow}, "b may train it"
-    await world.trainer_side.pull_batch("b", 1, 5.0)
-    assert world.ring.groups == {}
+    await world.trainer_api.pull_batch("a", 1, 5.0)
+    assert slow and set(world.parts.groups) == {order.task_group_id for order in slow}, "b may train it"
+    await world.trainer_api.pull_batch("b", 1, 5.0)
+    assert world.parts.groups == {}
 
 
 async def test_wait_trains_a_due_group_first_and_waits_for_it_no_longer_than_its_share(
@@ -253,9 +254,9 @@ async def test_wait_trains_a_due_group_first_and_waits_for_it_no_longer_than_its
 ) -> None:
     world = worlds(run={"steps": 9}, late="wait", late_wait_share=0.5, max_staleness=1)
     _, slow = await straggling(world)
-    batches = world.ring.batches["model0"]
-    batches.late.step_s = 10.0  # what step 1 took
-    pull = asyncio.ensure_future(world.trainer_side.pull_batch("model0", 2, 30.0))
+    batches = world.parts.batches["model0"]
+    batches.late.step_s = 10.0  # taken by step 1
+    pull = asyncio.ensure_future(world.trainer_api.pull_batch("model0", 2, 30.0))
     await world.settle()
     assert not pull.done() and batches.late.num_waited_for == 1
     assert batches.late.left_s() == 5.0
@@ -271,12 +272,12 @@ async def test_wait_trains_a_due_group_first_and_waits_for_it_no_longer_than_its
 async def test_wait_is_over_after_its_share_and_happens_once(worlds: Callable[..., World]) -> None:
     world = worlds(run={"steps": 9}, late="wait", late_wait_share=0.5, max_staleness=1)
     replica, slow = await straggling(world)
-    late = world.ring.batches["model0"].late
+    late = world.parts.batches["model0"].late
     late.step_s = 10.0
     with pytest.raises(DeadlineError, match="batch of step 2"):
-        await world.trainer_side.pull_batch("model0", 2, 0.05)
+        await world.trainer_api.pull_batch("model0", 2, 0.05)
     world.clock.now += 5.0
-    batch = await world.trainer_side.pull_batch("model0", 2, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 2, 5.0)
     assert batch.record.statistics[StepFact.LATE_WAIT_S] == 5.0
     assert not any(e.sequence_id.startswith(f"{slow.task_group_id}/") for e in batch.record.entries)
     await world.publish(2)
@@ -285,7 +286,7 @@ async def test_wait_is_over_after_its_share_and_happens_once(worlds: Callable[..
         for index in order.indices:
             await finish(world, order, index, 2)
     late.step_s = 10.0
-    batch = await world.trainer_side.pull_batch("model0", 3, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 3, 5.0)
     assert batch.record.statistics[StepFact.LATE_WAIT_S] == 0.0, "it has waited for that group"
 
 
@@ -299,17 +300,17 @@ async def test_on_which_version_open_slots_began_survives_a_restart_and_a_lost_r
             await finish(world, order, index, 0)
     await step(world, replica, 1)
     await world.crash()
-    group = world.ring.groups[orders[0].task_group_id]
+    group = world.parts.groups[orders[0].task_group_id]
     assert group.born == {"model0": 0}
-    world.clock.now += world.ring.recipe.orchestrator.lease_s + 1  # its replica does not come back
-    await Watch(world.ring).tick()
+    world.clock.now += world.parts.pool.lease_s + 1  # its replica does not come back
+    await world.watch().tick()
     world.train()
     assert orders[0].task_group_id in {o.task_group_id for o in await world.orders(world.join("b", number=1))}
     assert group.born == {"model0": 1}
     await world.crash()
-    group = world.ring.groups[orders[0].task_group_id]
+    group = world.parts.groups[orders[0].task_group_id]
     assert group.born == {"model0": 1}
-    assert world.ring.experience.unfinished.begun_before("model0", 2) != []
+    assert world.parts.experience.unfinished.begun_before("model0", 2) != []
 
 
 async def test_drop_cancels_nothing_that_another_policy_can_still_train(worlds: Callable[..., World]) -> None:
@@ -321,46 +322,46 @@ async def test_drop_cancels_nothing_that_another_policy_can_still_train(worlds: 
     slow, *others = await world.orders(replica)
     for order in others:
         await world.play(order)
-    await world.trainer_side.pull_batch("a", 1, 5.0)
+    await world.trainer_api.pull_batch("a", 1, 5.0)
     await world.publish(1, policy="a")
-    experience = world.ring.experience
+    experience = world.parts.experience
     assert [group.id for group in experience.due("a")] == [slow.task_group_id]
     assert not experience.is_due_everywhere(experience.due("a")[0]), "b is still at version 0"
     with pytest.raises(DeadlineError):
-        await world.trainer_side.pull_batch("a", 2, 0.1)
-    assert world.ring.counters["slots_cancelled"] == 0
-    world.ring.trainer_lost("b")
+        await world.trainer_api.pull_batch("a", 2, 0.1)
+    assert world.parts.counters["slots_cancelled"] == 0
+    world.lose_trainer("b")
     assert experience.is_due_everywhere(experience.due("a")[0]), "nobody trains b"
 
 
 async def test_sampled_tokens_that_reached_no_record_can_be_counted(worlds: Callable[..., World]) -> None:
-    """What a cancelled rollout had sampled is the difference; neither a lost lease nor a restart counts tokens twice."""
+    """The difference is the tokens of cancelled rollouts; neither a lost lease nor a restart counts tokens twice."""
     world = worlds(run={"steps": 9}, late="drop", max_staleness=1)
 
     def report(replica: Replica, num_tokens: int) -> None:
-        world.replica_side.report(
+        world.replica_api.report(
             "a", "1", held={"model0": Held(0, "d0")}, num_tokens=num_tokens, emission=[], gauges={}
         )
 
     replica, orders = await begin(world)
     report(replica, 10)
-    await finish(world, orders[0], 0, 0, 1)  # of a version from the future: nothing is recorded of it
+    await finish(world, orders[0], 0, 0, 1)  # of a version from the future: the ledger records no such version
     await finish(world, orders[0], 1, 0)
     report(replica, 13)
-    counters = world.ring.counters
+    counters = world.parts.counters
     assert (counters["tokens_sampled"], counters["tokens_recorded"]) == (13, 2)
-    world.clock.now += world.ring.recipe.orchestrator.lease_s + 1
-    await Watch(world.ring).tick()
+    world.clock.now += world.parts.pool.lease_s + 1
+    await world.watch().tick()
     replica = world.join()
     report(replica, 20)
     assert counters["tokens_sampled"] == 20
-    world.ring.write_state()
+    world.core.write_state()
     await world.settle()
     await world.crash()
     replica = world.join()
-    report(replica, 30)  # it cannot be known which of these an earlier process had counted
+    report(replica, 30)  # unknown: an earlier process may have counted some of these
     report(replica, 35)
-    assert world.ring.counters["tokens_sampled"] == 25
+    assert world.parts.counters["tokens_sampled"] == 25
 
 
 @pytest.mark.parametrize(

@@ -1,37 +1,41 @@
-"""What else may hold a batch back while it waits for due groups, and policies with different settings of ``batch.late``."""
+"""Other reasons for a batch to wait for due groups, and policies with different settings of ``batch.late``."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
-from services.common.config.policy import BatchConfig
-from services.orchestrator.experience import Experience
-from services.orchestrator.groups import TaskGroup
+from services.common.config.training.policy import BatchConfig
+from services.orchestrator.buffer.batches import Batch, Batches
+from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.state.groups import TaskGroup
 from tests.unit.orchestrator.builders import order
 from tests.unit.orchestrator.test_late import straggling
+from tests.unit.orchestrator.test_until import result
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 LateName = Literal["keep", "mask", "wait", "drop"]
 
 
-async def test_a_pause_within_a_wait_for_due_groups_does_not_poll(
-    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = worlds(run={"steps": 9}, late="wait", late_wait_share=0.5, max_staleness=1)
+async def waiting(worlds: Callable[..., World], **settings: Any) -> tuple[World, asyncio.Task[Batch]]:
+    """A batch that is there and waits for due groups, for 5 s at most."""
+    world = worlds(late="wait", late_wait_share=0.5, max_staleness=1, **settings)
     await straggling(world)
-    batches = world.ring.batches["model0"]
+    batches = world.parts.batches["model0"]
     batches.late.step_s = 10.0
-    pull = asyncio.ensure_future(world.trainer_side.pull_batch("model0", 2, 30.0))
+    pull = asyncio.ensure_future(world.trainer_api.pull_batch("model0", 2, 30.0))
     await world.settle()
     assert batches.late.left_s() == 5.0
-    world.ring.pause()
-    await world.settle()
-    world.clock.now += 5.0  # the wait is over, and the pause is not
+    return world, pull
+
+
+async def asked_again(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Number of checks of a waiting call after one notice."""
     asked: list[int] = []
     can_serve = batches._can_serve
 
@@ -43,16 +47,39 @@ async def test_a_pause_within_a_wait_for_due_groups_does_not_poll(
     batches.notify()
     for _ in range(50):
         await asyncio.sleep(0)
-    assert len(asked) <= 1, "nothing changed since"
+    return len(asked)
+
+
+async def test_a_pause_within_a_wait_for_due_groups_does_not_poll(
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, pull = await waiting(worlds, run={"steps": 9})
+    world.core.pause()
+    await world.settle()
+    world.clock.now += 5.0  # the wait is over, and the pause is not
+    assert await asked_again(world.parts.batches["model0"], monkeypatch) <= 1, "nothing changed since"
     assert not pull.done()
-    world.ring.resume()
-    batch = await asyncio.wait_for(pull, 5.0)
+    world.core.resume()
+    batch = await asyncio.wait_for(pull, WAIT_S)
     assert batch.record.training_step == 2
+
+
+async def test_training_that_ends_within_a_wait_for_due_groups_does_not_poll(
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until = {"evaluation": "greedy", "at_least": 0.9, "in_a_row": 1}
+    world, pull = await waiting(worlds, run={"steps": 9, "until": until}, evaluation={"every": 1})
+    world.parts.evaluations.recover_result(result("step-1/greedy", 1.0))
+    assert world.parts.versions.reached_threshold
+    world.clock.now += 5.0  # the wait is over, and no batch begins any more
+    assert await asked_again(world.parts.batches["model0"], monkeypatch) <= 1, "nothing changed since"
+    assert not pull.done()
+    pull.cancel()
 
 
 @pytest.mark.parametrize(("other", "due"), [("drop", True), ("mask", False), ("keep", False), ("wait", False)])
 def test_a_group_is_cancelled_only_where_every_policy_would_drop_it(other: LateName, due: bool) -> None:
-    experience = Experience(
+    experience = ExperiencePipeline(
         {"a": BatchConfig(late="drop", max_staleness=1), "b": BatchConfig(late=other, max_staleness=1)},
         num_steps=9,
         counters=Counter(),

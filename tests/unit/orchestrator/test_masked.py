@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from services.cli.progress_view import render
-from services.common.fates import TOO_OLD
-from services.common.masked import MaskedCause, cause_of
+from services.cli.watch.progress_view import render
 from services.common.pb import run_pb2
+from services.common.records.fates import TOO_OLD
+from services.common.records.masked import MaskedCause, cause_of
+from services.common.records.types import RolloutPhase, RolloutTiming
 from services.common.rpc.status import CLASS_OF_REASON
-from services.common.types import RolloutPhase, RolloutTiming
-from services.orchestrator.masked import MaskedSamples
-from services.orchestrator.watch import Watch
+from services.orchestrator.ingest.masked import MaskedSamples
 from tests.unit.orchestrator.builders import failure, trajectory
 from tests.unit.orchestrator.world import World
 
@@ -93,7 +92,7 @@ async def test_a_run_whose_grader_fails_too_often_pauses_with_the_reason_and_goe
     worlds: Callable[..., World],
 ) -> None:
     world = worlds(rollout={"max_masked_share": 0.3, "masked_window": 8}, size=16, max_staleness=4)
-    ring, watch, replica = world.ring, Watch(world.ring), world.join()
+    parts, watch, replica = world.parts, world.watch(), world.join()
     await world.publish(0)
     world.train()
 
@@ -108,18 +107,18 @@ async def test_a_run_whose_grader_fails_too_often_pauses_with_the_reason_and_goe
         await watch.tick()
 
     await play(0)
-    assert not ring.control.paused  # 1 of 4
+    assert not parts.control.paused  # 1 of 4
     await play(2, 3)
-    assert ring.control.paused  # 3 of 8
+    assert parts.control.paused  # 3 of 8
     for part in ("3 grader_failed", "model0", "max_masked_share 0.3", "millrace resume"):
-        assert part in ring.dispatcher.held_back
-    assert ring.counters["masked/model0/grader_failed"] == 3 and ring.counters["pauses_for_failures"] == 1
-    ring.resume()
+        assert part in parts.dispatcher.held_back
+    assert parts.counters["masked/model0/grader_failed"] == 3 and parts.counters["pauses_for_failures"] == 1
+    world.core.resume()
     world.clock.now += 2
     await watch.tick()
-    assert not ring.control.paused and "max_masked_share" not in ring.dispatcher.held_back
+    assert not parts.control.paused and "max_masked_share" not in parts.dispatcher.held_back
     await world.crash()
-    assert world.ring.counters["masked/model0/grader_failed"] in (0, 3)  # as far as the state was written
+    assert world.parts.counters["masked/model0/grader_failed"] in (0, 3)  # as far as the state was written
 
 
 def test_watch_shows_masked_samples_by_policy_and_cause() -> None:

@@ -1,4 +1,4 @@
-"""Several policies in one run: each with its own quota, versions and speed; nobody waits for another."""
+"""Several policies in one run: each with its own quota, versions and speed; no policy waits for another."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from services.common.errors import DeadlineError
-from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.pool import Held, Replica
+from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.members.replica import Held, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World
 
@@ -24,9 +24,9 @@ async def begin(world: World) -> Replica:
 
 
 def swapped(world: World, replica: Replica, **versions: int) -> None:
-    """The replica tells that it serves these versions."""
+    """The replica reports these versions."""
     held = {policy: Held(number, f"d{number}") for policy, number in versions.items()}
-    world.replica_side.report(replica.replica_id, replica.incarnation, held=held, num_tokens=0, emission=[], gauges={})
+    world.replica_api.report(replica.replica_id, replica.incarnation, held=held, num_tokens=0, emission=[], gauges={})
 
 
 async def test_apart_each_task_group_is_played_by_one_policy_in_fair_shares(worlds: Callable[..., World]) -> None:
@@ -42,7 +42,7 @@ async def test_apart_a_policy_that_trains_faster_gets_more(worlds: Callable[...,
     replica = await begin(world)
     for order in await world.orders(replica):
         await world.play(order)
-    await world.trainer_side.pull_batch("a", 1, timeout_s=1.0)
+    await world.trainer_api.pull_batch("a", 1, timeout_s=1.0)
     await world.publish(1, policy="a")
     swapped(world, replica, a=1, b=0)
     assert {order.policies for order in await world.orders(replica)} == {("a",)}
@@ -61,20 +61,20 @@ async def test_together_the_slowest_policy_sets_the_pace_until_its_trainer_is_lo
     worlds: Callable[..., World],
 ) -> None:
     world = worlds(policies=AB, max_staleness=0, late="drop")
-    world.trainer_side.join("b", "t", 1, 0, {})
+    world.trainer_api.join("b", "t", 1, 0, {})
     replica = await begin(world)
     orders = await world.orders(replica)
     assert len(orders) == 2
     for order in orders:
         await world.play(order)
-    await world.trainer_side.pull_batch("a", 1, timeout_s=1.0)
+    await world.trainer_api.pull_batch("a", 1, timeout_s=1.0)
     await world.publish(1, policy="a")
     swapped(world, replica, a=1, b=0)
     assert await world.orders(replica) == [], "b has no room"
-    world.ring.trainer_lost("b")
+    world.lose_trainer("b")
     assert len(await world.orders(replica)) == 2, "a goes on alone"
-    world.trainer_side.join("b", "t2", 1, 0, {})
-    assert not world.ring.experience.admission.absent
+    world.trainer_api.join("b", "t2", 1, 0, {})
+    assert not world.parts.experience.admission.absent
 
 
 async def test_policies_that_play_apart_survive_a_restart(worlds: Callable[..., World]) -> None:
@@ -82,8 +82,8 @@ async def test_policies_that_play_apart_survive_a_restart(worlds: Callable[..., 
     replica = await begin(world)
     before = {order.task_group_id: order.policies for order in await world.orders(replica)}
     await world.crash()
-    assert {group.id: group.order.policies for group in world.ring.groups.values()} == before
-    accounts = world.ring.experience.admission.accounts
+    assert {group.id: group.order.policies for group in world.parts.groups.values()} == before
+    accounts = world.parts.experience.admission.accounts
     assert [accounts[policy].running_slots for policy in AB] == [16, 16]
 
 
@@ -95,11 +95,11 @@ async def test_trainers_share_a_barrier_only_where_the_recipe_asks_for_it(
     replica = await begin(world)
     for order in await world.orders(replica):
         await world.play(order)
-    await world.trainer_side.pull_batch("a", 1, timeout_s=1.0)
+    await world.trainer_api.pull_batch("a", 1, timeout_s=1.0)
     await world.publish(1, policy="a")
     if lockstep:
         with pytest.raises(DeadlineError):
-            await world.trainer_side.pull_batch("a", 2, timeout_s=0.05)
-        await world.trainer_side.pull_batch("b", 1, timeout_s=1.0)
+            await world.trainer_api.pull_batch("a", 2, timeout_s=0.05)
+        await world.trainer_api.pull_batch("b", 1, timeout_s=1.0)
         await world.publish(1, policy="b")
-    await world.trainer_side.pull_batch("a", 2, timeout_s=1.0)
+    await world.trainer_api.pull_batch("a", 2, timeout_s=1.0)

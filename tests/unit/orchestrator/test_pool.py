@@ -3,16 +3,10 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import CapacityError, LeaseLostError, NotFoundError
-from services.orchestrator.commands import CancelGroup
-from services.orchestrator.pool import REJOIN_S, Held, Hello, ReplicaPool
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from services.orchestrator.members.commands import CancelGroup
+from services.orchestrator.members.pool import MOST_REPORT_S, MOST_REPORTS_PER_S, REJOIN_S, REPORT_S, ReplicaPool
+from services.orchestrator.members.replica import Held, Hello
+from tests.clock import Clock
 
 
 def hello(name: str = "a", incarnation: str = "1", num_slots: int = 8) -> Hello:
@@ -177,3 +171,26 @@ def test_a_drained_replica_that_left_early_is_gone_once_its_last_slot_is_resolve
     pool.resolved("g", 0)
     assert pool.get("a") is None
     assert orphans == []
+
+
+def test_a_larger_pool_is_asked_to_report_less_often_and_several_times_in_a_lease() -> None:
+    pool, clock, _ = pool_with_orphans()
+    asked = []
+    for number in range(2000):
+        pool.join(hello(f"r{number}"))
+        asked.append(pool.report_every_s)
+    assert asked[0] == asked[399] == REPORT_S and asked == sorted(asked)
+    assert all(
+        every == MOST_REPORT_S or size / every <= MOST_REPORTS_PER_S * 1.001 for size, every in enumerate(asked, 1)
+    )
+    assert asked[-1] == MOST_REPORT_S <= pool.lease_s / 6
+    short = ReplicaPool(2.0, clock)
+    assert short.report_every_s == REPORT_S
+    replica = pool.get("r0")
+    assert replica is not None and replica.mailbox is not None
+    pool.assign(replica, "g", [0], {})
+    pool.stream_ended(replica, replica.mailbox)
+    clock.now = REJOIN_S + 1.0
+    assert pool.give_away() == [], "it had no time for two reports"
+    clock.now = 2 * MOST_REPORT_S
+    assert pool.give_away() == [replica]

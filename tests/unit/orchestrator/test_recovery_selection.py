@@ -1,4 +1,4 @@
-"""What SQL selects is enough: a ring recovered from it equals one that was recovered from every row, on random histories."""
+"""The SQL selection is sufficient: recovery from selected rows equals recovery from all rows, on random histories."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator import recovery, survey
-from services.orchestrator.journal import records
-from services.orchestrator.journal.index import Row
+from services.orchestrator.journal import records, survey
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.ring import Ring
+from services.orchestrator.journal.storage.index import Row
+from services.orchestrator.recovery import recover
+from services.orchestrator.recovery.parts import RecoveryParts
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World
 
@@ -46,34 +46,34 @@ class Plain:
                 yield row
 
 
-def fingerprint(ring: Ring) -> dict[str, Any]:
-    experience = ring.experience
+def fingerprint(parts: RecoveryParts) -> dict[str, Any]:
+    experience = parts.experience
     return {
         "groups": {
             name: (group.position, dict(group.born), sorted(group.outcomes), group.num_lost)
-            for name, group in ring.groups.items()
+            for name, group in parts.groups.items()
         },
         "accounts": {name: repr(account) for name, account in experience.admission.accounts.items()},
         "buffers": {
-            name: ([(g.task_group_id, g.mean, g.std, g.size) for g in buffer._waiting.values()], buffer.version)
+            name: ([(g.task_group_id, g.mean, g.std, g.size) for g in buffer.groups], buffer.version)
             for name, buffer in experience.buffers.items()
         },
         "since": repr(experience._since_batch),
         "buffered": dict(experience._buffered),
         "in_training": dict(experience._in_training),
         "replay": {name: [g.task_group_id for g in store.groups] for name, store in experience.replay.items()},
-        "versions": {name: repr(ledger._versions) for name, ledger in ring.ledgers.items()},
+        "versions": {name: repr(ledger._versions) for name, ledger in parts.ledgers.items()},
         "batches": {
-            name: (b.newest_step, b.newest_version, b.staleness_max, b.statistics) for name, b in ring.batches.items()
+            name: (b.newest_step, b.newest_version, b.staleness_max, b.statistics) for name, b in parts.batches.items()
         },
-        "counters": dict(ring.counters),
-        "names": ring.names._next,
-        "position": ring.training_orders.curriculum.position,
-        "curation": vars(ring.training_orders.curation).get("_average"),
-        "results": ring.evaluations.results,
-        "passes": repr(ring.evaluations._passes),
-        "owners": {name: owner.replica_id for name in ring.groups if (owner := ring.pool.owner(name)) is not None},
-        "paused": ring.control.paused,
+        "counters": dict(parts.counters),
+        "names": parts.names._next,
+        "position": parts.training_orders.streams[""].curriculum.position,
+        "curation": vars(parts.training_orders.streams[""].curation).get("_average"),
+        "results": parts.evaluations.results,
+        "passes": repr(parts.evaluations._passes),
+        "owners": {name: owner.replica_id for name in parts.groups if (owner := parts.pool.owner(name)) is not None},
+        "paused": parts.control.paused,
     }
 
 
@@ -90,23 +90,23 @@ async def live(world: World, rng: random.Random, num_actions: int) -> None:
         action = rng.random()
         if action < 0.75 and open_slots:
             name, index, policies = open_slots.pop(rng.randrange(min(len(open_slots), 6)))
-            version = max(0, min(b.newest_version for b in world.ring.batches.values()))
+            version = max(0, min(b.newest_version for b in world.parts.batches.values()))
             played = [sequence(float(rng.random() < 0.5), version, policy=policy) for policy in policies]
             record = failure(name, index) if rng.random() < 0.1 else trajectory(name, index, *played, reward=1.0)
             await world.send(record)
         elif action < 0.93:
             policy = rng.choice(world.policies)
-            batches = world.ring.batches[policy]
+            batches = world.parts.batches[policy]
             step = batches.newest_version + 1
-            if batches.newest_step >= step or (world.ring.experience.buffers[policy].ready and step <= world.steps):
-                await world.trainer_side.pull_batch(policy, step, 5.0)
+            if batches.newest_step >= step or (world.parts.experience.buffers[policy].ready and step <= world.steps):
+                await world.trainer_api.pull_batch(policy, step, 5.0)
                 if rng.random() < 0.8:
                     await world.publish(step, policy=policy)
-                    replica = world.join(number=min(b.newest_version for b in world.ring.batches.values()))
+                    replica = world.join(number=min(b.newest_version for b in world.parts.batches.values()))
         elif action < 0.96:
-            await world.ring.begin_evaluation(f"mine-{number}")
+            await world.core.begin_evaluation(f"mine-{number}")
         else:
-            world.ring.write_state()
+            world.core.write_state()
     await world.settle()
 
 
@@ -128,14 +128,14 @@ async def test_what_is_selected_brings_back_what_all_rows_bring_back(
     await world.crash()
     await live(world, rng, 90)
     await world.crash()
-    selected = fingerprint(world.ring)
+    selected = fingerprint(world.parts)
     await world.settle()
     with monkeypatch.context() as plain:
         for name in ("open_groups", "of_groups", "slots_of"):
             plain.setattr(survey, name, getattr(Plain, name))
-        plain.setattr(recovery, "rows_that_matter", Plain.rows_that_matter)
+        plain.setattr(recover, "rows_that_matter", Plain.rows_that_matter)
         plain.setattr(survey.Survey, "is_settled", lambda self, row: False)
         await world.crash()
-    assert fingerprint(world.ring) == selected
-    assert world.ring.batches["model0"].newest_step > 0
+    assert fingerprint(world.parts) == selected
+    assert world.parts.batches["model0"].newest_step > 0
     await world.close()

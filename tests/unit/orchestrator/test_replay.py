@@ -1,4 +1,4 @@
-"""Replay: what may be drawn again, what a batch record says of it, and that a restart changes nothing."""
+"""Replay: the drawable groups, their marks in a batch record, and unchanged draws after a restart."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.common.config.policy import BatchConfig, ReplayConfig
-from services.common.types import RankBatch
-from services.orchestrator.batches import Batch
-from services.orchestrator.buffer.replay import ReplayStore
-from services.orchestrator.groups import AdvantageGroup, advantage_groups
+from services.common.config.training.policy import BatchConfig, ReplayConfig
+from services.common.records.types import RankBatch
+from services.orchestrator.buffer.batches import Batch
+from services.orchestrator.buffer.experience import ReplayStore
 from services.orchestrator.journal.retention import collect
+from services.orchestrator.state.groups import AdvantageGroup, advantage_groups
 from tests.unit.orchestrator.builders import complete_group
-from tests.unit.orchestrator.test_ring import World
+from tests.unit.orchestrator.world import World
 
 
 def made(name: str, version: int, size: int = 2) -> AdvantageGroup:
@@ -94,16 +94,16 @@ class LongWorld(World):
         super().open()
 
     async def step(self, number: int) -> Batch:
-        """Play what is ordered on the newest version, and train a step on it."""
+        """Run the orders on the newest version, and train a step on them."""
         replica = self.join(number=number - 1)
         for order in await self.orders(replica):
             await self.play(order, version=number - 1)
-        batch = await self.trainer_side.pull_batch("model0", number, 5.0)
+        batch = await self.trainer_api.pull_batch("model0", number, 5.0)
         await self.publish(number)
         return batch
 
     def stored(self) -> list[tuple[str, float, float, list[tuple[str, float]]]]:
-        groups = self.ring.experience.replay["model0"].groups
+        groups = self.parts.experience.replay["model0"].groups
         return [
             (g.task_group_id, g.mean, g.std, [(m.sequence_id, m.sequence.reward) for m in g.members]) for g in groups
         ]
@@ -143,8 +143,8 @@ async def test_fresh_sequences_are_trained_once_and_replayed_ones_are_marked_and
         assert len(again) == (0 if number == 1 else 4)
         assert len(entries) - len(again) == 4
     assert len(fresh) == len(set(fresh)) == 24
-    assert world.ring.counters["sequences_replayed"] == 20
-    assert world.ring.experience.admission.accounts["model0"].accepted == 0, "replayed sequences hold no quota"
+    assert world.parts.counters["sequences_replayed"] == 20
+    assert world.parts.experience.admission.accounts["model0"].accepted == 0, "replayed sequences hold no quota"
 
 
 async def test_a_batch_tells_replayed_and_fresh_staleness_apart(worlds: Make) -> None:
@@ -175,9 +175,9 @@ async def test_a_restart_at_any_moment_gives_the_same_batches_and_the_same_store
         replica = mortal.join(number=number - 1)
         for order in await mortal.orders(replica):
             await mortal.play(order, version=number - 1)
-        found = await mortal.trainer_side.pull_batch("model0", number, 5.0)
+        found = await mortal.trainer_api.pull_batch("model0", number, 5.0)
         await mortal.crash()  # the batch is recorded, its version not published
-        again = await mortal.trainer_side.pull_batch("model0", number, 5.0)
+        again = await mortal.trainer_api.pull_batch("model0", number, 5.0)
         assert ids(again.share(0, 1)) == ids(found.share(0, 1)) == ids(expected.share(0, 1))
         assert again.record == found.record
         await mortal.publish(number)
@@ -185,7 +185,7 @@ async def test_a_restart_at_any_moment_gives_the_same_batches_and_the_same_store
         await mortal.crash()
         assert mortal.stored() == steady.stored()
         mortal.train()
-        accounts = [world.ring.experience.admission.accounts["model0"].accepted for world in (steady, mortal)]
+        accounts = [world.parts.experience.admission.accounts["model0"].accepted for world in (steady, mortal)]
         assert accounts[0] == accounts[1]
 
 
@@ -202,19 +202,20 @@ async def test_without_a_ratio_nothing_is_kept_or_replayed(worlds: Make) -> None
 
 async def test_trajectories_that_may_be_replayed_are_not_collected(worlds: Make) -> None:
     world = worlds(replay=HALF)
-    world.journal._segment_bytes = 1  # a record a segment
+    world.segment_bytes = 1  # a record a segment
+    await world.crash()
     await world.publish(0)
     world.train()
     for number in (1, 2, 3):
         await world.step(number)
-    live = world.ring.experience.buffered_groups()
-    assert collect(world.journal, {"model0": 3}, live | set(world.ring.groups)).removed, (
+    live = world.parts.experience.buffered_groups()
+    assert collect(world.journal, {"model0": 3}, live | set(world.parts.groups)).removed, (
         "some are too old to be drawn again"
     )
     fourth = await world.step(4)
     assert any(entry.replayed for entry in fourth.record.entries)
     await world.crash()
-    assert (await world.trainer_side.pull_batch("model0", 4, 5.0)).record == fourth.record
+    assert (await world.trainer_api.pull_batch("model0", 4, 5.0)).record == fourth.record
 
 
 class OtherName(LongWorld):
@@ -222,12 +223,12 @@ class OtherName(LongWorld):
 
 
 def places(share: RankBatch) -> list[tuple[str, float]]:
-    """What was trained, without the mark of the run's names."""
+    """The trained sequences, without the mark of the run's names."""
     return [(s.sequence_id.partition("-")[2], s.sequence.reward) for s in share.sequences]
 
 
 async def test_runs_of_one_seed_resample_and_replay_alike_whatever_their_names_and_restarts(tmp_path: Path) -> None:
-    """Review, defect 2: what RoC drew depended on the run's mark, and what was replayed did not depend on ``run.seed``."""
+    """The draws of RoC and of the replay depend on ``run.seed``, and not on the run's mark."""
     resample = {"keep": 3, "positives": "weighted", "negatives": "uniform"}
     settings: dict[str, Any] = {"replay": HALF, "resample": resample, "size": 12, "rollout": {"group_size": 8}}
     kinds = {"one": (LongWorld, 1), "renamed": (OtherName, 1), "seeded apart": (LongWorld, 2)}
@@ -241,9 +242,9 @@ async def test_runs_of_one_seed_resample_and_replay_alike_whatever_their_names_a
                 replica = world.join(number=number - 1)
                 for order in await world.orders(replica):
                     await world.play(order, version=number - 1)
-                await world.crash()  # what was resampled is drawn again from the journal
+                await world.crash()  # the resampled groups are drawn again from the journal
                 world.train()
-                batch = await world.trainer_side.pull_batch("model0", number, 5.0)
+                batch = await world.trainer_api.pull_batch("model0", number, 5.0)
                 await world.publish(number)
             else:
                 batch = await world.step(number)

@@ -1,4 +1,4 @@
-"""Rows that a recipe's workflow or reward cannot use are known before they are played."""
+"""The check at the start finds rows that a recipe's workflow or reward cannot use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from services.common.config.data import DatasetConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig
+from services.common.config.processes.harbor import HarborConfig
 from services.common.config.recipe import Recipe
-from services.orchestrator.datasets import open_source
-from services.orchestrator.requirements import requirement
+from services.orchestrator.tasks.datasets import open_source
+from services.orchestrator.tasks.requirements import requirement
 
 MESSAGES = [{"role": "user", "content": "q"}]
 TESTS = {"kind": "stdin", "cases": [{"stdin": "1", "expected": "1"}]}
@@ -78,7 +80,7 @@ def test_workflows_of_users_and_of_environments_need_nothing_that_is_known(rows:
 UNUSABLE = {
     "no Python": {"tests": "assert candidate(3 == 21", "entry_point": "f"},
     "use nowhere": {"tests": "assert nowhere(candidate(3))", "entry_point": "f"},
-    "test nothing": {"tests": "print(candidate(3))", "entry_point": "f"},
+    "have no assert": {"tests": "print(candidate(3))", "entry_point": "f"},
     "import pytest": {"tests": "import pytest\nassert candidate(3)", "entry_point": "f"},
     "use decode and encode": {"tests": "assert decode(encode(3)) == 3"},
     "must be text": {"tests": 3},
@@ -101,3 +103,27 @@ def test_rows_whose_tests_can_judge_no_program_are_left_out_with_their_fault(tmp
     assert len(source) == 2 and source.left_out.count == len(UNUSABLE)
     for number, told, why in zip((3, 4, 5), source.left_out.reasons, UNUSABLE, strict=False):
         assert told.startswith(f"row {number}") and why in told
+
+
+def test_a_harbor_task_whose_programs_are_not_here_is_left_out_unless_the_recipe_says_that_they_are(
+    tmp_path: Path,
+) -> None:
+    for name, line in (("plain", ""), ("with-run", "RUN apt-get install -y jq")):
+        for part in ("environment", "tests"):
+            (tmp_path / name / part).mkdir(parents=True)
+        for part, text in (
+            ("task.toml", ""),
+            ("instruction.md", "do"),
+            ("tests/test.sh", ""),
+            ("environment/Dockerfile", f"FROM a\n{line}"),
+        ):
+            (tmp_path / name / part).write_text(text)
+    needed = recipe({"name": "agent_env", "settings": {"environment": "harbor"}})
+    config = DatasetConfig(harbor=str(tmp_path))
+    source = open_source(config, 0, requirement(needed, "data.train"))
+    assert [source[row].task_id for row in range(len(source))] == ["plain"]
+    (reason,) = source.left_out.reasons
+    assert reason.startswith("task with-run: Dockerfile line 2: RUN apt-get install -y jq: ")
+    assert reason.endswith("envgateway.harbor.skip_run: true")
+    here = needed.model_copy(update={"envgateway": EnvGatewayConfig(harbor=HarborConfig(skip_run=True))})
+    assert len(open_source(config, 0, requirement(here, "data.train"))) == 2

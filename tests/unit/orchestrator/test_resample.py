@@ -1,4 +1,4 @@
-"""GRPO-RoC: quotas, who is kept, and that it is a pure function."""
+"""GRPO-RoC: quotas, the kept rollouts, and purity."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.config.policy import BatchConfig, ResampleConfig
+from services.common.config.training.policy import BatchConfig, ResampleConfig
+from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.buffer.resample import quotas, resample_group, resample_on_correct
-from services.orchestrator.experience import Experience
-from services.orchestrator.groups import AdvantageGroup, TaskGroup, advantage_groups, split_sequence_id
+from services.orchestrator.state.groups import AdvantageGroup, TaskGroup, advantage_groups, split_sequence_id
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 
 
@@ -38,7 +38,7 @@ def test_quotas_of_sixteen_out_of_thirty_two(num_positive: int, kept: tuple[int,
         (3, 3, 5, (3, 2)),  # 2.5 twice is 2 and 2: one more is taken
         (1, 3, 2, (1, 1)),
         (6, 2, 2, (1, 1)),
-        (2, 2, 8, (2, 2)),  # nothing to leave out
+        (2, 2, 8, (2, 2)),  # no rollout to leave out
     ],
 )
 def test_quotas_round_half_to_even_and_fill_the_group(
@@ -121,11 +121,11 @@ def test_what_is_drawn_follows_the_seed_of_the_order_and_not_the_name_of_the_gro
 
 
 def test_groups_draw_by_the_seed_of_their_order_when_they_are_complete() -> None:
-    """Experience hands the order's seed on: it is what ``run.seed`` and the task's position make of it."""
+    """The pipeline passes the order's seed on, which depends on ``run.seed`` and the task's position."""
     config = ResampleConfig(keep=3, positives="weighted", negatives="uniform")
 
     def kept(name: str, seed: int) -> list[int]:
-        experience = Experience({"model0": BatchConfig(size=3, resample=config)}, 10, Counter())
+        experience = ExperiencePipeline({"model0": BatchConfig(size=3, resample=config)}, 10, Counter())
         task_group = TaskGroup(order=replace(order(name, 12), seed=seed))
         experience.issued(task_group)
         for index in range(12):
@@ -142,7 +142,7 @@ def test_groups_draw_by_the_seed_of_their_order_when_they_are_complete() -> None
 def test_what_is_left_out_returns_its_quota_and_is_counted() -> None:
     counters: Counter[str] = Counter()
     batch = BatchConfig(size=2, dynamic_sampling=False, resample=ResampleConfig(keep=2))
-    experience = Experience({"model0": batch}, 10, counters)
+    experience = ExperiencePipeline({"model0": batch}, 10, counters)
     for name, rewards in (("a", [1.0, 1.0, 1.0, 0.0]), ("b", [1.0] * 4)):
         task_group = TaskGroup(order=order(name, 4))
         experience.issued(task_group)
@@ -157,11 +157,11 @@ def test_what_is_left_out_returns_its_quota_and_is_counted() -> None:
 
 def test_what_became_of_each_advantage_group_is_told_when_its_task_group_is_complete() -> None:
     batch = BatchConfig(size=2, max_staleness=0, resample=ResampleConfig(keep=2), late="drop")
-    experience = Experience({"model0": batch}, 10, Counter())
+    experience = ExperiencePipeline({"model0": batch}, 10, Counter())
     told = []
     for name, rewards in (("a", [1.0, 0.0, 1.0]), ("b", [1.0] * 3), ("c", [0.0, 1.0, 0.0])):
         if name == "c":
-            experience.advanced("model0", 1)  # what version 0 said is too old now
+            experience.advanced("model0", 1)  # samples of version 0 are too old now
         task_group = TaskGroup(order=order(name, 3))
         experience.issued(task_group)
         for index, reward in enumerate(rewards):

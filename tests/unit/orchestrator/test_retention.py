@@ -1,4 +1,4 @@
-"""What retention deletes and rewrites, and that nothing that is needed goes with it, whatever happens meanwhile."""
+"""Retention deletes and rewrites unneeded records, and keeps all needed ones, under concurrent events."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from services.common.errors import BatchLostError, InfrastructureError
-from services.orchestrator.journal import compaction, records, rollouts
-from services.orchestrator.journal.index import INDEX_FILE, remove_index
+from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.retention import collect
-from services.orchestrator.journal.segments import segment_path
+from services.orchestrator.journal.retention import MOST_REWRITTEN, collect
+from services.orchestrator.journal.storage import compaction
+from services.orchestrator.journal.storage.index import INDEX_FILE, remove_index
+from services.orchestrator.journal.storage.segments import segment_path
 from services.orchestrator.journal.writer import Journal
-from services.orchestrator.watch import Watch
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.damage import loaded, rows
 from tests.unit.orchestrator.world import World
@@ -61,7 +61,7 @@ async def train(journal: Journal, step: int, *names: str, policy: str = "model0"
 
 
 def left(directory: Path) -> list[str]:
-    """Task groups whose trajectory can be read."""
+    """Task groups with a readable trajectory."""
     reader = JournalReader(directory)
     try:
         return [row.key.partition("/")[0] for row in reader.rows_of(records.TRAJECTORY) if reader.load(row)]
@@ -121,7 +121,7 @@ async def test_a_segment_in_which_little_is_needed_is_rewritten(open_journal: Op
     assert (found.removed, found.rewritten) == ([], [(records.TRAJECTORY, 1)])
     assert left(tmp_path) == ["g3", "g7", "new"]
     assert segment_path(tmp_path, records.TRAJECTORY, 1).stat().st_size < 0.3 * size
-    assert facts(tmp_path) == ([], [])  # what went is not told as lost
+    assert facts(tmp_path) == ([], [])  # deleted records are not reported as lost
     assert not collect(journal, {}, NEEDED).rewritten
     await store(journal, "newer")
     await journal.close()
@@ -149,10 +149,10 @@ async def test_a_process_that_dies_while_rewriting_loses_nothing(
 
     real = compaction.take_place
     places = {
-        "prepare": ("services.orchestrator.journal.files.Files.sync", dies),
-        "record": ("services.orchestrator.journal.keeper.IndexKeeper.replace", dies),
-        "rename": ("services.orchestrator.journal.compaction.take_place", dies),
-        "index": ("services.orchestrator.journal.compaction.take_place", lambda *args: (real(*args), dies())),
+        "prepare": ("services.orchestrator.journal.storage.segment_set.Files.sync", dies),
+        "record": ("services.orchestrator.journal.storage.index_keeper.IndexKeeper.replace", dies),
+        "rename": ("services.orchestrator.journal.storage.compaction.take_place", dies),
+        "index": ("services.orchestrator.journal.storage.compaction.take_place", lambda *args: (real(*args), dies())),
     }
     with monkeypatch.context() as dying:
         dying.setattr(*places[dies_at])
@@ -183,7 +183,7 @@ async def test_a_reader_finds_records_whose_segment_is_rewritten_under_it(open_j
     collect(journal, {}, NEEDED)
     kept = [row for row in rows if row.key.partition("/")[0] in NEEDED]
     assert len(kept) == 2 and all(reader.load(row) for row in kept)
-    reader._open_files.clear()  # another reader, with rows that it found before
+    reader._open_files.clear()  # another reader, with rows from before
     assert all(reader.load(row) for row in kept)
     assert not any(reader.load(row) for row in rows if row not in kept and row.key != "new/0")
     assert reader.damage() == [], "what was collected is not damaged"
@@ -364,43 +364,42 @@ async def test_a_run_goes_on_where_there_is_no_room_to_make_room(
 ) -> None:
     world = worlds()
     await world.publish(0)
-    watch = Watch(world.ring)
+    watch = world.watch()
     await watch.tick()
-    world.trainer_side.join("model0", "t", 0, 4, {}, kept_checkpoint_steps=[0])
-    calls: list[Any] = []
+    world.trainer_api.join("model0", "t", 0, 4, {}, kept_checkpoint_steps=[0])
+    calls: list[int] = []
 
-    def fail(*args: Any, **kwargs: Any) -> None:
-        calls.append(args)
+    def fail(*args: Any, most_rewritten: int, **kwargs: Any) -> None:
+        calls.append(most_rewritten)
         raise error
 
-    monkeypatch.setattr("services.orchestrator.watch.collect", fail)
+    monkeypatch.setattr("services.orchestrator.monitoring.collector.collect", fail)
     for _ in range(2):  # tried again
         world.clock.now += 10.0
         await watch.tick()
-    assert len(calls) == 2
+    assert calls == [MOST_REWRITTEN] * 2
     always = property(lambda journal: "0 bytes free", lambda journal, value: None)  # its thread resets it
     monkeypatch.setattr(Journal, "blocked", always, raising=False)
     world.clock.now += 10.0
     await watch.tick()
-    assert len(calls) == 2, "a blocked journal deletes nothing"
+    assert calls == [MOST_REWRITTEN] * 2 + [0], "a blocked journal deletes, and has no room for rewriting"
 
 
 async def test_a_run_deletes_what_no_kept_checkpoint_needs_and_goes_on(worlds: Callable[..., World]) -> None:
     world = worlds()
-    world.steps = 6
+    world.steps, world.segment_bytes = 6, 1  # a record a segment
     await world.crash()
-    world.journal._segment_bytes = 1  # a record a segment
     await world.publish(0)
     world.train()
     for step in range(1, 5):
         for order in await world.orders(world.join(number=step - 1)):
             await world.play(order, version=step - 1)
-        await world.trainer_side.pull_batch("model0", step, 5.0)
+        await world.trainer_api.pull_batch("model0", step, 5.0)
         await world.publish(step)
-    watch = Watch(world.ring)
-    await watch.tick()  # no trainer has joined: nobody knows what is needed
+    watch = world.watch()
+    await watch.tick()  # no trainer has joined: the needed records are unknown
     every = rows(world.run_dir, records.TRAJECTORY)
-    world.trainer_side.join("model0", "t", 1, 4, {}, kept_checkpoint_steps=[2, 4])
+    world.trainer_api.join("model0", "t", 1, 4, {}, kept_checkpoint_steps=[2, 4])
     world.clock.now += 10.0
     await watch.tick()
     kept = {row.key for row in rows(world.run_dir, records.TRAJECTORY)}
@@ -413,10 +412,10 @@ async def test_a_run_deletes_what_no_kept_checkpoint_needs_and_goes_on(worlds: C
         for step in range(1, 5)
     }
     assert named[3] | named[4] <= kept and not named[1] & kept
-    assert world.ring.disk is not None and world.ring.disk.run_bytes > 0
+    assert world.progress_view.disk.outlook is not None and world.progress_view.disk.outlook.run_bytes > 0
     await world.crash()
-    assert len(world.ring.aside) == 0
+    assert len(world.parts.aside) == 0
     for step in (3, 4):  # a trainer that falls back to the oldest checkpoint
-        assert len((await world.trainer_side.pull_batch("model0", step, 5.0)).record.entries) == len(named[step])
+        assert len((await world.trainer_api.pull_batch("model0", step, 5.0)).record.entries) == len(named[step])
     with pytest.raises(BatchLostError):
-        await world.trainer_side.pull_batch("model0", 1, 5.0)
+        await world.trainer_api.pull_batch("model0", 1, 5.0)

@@ -1,6 +1,6 @@
-"""From what workflows score to the advantages that are trained, through the ring: defects 5, 6, 8 and 9 of the review.
+"""From the scores of workflows to the trained advantages, through the core.
 
-Each test feeds outcomes to a ring, pulls the batch that the trainer would get, and computes the trainer's advantages.
+Each test feeds outcomes to a core, pulls the batch that the trainer would get, and computes the trainer's advantages.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.common.config.algorithm import AlgorithmConfig
-from services.common.config.policy import BatchConfig
-from services.common.config.services import RolloutConfig
+from services.common.config.processes.services import RolloutConfig
+from services.common.config.training.algorithm import AlgorithmConfig
+from services.common.config.training.policy import BatchConfig
 from services.common.errors import RolloutTimeoutError
-from services.common.types import Purpose, RolloutFailure, StopReason, TaskGroupOrder, Trajectory
-from services.inference.rollout import RolloutPlayer
+from services.common.records.types import Purpose, RolloutFailure, StopReason, TaskGroupOrder, Trajectory
+from services.inference.rollouts.player import RolloutPlayer
 from services.inference.workflows.base import Outcome as WorkflowOutcome
 from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
-from services.orchestrator.batches import Batch
-from services.orchestrator.groups import AdvantageGroup, Outcome, TaskGroup, statistics
-from services.orchestrator.rewards import RewardRules, RewardTransform, filled, without_masked
-from services.trainer.algorithms.advantages import sequence_advantages
+from services.orchestrator.buffer.batches import Batch
+from services.orchestrator.buffer.rewards import RewardRules, RewardTransform, filled, without_masked
+from services.orchestrator.state.groups import AdvantageGroup, Outcome, TaskGroup, statistics
+from services.trainer.algorithms.advantages.sequences import sequence_advantages
 from tests.unit.inference.fakes import FakeGateway, Records, make_task, served_policy
 from tests.unit.inference.test_agent_env import Corridor, play
 from tests.unit.orchestrator.builders import failure, order, sequence, trajectory
@@ -54,7 +54,7 @@ def broken(group: str, index: int) -> Outcome:
 
 
 def recorded(outcome: WorkflowOutcome) -> Made:
-    """What a workflow left, as a slot's trajectory."""
+    """The result of a workflow, as a slot's trajectory."""
     return lambda group, index: trajectory(group, index, *outcome.sequences, reward=outcome.reward)
 
 
@@ -66,9 +66,9 @@ def threads(reward: float, count: int) -> Made:
 
 
 async def trained(world: World, *slots: Made) -> tuple[dict[str, float], Batch]:
-    """What the trainer makes of a group with these outcomes: advantages by "slot/position"; and the batch.
+    """The trainer's view of a group with these outcomes: advantages by "slot/position"; and the batch.
 
-    The batch is filled up with a group of 0 and 1, which is left out here.
+    A group of 0 and 1 fills the batch up, and is left out of the result.
     """
     await world.publish(0)
     world.train()
@@ -78,7 +78,7 @@ async def trained(world: World, *slots: Made) -> tuple[dict[str, float], Batch]:
     await world.send(*(make(name, index) for index, make in enumerate(slots)))
     for other in orders[1:]:
         await world.play(other)
-    batch = await world.trainer_side.pull_batch("model0", 1, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 1, 5.0)
     found = [s for s in batch.share(0, 1).sequences if s.sequence_id.startswith(name)]
     advantages = sequence_advantages(found, AlgorithmConfig())
     return {s.sequence_id.partition("/")[2]: float(a) for s, a in zip(found, advantages, strict=True)}, batch
@@ -86,7 +86,7 @@ async def trained(world: World, *slots: Made) -> tuple[dict[str, float], Batch]:
 
 def outstanding(world: World) -> int:
     """Sequences that count against the quota and do not wait in the buffer."""
-    experience = world.ring.experience
+    experience = world.parts.experience
     return experience.admission.accounts["model0"].accepted - experience.buffers["model0"].num_sequences
 
 
@@ -132,18 +132,18 @@ async def test_negative_returns_reach_the_gradient_as_they_are(worlds: Worlds) -
 
 
 async def test_the_clip_moves_mean_and_deviation_of_its_group(worlds: Worlds) -> None:
-    """Defect 6: [0, 100] at a clip of 20 is [0, 20], whose advantages are those of two different rewards."""
+    """[0, 100] at a clip of 20 is [0, 20], with the advantages of two different rewards."""
     world = worlds(size=5, algorithm={"reward_clip": 20.0})
     found, batch = await trained(world, *map(scored, [0.0, 100.0, 0.0, 100.0]))
     assert list(found.values()) == pytest.approx(expected([0.0, 20.0, 0.0, 20.0]))
     assert [round(a, 3) for a in found.values()] == [-0.866, 0.866, -0.866, 0.866]
     statistics = batch.record.statistics
-    assert statistics["rewards_clipped"] == world.ring.counters["rewards_clipped"] == 2
+    assert statistics["rewards_clipped"] == world.parts.counters["rewards_clipped"] == 2
     assert statistics["trained_reward_mean"] != statistics["rollout_reward_mean"], "both are told"
 
 
 async def test_rewards_that_the_clip_makes_equal_count_as_equal(worlds: Worlds) -> None:
-    """Defect 6: [30, 40, 50, 60] at a clip of 20 teaches nothing, so dynamic sampling drops it, with its clipped rewards
+    """[30, 40, 50, 60] at a clip of 20 has no gradient, so dynamic sampling drops the group, with its clipped rewards
     counted."""
     world = worlds(size=4, algorithm={"reward_clip": 20.0})
     found, batch = await trained(world, *map(scored, [30.0, 40.0, 50.0, 60.0]))
@@ -164,7 +164,7 @@ async def test_bias_and_scale_come_before_the_clip_and_after_a_restart_too(world
     found, batch = await trained(world, *map(scored, [0.0, 1.0, 9.0, 1.0]))
     assert list(found.values()) == pytest.approx(expected([-5.0, 5.0, 8.0, 5.0]))
     await world.crash()
-    again = await world.trainer_side.pull_batch("model0", 1, 5.0)
+    again = await world.trainer_api.pull_batch("model0", 1, 5.0)
     assert again.record == batch.record
     assert [s.sequence.reward for s in again.share(0, 1).sequences] == [e.reward for e in batch.record.entries]
 
@@ -221,7 +221,7 @@ async def test_a_policy_that_is_too_slow_at_its_replica_makes_the_others_better(
     await at_replica(first, (2, 3), latency_s=3600.0, timeout_s=0.05)
     await world.send(*records.all)
     await world.play(second)
-    batch = await world.trainer_side.pull_batch("model0", 1, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 1, 5.0)
     share = [s for s in batch.share(0, 1).sequences if s.sequence_id.startswith(first.task_group_id)]
     assert sequence_advantages(share, AlgorithmConfig()).tolist() == pytest.approx(expected([1.0, 1.0, 0.0, 0.0])[:2])
 
@@ -235,13 +235,13 @@ async def test_a_group_with_time_outs_is_the_same_after_a_restart(worlds: Worlds
     await world.send(trajectory(name, 0, reward=1.0), timed_out(name, 1), timed_out(name, 2))
     await world.crash()
     await world.send(trajectory(name, 3, reward=1.0))
-    (group,) = world.ring.experience.buffers["model0"]._waiting.values()
+    (group,) = world.parts.experience.buffers["model0"].groups
     assert (group.size, group.mean, group.num_compared) == (2, -0.5, 4)
 
 
 @pytest.mark.parametrize("on_timeout", ["penalise", "mask", "as_scored"])
 async def test_an_infrastructure_failure_is_never_a_reward(worlds: Worlds, on_timeout: str) -> None:
-    """Defect 8: only time-outs of the policy's own count; other failures are in no statistics, whatever the setting."""
+    """Only time-outs of the policy's own count; other failures are in no statistics, for every setting."""
     world = worlds(size=4, rollout={"on_timeout": on_timeout})
     found, batch = await trained(world, scored(1.0), scored(1.0), broken, broken)
     assert found == {} and batch.record.statistics["groups_equal_dropped"] == 1
@@ -354,19 +354,19 @@ def test_what_was_not_scored_never_beats_what_was(scores: list[float | None]) ->
 
 
 async def evaluated(world: World, *slots: Made) -> float:
-    """The mean reward of an evaluation whose three tasks had these outcomes."""
+    """The mean reward of an evaluation with these outcomes of its three tasks."""
     await world.publish(0)
-    await world.ring.begin_evaluation("start")
+    await world.core.begin_evaluation("start")
     orders = await world.orders(world.join())
     await world.send(*(make(order.task_group_id, 0) for make, order in zip(slots, orders, strict=True)))
-    (result,) = world.ring.evaluations.results.values()
+    (result,) = world.parts.evaluations.results.values()
     assert result.num_trajectories == 3, "the denominator never shrinks"
     return result.mean_reward
 
 
 @pytest.mark.parametrize("lost", [timed_out, broken], ids=["time-out", "failure"])
 async def test_in_evaluation_a_failure_does_not_beat_negative_rewards(worlds: Worlds, lost: Made) -> None:
-    """Defect 8: among -30 and -2 a failed item counts as -30, not as 0; where rewards are not negative it counts as 0."""
+    """Among -30 and -2 a failed item counts as -30, not as 0; without negative rewards as 0."""
     assert await evaluated(worlds(), scored(-30.0), lost, scored(-2.0)) == pytest.approx((-30 - 30 - 2) / 3)
     assert await evaluated(worlds(), scored(1.0), lost, scored(1.0)) == pytest.approx(2 / 3)
 
@@ -380,7 +380,7 @@ async def test_a_failed_sample_never_passes(worlds: Worlds) -> None:
     """Where a return of -20 passes, a failure that is scored -2 among returns of -2 has not passed."""
     world = worlds(evaluation={"pass_reward": -20.0})
     assert await evaluated(world, scored(-2.0), timed_out, broken) == -2.0
-    (result,) = world.ring.evaluations.results.values()
+    (result,) = world.parts.evaluations.results.values()
     ((k, share),) = result.datasets[0].pass_at
     assert (k, share.value, result.num_failed) == (1, pytest.approx(1 / 3), 2)
 
@@ -437,13 +437,13 @@ async def test_rollouts_are_compared_over_roles_and_attempts_by_their_mean_rewar
 
 
 async def test_a_group_of_rollouts_comes_back_from_the_journal_with_its_statistics(worlds: Worlds) -> None:
-    """What replay draws again after a restart has the statistics and rewards that it was trained with."""
+    """A group that replay draws after a restart has the statistics and rewards of its first training."""
     world = worlds(size=8, group_by="rollout", replay={"ratio": 0.5, "max_staleness": 3}, run={"steps": 4})
     await trained(world, *[threads(1.0, 1)] * 3, threads(0.0, 6))
     await world.publish(1)
-    before = [(g.mean, g.std, g.num_compared, rewards(g)) for g in world.ring.experience.replay["model0"].groups]
+    before = [(g.mean, g.std, g.num_compared, rewards(g)) for g in world.parts.experience.replay["model0"].groups]
     await world.crash()
-    after = [(g.mean, g.std, g.num_compared, rewards(g)) for g in world.ring.experience.replay["model0"].groups]
+    after = [(g.mean, g.std, g.num_compared, rewards(g)) for g in world.parts.experience.replay["model0"].groups]
     assert after == before and (0.75, 0.5, 4, [1.0] * 3 + [0.0] * 6) in after
 
 
@@ -460,8 +460,8 @@ def test_single_sequences_cannot_be_resampled_where_rollouts_are_compared() -> N
     st.sampled_from(["penalise", "mask", "as_scored"]),
 )
 def test_masking_changes_no_statistics_and_rollouts_weigh_alike(slots: list, group_by: str, on_truncation: str) -> None:  # type: ignore[type-arg]
-    """Whatever is masked, mean and deviation stay; and where rollouts are compared, advantages weighed by rollout add up to
-    zero over all that are compared."""
+    """Mean and deviation do not depend on the mask; and where rollouts are compared, advantages weighed by rollout add
+    up to zero over all that are compared."""
 
     def make(reward: float, count: int, cut: bool) -> Made:
         stop = LENGTH if cut else StopReason.STOP

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.scores import (
+from services.orchestrator.state.scores import (
     DatasetScore,
     compared,
     difference,
@@ -105,7 +105,8 @@ def test_pairing_narrows_the_interval_where_items_are_easy_or_hard_for_both() ->
 
 
 def test_the_interval_holds_the_true_difference_as_often_as_it_says() -> None:
-    """Over 2,000 draws of 12 items of mean difference 0.1 the share of intervals that hold it is 95%, within 4 deviations."""
+    """Over 2,000 draws of 12 items of mean difference 0.1 the share of intervals that contain this mean is 95%, within
+    4 deviations."""
     draw, held = random.Random(5), 0
     for _ in range(2000):
         found = mean_difference([[draw.gauss(0.1, 1.0) for _ in range(12)]])

@@ -1,4 +1,4 @@
-"""Records that a teacher has scored: refused without their scores, in the batch with them, and the same after a restart."""
+"""Records with a teacher's scores: refused without them, in the batch with them, and the same after a restart."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.common.types import Sequence
+from services.common.records.types import Sequence
 from services.orchestrator.buffer.late import mask_sequence
-from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.pool import Held, Hello, Replica
+from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.members.replica import Held, Hello, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World
 
@@ -46,9 +46,9 @@ async def test_scores_are_in_the_batch_and_the_same_after_a_restart(worlds: Call
         for i in issued.indices:
             made = scored(sequence(float(i % 2), policy="student"), SCORES - i)
             assert await world.send(trajectory(issued.task_group_id, i, made)) == [RecordOutcome.ACCEPTED]
-    batches = [await world.trainer_side.pull_batch("student", 1, 5.0)]
+    batches = [await world.trainer_api.pull_batch("student", 1, 5.0)]
     await world.crash()
-    batches.append(await world.trainer_side.pull_batch("student", 1, 5.0))
+    batches.append(await world.trainer_api.pull_batch("student", 1, 5.0))
     said = [{name: s.segments[1].teacher_logprobs.tobytes() for name, s in b.sequences.items()} for b in batches]
     assert said[0] == said[1] and len(said[0]) == 8
     assert set(said[0].values()) == {(SCORES - i).astype(np.float32).tobytes() for i in range(4)}
@@ -68,7 +68,7 @@ async def test_a_record_without_usable_scores_is_a_failure_and_no_reward(
     world = taught(worlds)
     issued = (await world.orders(await begin(world)))[0]
     assert await world.send(trajectory(issued.task_group_id, 0, made)) == [RecordOutcome.INVALID]
-    assert world.ring.experience.admission.accounts["student"].num_trajectories == 0
+    assert world.parts.experience.admission.accounts["student"].num_trajectories == 0
 
 
 async def test_apart_too_a_student_is_played_only_where_its_teacher_is_served(worlds: Callable[..., World]) -> None:
@@ -83,7 +83,7 @@ async def test_apart_too_a_student_is_played_only_where_its_teacher_is_served(wo
         running=(),
         weights_address="",
     )
-    assert await world.orders(world.replica_side.join(hello)) == []
+    assert await world.orders(world.replica_api.join(hello)) == []
     orders = await world.orders(world.join("both"))
     assert {order.policies for order in orders} == {("student",)}
 

@@ -1,4 +1,4 @@
-"""The overlong penalty: its formula, whose rewards it reaches, and that a recorded batch keeps them."""
+"""The overlong penalty: its formula, the affected rewards, and their values in a recorded batch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from services.common.config.policy import BatchConfig, OverlongPenaltyConfig, ResampleConfig
+from services.common.config.training.policy import BatchConfig, OverlongPenaltyConfig, ResampleConfig
+from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.buffer.shaping import overlong_penalty, shape_group
-from services.orchestrator.experience import Experience
-from services.orchestrator.groups import AdvantageGroup, TaskGroup, advantage_groups, statistics
+from services.orchestrator.state.groups import AdvantageGroup, TaskGroup, advantage_groups, statistics
 from tests.unit.orchestrator.builders import order, sequence, trajectory
-from tests.unit.orchestrator.test_ring import World
+from tests.unit.orchestrator.world import World
 
 DAPO = OverlongPenaltyConfig(max_tokens=20480, buffer_tokens=4096)
 SHORT = OverlongPenaltyConfig(max_tokens=10, buffer_tokens=4, factor=0.5)
@@ -70,8 +70,8 @@ def test_a_group_in_which_nobody_pays_stays_as_it_is() -> None:
     assert shape_group(group, SHORT)[0] is group
 
 
-def take_in(config: BatchConfig, *groups: TaskGroup) -> Experience:
-    experience = Experience({"model0": config}, 10, Counter())
+def take_in(config: BatchConfig, *groups: TaskGroup) -> ExperiencePipeline:
+    experience = ExperiencePipeline({"model0": config}, 10, Counter())
     for group in groups:
         empty = TaskGroup(order=group.order)
         experience.issued(empty)
@@ -117,12 +117,12 @@ async def test_a_recorded_batch_has_the_shaped_rewards_after_a_restart(world: Wo
                 for i in issued.indices
             )
         )
-    batch = await world.trainer_side.pull_batch("model0", 1, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 1, 5.0)
     trained = {s.sequence_id: s.sequence.reward for s in batch.share(0, 1).sequences}
     assert sorted(trained.values()) == sorted([-0.125, 0.75, -0.375, 0.5] * 2)
     assert batch.record.statistics["batch_reward_mean"] == pytest.approx(0.1875)
     assert batch.record.statistics["rollout_reward_mean"] == pytest.approx(0.5), "what was played is told as it was"
     await world.crash()
-    again = await world.trainer_side.pull_batch("model0", 1, 5.0)
+    again = await world.trainer_api.pull_batch("model0", 1, 5.0)
     assert again.record == batch.record
     assert {s.sequence_id: s.sequence.reward for s in again.share(0, 1).sequences} == trained

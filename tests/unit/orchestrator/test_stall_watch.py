@@ -1,4 +1,4 @@
-"""The detector on a ring: what peers report becomes facts, stalls are told and end, and a lost order is sent again."""
+"""The detector on a core: reports of peers become facts, stalls begin and end, and a lost order is sent again."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable
 import orjson
 import structlog
 
-from services.common.accounts import AccountState, ActivityTime, PeerState
-from services.orchestrator.progress import progress
-from services.orchestrator.stall_facts import facts, own_activity
-from services.orchestrator.stall_watch import StallWatch
-from services.orchestrator.watch import Watch
+from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
+from services.common.telemetry.log_events import LogEvent
+from services.orchestrator.monitoring.progress import progress
+from services.orchestrator.monitoring.stall_facts import facts, own_activity
+from services.orchestrator.monitoring.stall_watch import StallWatch
+from services.orchestrator.stalls.facts import Hold
 from tests.unit.orchestrator.world import World
 
 
@@ -20,9 +21,9 @@ def report(world: World, name: str = "a", *, running: tuple[str, ...] = (), peer
         component=f"replica/{name}",
         activities=(ActivityTime(name="waiting for task groups", on="orchestrator", seconds=1),),
     )
-    replica = world.ring.pool.get(name)
+    replica = world.parts.pool.get(name)
     assert replica is not None
-    world.replica_side.report(
+    world.replica_api.report(
         name,
         "1",
         held=replica.held,
@@ -47,19 +48,19 @@ async def test_a_silent_replica_is_named_in_log_metrics_and_progress_and_so_is_i
 ) -> None:
     world = worlds()
     world.join()
-    watch = StallWatch(world.ring)
+    watch = world.stall_watch()
     with structlog.testing.capture_logs() as logs:
         pass_seconds(world, watch, 20, lambda: report(world))
-        assert not world.ring.standing.stalls
+        assert not world.stall_view.stall_state.stalls
         pass_seconds(world, watch, 20)
-        (stall,) = progress(world.ring).stalls
+        (stall,) = progress(world.progress_view).stalls
         assert (stall.component, stall.cause) == ("replica/a", "silent")
         pass_seconds(world, watch, 5, lambda: report(world))
-    assert not world.ring.standing.stalls
+    assert not world.stall_view.stall_state.stalls
     told = [entry for entry in logs if entry["event"].startswith("run.")]
     assert [(entry["event"], entry["component"], entry["cause"]) for entry in told] == [
         ("run.stalled", "replica/a", "silent"),
-        ("run.unstalled", "replica/a", "silent"),
+        (LogEvent.RUN_UNSTALLED, "replica/a", "silent"),
     ]
     rows = (world.run_dir / "metrics" / "orchestrator.jsonl").read_bytes().splitlines()
     assert [row["moment"] for row in map(orjson.loads, rows) if row["kind"] == "stall"] == ["begin", "end"]
@@ -68,26 +69,26 @@ async def test_a_silent_replica_is_named_in_log_metrics_and_progress_and_so_is_i
 async def test_a_replica_whose_lease_ran_out_is_lost_until_it_is_back(worlds: Callable[..., World]) -> None:
     world = worlds()
     world.join()
-    await Watch(world.ring).tick()
+    await world.watch().tick()
     world.clock.now += 31.0
-    await Watch(world.ring).tick()
-    assert facts(world.ring).lost == {"replica/a": world.clock.now}
+    await world.watch().tick()
+    assert facts(world.stall_view).lost == {"replica/a": world.clock.now}
     world.join(incarnation="2")
-    assert not facts(world.ring).lost
+    assert not facts(world.stall_view).lost
 
 
 async def test_no_lease_runs_out_while_the_orchestrator_itself_stood_still(worlds: Callable[..., World]) -> None:
     world = worlds()
     world.join()
-    watch = Watch(world.ring)
+    watch = world.watch()
     await watch.tick()
     world.clock.now += 100.0  # SIGSTOP, SIGCONT
     await watch.tick()
-    assert world.ring.pool.get("a") is not None
+    assert world.parts.pool.get("a") is not None
     for _ in range(31):
         world.clock.now += 1.0
         await watch.tick()
-    assert world.ring.pool.get("a") is None
+    assert world.parts.pool.get("a") is None
 
 
 async def test_orders_that_the_reports_know_nothing_of_are_named_and_sent_again(worlds: Callable[..., World]) -> None:
@@ -97,13 +98,13 @@ async def test_orders_that_the_reports_know_nothing_of_are_named_and_sent_again(
     world.train()
     lost = {order.task_group_id for order in await world.orders(replica)}
     assert lost
-    watch = StallWatch(world.ring)
+    watch = world.stall_watch()
     pass_seconds(world, watch, 14, lambda: report(world))
-    (stall,) = world.ring.standing.stalls
+    (stall,) = world.stall_view.stall_state.stalls
     assert (stall.component, stall.cause.value) == ("replica/a", "order_lost")
     assert {order.task_group_id for order in await world.orders(replica)} == lost
     pass_seconds(world, watch, 5, lambda: report(world, running=tuple(lost)))
-    assert not world.ring.standing.stalls
+    assert not world.stall_view.stall_state.stalls
 
 
 async def test_of_two_replicas_the_one_that_hears_the_gateway_best_is_believed(worlds: Callable[..., World]) -> None:
@@ -112,49 +113,49 @@ async def test_of_two_replicas_the_one_that_hears_the_gateway_best_is_believed(w
     world.join("b")
     report(world, "a", peers=(PeerState(component="envgateway", silent_s=20.0, detail="no route"),))
     report(world, "b", peers=(PeerState(component="envgateway", gauges={"queue_workers": 1.0}),))
-    assert facts(world.ring).peers["envgateway"].silent_s == 0.0
+    assert facts(world.stall_view).peers["envgateway"].silent_s == 0.0
 
 
 async def test_the_orchestrators_own_time_says_whom_the_run_waits_for(worlds: Callable[..., World]) -> None:
     world = worlds()
-    assert own_activity(world.ring) == ("waiting for a replica", "inference")
+    assert own_activity(world.stall_view) == ("waiting for a replica", "inference")
     replica = world.join()
-    assert own_activity(world.ring) == ("waiting for the first version", "trainer/model0")
+    assert own_activity(world.stall_view) == ("waiting for the first version", "trainer/model0")
     await world.publish(0)
     world.train()
     await world.orders(replica)
-    assert own_activity(world.ring) == ("waiting for room in the quota", "trainer/model0")
-    world.ring.dispatcher.hold("disk", "full")
-    assert own_activity(world.ring) == ("waiting for free disk", "disk")
-    world.ring.pause()
-    assert own_activity(world.ring) == ("paused", "person")
+    assert own_activity(world.stall_view) == ("waiting for room in the quota", "trainer/model0")
+    world.parts.dispatcher.hold(Hold.DISK, "full")
+    assert own_activity(world.stall_view) == ("waiting for free disk", "disk")
+    world.core.pause()
+    assert own_activity(world.stall_view) == ("paused", "person")
 
 
 async def test_ranks_report_beside_the_first_and_renew_no_lease(worlds: Callable[..., World]) -> None:
     world = worlds()
-    world.trainer_side.join("model0", "1", 2, 0, {})
-    before = world.ring.trainers.get("model0")
+    world.trainer_api.join("model0", "1", 2, 0, {})
+    before = world.progress_view.trainers.get("model0")
     assert before is not None
     lease = before.lease_until
     world.clock.now += 5.0
-    world.ring.trainers.report_rank("model0", 1, (AccountState(component="trainer/model0/rank1"),))
+    world.progress_view.trainers.report_rank("model0", 1, (AccountState(component="trainer/model0/rank1"),))
     # Not of this trainer.
-    world.ring.trainers.report_rank("model0", 7, (AccountState(component="trainer/model0/rank7"),))
+    world.progress_view.trainers.report_rank("model0", 7, (AccountState(component="trainer/model0/rank7"),))
     assert before.rank_reports == {1: 1}
     assert before.lease_until == lease
-    assert "trainer/model0/rank1" in facts(world.ring).accounts
+    assert "trainer/model0/rank1" in facts(world.stall_view).accounts
 
 
 async def test_curation_that_refuses_every_task_is_named(worlds: Callable[..., World]) -> None:
     world = worlds()
-    orders = world.ring.training_orders
+    orders = world.parts.training_orders
     orders.next_group()
     assert not orders.nothing_to_play
 
-    class RefuseAll(type(orders.curation)):  # type: ignore[misc]
+    class RefuseAll(type(orders.streams[""].curation)):  # type: ignore[misc]
         def accepts(self, row: int, position: int) -> bool:
             return False
 
-    orders.curation = RefuseAll()
+    orders.streams[""].curation = RefuseAll()
     orders.next_group()
     assert orders.nothing_to_play

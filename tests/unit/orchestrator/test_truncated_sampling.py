@@ -1,4 +1,4 @@
-"""Records of truncated sampling: refused without the sets that were kept, and the same after a restart."""
+"""Records of truncated sampling: refused without the sets of kept tokens, and the same after a restart."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.kept_tokens import KeptRow, kept_rows, left_out_row, pack
-from services.common.types import Sampling, Sequence, TaskGroupOrder, Trajectory
-from services.orchestrator.bounds import PolicyBounds, RecordBounds
-from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.record_facts import RecordRefusedError
+from services.common.records.kept_tokens import KeptRow, kept_rows, left_out_row, pack
+from services.common.records.types import Sampling, Sequence, TaskGroupOrder, Trajectory
+from services.orchestrator.ingest.bounds import PolicyBounds, RecordBounds
+from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.ingest.record_facts import RecordRefusedError
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World
 
@@ -52,22 +52,22 @@ async def test_what_was_kept_is_in_the_batch_and_the_same_after_a_restart(worlds
             assert await world.send(trajectory(issued.task_group_id, i, made, reward=float(i % 2))) == [
                 RecordOutcome.ACCEPTED
             ]
-    batches = [await world.trainer_side.pull_batch("model0", 1, 5.0)]
+    batches = [await world.trainer_api.pull_batch("model0", 1, 5.0)]
     await world.crash()
-    batches.append(await world.trainer_side.pull_batch("model0", 1, 5.0))
+    batches.append(await world.trainer_api.pull_batch("model0", 1, 5.0))
     said = [[trained.segments[1] for _, trained in sorted(batch.sequences.items())] for batch in batches]
     assert len(said[0]) == 8
     for before, after in zip(*said, strict=True):
         assert before.kept == after.kept == pack(rows_for(np.arange(4)), 4)
         assert before.temperature == after.temperature
     assert {segment.temperature for segment in said[1]} == {None, 0.5}
-    assert {live.order.sampling for live in world.ring.groups.values()} == {Sampling(**CUT)}
+    assert {live.order.sampling for live in world.parts.groups.values()} == {Sampling(**CUT)}
 
 
 @pytest.mark.parametrize(
     ("kept", "temperature", "fault"),
     [
-        (b"", None, "does not say which tokens top_k, top_p and min_p kept"),
+        (b"", None, "the tokens that top_k, top_p and min_p kept are missing"),
         (b"\x00", None, "cut off"),
         (pack([left_out_row([2])], 4), None, "token 2 (number 2)"),
         (pack([left_out_row([9])], 3), None, "3 tokens are with 4"),

@@ -1,4 +1,4 @@
-"""A policy that is not trained: served as its checkpoint is, with no quota, no batches and no fate of its own."""
+"""An untrained policy is served with the weights of its checkpoint, without quota, batches and fates."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from services.cli.fate.reading import read_fates
+from services.cli.inspect.fate.reading import read_fates
 from services.common.errors import ConfigError, UnknownPolicyError
-from services.orchestrator.ingest import RecordOutcome
-from services.orchestrator.lifecycle import summary
-from services.orchestrator.pool import Held, Replica
-from services.orchestrator.progress import progress, waits
-from services.orchestrator.run_control import RunState
+from services.orchestrator import wiring
+from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.members.replica import Held, Replica
+from services.orchestrator.monitoring.progress import progress, waits
+from services.orchestrator.state.run_control import RunState
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World, living
+from tests.waiting import WAIT_S
 
 AB = ("a", "b")
 
@@ -33,9 +34,9 @@ async def test_version_0_is_what_the_first_replica_loaded_and_others_must_hold_t
     world = worlds(policies=AB, untrained=("b",))
     await world.publish(0, policy="a")
     world.train()
-    assert "run waits for a replica that serves b" in waits(world.ring)
+    assert "run waits for a replica that serves b" in waits(world.progress_view)
     first = world.join("first")
-    assert world.ring.ledgers["b"].newest is not None and world.ring.ledgers["b"].knows(0, "d0")
+    assert world.parts.ledgers["b"].newest is not None and world.parts.ledgers["b"].knows(0, "d0")
     other = world.join("other", digests={"b": "d-of-another-model"})
     assert await world.orders(first) and await world.orders(other) == []
 
@@ -47,12 +48,12 @@ async def test_a_group_is_trained_for_one_and_played_by_both(worlds: Callable[..
     assert len(orders) == 4, "the quota of a alone: two batches of 8"
     for order in orders:
         await world.play(order)  # a sequence of each policy
-    batch = (await world.trainer_side.pull_batch("a", 1, timeout_s=1.0)).share(0, 1)
+    batch = (await world.trainer_api.pull_batch("a", 1, timeout_s=1.0)).share(0, 1)
     assert {item.sequence.policy for item in batch.sequences} == {"a"}
-    assert list(world.ring.experience.admission.accounts) == ["a"] == list(world.ring.batches)
-    account = world.ring.experience.admission.accounts["a"]
+    assert list(world.parts.experience.admission.accounts) == ["a"] == list(world.parts.batches)
+    account = world.parts.experience.admission.accounts["a"]
     assert (account.running_slots, account.accepted) == (0, 16)
-    assert [policy.policy for policy in progress(world.ring).policies] == ["a"]
+    assert [policy.policy for policy in progress(world.progress_view).policies] == ["a"]
 
 
 async def test_its_versions_its_steps_and_its_trainer_hold_nothing_up(worlds: Callable[..., World]) -> None:
@@ -64,22 +65,22 @@ async def test_its_versions_its_steps_and_its_trainer_hold_nothing_up(worlds: Ca
         for step in range(1, world.steps + 1):
             for order in await world.orders(replica):
                 await world.play(order)
-            await world.trainer_side.pull_batch("a", step, timeout_s=1.0)
+            await world.trainer_api.pull_batch("a", step, timeout_s=1.0)
             await world.publish(step, policy="a")
             held = {"a": Held(step, f"d{step}"), "b": Held(0, "d0")}
-            world.replica_side.report("a", "1", held=held, num_tokens=0, emission=[], gauges={})
-        await asyncio.wait_for(run, 5.0)
-    assert world.ring.control.phase is RunState.FINISHED
-    assert summary(world.ring)["steps"] == {"a": world.steps}
+            world.replica_api.report("a", "1", held=held, num_tokens=0, emission=[], gauges={})
+        await asyncio.wait_for(run, WAIT_S)
+    assert world.parts.control.phase is RunState.FINISHED
+    assert wiring.run_parts(world.core).summary()["steps"] == {"a": world.steps}
 
 
 async def test_nobody_trains_it(worlds: Callable[..., World]) -> None:
     world = worlds(policies=AB, untrained=("b",))
     await begin(world)
     with pytest.raises(UnknownPolicyError):
-        await world.trainer_side.pull_batch("b", 1, timeout_s=1.0)
+        await world.trainer_api.pull_batch("b", 1, timeout_s=1.0)
     with pytest.raises(UnknownPolicyError):
-        world.trainer_side.join("b", "t", 1, 0, {})
+        world.trainer_api.join("b", "t", 1, 0, {})
 
 
 async def test_apart_it_plays_no_training_rollout(worlds: Callable[..., World]) -> None:
@@ -97,12 +98,12 @@ async def test_a_restarted_orchestrator_holds_what_the_earlier_one_held(worlds: 
     orders = await world.orders(replica)
     for order in orders[:3]:
         await world.play(order)
-    await world.trainer_side.pull_batch("a", 1, timeout_s=1.0)
-    before = world.ring
+    await world.trainer_api.pull_batch("a", 1, timeout_s=1.0)
+    before = world.parts
     await world.crash()
-    after = world.ring
+    after = world.parts
     assert after.ledgers["b"].knows(0, "d0")
-    was, now = (ring.experience.admission.accounts["a"] for ring in (before, after))
+    was, now = (parts.experience.admission.accounts["a"] for parts in (before, after))
     assert (now.accepted, now.in_training, now.running_slots) == (was.accepted, was.in_training, was.running_slots)
     assert (now.accepted, now.in_training, now.running_slots) == (12, 8, 8)
     assert after.experience.buffers["a"].num_sequences == before.experience.buffers["a"].num_sequences == 4
@@ -113,7 +114,7 @@ async def test_fates_are_of_the_trained_policy_and_add_up(worlds: Callable[..., 
     replica = await begin(world)
     for order in await world.orders(replica):
         await world.play(order)
-    await world.trainer_side.pull_batch("a", 1, timeout_s=1.0)
+    await world.trainer_api.pull_batch("a", 1, timeout_s=1.0)
     await world.publish(1, policy="a")
     found = read_fates(world.run_dir)
     assert found.policies == ["a"]

@@ -1,30 +1,31 @@
-"""A ring without grpc or processes, that can be thrown away and recovered, as after kill -9."""
+"""A core without grpc or processes; a test can drop and recover the core, as after kill -9."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from services.common.config.loading import validate
+from services.common.config.reading.loading import validate
 from services.common.config.recipe import Recipe
-from services.common.types import TaskGroupOrder, WeightVersion
-from services.orchestrator import lifecycle
-from services.orchestrator.commands import PlayGroup
-from services.orchestrator.datasets import UsableRows
-from services.orchestrator.groups import Outcome
-from services.orchestrator.ingest import RecordOutcome
+from services.common.records.types import TaskGroupOrder, WeightVersion
+from services.orchestrator import lifecycle, wiring
+from services.orchestrator.core import OrchestratorCore
+from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.journal.quarantine import Quarantine
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.writer import Journal
-from services.orchestrator.pool import Held, Hello, Replica
-from services.orchestrator.raw_rows import ListRows
-from services.orchestrator.recovery import recovered
-from services.orchestrator.replica_side import ReplicaSide
-from services.orchestrator.ring import Ring
-from services.orchestrator.trainer_side import TrainerSide
+from services.orchestrator.members.commands import PlayGroup
+from services.orchestrator.members.replica import Held, Hello, Replica
+from services.orchestrator.monitoring.stall_watch import StallWatch
+from services.orchestrator.monitoring.watch import Watch
+from services.orchestrator.recovery.recover import recovered
+from services.orchestrator.state.groups import Outcome
+from services.orchestrator.tasks.datasets import UsableRows
+from services.orchestrator.tasks.raw_rows import ListRows
 from tests.unit.orchestrator.builders import sequence, trajectory
 
 
@@ -54,6 +55,8 @@ class World:
         envgateway: dict[str, Any] | None = None,
         sampling: dict[str, Any] | None = None,
         algorithm: dict[str, Any] | None = None,  # of every policy
+        placement: str = "apart",
+        train: list[dict[str, Any]] | None = None,  # sources of a mixture, without their rows
         **batch: Any,
     ) -> None:
         self.run_dir = run_dir
@@ -62,11 +65,12 @@ class World:
         self.run, self.rollout, self.evaluation = run or {}, rollout or {}, evaluation or {}
         self.held_out = held_out or {"held_out": {}}
         self.envgateway, self.algorithm = envgateway or {}, algorithm or {}
-        self.sampling = sampling or {}
+        self.sampling, self.placement, self.sources = sampling or {}, placement, train
         self.clock = Clock()
         self.steps = 3
         self.batch = {"size": 8, "max_staleness": 1, **batch}
         self.samples_per_task = 1
+        self.segment_bytes = 64 * 1024 * 1024  # of the journal, from the next start
         self.vocab_sizes: dict[str, int | None] = {}
         self.open()
 
@@ -86,48 +90,57 @@ class World:
                 for name in self.policies
             },
             "data": {
-                "train": {"path": "unused"},
+                "train": [{"path": "unused", **s} for s in self.sources] if self.sources else {"path": "unused"},
                 "evaluation": {name: {"path": "unused", **section} for name, section in self.held_out.items()},
                 "curation": self.curation,
             },
             "rollout": {"group_size": 4, "timeout_s": 10.0, **self.rollout},
             "orchestrator": {"min_free_bytes": 5_000_000},
             "envgateway": self.envgateway,
+            "placement": self.placement,
+            **({"inference": {"a": {"engine": "scripted"}}} if self.placement == "shared" else {}),
             "sampling": self.sampling,
             "evaluation": {"samples_per_task": self.samples_per_task, **self.evaluation},
         }
-        recipe = validate(tree, source="test")  # before the journal: a refused recipe leaves nothing open
-        self.journal = Journal(self.run_dir / "journal")
+        recipe = validate(tree, source="test")  # before the journal: a refused recipe leaves no open file
+        self.journal = Journal(self.run_dir / "journal", segment_bytes=self.segment_bytes)
         reader = JournalReader(self.run_dir / "journal")
-        self.ring = recovered(lambda: self._ring(recipe), reader)
+        self.core = recovered(lambda aside: self._core(recipe, aside), wiring.recovery_parts, reader)
         reader.close()
-        self.replica_side, self.trainer_side = ReplicaSide(self.ring), TrainerSide(self.ring)
+        self.replica_api, self.trainer_api = wiring.replica_api(self.core), wiring.trainer_api(self.core)
+        self.parts = wiring.recovery_parts(self.core)
+        self.turns = self.core.turns
+        self.progress_view, self.stall_view = wiring.progress_view(self.core), wiring.stall_view(self.core)
         self.journal.start()
 
-    def _ring(self, recipe: Recipe) -> Ring:
-        return Ring(
+    def _core(self, recipe: Recipe, aside: Quarantine) -> OrchestratorCore:
+        return OrchestratorCore(
             recipe,
             self.run_dir,
             self.journal,
-            training_source=UsableRows(ListRows([{"n": i} for i in range(10)], "train"), None),
+            training_sources={
+                source: UsableRows(ListRows([{"n": i} for i in range(10)], "train"), None)
+                for source in recipe.data.sources or [""]
+            },
             evaluation_sources={
                 name: UsableRows(ListRows([{"n": i} for i in range(3)], name), None) for name in self.held_out
             },
             run_mark=self.mark,
             started_at=0.0,
+            aside=aside,
             clock=self.clock,
             vocab_sizes=self.vocab_sizes,
         )
 
     async def crash(self) -> None:
-        """Everything in memory is gone; the journal's thread ends after what it has."""
+        """Drop all memory; the journal's thread ends after its queue."""
         await self.journal.close()
-        self.ring.metrics.close()
+        self.core.close_metrics()
         self.open()
 
     async def close(self) -> None:
         await self.journal.close()
-        self.ring.metrics.close()
+        self.core.close_metrics()
 
     # --- peers ---
 
@@ -139,11 +152,11 @@ class World:
         incarnation: str = "1",
         running: Any = (),
         weights_address: str = "",
-        digests: Mapping[str, str] = MappingProxyType({}),  # by policy, where it is not that of the number
+        digests: Mapping[str, str] = MappingProxyType({}),  # by policy, unless equal to the number's
     ) -> Replica:
         numbers = {policy: 0 if policy in self.untrained else number for policy in self.policies}
         held = {policy: Held(n, digests.get(policy, f"d{n}")) for policy, n in numbers.items()}
-        return self.replica_side.join(
+        return self.replica_api.join(
             Hello(
                 replica_id=name,
                 incarnation=incarnation,
@@ -166,7 +179,7 @@ class World:
         return found
 
     async def settle(self) -> None:
-        """Let everything that is queued become durable and be acted on."""
+        """Wait until all queued records are durable and applied."""
         for _ in range(3):
             await asyncio.sleep(0)
             await self.journal.append("marks", "", dict)
@@ -175,12 +188,12 @@ class World:
     async def send(self, *outcomes: Outcome) -> list[RecordOutcome]:
         answers: list[RecordOutcome] = []
         for outcome in outcomes:
-            self.ring.ingest.submit(outcome, lambda answer: answers.append(answer.outcome))
+            self.parts.ingest.submit(outcome, lambda answer: answers.append(answer.outcome))
         await self.settle()
         return answers
 
     async def play(self, order: TaskGroupOrder, version: int = 0) -> None:
-        """Every slot of an order, with a sequence for each policy that plays it."""
+        """Outcomes of every slot of an order, with a sequence for each policy of the order."""
         for i in order.indices:
             reward = float(i % 2)
             played = [sequence(reward, version, policy=policy) for policy in order.policies or self.policies]
@@ -188,18 +201,48 @@ class World:
 
     async def publish(self, number: int, digest: str = "", incarnation: str = "t", policy: str = "model0") -> int:
         version = WeightVersion(policy=policy, number=number, digest=digest or f"d{number}", sources=("x:1",))
-        return await self.trainer_side.publish(version, incarnation, metrics={}, compute=[], checkpoint_step=0)
+        return await self.trainer_api.publish(version, incarnation, metrics={}, compute=[], checkpoint_step=0)
 
     def train(self) -> None:
-        self.ring.dispatcher.train = True
-        self.ring.dispatcher.schedule()
+        self.core.begin_training()
+
+    def lose_trainer(self, policy: str) -> None:
+        """End the lease of the policy's trainer, as the periodic checks do when the lease runs out."""
+        trainer = self.progress_view.trainers.get(policy) or self.trainer_api.join(policy, "t", 1, 0, {})
+        trainer.lease_until = self.clock.now - 1.0
+        self.core.absences.check()
+
+    def check_leases(self) -> None:
+        """End the leases that ran out, as the periodic checks do."""
+        self.core.absences.check()
+
+    def watch(self) -> Watch:
+        """Periodic checks that have not run yet."""
+        return wiring.watch(self.core)
+
+    def stall_watch(self) -> StallWatch:
+        return wiring.stall_watch(self.core)
 
 
 @contextlib.asynccontextmanager
 async def living(world: World) -> AsyncIterator[asyncio.Task[None]]:
-    task = asyncio.ensure_future(lifecycle.live(world.ring))
+    task = asyncio.ensure_future(lifecycle.live(wiring.run_parts(world.core)))
     try:
         yield task
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def worlds_in(directory: Path) -> AsyncIterator[Callable[..., World]]:
+    """Makes worlds in folders of their own, and closes them."""
+    made: list[World] = []
+
+    def make(**batch: Any) -> World:
+        made.append(World(directory / str(len(made)), **batch))
+        return made[-1]
+
+    yield make
+    for world in made:
+        await world.close()

@@ -1,11 +1,11 @@
 """Golden files: every setting that a recipe and its bases make, one per line, resolved, with its type.
 
-Whatever a golden file does not name must be at its schema default, and ``defaults.json`` holds those. So a new key with a
-default changes no golden file, and no default changes unseen. After a change that is meant:
+A setting that a golden file does not name must be at its schema default, and ``defaults.json`` holds those. So a new
+key with a default changes no golden file, and no default changes unseen. After a change that is meant:
 
     python -m tests.unit.recipes.golden
 
-rewrites the files; read the diff against the reference before you commit it.
+rewrites the files; read the diff against the reference before the commit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.config.loading import load_recipe
+from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.inference.workflows.registry import load_workflow
 
@@ -52,7 +52,7 @@ def resolved(recipe: Recipe) -> Flat:
 
 
 def defaults_of(recipe: Recipe) -> Flat:
-    """The same of a recipe that has the same policies, services and datasets, and says nothing about them."""
+    """The same of a recipe with the same policies, services and datasets, but without settings of these."""
     bare: dict[str, Any] = {
         "name": "",
         "policies": {name: {"model": {"path": ""}, "trainer": {"port": 0}, "weights": {"port": 0}} for name in recipe.policies},
@@ -75,8 +75,8 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def golden_of(recipe: Recipe) -> Flat:
-    """What a golden file says of a recipe: the settings that somebody wrote, as they are resolved, with all of the sections
-    that are there only because somebody wrote them."""
+    """The content of a golden file: the written settings of a recipe, resolved, with all optional sections that the
+    recipe has."""
     written = dict(flat(recipe.model_dump(mode="json", exclude_unset=True)))
     defaults = defaults_of(recipe)
     return {path: value for path, value in resolved(recipe).items() if path in written or path not in defaults}
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def schema_defaults(recipe: Recipe) -> Flat:
-    """The defaults that a recipe stands on; those of workflows under their names, without their prompts."""
+    """The defaults of a recipe; those of workflows under their names, without their prompts."""
     named: Flat = {}
     for path, value in defaults_of(recipe).items():
         is_setting = "workflow.settings." in path

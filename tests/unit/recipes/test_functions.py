@@ -1,4 +1,4 @@
-"""The tasks of the two demonstrations: what is held out, how right the demonstrators are, what a test log says."""
+"""The tasks of the two demonstrations: the held-out rows, the accuracy of the demonstrators, the content of a test log."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from recipes.functions import coins, steps
-from services.common.types import Task
-from services.inference.workflows.base import Execution, ExecutionStatus, Gateway
+from services.common.records.types import Task
+from services.inference.workflows.base import Execution, Gateway, RunStatus
 
 
 def test_no_held_out_program_is_trained_or_demonstrated() -> None:
@@ -62,8 +62,8 @@ class Sandbox:
         try:
             exec(code, {"print": said.append})
         except Exception:
-            return Execution(status=ExecutionStatus.RUNTIME_ERROR)
-        return Execution(status=ExecutionStatus.OK, stdout="\n".join(said) + "\n")
+            return Execution(status=RunStatus.RUNTIME_ERROR)
+        return Execution(status=RunStatus.OK, stdout="\n".join(said) + "\n")
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli import check
-from services.cli.launch_checks import check_launch
-from services.cli.memory_estimate import GIB, estimates, misfits
-from services.common.config.loading import load_recipe
-from services.common.config.placement import engine_numbers, gpu_claims
+from services.cli.check import recipe as check
+from services.cli.check.gpu_memory import estimates, misfits
+from services.cli.check.launch import check_launch
+from services.cli.check.memory_estimate import GIB
+from services.common.config.processes.placement import engine_numbers, gpu_claims
+from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError
 from services.envgateway.sandbox.records import ExecutionLimits
 from tests.unit.recipes.golden import (
@@ -64,7 +65,7 @@ def test_there_is_no_golden_file_without_a_recipe() -> None:
 
 @pytest.fixture
 def livecodebench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data root that holds nothing but what is fetched by hand."""
+    """A data root with only the files that are fetched by hand."""
     file = tmp_path / "AReaL-boba-2-RL-Code" / "code_benchmark" / "lcb_v5" / "test.jsonl"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"question": "Double it.", "input_output": {"inputs": ["1"], "outputs": ["2"]}}) + "\n")
@@ -119,12 +120,13 @@ def test_each_policy_has_engines_a_trainer_and_a_publisher(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", recipes())
-def test_it_fits_into_80_gib_and_two_trainers_of_8b_only_as_bfloat16(name: str) -> None:
+def test_it_fits_into_80_gib_with_float32_masters_and_moments_on_the_host_for_two_trainers(name: str) -> None:
     recipe = load(name)
     assert misfits(recipe) == []
     assert all(estimate.total < 75 * GIB for estimate in estimates(recipe))
     for section in recipe.policies.values():
-        assert section.trainer.master_dtype == ("bfloat16" if section.trainer.num_ranks == 2 else "float32")
+        assert section.trainer.master_dtype == "float32"
+        assert section.trainer.offload == (["optimizer"] if section.trainer.num_ranks == 2 else [])
 
 
 def differences(one: str, other: str) -> set[str]:
@@ -197,7 +199,10 @@ def test_the_coder_alone_is_evaluated_as_the_baseline_is() -> None:
 def test_without_its_world_nothing_starts_unless_a_server_plays_it(
     name: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.cli.launch_checks.gpus_here", lambda: [80.0] * 8)
+    monkeypatch.setattr("services.cli.check.launch.gpus_here", lambda: [80.0] * 8)
+    monkeypatch.setattr("services.cli.check.launch.hub_problems", lambda recipe: [])
+    monkeypatch.setattr("services.cli.check.host_memory.host_memory_bytes", lambda: 1e12)
+    monkeypatch.setattr("services.cli.check.host_memory.shared_memory_here", lambda: 1e12)
     with pytest.raises(ConfigError, match=told):
         check_launch(load(name).model_copy(update={"inference": {}}))
     world = name.partition("/")[0]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from services.common.config.loading import load_recipe
+from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from tests import needs
 from tests.unit.recipes.golden import REPOSITORY, load, recipes, resolved
 from tests.unit.recipes.reference.names import REFERENCES
-from tests.unit.recipes.reference.pages import PAGES, TABLE, whole, written
+from tests.unit.recipes.reference.pages import PAGES, TABLE, file_of, whole, written
 from tests.unit.recipes.reference.table import (
     EXPERIMENT,
     Cell,
@@ -74,8 +74,7 @@ def test_every_setting_of_the_references_has_a_row_with_its_value(data_root: Pat
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_departures_of_a_page_are_current(page: str) -> None:
-    file = REPOSITORY / "docs" / "recipes" / f"{page}.md"
-    assert file.read_text() == written(page), "run `python -m tests.unit.recipes.reference.pages`"
+    assert file_of(page).read_text() == written(page), "run `python -m tests.unit.recipes.reference.pages`"
 
 
 def test_all_rows_of_a_recipe_can_be_read() -> None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from pydantic import TypeAdapter
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from services.common.config.algorithm import AlgorithmConfig
-from services.common.config.losses import DEFAULT_LOSS, LossConfig
-from services.common.config.optimizer import OptimizerConfig
-from services.common.kept_tokens import kept_rows, pack
-from services.common.types import MinibatchTotals, RankBatch, Segment, Sequence, StopReason, TrainingSequence
-from services.trainer.model import build_policy_model
-from services.trainer.optimizer import PolicyOptimizer
-from services.trainer.sharding import Ranks
-from services.trainer.step import TrainStep
-from services.trainer.value_head import own_rates
+from services.common.config.training.algorithm import AlgorithmConfig
+from services.common.config.training.losses import DEFAULT_LOSS, LossConfig
+from services.common.config.training.optimizer import OptimizerConfig
+from services.common.lora import identity_of
+from services.common.records.kept_tokens import kept_rows, pack
+from services.common.records.types import MinibatchTotals, RankBatch, Segment, Sequence, StopReason, TrainingSequence
+from services.trainer.data.prefixes import Branch
+from services.trainer.model.adapter import AdapterSetup, WithoutAdapter, digest_base
+from services.trainer.model.optimizer import PolicyOptimizer
+from services.trainer.model.policy_model import build_policy_model
+from services.trainer.model.value_head import own_rates
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.train_step import TrainStep
 
 VOCAB = 31
 
@@ -27,12 +31,12 @@ _LOSSES: TypeAdapter[AlgorithmConfig] = TypeAdapter(LossConfig)
 
 
 def algorithm(name: str = DEFAULT_LOSS, **settings: Any) -> Any:
-    """The section `algorithm` as a recipe has it: of the settings class that the name stands for."""
+    """The section `algorithm` of a recipe, in the settings class of its name."""
     return _LOSSES.validate_python({"name": name, **settings})
 
 
 def tiny_causal_lm(dtype: torch.dtype = torch.float32, *, tied: bool = True, seed: int = 0) -> Any:
-    """A Qwen3 of two layers, grouped key-value heads and large enough weights that nothing is near uniform."""
+    """A Qwen3 of two layers with grouped key-value heads, and weights large enough for distributions far from uniform."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -49,8 +53,19 @@ def tiny_causal_lm(dtype: torch.dtype = torch.float32, *, tied: bool = True, see
     return Qwen3ForCausalLM(config).to(dtype)
 
 
+def tiny_experts(**settings: Any) -> Any:
+    """A mixture of four experts, which a checkpoint stores one by one and transformers computes with as one tensor."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**{
+        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+        **settings,
+    })  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
+
+
 def truncated(segment: Segment, rng: np.random.Generator) -> Segment:
-    """A policy segment whose tokens were drawn from some of the vocabulary, now and then at a temperature of their own."""
+    """A policy segment of tokens drawn from some of the vocabulary, now and then at a temperature of their own."""
     num_tokens = segment.num_tokens
     order = np.argsort(rng.random((num_tokens, VOCAB)), axis=1)
     rows = kept_rows(order, rng.integers(0, VOCAB, num_tokens), segment.token_ids.astype(np.int64), VOCAB)
@@ -91,6 +106,12 @@ def training_sequences(count: int, *, seed: int = 0, minibatches: int = 1, cut: 
     return result
 
 
+def path_of(branches: Iterable[Branch], row: int) -> np.ndarray:
+    """The rows that a row of a micro-batch sees, itself the last."""
+    branch = next(b for b in branches if b.start <= row < b.end)
+    return np.concatenate([branch.prefix, np.arange(branch.start, row + 1)])
+
+
 def rank_batch(sequences: list[TrainingSequence], rank: int = 0, world_size: int = 1, step: int = 5) -> RankBatch:
     """Every ``world_size``-th sequence, with the totals of all."""
     minibatches = 1 + max(s.minibatch for s in sequences)
@@ -119,8 +140,10 @@ def train_step(
     compute_dtype: torch.dtype | None = None,
     offload: bool = False,
     peak_flops: float | None = None,
+    adapter: AdapterSetup | None = None,
 ) -> TrainStep:
-    """A step over a fresh tiny model; ``offload`` is of the optimizer and the reference."""
+    """A step over a fresh tiny model; ``offload`` is of the optimizer and the reference. With ``adapter`` the base is the
+    reference."""
     ranks = ranks or Ranks.single()
     model = build_policy_model(
         causal_lm if causal_lm is not None else tiny_causal_lm(),
@@ -128,7 +151,15 @@ def train_step(
         gradient_checkpointing=gradient_checkpointing,
         compute_dtype=compute_dtype,
         value_head=config.value_head is not None,
+        adapter=adapter,
     )
+    own_reference: Any = None
+    if reference is not None:
+        own_reference = build_policy_model(reference, ranks, trainable=False, offload=offload)
+    if adapter is not None:
+        model.base = digest_base(model.causal_lm, ranks, "xxh3-128", "base")
+        model.adapter = identity_of(model.causal_lm, adapter.config, model.base.digest)
+        own_reference = WithoutAdapter(model)
     return TrainStep(
         model,
         PolicyOptimizer(
@@ -141,7 +172,7 @@ def train_step(
         ranks,
         max_tokens_per_micro_batch=max_tokens,
         temperature=temperature,
-        reference=None if reference is None else build_policy_model(reference, ranks, trainable=False, offload=offload),
+        reference=own_reference,
         teacher=None if teacher is None else build_policy_model(teacher, ranks, trainable=False, offload=offload),
         peak_flops=peak_flops,
     )

@@ -1,6 +1,8 @@
-"""Losses, masks and weights written a second time, as loops in float64, with gradients by hand: what the trainer's are compared with.
+"""Losses, masks and weights written a second time, as loops in float64, with gradients by hand, for comparison with the
+trainer's.
 
-It shares no code with the trainer. Every function gives the loss and its gradient with respect to the log-probabilities.
+Shares no code with the trainer. Every function gives the loss and its gradient with respect to the
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Batch:
 
 
 def token_sum(batch: Batch, of: Callable[[int], tuple[float, float]]) -> Result:
-    """Token mean of a loss whose gradient is of its own token alone; ``of`` gives both for a token."""
+    """Token mean of a loss with a gradient of its own token alone; ``of`` gives both for a token."""
     total, gradient = 0.0, np.zeros(len(batch.new))
     for t in range(len(batch.new)):
         if batch.seen(t):

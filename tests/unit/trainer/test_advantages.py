@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.common.config.algorithm import AlgorithmConfig
-from services.common.types import Segment, Sequence, StopReason, TrainingSequence
-from services.trainer.algorithms.advantages import (
+from services.common.config.training.algorithm import AlgorithmConfig
+from services.common.records.types import Segment, Sequence, StopReason, TrainingSequence
+from services.trainer.algorithms.advantages.sequences import (
     Moments,
     normalize,
     over_batch_deviation,
     reward_moments,
+    scaled_by_source,
     sequence_advantages,
 )
 
@@ -114,3 +115,12 @@ def test_advantages_of_right_and_wrong_come_from_the_stamped_statistics() -> Non
     found = sequence_advantages(cut, AlgorithmConfig(advantage="pass_at_k", pass_k=2))
     # Half of the pairs fail; of those with a given wrong one, two of three.
     assert found.tolist() == pytest.approx([(1 / 2 - 2 / 3) / 0.5, 1.0], rel=1e-4)
+
+
+def test_the_scale_of_a_source_multiplies_the_advantages_of_its_sequences() -> None:
+    plain = group([1.0, 0.0])
+    scaled = [dataclasses.replace(item, advantage_scale=0.25) for item in group([1.0, 0.0])]
+    advantages = sequence_advantages([*plain, *scaled], AlgorithmConfig())
+    found = scaled_by_source(advantages, [*plain, *scaled]).tolist()
+    assert found[:2] == advantages[:2].tolist(), "the bits of a run with one dataset stay"
+    assert found[2:] == [0.25 * value for value in advantages[2:].tolist()]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.algorithms.base import TokenBatch
-from services.trainer.algorithms.kl import kl_per_token
-from services.trainer.algorithms.m2po import binding_second_moments, m2po, trust_region
-from services.trainer.algorithms.m2po_mask import gap_second_moments, keep_limit, kept_tokens
+from services.trainer.algorithms.losses.kl import kl_per_token
+from services.trainer.algorithms.losses.m2po import binding_second_moments, m2po, trust_region
+from services.trainer.algorithms.masks.m2po_mask import gap_second_moments, keep_limit, kept_tokens
 from tests.unit.trainer.building import algorithm
 
 BEHAVIOUR_ZERO = 0.0
@@ -169,7 +169,7 @@ def test_sapo_golden() -> None:
 
 
 def test_sapo_fades_where_a_clip_would_end() -> None:
-    """At ratio 1 the plain policy gradient; away from it less and less, sooner for negative advantages."""
+    """At ratio 1 the plain policy gradient; elsewhere less and less, sooner for negative advantages."""
     batch = tokens([0.0, 0.0, 1.0, 2.0, 1.0, 2.0, -4.0], [1, -1, 1, 1, -1, -1, 1])
     loss = ALGORITHMS["sapo"].loss(batch, algorithm(name="sapo", sapo_tau_negative=2.0))
     loss.per_token.sum().backward()

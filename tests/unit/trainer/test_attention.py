@@ -9,8 +9,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3ForCausalLM
 
 from services.common.errors import ConfigError, ModelMismatchError
-from services.trainer.attention import Documents, Kernel, documents_attention
-from services.trainer.model import PolicyModel
+from services.trainer.model.attention import Kernel, documents_attention
+from services.trainer.model.documents import Documents, Targets
+from services.trainer.model.policy_model import PolicyModel
 from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step
 
 LENGTHS = [9, 5, 5, 5, 1, 1, 7]
@@ -53,7 +54,9 @@ def test_the_packed_model_equals_transformers_on_each_document_alone(tied: bool)
     token_ids = torch.randint(0, 31, (int(offsets[-1]),))
     position_ids = torch.cat([torch.arange(n) for n in LENGTHS])
     targets = torch.cat([torch.arange(s + 1, e) for s, e in itertools.pairwise(offsets)])
-    logprobs, _ = step.model(token_ids, position_ids, Documents.from_offsets(offsets), targets, 1.0)
+    logprobs, _ = step.model(
+        token_ids, position_ids, Documents.from_offsets(offsets), Targets.at(targets, token_ids), 1.0
+    )
     expected = []
     for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         ids = token_ids[start:end]
@@ -69,7 +72,7 @@ def test_a_model_that_drops_the_documents_is_refused() -> None:
 
 
 @pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"sliding_window": 4}])
-def test_what_packed_attention_lacks_is_refused(extra: dict[str, object]) -> None:
+def test_arguments_that_packed_attention_lacks_are_refused(extra: dict[str, object]) -> None:
     inputs, documents, _ = packed_inputs(torch.float32)
     with pytest.raises(ModelMismatchError):
         documents_attention(torch.nn.Identity(), *inputs, documents=documents, **extra)  # type: ignore[arg-type]
@@ -81,7 +84,7 @@ def test_a_model_may_choose_its_kernel_and_computes_the_same(kernel: Kernel) -> 
     for model in (PolicyModel(tiny_causal_lm()), PolicyModel(tiny_causal_lm(), attention=kernel)):
         documents = Documents.from_offsets(np.array([0, 5, 9], dtype=np.int64))
         ids, positions = torch.arange(9), torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3])
-        logprobs.append(model(ids, positions, documents, torch.tensor([3, 7]), 1.0)[0])
+        logprobs.append(model(ids, positions, documents, Targets.at(torch.tensor([3, 7]), ids), 1.0)[0])
     assert torch.equal(*logprobs)
 
 
@@ -92,7 +95,7 @@ def test_a_kernel_that_was_asked_for_is_taken_or_refused_never_replaced() -> Non
 
 
 @pytest.mark.needs("no flash_attn")
-def test_a_kernel_that_is_not_installed_is_refused_with_what_to_write() -> None:
+def test_a_kernel_that_is_not_installed_is_refused_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match=r"trainer.attention: flash_attn needs the package flash_attn"):
         PolicyModel(tiny_causal_lm(), attention="flash_attn")
 
@@ -103,7 +106,9 @@ def test_the_kernel_equals_transformers_own_packed_attention() -> None:
     ids, positions = torch.arange(int(offsets[-1])) % 31, torch.cat([torch.arange(n) for n in LENGTHS])
     targets = torch.cat([torch.arange(s + 1, e) for s, e in itertools.pairwise(offsets)])
     with torch.no_grad():
-        found = PolicyModel(tiny_causal_lm())(ids, positions, Documents.from_offsets(offsets), targets, 1.0)[0]
+        found = PolicyModel(tiny_causal_lm())(
+            ids, positions, Documents.from_offsets(offsets), Targets.at(targets, ids), 1.0
+        )[0]
         for name in ("sdpa", "eager"):
             plain = tiny_causal_lm()
             plain.set_attn_implementation(name)

@@ -1,4 +1,4 @@
-"""The zero-gradient audit counts what autograd gives, names one cause per token, and changes no gradient."""
+"""The zero-gradient audit counts the zero gradients of autograd, names one cause per token, and changes no gradient."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.config.algorithm import AlgorithmConfig
-from services.common.config.optimizer import OptimizerConfig
-from services.common.types import MinibatchTotals, Segment, TrainingSequence
+from services.common.config.training.algorithm import AlgorithmConfig
+from services.common.config.training.optimizer import OptimizerConfig
+from services.common.records.types import MinibatchTotals, Segment, TrainingSequence
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.algorithms.base import LossFunction, PolicyLoss, TokenBatch
-from services.trainer.audit import Cause, GradientAudit, Sign, add_ratios, shares
-from services.trainer.metrics import Sums
-from services.trainer.micro_batches import MicroTensors, pack_for_ranks
-from services.trainer.packing import Document
-from services.trainer.sharding import Ranks
+from services.trainer.data.packing import Document
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.audit import Cause, GradientAudit, Sign, add_ratios, shares
+from services.trainer.step.metrics import Sums
+from services.trainer.step.micro_batches import MicroTensors, pack_for_ranks
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 from tests.unit.trainer.test_step import far_off, on_policy
 
@@ -94,8 +94,8 @@ def test_each_token_without_gradient_has_its_one_cause() -> None:
     }
 
 
-def test_what_the_importance_cap_drops_is_no_clip() -> None:
-    """Decoupled PPO at the proximal policy clips nothing; a weight above 5 drops the token."""
+def test_tokens_dropped_by_the_importance_cap_do_not_count_as_clipped() -> None:
+    """Decoupled PPO at the proximal policy clips no token; a weight above 5 drops the token."""
     found = audited(
         ALGORITHMS["decoupled_ppo"].loss, [-1.0, -1.0], [-1.0, -4.0], [1.0, -1.0], config=algorithm("decoupled_ppo")
     )

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
-from services.trainer.algorithms.max_rl import max_rl_advantages
-from services.trainer.algorithms.pass_at_k import pass_at_k_advantages
+from services.trainer.algorithms.advantages.max_rl import max_rl_advantages
+from services.trainer.algorithms.advantages.pass_at_k import pass_at_k_advantages
 
 REWARDS = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=9)
 
@@ -22,7 +22,7 @@ def statistics(rewards: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def by_enumeration(rewards: list[float], k: int, eps: float) -> list[float]:
-    """Every subset of k, scored by its best; a rollout is worth the mean of the subsets that it is in."""
+    """Reference: scores every subset of k by its best; a rollout's advantage is the mean over its subsets."""
     subsets = list(combinations(range(len(rewards)), min(k, len(rewards))))
     scores = np.array([max(rewards[i] for i in subset) for subset in subsets])
     found = []

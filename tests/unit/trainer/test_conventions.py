@@ -1,4 +1,4 @@
-"""docs/conventions.md: what it says of Millrace holds, and the settings that it names exist."""
+"""Statements of docs/conventions.md about Millrace hold, and its settings exist."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import get_args
 import pytest
 import torch
 
-from services.common.config.algorithm import AlgorithmConfig, RejectionConfig
-from services.common.config.credit import AdvantageName, DistillationConfig
-from services.common.config.losses import LOSS_CLASSES
-from services.trainer.algorithms.advantages import sequence_advantages
-from services.trainer.algorithms.kl import kl_per_token
-from services.trainer.algorithms.m2po_mask import gap_second_moments, keep_limit, kept_tokens
+from services.common.config.training.algorithm import AlgorithmConfig, RejectionConfig
+from services.common.config.training.credit import AdvantageName, DistillationConfig
+from services.common.config.training.losses import LOSS_CLASSES
+from services.trainer.algorithms.advantages.sequences import sequence_advantages
+from services.trainer.algorithms.losses.kl import kl_per_token
+from services.trainer.algorithms.masks.m2po_mask import gap_second_moments, keep_limit, kept_tokens
 from tests.unit.trainer.test_advantages import group
 
 PAGE = (Path(__file__).parents[3] / "docs" / "conventions.md").read_text()
@@ -43,7 +43,7 @@ def test_the_settings_of_our_column_exist() -> None:
     assert named - known - metrics - values == set()
 
 
-def test_the_epsilon_and_the_correction_do_what_is_said() -> None:
+def test_the_epsilon_and_the_correction_have_the_documented_effect() -> None:
     half = [0.0, 0.001]
     assert abs(sequence_advantages(group(half), AlgorithmConfig())[0]) == pytest.approx(0.70, abs=0.005)
     with_trl = AlgorithmConfig(advantage_eps=1e-4)
@@ -59,7 +59,7 @@ def test_ties_of_m2po_mask_stay_together() -> None:
     assert kept_tokens(behaviour, proximal, mask, limit).sum() == 4
 
 
-def test_one_token_far_from_the_reference_has_the_gradient_that_is_told() -> None:
+def test_one_token_far_from_the_reference_has_the_documented_gradient() -> None:
     logprobs = torch.tensor([-20.0], dtype=torch.float64, requires_grad=True)
     estimate = kl_per_token(logprobs, torch.zeros(1, dtype=torch.float64), "k3")
     (gradient,) = torch.autograd.grad(estimate.sum(), logprobs)

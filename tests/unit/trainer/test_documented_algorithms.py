@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 
-from services.common.config.algorithm import (
+from services.common.config.base import Section
+from services.common.config.training.algorithm import (
     KlEstimator,
     LossAggregation,
     RejectionCriterion,
@@ -19,10 +20,16 @@ from services.common.config.algorithm import (
     RejectionLevel,
     RejectionReduce,
 )
-from services.common.config.base import Section
-from services.common.config.credit import AdvantageName, DistillationConfig, ValueHeadConfig
-from services.common.config.losses import IMPORT_PATH, LOSS_CLASSES, ImportanceLevel, M2poRule, M2poScope, SapoLevel
-from services.common.config.policy import (
+from services.common.config.training.credit import AdvantageName, DistillationConfig, ValueHeadConfig
+from services.common.config.training.losses import (
+    IMPORT_PATH,
+    LOSS_CLASSES,
+    ImportanceLevel,
+    M2poRule,
+    M2poScope,
+    SapoLevel,
+)
+from services.common.config.training.policy import (
     BatchConfig,
     OverlongPenaltyConfig,
     PolicyConfig,

@@ -1,4 +1,4 @@
-"""Advantages and moments of rewards of any magnitude, and batches whose sequences cannot be trained."""
+"""Advantages and moments of rewards of any magnitude, and batches of untrainable sequences."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 
-from services.common.config.algorithm import AlgorithmConfig
+from services.common.config.training.algorithm import AlgorithmConfig
 from services.common.errors import InvalidRequestError
 from services.common.finite import mean_and_deviation
-from services.common.kept_tokens import left_out_row, pack
-from services.common.types import Segment
-from services.trainer.algorithms.advantages import (
+from services.common.records.kept_tokens import left_out_row, pack
+from services.common.records.types import Segment
+from services.trainer.algorithms.advantages.sequences import (
     Moments,
     normalize,
     over_batch_deviation,
@@ -65,7 +65,7 @@ def test_advantages_are_finite_for_all_finite_rewards(advantage: Any, rewards: l
         (Segment.policy([1, VOCAB], [-1.0, -1.0], 0), f"the token id {VOCAB}"),
     ],
 )
-def test_what_cannot_be_looked_up_is_named_before_the_forward_pass(said: Segment, fault: str) -> None:
+def test_unknown_token_ids_are_named_before_the_forward_pass(said: Segment, fault: str) -> None:
     sequences = training_sequences(4)
     sequence = dataclasses.replace(sequences[2].sequence, segments=(Segment.environment([3]), said))
     sequences[2] = dataclasses.replace(sequences[2], sequence=sequence)

@@ -1,4 +1,4 @@
-"""Discounted sums and GAE against a plain loop in float64, and what they must not depend on."""
+"""Discounted sums and GAE equal a plain loop in float64, and do not depend on packing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.algorithms.gae import at_last_token, discounted_sums, gae
+from services.trainer.algorithms.advantages.gae import at_last_token, discounted_sums, gae
 
 
 def plain_gae(
     rewards: list[float], values: list[float], gamma: float, gae_lambda: float
 ) -> tuple[list[float], list[float]]:
-    """(advantages, returns) of one sequence, from the last token backwards, as the paper has it."""
+    """(advantages, returns) of one sequence, from the last token backwards, by the paper's formula."""
     advantages = [0.0] * len(rewards)
     later = 0.0
     for t in reversed(range(len(rewards))):

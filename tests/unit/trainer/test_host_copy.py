@@ -1,4 +1,4 @@
-"""Tensors into host memory: whatever the sizes, and through however few buffers."""
+"""Copies into host memory are exact for all sizes of tensors and buffers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer import host_copy
-from services.trainer.host_copy import HostCopier
+from services.trainer.publish import snapshot
+from services.trainer.publish.snapshot import HostCopier
 
 SIZES = (1, 5000, 2048, 0, 10_003)
 
@@ -29,7 +29,7 @@ def test_every_element_arrives_cast(device: str, monkeypatch: pytest.MonkeyPatch
     def unpinned(*arguments: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
         return empty(*arguments, **settings)
 
-    monkeypatch.setattr(host_copy, "_STAGED_BYTES", 1 << 12)
+    monkeypatch.setattr(snapshot, "_STAGED_BYTES", 1 << 12)
     monkeypatch.setattr(torch, "empty", unpinned)
     monkeypatch.setattr(torch.cuda, "Event", DoneEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError
 
-from services.common.process import START_AGAIN
+from services.common.system.child import START_AGAIN
 from services.trainer.launch_ranks import _cause
-from services.trainer.peers import PeerLostError, peer_loss
+from services.trainer.ranks.peer_loss import PeerLostError, peer_loss
 
 
 def failed(*exit_codes: int) -> Any:
@@ -32,7 +32,7 @@ def test_the_rank_that_failed_by_itself_explains_the_others(exit_codes: tuple[in
     assert _cause(failed(*exit_codes)) == cause
 
 
-def test_the_loss_of_a_peer_is_told_from_other_errors() -> None:
+def test_the_loss_of_a_peer_is_distinguished_from_other_errors() -> None:
     gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
     lost = peer_loss(RuntimeError(gloo))
     assert lost is not None and "Connection closed by peer" in lost.message

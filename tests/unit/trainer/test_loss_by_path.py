@@ -1,4 +1,4 @@
-"""A loss that is named by import path: what it is given, and what it may not return."""
+"""A loss by import path: its inputs, and the refusal of wrong results."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 
 from services.common.errors import ConfigError
 from services.trainer.algorithms import algorithm_of
-from services.trainer.algorithms.base import PolicyLoss, TokenBatch
-from services.trainer.algorithms.checks import LossError
-from services.trainer.micro_batches import MicroTensors
+from services.trainer.algorithms.base import LossError, PolicyLoss, TokenBatch
+from services.trainer.step.micro_batches import MicroTensors
 from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences
 
 not_a_function = 3
@@ -99,16 +98,14 @@ def test_a_loss_that_cannot_be_trained_on_ends_the_step_before_the_optimizer(
 
 
 def test_a_model_that_gives_nan_is_not_blamed_on_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then nothing is finite that the loss was given; the update is skipped and counted, as every other."""
+    """Then no input of the loss is finite; the update is skipped and counted, as every other."""
     step = train_step(algorithm("ppo_clip"))
 
     def broken(model: Any, batch: MicroTensors, temperature: float) -> tuple[torch.Tensor, torch.Tensor, None]:
-        logprobs, entropy = model(
-            batch.token_ids, batch.position_ids, batch.documents, batch.target_positions, temperature
-        )
+        logprobs, entropy = model(batch.token_ids, batch.position_ids, batch.documents, batch.targets, temperature)
         return logprobs * torch.nan, entropy, None
 
-    monkeypatch.setattr("services.trainer.step.forward_with_values", broken)
+    monkeypatch.setattr("services.trainer.step.train_step.forward_with_values", broken)
     assert step.run(rank_batch(training_sequences(8))).updates_skipped == 1
 
 

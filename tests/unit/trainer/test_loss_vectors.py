@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.algorithms.kl import kl_per_token
+from benchmarks._oracle_run import Tokens, run_loss  # type: ignore[import-not-found]
+from benchmarks._oracle_vectors import Case  # type: ignore[import-not-found]
+from services.trainer.algorithms.losses.kl import kl_per_token
 from tests.unit.trainer import reference_losses as reference
 from tests.unit.trainer.building import algorithm
 
@@ -21,8 +23,6 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[3] / "benchmarks")
 )  # its modules import each other by bare names
 
-from _oracle_run import Tokens, run_loss  # type: ignore[import-not-found]
-from _oracle_vectors import Case  # type: ignore[import-not-found]
 
 SEEDS = range(20_261_122, 20_261_126)
 PPO = {"eps_clip": 0.2}
@@ -174,7 +174,7 @@ def test_rejected_tokens_are_as_if_untrained(name: str, denominator: str) -> Non
     assert num_rejected, "the batches must exercise the criterion"
 
 
-def test_denominators_of_sequences_follow_what_is_kept() -> None:
+def test_denominators_of_sequences_follow_the_mask() -> None:
     case = made(SEEDS[1])
     batch = batch_of(case)
     criteria = [("sequence", "k2", "mean", 0.0, 0.03), ("token", "ratio", "mean", 0.8, 1.25)]

@@ -1,4 +1,4 @@
-"""Moments on the host: the bits of an update in one go, whatever the buckets, and what a checkpoint finds there."""
+"""Moments on the host: updates by buckets of any size equal one whole update, and checkpoints contain the moments."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.config.optimizer import OptimizerConfig
-from services.trainer.checkpoint import CheckpointIdentity, Checkpoints
-from services.trainer.moments_on_host import MOMENTS, MomentsOnHost
-from services.trainer.sharding import Ranks
+from services.common.config.training.optimizer import OptimizerConfig
+from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.model.moments_on_host import MOMENTS, MomentsOnHost
+from services.trainer.ranks.sharding import Ranks
 from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences
 
 
@@ -53,7 +53,7 @@ def test_an_update_by_buckets_has_the_bits_of_one_in_one_go(bucket_bytes: int) -
 
 
 def test_the_moments_are_the_same_memory_from_the_first_update_to_after_a_checkpoint() -> None:
-    """Pinned once: what replaced them would be neither pinned nor known to the next update."""
+    """Pinned once: replacements would be neither pinned nor known to the next update."""
     model = layers()
     optimizer = adamw(model)
     moments = MomentsOnHost(optimizer, bucket_bytes=1)
@@ -77,7 +77,7 @@ def test_the_moments_are_the_same_memory_from_the_first_update_to_after_a_checkp
 
 @pytest.mark.parametrize("then", [False, True])
 def test_a_checkpoint_is_read_with_and_without_offload(tmp_path: Path, then: bool) -> None:
-    """Where the moments wait is no property of a run: written with it, read without, and the other way round."""
+    """Where the moments wait is no property of a run: written with and read without, and the other way round."""
     config = OptimizerConfig(lr=1e-2)
     checkpoints = Checkpoints(tmp_path, CheckpointIdentity(run_id="r", policy="p"), 2, Ranks.single())
     first = train_step(algorithm(), optimizer=config, offload=not then)

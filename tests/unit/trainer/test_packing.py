@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
-from services.common.types import Segment
-from services.trainer.packing import NO_VERSION, Document, dummy_micro_batch, first_fit_decreasing, pack
-from tests.unit.trainer.building import training_sequences
+from services.common.records.types import Segment
+from services.trainer.data.packing import NO_VERSION, Document, dummy_micro_batch, first_fit_decreasing, pack
+from tests.unit.trainer.building import path_of, training_sequences
 
 lengths_lists = st.lists(st.integers(0, 30), max_size=40)
 
 
 def documents(lengths: list[int]) -> list[Document]:
-    """Token ids name the document, so that nothing can be swapped unseen."""
+    """Documents with their own index as token ids, so that a test detects swapped tokens."""
     return [
         dataclasses.replace(
             Document.supervised(np.full(n, i, dtype=np.int32), np.arange(n) % 3 == 1), advantage=float(i)
@@ -30,16 +30,18 @@ def test_nothing_is_lost_or_doubled_for_any_budget(lengths: list[int], budget: i
     given_documents = documents(lengths)
     packed = pack(given_documents, budget)
     sources = [s for m in packed for s in m.sources.tolist()]
-    assert sorted(sources) == [i for i, n in enumerate(lengths) if n]
+    assert sorted(sources) == [i for i, d in enumerate(given_documents) if d.num_trained_tokens]
     for micro_batch in packed:
+        assert micro_batch.num_given_tokens == sum(lengths[s] for s in micro_batch.sources.tolist())
         for d, source in enumerate(micro_batch.sources.tolist()):
-            start, end = micro_batch.offsets[d : d + 2].tolist()
-            document = given_documents[source]
-            assert micro_batch.token_ids[start:end].tolist() == document.token_ids.tolist()
-            assert micro_batch.loss_mask[start:end].tolist() == document.loss_mask.tolist()
-            assert micro_batch.position_ids[start:end].tolist() == list(range(end - start))
-            assert set(micro_batch.advantages[start:end].tolist()) == {document.advantage}
-            assert set(micro_batch.document_index[start:end].tolist()) == {d}
+            document, own = given_documents[source], micro_batch.document_index == d
+            path = path_of(micro_batch.branches, int(micro_batch.predecessors[own][-1]))
+            assert micro_batch.token_ids[path].tolist() == document.token_ids[: len(path)].tolist()
+            assert micro_batch.position_ids[path].tolist() == list(range(len(path)))
+            trained = np.flatnonzero(document.loss_mask)
+            assert micro_batch.predecessors[own].tolist() == path[trained - 1].tolist()
+            assert micro_batch.target_ids[own].tolist() == document.token_ids[trained].tolist()
+            assert set(micro_batch.advantages[own].tolist()) == {document.advantage}
 
 
 @given(lengths_lists, st.integers(1, 50))
@@ -50,8 +52,9 @@ def test_only_a_single_longer_document_exceeds_the_budget(lengths: list[int], bu
 
 @given(lengths_lists, st.integers(1, 50))
 def test_documents_stand_longest_first_and_ties_keep_their_order(lengths: list[int], budget: int) -> None:
-    for micro_batch in pack(documents(lengths), budget):
-        keys = [(-lengths[s], s) for s in micro_batch.sources.tolist()]
+    given_documents = documents(lengths)
+    for micro_batch in pack(given_documents, budget):
+        keys = [(-len(given_documents[s].computed), s) for s in micro_batch.sources.tolist()]
         assert keys == sorted(keys)
 
 
@@ -98,4 +101,4 @@ def test_a_dummy_trains_nothing() -> None:
     dummy = dummy_micro_batch()
     assert dummy.is_dummy
     assert dummy.num_tokens == 1
-    assert len(dummy.target_positions) == 0
+    assert len(dummy.target_ids) == len(dummy.predecessors) == 0

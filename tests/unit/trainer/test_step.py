@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-import services.trainer.step as step_module
-from services.cli.metrics_catalogue import step_metric
-from services.common.config.optimizer import OptimizerConfig
+import services.trainer.step.train_step as step_module
+from services.common.config.training.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, InvalidRequestError
-from services.common.types import RankBatch, Segment, TrainingSequence
-from services.trainer.algorithms.advantages import sequence_advantages
-from services.trainer.metrics import Sums
-from services.trainer.packing import Document
-from services.trainer.sharding import Ranks
-from services.trainer.step import TrainStep
-from services.trainer.supervised import SupervisedStep
+from services.common.records.types import RankBatch, Segment, TrainingSequence
+from services.trainer.algorithms.advantages.sequences import sequence_advantages
+from services.trainer.data.packing import Document
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.metrics import Sums
+from services.trainer.step.supervised import SupervisedStep
+from services.trainer.step.train_step import TrainStep
+from tests.metrics_catalogue import is_documented
 from tests.unit.trainer.building import VOCAB, algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 MEASURED = ("seconds", "tokens_per_second", "tflops", "memory_peak_gib")  # of the clock and the machine
@@ -141,7 +141,7 @@ def far_off(item: TrainingSequence, gap: float) -> TrainingSequence:
 def test_updates_stop_where_the_mean_ratio_is_above_its_limit(
     limit: float | None, applied: int, max_tokens: int
 ) -> None:
-    """The second of three minibatches has a mean ratio of 6, however it is packed."""
+    """The second of three minibatches has a mean ratio of 6, with any packing."""
     sequences = on_policy(training_sequences(12, minibatches=3))
     sequences = [far_off(s, math.log(6.0)) if s.minibatch == 1 else s for s in sequences]
     config = algorithm(name="ppo_clip", early_stop_ratio=limit)
@@ -223,7 +223,7 @@ def test_wrong_totals_are_refused() -> None:
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**31 - 1])
 def test_a_token_that_the_model_lacks_is_refused_with_its_sequence(token: int) -> None:
-    """Else an index out of range: on a GPU without saying of what."""
+    """Else an index out of range: on a GPU without the name of the tensor."""
     sequences = training_sequences(4)
     prompt = Segment.environment([3, token])
     sequence = dataclasses.replace(sequences[1].sequence, segments=(prompt, *sequences[1].sequence.segments))
@@ -331,7 +331,7 @@ def test_supervised_documents_that_train_nothing_change_nothing() -> None:
 
 
 def test_tokens_of_a_kept_cache_are_not_fresh() -> None:
-    """Defect 12: their version is the newest, but older weights computed a part of what they saw."""
+    """Their version is the newest, but older weights computed a part of their context."""
     sequences = training_sequences(8)
     kept = [
         dataclasses.replace(
@@ -355,9 +355,9 @@ def test_tokens_of_a_kept_cache_are_not_fresh() -> None:
 
 
 @pytest.mark.parametrize("name", ["m2po", "m2po_mask", "decoupled_ppo", "sapo", "cispo"])
-def test_every_metric_of_a_step_is_in_the_catalogue(name: str) -> None:
+def test_every_metric_of_a_step_is_documented(name: str) -> None:
     metrics = train_step(algorithm(name)).run(rank_batch(training_sequences(8, minibatches=2)))
-    assert [key for key in metrics.as_dict() if step_metric(f"trainer/{key}") is None] == []
+    assert [key for key in metrics.as_dict() if not is_documented(f"trainer/{key}")] == []
 
 
 def test_a_minibatch_of_which_all_is_rejected_makes_no_update() -> None:
@@ -383,7 +383,7 @@ def test_a_minibatch_of_which_all_is_rejected_makes_no_update() -> None:
 def test_the_first_minibatch_costs_one_further_pass_at_most(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], passes: int
 ) -> None:
-    """Of forward passes beside those of the gradient; what rejection and the trust region read there is the same."""
+    """Of forward passes beside those of the gradient; rejection and the trust region read the same values there."""
     seen: list[object] = []
     plain = step_module.forward
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from services.common.config.optimizer import OptimizerConfig
-from services.common.config.policy import PolicyConfig
+from services.common.config.training.optimizer import OptimizerConfig
+from services.common.config.training.policy import PolicyConfig
 from services.common.errors import ConfigError, ModelMismatchError
-from services.trainer.metrics import Sums
-from services.trainer.micro_batches import MicroTensors, forward
+from services.trainer.ranks.sharding import Ranks
 from services.trainer.setup import build_step
-from services.trainer.sharding import Ranks
-from services.trainer.step import TrainStep
+from services.trainer.step.metrics import Sums
+from services.trainer.step.micro_batches import MicroTensors, forward
+from services.trainer.step.train_step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 from tests.unit.trainer_service.building import recipe, save_model
 
@@ -40,6 +40,7 @@ def gap_to_teacher(step: TrainStep) -> float:
     return float(torch.cat(gaps).mean())
 
 
+@pytest.mark.slow
 def test_the_student_comes_to_find_its_tokens_as_likely_as_the_teacher_does() -> None:
     step = train_step(distilled(), teacher=tiny_causal_lm(seed=1), optimizer=OptimizerConfig(lr=5e-3))
     before = gap_to_teacher(step)

@@ -1,4 +1,4 @@
-"""Operations of a step against torch's own counter, and what is not known is not reported."""
+"""Operations of a step equal torch's own count; unknown values are not reported."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from services.trainer.attention import Documents
-from services.trainer.model import PolicyModel
-from services.trainer.usage import PEAK_TFLOPS, ForwardCost, peak_flops
+from services.trainer.model.documents import Documents
+from services.trainer.model.policy_model import PolicyModel
+from services.trainer.step.usage import PEAK_TFLOPS, ForwardCost, peak_flops
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 LENGTH = 12
@@ -25,8 +25,8 @@ def qwen2() -> Qwen2ForCausalLM:
 
 
 @pytest.mark.parametrize("make", [tiny_causal_lm, lambda: tiny_causal_lm(tied=False), qwen2])
-def test_the_formula_counts_what_torch_counts(make) -> None:  # type: ignore[no-untyped-def]
-    """Eager attention multiplies all pairs, and every token passes the head: so it is asked for these numbers."""
+def test_the_formula_counts_as_many_operations_as_torch(make) -> None:  # type: ignore[no-untyped-def]
+    """Eager attention multiplies all pairs, and every token passes the head: so the test compares with these numbers."""
     plain = make()
     plain.set_attn_implementation("eager")
     ids = torch.arange(LENGTH)[None]
@@ -47,7 +47,8 @@ def test_a_step_tells_its_operations_memory_and_share_of_the_peak() -> None:
     metrics = step.run(rank_batch(sequences))
     cost = ForwardCost.of(step.model)
     assert cost is not None and metrics.tflops is not None
-    lengths = [s.sequence.num_tokens for s in sequences]
+    lengths = [s.sequence.num_tokens - 1 for s in sequences]  # the last token predicts nothing
+    assert metrics.num_computed_tokens == sum(lengths) == metrics.num_tokens - len(sequences)
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     needed = 3 * cost.flops(sum(lengths), metrics.num_trained_tokens, pairs)
     assert metrics.tflops * 1e12 * metrics.seconds == pytest.approx(needed)
@@ -62,6 +63,17 @@ def test_documents_count_the_pairs_of_causal_attention() -> None:
     lengths = [3, 3, 1, 5]
     documents = Documents.from_offsets(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     assert documents.num_pairs == sum(n * (n + 1) // 2 for n in lengths)
+
+
+def test_tokens_that_sequences_share_count_once_and_the_metrics_tell_both_numbers() -> None:
+    once, alike = training_sequences(4), []
+    for item in once:
+        alike += [item] * 3
+    single, several = (train_step(algorithm(name="ppo_clip")).run(rank_batch(s)) for s in (once, alike))
+    assert several.num_tokens == 3 * single.num_tokens and several.num_trained_tokens == 3 * single.num_trained_tokens
+    assert several.num_computed_tokens == single.num_computed_tokens
+    assert single.tflops is not None and several.tflops is not None
+    assert several.tflops * several.seconds == pytest.approx(single.tflops * single.seconds)
 
 
 @pytest.mark.parametrize(

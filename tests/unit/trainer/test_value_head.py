@@ -10,16 +10,16 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from services.common.config.optimizer import OptimizerConfig
+from services.common.config.training.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, ModelMismatchError
-from services.common.models import load_tokenizer
-from services.trainer.checkpoint import CheckpointIdentity, Checkpoints
-from services.trainer.export import export
-from services.trainer.model import build_policy_model, load_policy_model
-from services.trainer.sharding import Ranks
-from services.trainer.snapshot import Snapshots
-from services.trainer.step import TrainStep
-from services.trainer.value_head import NAME
+from services.common.text.huggingface import load_tokenizer
+from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoint.export import export
+from services.trainer.model.policy_model import build_policy_model, load_policy_model
+from services.trainer.model.value_head import NAME
+from services.trainer.publish.snapshot import Snapshots
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.train_step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 from tests.unit.trainer_service.building import save_model
 
@@ -67,9 +67,10 @@ def test_a_new_head_says_0_and_the_first_advantages_are_the_returns() -> None:
     assert metrics["value_loss"] == pytest.approx(mean / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_the_head_fits_the_returns(clip: float | None) -> None:
-    """The same sequences again and again: what is left to explain becomes little."""
+    """Repeated training on the same sequences reduces the unexplained variance."""
     step = train_step(
         gae(gae_lambda=1.0, gamma=0.95, value_head={"coefficient": 1.0, "clip": clip, "lr": 3e-2}),
         optimizer=OptimizerConfig(lr=2e-3, max_grad_norm=None),

@@ -1,16 +1,16 @@
-"""A tiny Hugging Face directory, a recipe that trains it, and the batches of its run."""
+"""A tiny Hugging Face directory, a recipe that trains the model, and the batches of its run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from services.common.config.loading import validate
+from services.common.config.reading.loading import validate
 from services.common.config.recipe import Recipe
-from services.common.types import RankBatch, WeightVersion
-from services.common.weights.digest import tensor_digest
-from services.trainer.loop import Published
-from services.trainer.step import TrainStep
+from services.common.records.types import RankBatch, WeightVersion
+from services.common.weights.manifest import tensor_digest
+from services.trainer.loop.training_loop import Published
+from services.trainer.step.train_step import TrainStep
 from tests.unit.trainer.building import VOCAB, rank_batch, tiny_causal_lm, training_sequences
 
 POLICY = "model0"
@@ -78,13 +78,13 @@ def recipe(model: Path | None, **sections: Any) -> Recipe:
 
 
 def batch_of(training_step: int, rank: int = 0, num_ranks: int = 1) -> RankBatch:
-    """The recorded batch of a step: the same whenever it is asked for."""
+    """The recorded batch of a step, the same on every call."""
     sequences = training_sequences(8, seed=training_step, minibatches=2)
     return rank_batch(sequences, rank, num_ranks, step=training_step)
 
 
 class DigestPublisher:
-    """The loop's ``Publisher`` without files or processes: digests are real, nobody can fetch."""
+    """A ``Publisher`` without files or processes: real digests, no address to fetch from."""
 
     def __init__(self, step: TrainStep) -> None:
         self._step = step

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.config.optimizer import OptimizerConfig
+from services.common.config.training.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, ModelMismatchError
-from services.trainer.checkpoint import CheckpointFailedError, CheckpointIdentity, Checkpoints
-from services.trainer.sharding import Ranks
-from services.trainer.step import TrainStep
+from services.trainer.checkpoint.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.train_step import TrainStep
 from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step
 from tests.unit.trainer_service.building import batch_of
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_and_stays(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
-def test_no_free_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_free_disk_is_reported_before_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, checkpoints = make_step(), open_in(tmp_path)
     checkpoints.save(1, step.model, step.optimizer)
     full = shutil.disk_usage(tmp_path)._replace(free=100)
@@ -144,10 +144,10 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_older_checkpoint(
     assert checkpoints.newest() == 2
 
 
-def test_what_a_disk_has_not_kept_is_noticed_before_anything_older_is_removed(
+def test_lost_bytes_are_noticed_before_an_older_checkpoint_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that says yes and stores something else."""
+    """A disk that reports success and stores other bytes."""
     step, checkpoints = make_step(), open_in(tmp_path, keep=1)
     checkpoints.save(1, step.model, step.optimizer)
     write = os.write
@@ -156,7 +156,7 @@ def test_what_a_disk_has_not_kept_is_noticed_before_anything_older_is_removed(
         return write(fd, bytes([data[0] ^ 1, *data[1:]]))
 
     monkeypatch.setattr(os, "write", loses_a_bit)
-    with pytest.raises(CheckpointFailedError, match="the disk has not kept what was written: "):
+    with pytest.raises(CheckpointFailedError, match="the disk has not kept the written bytes: "):
         checkpoints.save(2, step.model, step.optimizer)
     monkeypatch.undo()
     other = make_step(seed=3)

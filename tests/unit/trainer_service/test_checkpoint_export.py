@@ -1,4 +1,4 @@
-"""Exports of checkpoints: what from_pretrained loads, bit for bit what the run publishes, without torch in between."""
+"""Exports of checkpoints: from_pretrained loads the published weights bit for bit; the export needs no torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.checkpoints.export import NOTE, export_checkpoint
 from services.common.checkpoints.manifest import MANIFEST, digest_of
-from services.common.config.optimizer import OptimizerConfig
+from services.common.config.training.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, CorruptDataError
-from services.common.models import load_tokenizer
-from services.trainer.checkpoint import Checkpoints
-from services.trainer.export import export_last, model_files
-from services.trainer.model import load_policy_model
-from services.trainer.optimizer import PolicyOptimizer
-from services.trainer.sharding import Ranks
+from services.common.text.huggingface import load_tokenizer
+from services.trainer.checkpoint.checkpoints import Checkpoints
+from services.trainer.checkpoint.export import export_last, model_files
+from services.trainer.model.optimizer import PolicyOptimizer
+from services.trainer.model.policy_model import load_policy_model
+from services.trainer.ranks.sharding import Ranks
 from tests.unit.trainer_service.building import save_model
 from tests.unit.trainer_service.test_checkpoint import IDENTITY
 
@@ -110,7 +110,7 @@ def test_an_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     assert (other / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_checkpoint_without_a_config_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_config_is_refused_with_a_message(tmp_path: Path) -> None:
     source = save_model(tmp_path / "model")
     model = load_policy_model(source, RANKS)
     checkpoints = Checkpoints(tmp_path / "checkpoints", IDENTITY, 2, RANKS)

@@ -1,4 +1,4 @@
-"""Arguments are answered at once: nothing heavy is imported for help, mistakes or checks."""
+"""Command lines answer help, mistakes and checks without importing torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A damaged checkpoint: found wherever a byte differs, named, set aside; the one before is taken; nothing is executed."""
+"""Damage of any byte of a checkpoint is detected, logged and set aside; the previous checkpoint is loaded; no code runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from services.common.checkpoints.directory import REASON, set_aside_before
 from services.common.checkpoints.gauges import CheckpointGauge
 from services.common.checkpoints.manifest import MANIFEST, _digest
 from services.common.errors import BatchLostError, ConfigError, InfrastructureError, ModelMismatchError
-from services.common.types import RankBatch
-from services.trainer.checkpoint import CheckpointIdentity, Checkpoints, DamagedCheckpointError
-from services.trainer.loop import CannotReplayError
-from services.trainer.sharding import Ranks
-from services.trainer.step import TrainStep
+from services.common.records.types import RankBatch
+from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints, DamagedCheckpointError
+from services.trainer.loop.training_loop import CannotReplayError
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.train_step import TrainStep
 from tests.unit.trainer_service.building import batch_of
 from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, make_step, open_in, weights
 from tests.unit.trainer_service.test_loop import STEPS, FakeLink, Trainer
@@ -121,7 +121,7 @@ def test_a_missing_or_longer_or_replaced_file_leads_to_the_checkpoint_before(
 
 
 class Payload:
-    """Runs a command when it is unpickled."""
+    """Runs a command on unpickling."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -146,7 +146,7 @@ def test_a_pickle_in_place_of_any_file_is_never_executed(
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Somebody else's manifest: its own digest is right."""
+    """Replaces the manifest by a forged one with a correct digest."""
     content = orjson.loads((path / MANIFEST).read_bytes())["content"]
     change(content)
     (path / MANIFEST).write_bytes(orjson.dumps({"content": content, "digest": _digest(content)}))
@@ -221,7 +221,7 @@ def test_a_whole_checkpoint_of_another_run_is_refused_and_not_set_aside(copied: 
 
 
 def test_a_file_that_may_not_be_read_is_no_damage(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's file, or too many open ones: the medium is all right, so nothing is renamed."""
+    """A file without permission, or too many open files: the medium is intact, so no checkpoint is renamed."""
     opened = os.open
 
     def refuse(path: Any, flags: int, *rest: Any) -> int:
@@ -236,7 +236,7 @@ def test_a_file_that_may_not_be_read_is_no_damage(copied: Path, monkeypatch: pyt
     assert set_aside_before(copied) == []
 
 
-def test_a_directory_that_cannot_be_renamed_is_told(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_renamed_is_reported(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (copied / "step_000002" / MANIFEST).unlink()
 
     def read_only(*_: object) -> None:
@@ -251,7 +251,7 @@ def test_a_directory_that_cannot_be_renamed_is_told(copied: Path, monkeypatch: p
 def test_without_room_for_the_reason_the_checkpoint_before_is_taken(
     copied: Path, saved: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk is what damages checkpoints."""
+    """A full disk is a common cause of damaged checkpoints."""
     (copied / "step_000002" / MANIFEST).unlink()
 
     def full(*_: object, **__: object) -> int:
@@ -286,7 +286,7 @@ def test_links_and_files_among_checkpoints_stop_no_save_and_are_not_followed(
 
 
 def test_a_random_state_of_another_shape_is_a_refusal(copied: Path) -> None:
-    """Somebody else's manifest, its digest right: what torch would raise ends no process without a word."""
+    """A manifest of another author with a right digest: an exception of torch ends no process without a message."""
     names: dict[str, list[Any]] = {"random_state/0": ["uint8", [3]], "random_state/7": ["float32", []]}
     for number, (name, entry) in enumerate(names.items()):
         directory = Path(shutil.copytree(copied, copied.parent / str(number)))
@@ -314,8 +314,9 @@ def dies_at(number: int) -> Callable[[FakeLink, int], None]:
     return die
 
 
+@pytest.mark.slow
 def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_same_weights(tmp_path: Path) -> None:
-    """It replays from the one before, publishes nothing again but the newest, and tells what it keeps."""
+    """The trainer replays from the one before, publishes only the newest again, and reports the kept checkpoints."""
     undisturbed = FakeLink()
     Trainer(tmp_path / "undisturbed", undisturbed).live()
     first = FakeLink(before_pull=dies_at(5))
@@ -332,7 +333,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_same_weights(tmp
 
 
 @pytest.mark.parametrize("num_damaged", [1, 2])
-def test_batches_that_the_journal_has_lost_are_a_refusal_that_says_what_to_do(tmp_path: Path, num_damaged: int) -> None:
+def test_batches_that_the_journal_has_lost_are_refused_with_a_remedy(tmp_path: Path, num_damaged: int) -> None:
     first = FakeLink(before_pull=dies_at(5))
     with pytest.raises(KeyboardInterrupt):
         Trainer(tmp_path, first).live()
@@ -347,7 +348,10 @@ def test_batches_that_the_journal_has_lost_are_a_refusal_that_says_what_to_do(tm
     with pytest.raises(CannotReplayError) as refused:
         Trainer(tmp_path, Forgetful(ledger=first.ledger)).live()
     assert "the run is at step 4; its newer checkpoints are damaged" in refused.value.message
-    assert f"going on from {begin} needs the batch of step {[3, 1][num_damaged - 1]}" in refused.value.message
+    assert (
+        f"To continue from {begin}, the trainer needs the batch of step {[3, 1][num_damaged - 1]}"
+        in refused.value.message
+    )
     assert "step_000004.damaged: " in refused.value.message
     assert "millrace checkpoints RUN" in refused.value.message and "millrace export RUN" in refused.value.message
 

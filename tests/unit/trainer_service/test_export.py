@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.models import load_tokenizer
-from services.trainer.export import ExportFailedError, export
-from services.trainer.model import load_policy_model
-from services.trainer.sharding import Ranks
+from services.common.text.huggingface import load_tokenizer
+from services.trainer.checkpoint.export import ExportFailedError, export
+from services.trainer.model.policy_model import load_policy_model
+from services.trainer.ranks.sharding import Ranks
 from tests.unit.trainer_service.building import save_model
 
 
@@ -34,7 +34,7 @@ def test_from_pretrained_gives_the_weights_back(tmp_path: Path, tied: bool, dtyp
     assert not target.with_name("model0.partial").exists()
 
 
-def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     source = save_model(tmp_path / "model")
     (tmp_path / "export").write_text("a file where a directory must be")
     with pytest.raises(ExportFailedError, match="export"):

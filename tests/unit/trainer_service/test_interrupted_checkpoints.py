@@ -1,4 +1,5 @@
-"""A save that is cut short at any operation on files: earlier checkpoints stay usable, what is left is ignored and swept."""
+"""A save that is cut short at any operation on files: earlier checkpoints stay usable, remaining files are ignored and
+swept."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from services.common.process import run_and_leave
-from services.trainer.checkpoint import CheckpointFailedError
-from services.trainer.step import TrainStep
-from tests.unit.trainer_service.test_checkpoint import assert_same, make_step, weights
+from services.common.system.child import run_and_leave
+from services.trainer.checkpoint.checkpoints import CheckpointFailedError, Checkpoints
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.train_step import TrainStep
+from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, make_step, weights
 from tests.unit.trainer_service.test_damaged_checkpoints import checkpoints_in
 
 OPERATIONS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir")  # of a save and of a removal
@@ -25,12 +27,12 @@ ROOT = Path(__file__).parents[3]
 
 
 class Killed(BaseException):
-    """As kill -9: nothing that heeds errors heeds it."""
+    """Simulates kill -9: no error handler catches this exception."""
 
 
 @contextmanager
 def cut_at(number: int, then: Callable[[], None], beneath: Path) -> Iterator[list[str]]:
-    """Do ``then`` in place of the operation of that number on files beneath a directory; yields what was done."""
+    """Replace one operation on files below a directory, by its number, with ``then``; yields the operations so far."""
     done: list[str] = []
     originals = {name: getattr(os, name) for name in OPERATIONS}
     fds: set[int] = set()
@@ -61,7 +63,7 @@ def cut_at(number: int, then: Callable[[], None], beneath: Path) -> Iterator[lis
 
 
 def assert_usable(directory: Path, other: TrainStep, saved: dict[str, Any]) -> int:
-    """Whatever is there under a name of its own is whole; the next save sweeps the rest."""
+    """A checkpoint under its final name is whole; the next save sweeps the rest."""
     checkpoints = checkpoints_in(directory)
     for parameter in other.model.parameters():
         parameter.data.zero_()
@@ -74,13 +76,13 @@ def assert_usable(directory: Path, other: TrainStep, saved: dict[str, Any]) -> i
     return begun
 
 
-def cut_everywhere(tmp_path: Path, how: Callable[[int, Path], bool]) -> list[int]:
-    """What each cut leaves to begin from, until a save goes through."""
+def cut_everywhere(tmp_path: Path, how: Callable[[int, Path], bool], every: int = 1) -> list[int]:
+    """The step of the usable checkpoint after each (or ``every`` n-th) cut, until a save succeeds."""
     begun = []
     step, other = make_step(), make_step()
     for number in (1, 2):  # 3 is about to be saved, after which 1 is removed
         checkpoints_in(tmp_path / "before").save(number, step.model, step.optimizer)
-    for number in range(500):
+    for number in range(0, 500, every):
         directory = Path(shutil.copytree(tmp_path / "before", tmp_path / str(number)))
         finished = how(number, directory)
         begun.append(assert_usable(directory, other, weights(step)))
@@ -125,7 +127,7 @@ def test_a_process_that_ends_at_any_operation_leaves_a_checkpoint_to_start_from(
 
 
 def test_everything_is_durable_before_the_checkpoint_has_its_name(tmp_path: Path) -> None:
-    """What a power cut leaves: only what was synced, so every file and directory is, before the rename and after it."""
+    """A power cut leaves synced files only, so every file and directory is synced, before and after the rename."""
     step = make_step()
     checkpoints_in(tmp_path / "run" / "checkpoints" / "p").save(1, step.model, step.optimizer)
     opened: dict[int, str] = {}
@@ -174,8 +176,7 @@ def test_everything_is_durable_before_the_checkpoint_has_its_name(tmp_path: Path
             ("mkdir", mkdir),
         ):
             patch.setattr(os, name, replaced)
-        checkpoints = checkpoints_in(tmp_path / "run" / "checkpoints" / "p")
-        checkpoints._keep = 1
+        checkpoints = Checkpoints(tmp_path / "run" / "checkpoints" / "p", IDENTITY, 1, Ranks.single())
         checkpoints.save(2, step.model, step.optimizer)
     assert checkpoints.kept() == [2]
 
@@ -191,7 +192,7 @@ def test_kill_9_at_any_operation_of_a_save_leaves_a_checkpoint_to_start_from(tmp
 
 
 def main() -> int:
-    """Fork a process for each cut, and kill it there; tell what each has left."""
+    """Fork a process for each cut, kill the process there, and print the step from which each directory starts."""
     import signal
     import warnings
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import BatchLostError, ModelMismatchError, VersionConflictError
-from services.common.types import RankBatch, WeightVersion
-from services.trainer import loop as loop_module
-from services.trainer.checkpoint import CheckpointFailedError, CheckpointIdentity, Checkpoints
-from services.trainer.loop import TrainingLoop
-from services.trainer.sharding import Ranks
+from services.common.records.device_turn import NO_TURN, DeviceTurn
+from services.common.records.types import RankBatch, WeightVersion
+from services.trainer.checkpoint.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints
+from services.trainer.loop import training_loop as loop_module
+from services.trainer.loop.device_turns import DeviceTurns
+from services.trainer.loop.training_loop import TrainingLoop
+from services.trainer.ranks.sharding import Ranks
 from tests.unit.trainer.building import algorithm, train_step
 from tests.unit.trainer_service.building import DigestPublisher, batch_of
 
@@ -22,7 +24,7 @@ STEPS = 5
 
 @dataclass
 class FakeLink:
-    """Remembers what it was told; ``before_pull`` may change the words."""
+    """Records all calls; ``before_pull`` may change the commands."""
 
     before_pull: Callable[[FakeLink, int], None] = lambda link, step: None
     ledger: dict[int, str] = field(default_factory=dict)
@@ -35,6 +37,9 @@ class FakeLink:
     checkpoint: bool = False
     paused: bool = False
     stopped: bool = False
+    leaving: bool = False
+    device_turn: DeviceTurn = NO_TURN
+    turns_done: list[int] = field(default_factory=list)
 
     def pull(self, training_step: int) -> RankBatch | None:
         self.pulls.append(training_step)
@@ -58,6 +63,9 @@ class FakeLink:
         self.checkpoint_steps.append(max(kept, default=0))
         self.kept.append(list(kept))
 
+    def set_device_turn(self, number: int) -> None:
+        self.turns_done.append(number)
+
     def take_checkpoint_command(self) -> bool:
         asked, self.checkpoint = self.checkpoint, False
         return asked
@@ -66,7 +74,7 @@ class FakeLink:
 class Trainer:
     """A process life: fresh model, the checkpoints of its predecessors."""
 
-    def __init__(self, directory: Path, link: FakeLink, checkpoint_every: int = 2) -> None:
+    def __init__(self, directory: Path, link: FakeLink, checkpoint_every: int = 2, *, shared: bool = False) -> None:
         self.step = train_step(algorithm())
         self.checkpoints = Checkpoints(directory, CheckpointIdentity(run_id="r", policy="p"), 2, Ranks.single())
         self.link = link
@@ -76,13 +84,18 @@ class Trainer:
             publisher=DigestPublisher(self.step),
             checkpoints=self.checkpoints,
             ranks=Ranks.single(),
+            device=DeviceTurns(self.step, link, Ranks.single(), directory, shared=shared),
             num_steps=STEPS,
             checkpoint_every=checkpoint_every,
         )
 
     def live(self) -> int:
         start = self.checkpoints.restore(self.step.model, self.step.optimizer)
-        return self.loop.run(self.loop.recover(start, max(self.link.ledger, default=-1)))
+        try:
+            return self.loop.run(self.loop.recover(start, max(self.link.ledger, default=-1)))
+        except KeyboardInterrupt:  # a thread ends with its process; here the next life would meet it
+            self.checkpoints.finish()
+            raise
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +112,24 @@ def test_every_version_is_published_once_and_in_order(tmp_path: Path) -> None:
     assert link.kept == [[], [2], [2, 4], [4, 5]], "recorded batches are kept after the oldest"
     assert len(set(link.ledger.values())) == 6
     assert {"step_seconds", "tokens_per_second", "waited_s"} <= link.gauges.keys()
+
+
+def test_a_checkpoint_that_is_asked_for_does_not_wait_for_the_next_batch(tmp_path: Path) -> None:
+    """A trainer of a run that ends early gets no other message until the command to leave."""
+
+    class Waiting(FakeLink):
+        def pull(self, training_step: int) -> RankBatch | None:
+            if training_step < 4:
+                return super().pull(training_step)
+            self.pulls.append(training_step)
+            self.checkpoint = self.pulls.count(4) in (1, 3)  # again, of what is saved by then
+            self.stopped = self.pulls.count(4) == 4
+            return None
+
+    link = Waiting()
+    assert Trainer(tmp_path, link).live() == 3
+    assert link.kept == [[], [2], [2, 3]]
+    assert link.states[-5:] == ["checkpointing", *["waiting_for_batch"] * 3, "checkpointing"]
 
 
 def test_a_recovered_trainer_replays_without_publishing_and_offers_the_newest_again(tmp_path: Path) -> None:
@@ -189,15 +220,15 @@ def test_a_failed_checkpoint_is_counted_and_tried_again_after_the_next_step(
     link = FakeLink()
     trainer = Trainer(tmp_path, link)
     tried: list[int] = []
-    save = trainer.checkpoints.save
+    begin = trainer.checkpoints.begin
 
     def fails_at_first(training_step: int, *arguments: object) -> None:
         tried.append(training_step)
         if training_step == 2:
             raise CheckpointFailedError("no free disk")
-        save(training_step, *arguments)  # type: ignore[arg-type]
+        begin(training_step, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer.checkpoints, "save", fails_at_first)
+    monkeypatch.setattr(trainer.checkpoints, "begin", fails_at_first)
     assert trainer.live() == STEPS
     assert tried == [2, 3, 4, 5]
     assert link.checkpoint_steps == [0, 3, 4, 5]
@@ -220,3 +251,80 @@ def test_a_recorded_batch_that_is_lost_is_passed_over_while_replaying(tmp_path: 
     assert link.published == [3]
     with pytest.raises(BatchLostError):  # of a step that was never published, nothing may be left out
         trainer.loop.run(1)
+
+
+# --- turns on a shared device ---------------------------------------------------------------------------------------------
+
+
+def turns_of(link: FakeLink, numbers: dict[int, bool]) -> Callable[[FakeLink, int], None]:
+    """Sends these turns, one with each call for a batch; a batch comes only in an own turn, as from the orchestrator."""
+    waiting = dict(numbers)
+
+    def before_pull(link: FakeLink, step: int) -> None:
+        if waiting:
+            number = min(waiting)
+            link.device_turn = DeviceTurn(number, waiting.pop(number))
+
+    return before_pull
+
+
+def test_a_trainer_frees_its_memory_between_two_steps_and_trains_the_same_bits(tmp_path: Path) -> None:
+    expected = FakeLink()
+    Trainer(tmp_path / "apart", expected).live()
+    link = FakeLink()
+    link.before_pull = turns_of(link, {7: False, 8: True, 9: False, 10: True})
+    (tmp_path / "shared").mkdir()
+    trainer = Trainer(tmp_path / "shared", link, shared=True)
+    assert trainer.live() == STEPS
+    assert link.ledger == expected.ledger
+    assert link.turns_done == [7, 8, 9, 10]
+
+
+def test_a_batch_that_comes_without_the_turn_is_not_trained(tmp_path: Path) -> None:
+    """The orchestrator has taken the turn while the batch was on its way: the next call gets the same batch."""
+    link = FakeLink()
+    trainer = Trainer(tmp_path, link, shared=True)
+    states: list[bool] = []
+
+    def before_pull(link: FakeLink, step: int) -> None:
+        states.append(trainer.loop._device.is_held)
+        link.device_turn = DeviceTurn(len(link.pulls), len(link.pulls) % 3 == 0)
+
+    link.before_pull = before_pull
+    assert trainer.live() == STEPS
+    assert link.published == [0, 1, 2, 3, 4, 5]
+    assert False in states, "it asks while another holds the device"
+    assert len(link.pulls) > STEPS
+
+
+def test_a_checkpoint_that_is_asked_for_without_the_turn_is_written_in_the_next_one(tmp_path: Path) -> None:
+    link = FakeLink()
+
+    def before_pull(link: FakeLink, step: int) -> None:
+        match len(link.pulls):
+            case 2:
+                link.device_turn, link.checkpoint = DeviceTurn(1, False), True
+            case 4:
+                link.device_turn = DeviceTurn(2, True)
+
+    link.before_pull = before_pull
+    trainer = Trainer(tmp_path, link, checkpoint_every=100, shared=True)
+    assert trainer.live() == STEPS
+    assert link.checkpoint_steps == [0, 2, 5], "with the step of that turn"
+
+
+def test_a_signal_without_the_turn_leaves_without_a_checkpoint_and_the_next_process_replays(tmp_path: Path) -> None:
+    link = FakeLink()
+
+    def before_pull(link: FakeLink, step: int) -> None:
+        if step == 3:
+            link.device_turn, link.stopped, link.leaving = DeviceTurn(1, False), True, True
+
+    link.before_pull = before_pull
+    trainer = Trainer(tmp_path, link, checkpoint_every=100, shared=True)
+    assert trainer.live() == 2
+    assert trainer.checkpoints.kept() == []
+    link.before_pull, link.stopped, link.leaving = lambda link, step: None, False, False
+    link.device_turn = DeviceTurn(2, True)
+    assert Trainer(tmp_path, link, shared=True).live() == STEPS
+    assert link.published == [0, 1, 2, 2, 3, 4, 5]

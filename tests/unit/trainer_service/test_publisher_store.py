@@ -1,4 +1,4 @@
-"""The publisher's store: whatever a receiver holds, one small verified payload; what cannot be proved is refused."""
+"""The publisher's store offers one small verified payload for any base of a receiver, and refuses unknown bases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.config.policy import WeightsConfig
+from services.common.config.training.policy import WeightsConfig
 from services.common.errors import (
     BaseUnavailableError,
     InfrastructureError,
@@ -24,18 +24,26 @@ from services.common.errors import (
     VersionConflictError,
     VersionUnavailableError,
 )
-from services.common.transfer.source import PayloadRequest
 from services.common.weights.codec import decode_tensor, encode_tensor
-from services.common.weights.digest import tensor_digest, version_digest
-from services.common.weights.dtypes import Bits
-from services.common.weights.manifest import BaseVersion, Encoding, Manifest, Payload, Profile, TensorSpec
+from services.common.weights.elements import Bits
+from services.common.weights.manifest import (
+    BaseVersion,
+    Encoding,
+    Manifest,
+    Payload,
+    PayloadRequest,
+    TensorSpec,
+    tensor_digest,
+    version_digest,
+)
 from services.common.weights.snapshot_file import SnapshotWriter
-from services.trainer.delta import DeltaMaker
-from services.trainer.publisher_store import SMALL_BELOW_BYTES_PER_S, PublisherStore
+from services.trainer.publish.deltas import DeltaMaker
+from services.trainer.publish.publisher_store import PublisherStore
+from services.trainer.publish.receiver_deltas import Maker
+from tests.waiting import WAIT_S, until
 
 RUN, POLICY = "run-1", "model0"
 SIZES = {"embed": 64_000, "norm": 32, "proj": 20_000}  # without padding between them
-WAIT_S = 20.0
 
 Weights = dict[str, Bits]
 
@@ -43,14 +51,14 @@ Weights = dict[str, Bits]
 class History:
     """Versions of a small model, and a store that is told of them."""
 
-    def __init__(self, directory: Path, seed: int = 0, **config: Any) -> None:
+    def __init__(self, directory: Path, seed: int = 0, maker: Maker | None = None, **config: Any) -> None:
         self.directory = directory
         self.rng = np.random.default_rng(seed)
         self.versions: dict[int, Weights] = {}
         self.manifests: dict[int, Manifest] = {}
         self.paths: dict[int, Path] = {}
-        self.config = WeightsConfig(**config)
-        self.store = PublisherStore(RUN, POLICY, self.config, num_threads=2)
+        self.config = WeightsConfig(**{"transfer": "delta", **config})
+        self.store = PublisherStore(RUN, POLICY, self.config, maker=maker or DeltaMaker(2))
 
     def write(self, number: int, weights: Weights) -> Path:
         specs = [TensorSpec(name=name, dtype="bfloat16", shape=(len(bits),)) for name, bits in weights.items()]
@@ -63,7 +71,9 @@ class History:
             self.manifests[number] = writer.seal()
         return writer.path
 
-    def publish(self, number: int, share: float = 0.01, sizes: dict[str, int] | None = None) -> None:
+    def publish(
+        self, number: int, share: float = 0.01, sizes: dict[str, int] | None = None, *, settle: bool = True
+    ) -> None:
         """About that share of the elements moves: a small one to the neighbouring values, a large one far."""
         last = self.versions.get(number - 1)
         weights = {}
@@ -74,12 +84,21 @@ class History:
             steps = self.rng.integers(1, 2 if share < 0.1 else 256, size, dtype=np.uint16)
             weights[name] = np.where(moved, before + steps, before) if share < 1 else drawn
         self.store.add(self.write(number, weights))
+        if settle:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the delta in progress: a version that is added meanwhile would be skipped."""
+        deadline = time.monotonic() + WAIT_S
+        while self.store.gauges()["deltas_in_progress"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     def base(self, number: int) -> BaseVersion:
         return BaseVersion(number=number, digest=self.manifests[number].digest)
 
     def until_held(self, *numbers: int) -> None:
-        """Until exactly these versions have files: what is being coded ends a moment after its delta is there."""
+        """Until exactly these versions have files: coding ends a moment after the delta appears."""
         deadline = time.monotonic() + WAIT_S
         while sorted(int(path.name.split(".")[3]) for path in self.directory.iterdir()) != list(numbers):
             assert time.monotonic() < deadline, sorted(self.directory.iterdir())
@@ -102,7 +121,7 @@ class History:
             reader.close()
 
     async def applied(self, payload: Payload) -> Weights:
-        """What a receiver at the payload's base comes to hold."""
+        """The tensors of a receiver at the payload's base."""
         data = await self.bytes_of(payload)
         assert len(data) == payload.size_bytes
         held = {}
@@ -160,8 +179,7 @@ async def test_a_receiver_many_versions_behind_gets_one_delta_though_its_base_is
 
 @settings(max_examples=15)
 @given(st.integers(0, 1 << 30), st.lists(st.sampled_from([0.0, 0.001, 0.05, 0.3, 1.0]), min_size=2, max_size=6))
-def test_whatever_changes_and_whoever_asks_the_result_is_the_version(seed: int, shares: list[float]) -> None:
-    import asyncio
+def test_every_payload_gives_the_version_for_any_change_and_any_base(seed: int, shares: list[float]) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as directory:
@@ -171,12 +189,11 @@ def test_whatever_changes_and_whoever_asks_the_result_is_the_version(seed: int, 
         newest = len(shares) - 1
         for version in (newest - 1, newest):
             for base in range(version):
-                for link_bytes_per_s in (0.0, SMALL_BELOW_BYTES_PER_S / 2):
-                    try:
-                        payload = history.payload(version, base, link_bytes_per_s=link_bytes_per_s)
-                    except BaseUnavailableError:  # the deltas in between were as large as a snapshot, and went
-                        payload = history.payload(version)
-                    history.assert_holds(asyncio.run(history.applied(payload)), version)
+                try:
+                    payload = history.payload(version, base)
+                except BaseUnavailableError:  # the deltas in between were as large as a snapshot, and went
+                    payload = history.payload(version)
+                history.assert_holds(asyncio.run(history.applied(payload)), version)
         history.store.close()
 
 
@@ -192,13 +209,13 @@ async def test_the_next_version_is_coded_before_anybody_asks(histories: Any, mon
         return delta
 
     monkeypatch.setattr(DeltaMaker, "encode", told)
-    history.publish(2)
+    history.publish(2, settle=False)
     assert coded.wait(WAIT_S)
     monkeypatch.setattr(DeltaMaker, "encode", None)
     assert history.payload(2, 1).encoding is Encoding.DELTA
 
 
-async def test_a_merged_delta_is_made_once_for_all_who_ask_and_nobody_else_waits(
+async def test_concurrent_requests_share_one_merged_delta_and_others_do_not_wait(
     histories: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     history = histories()
@@ -262,7 +279,7 @@ async def test_an_older_version_is_served_while_it_is_held_and_deltas_lead_to_it
     history.assert_holds(await history.applied(back), 3)
 
 
-async def test_what_is_being_read_outlives_its_version(histories: Any) -> None:
+async def test_a_leased_payload_outlives_its_version(histories: Any) -> None:
     history = histories(keep_versions=1)
     history.publish(1)
     payload = history.payload(1)
@@ -278,7 +295,7 @@ async def test_what_is_being_read_outlives_its_version(histories: Any) -> None:
         history.store.open(payload.payload_id)
 
 
-async def test_what_changed_altogether_is_sent_whole(histories: Any) -> None:
+async def test_a_version_with_only_changed_elements_is_sent_whole(histories: Any) -> None:
     history = histories()
     history.publish(1)
     history.publish(2, share=1.0)
@@ -337,26 +354,6 @@ async def test_without_a_chain_the_held_snapshots_still_make_deltas(histories: A
     history.assert_holds(await history.applied(payload), 3)
 
 
-async def test_the_profile_follows_the_link_unless_it_is_set(histories: Any) -> None:
-    history = histories()
-    history.publish(1)
-    history.publish(2)
-    for link_bytes_per_s, profile in (
-        (0.0, Profile.FAST),
-        (SMALL_BELOW_BYTES_PER_S * 2, Profile.FAST),
-        (SMALL_BELOW_BYTES_PER_S / 2, Profile.SMALL),
-    ):
-        payload = history.payload(2, 1, link_bytes_per_s=link_bytes_per_s)
-        assert payload.profile is profile
-        assert f":1-2:{profile}:" in payload.payload_id
-        history.assert_holds(await history.applied(payload), 2)
-    assert history.payload(2).profile is None
-    small = histories(profile="small")
-    small.publish(1)
-    small.publish(2)
-    assert small.payload(2, 1, link_bytes_per_s=1e12).profile is Profile.SMALL
-
-
 async def test_names_of_payloads_are_their_content_also_after_a_restart(histories: Any) -> None:
     history = histories(keep_versions=2)
     for number in (1, 2):
@@ -376,7 +373,7 @@ async def test_names_of_payloads_are_their_content_also_after_a_restart(historie
     again.close()
 
 
-async def test_a_store_that_closes_ends_what_is_being_made_and_removes_its_files(
+async def test_closing_a_store_cancels_coding_and_removes_its_files(
     histories: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     history = histories()
@@ -387,16 +384,15 @@ async def test_a_store_that_closes_ends_what_is_being_made_and_removes_its_files
         assert go.wait(WAIT_S)
         return b""
 
-    monkeypatch.setattr("services.trainer.delta.encode_tensor", slowly)
+    monkeypatch.setattr("services.trainer.publish.deltas.encode_tensor", slowly)
     for number in (1, 2, 3):
-        history.publish(number)
+        history.publish(number, settle=False)
     assert begun.wait(WAIT_S)
     with ThreadPoolExecutor(2) as threads:
         asking = threads.submit(history.payload, 2, 1)
         closing = threads.submit(history.store.close)
-        begun_at = time.monotonic()
-        while not history.store._maker._stopped and time.monotonic() - begun_at < WAIT_S:
-            await asyncio.sleep(0.001)  # else the delta may be done before the store is told to close
+        # else the delta may be done before the store is told to close
+        await until(lambda: history.store._deltas._maker._stopped, every_s=0.001)
         go.set()
         closing.result(WAIT_S)
         with pytest.raises(InfrastructureError, match="stopping"):

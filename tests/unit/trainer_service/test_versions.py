@@ -1,4 +1,4 @@
-"""Where snapshots go, and what the loop is told of a published version."""
+"""The directories of snapshots, and the loop's record of a published version."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from services.common.config.policy import WeightsConfig
+from services.common.config.training.policy import WeightsConfig
 from services.common.weights import snapshot_file
 from services.common.weights.manifest import TensorSpec
 from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, Snapshot, SnapshotSpaceError, SnapshotWriter
-from services.trainer import versions
-from services.trainer.model import build_policy_model
-from services.trainer.sharding import Ranks
-from services.trainer.snapshot import Snapshots
-from services.trainer.versions import SnapshotPublisher, snapshot_directories, sweep
+from services.trainer.model.policy_model import build_policy_model
+from services.trainer.publish import versions
+from services.trainer.publish.snapshot import Snapshots
+from services.trainer.publish.versions import SnapshotPublisher, snapshot_directories, sweep
+from services.trainer.ranks.sharding import Ranks
 from tests.unit.trainer.building import tiny_causal_lm
 
 
@@ -27,7 +27,7 @@ def test_snapshots_spill_into_the_run_directory_unless_the_recipe_names_another(
     assert snapshot_directories(named, Path("runs/r")) == (*DEFAULT_DIRECTORIES, Path("/mnt/spill"))
 
 
-def test_sweeping_makes_the_directories_and_removes_what_a_dead_writer_left(tmp_path: Path) -> None:
+def test_sweeping_creates_the_directories_and_removes_files_of_dead_writers(tmp_path: Path) -> None:
     spill = tmp_path / "not" / "there" / "yet"
     sweep([spill])
     with SnapshotWriter.create(
@@ -83,7 +83,7 @@ def test_without_room_anywhere_a_version_waits_for_it(tmp_path: Path, monkeypatc
     assert len(process.announced) == 1
 
 
-def test_a_version_spills_when_shared_memory_is_full_and_its_cost_is_told(
+def test_a_version_spills_when_shared_memory_is_full_and_its_cost_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full, spill = tmp_path / "full", tmp_path / "spill"

@@ -1,4 +1,4 @@
-"""``--profile tiny``: any recipe on two CPU cores in minutes, to see that it runs before it runs for days.
+"""``--profile tiny``: runs any recipe on two CPU cores in minutes, as a trial before a run of days.
 
     swapped    models for random ones of the same architecture, made on the spot; sampling for scripted answers of which half
                are right (``engine: forced``), with real log-probabilities and versions
@@ -21,7 +21,7 @@ FindRows = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 World = tuple[Mapping[str, Mapping[str, Any]], Mapping[str, Any]]  # sections of the gateway by name, and the dataset
 FindWorld = Callable[[str, Mapping[str, Any]], World | None]
 
-BUILDER = "services.common.tiny_models:build"
+BUILDER = "services.common.tiny.models:build"
 STEPS = 3
 TRAIN_ROWS, EVALUATION_ROWS = 64, 2
 EVALUATION_SAMPLES = 2
@@ -77,13 +77,20 @@ def _rollouts(made: Tree) -> None:
 
 def _data(made: Tree, find_rows: FindRows) -> None:
     data = made["data"]
-    data["train"] = _few(find_rows(data["train"]), TRAIN_ROWS)
+    _replace_train(data, lambda rows: _few(find_rows(rows), TRAIN_ROWS))
     data["evaluation"] = {name: _few(find_rows(rows), EVALUATION_ROWS) for name, rows in data["evaluation"].items()}
-    for rows in (data["train"], *data["evaluation"].values()):
+    train = data["train"] if isinstance(data["train"], list) else [data["train"]]
+    for rows in (*train, *data["evaluation"].values()):
         if rows["max_prompt_tokens"] is not None:
             rows["max_prompt_tokens"] = PROMPT_TOKENS
         if rows["samples_per_task"] is not None:
             _at_most(rows, "samples_per_task", EVALUATION_SAMPLES)
+
+
+def _replace_train(data: Tree, replaced: Callable[[Mapping[str, Any]], Tree]) -> None:
+    """Replace the dataset of training, or each source where there are several."""
+    train = data["train"]
+    data["train"] = [replaced(rows) for rows in train] if isinstance(train, list) else replaced(train)
 
 
 def _move(made: Tree, world: World) -> None:
@@ -92,7 +99,7 @@ def _move(made: Tree, world: World) -> None:
     for name, section in gateway.items():
         made["envgateway"][name] |= section
     data = made["data"]
-    data["train"] = _replaced(data["train"], rows)
+    _replace_train(data, lambda section: _replaced(section, rows))
     data["evaluation"] = {name: _replaced(section, rows) for name, section in data["evaluation"].items()}
 
 
@@ -115,7 +122,7 @@ def _evaluation(made: Tree) -> None:
 
 
 def _warm_start(policy: Mapping[str, Any]) -> Tree:
-    """A model as it is built, of the architecture that the recipe's model has by its name."""
+    """A model without training, of the architecture that the name of the recipe's model implies."""
     name = str(policy["model"]["path"] or "").lower()
     kind = "qwen2" if any(mark in name for mark in _QWEN2_MARKS) else "qwen3"
     return {"builder": BUILDER, "builder_settings": {"kind": kind}, "steps": 0}

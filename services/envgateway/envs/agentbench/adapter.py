@@ -1,27 +1,35 @@
 """A task-server adapter, or a pool of them: one conversation as an episode, rewards in every answer.
 
-Its ways:
-- 404 means no such sample, and also no such episode, which is what an ended one is.
-- 500 means that the task raised or said nothing for too long; the episode may go on holding its place until it is
-  cancelled. A pool wraps what its adapters answer, with their code.
-- 503 means that a pool has no healthy adapter. Our own task server answers it when it is full, and 409 to a turn while
-  another one is being taken.
+Meaning of its status codes:
+- 404 means an unknown sample, or an unknown episode; an ended episode is unknown.
+- 500 means that the task raised, or did not answer in time. The episode may keep its place until a cancellation. A pool
+  wraps what its adapters answer, with their code.
+- 503 means that a pool has no healthy adapter. Our own task server answers 503 when all places are taken, and 409 to a
+  turn while another turn runs.
 - A task that failed without raising is a done episode of reward 0, whose status alone tells.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
-from services.common.config.environments import AgentBenchConfig
+from services.common.config.processes.environments import AgentBenchConfig
 from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
 from services.envgateway.envs.agentbench import talk
 from services.envgateway.envs.agentbench.http import HttpConnection, Reply
+from services.envgateway.envs.agentbench.messages import (
+    CancelEpisode,
+    EpisodeAnswer,
+    EpisodeInfo,
+    Index,
+    StartEpisode,
+    StepEpisode,
+    TextAction,
+)
 from services.envgateway.envs.agentbench.protocol import (
     CONTENT_REFUSED,
     ContentRefusedError,
-    Index,
     Opening,
     Session,
     Turn,
@@ -48,7 +56,7 @@ class AdapterServer:
         return range(info["num_samples"])
 
     async def start(self, index: Index) -> Opening:
-        body: dict[str, Any] = {"sample_id": index, "config": {}}
+        body = StartEpisode(sample_id=index, config={}).model_dump()
         reply = await talk.start(self._http, "episode/start", self._config.start_timeout_s, body)
         if reply.status in _FULL:
             raise CapacityError(f"{self._http.url}: {reply.detail}", retry_after_s=2.0)
@@ -65,7 +73,7 @@ class AdapterServer:
         return Opening(session=str(answer["episode_id"]), messages=messages)
 
     async def interact(self, session: Session, content: str) -> Turn:
-        body = {"episode_id": session, "action": {"type": "text", "content": content}}
+        body = StepEpisode(episode_id=str(session), action=TextAction(content=content)).model_dump()
         reply = await talk.take_turn(self._http, "episode/step", self._config.step_timeout_s, body, _is_busy)
         if reply.status in CONTENT_REFUSED:
             raise ContentRefusedError(f"{self._http.url} refuses the action: {reply.status} {reply.detail}")
@@ -73,16 +81,16 @@ class AdapterServer:
             raise EpisodeLostError(f"{self._http.url} ended episode {session}: {reply.status} {reply.detail}")
         answer = _answer(reply)
         if answer.get("done"):
-            info = answer.get("info") or {}
+            info: EpisodeInfo = answer.get("info") or {}
             status = end_status(info.get("status", EndStatus.COMPLETED))
             return Turn(done=True, reward=reward_of(answer, status), status=status)
         observation = answer.get("observation")
         if not isinstance(observation, dict) or not isinstance(observation.get("content"), str):
-            raise EpisodeLostError(f"the server showed nothing: {reply.text:.120}")
+            raise EpisodeLostError(f"the server's answer has no observation: {reply.text:.120}")
         return Turn(text=observation["content"], reward=reward_of(answer, EndStatus.COMPLETED))
 
     async def cancel(self, session: Session) -> None:
-        await talk.cancel(self._http, "episode/cancel", {"episode_id": session})
+        await talk.cancel(self._http, "episode/cancel", CancelEpisode(episode_id=str(session)).model_dump())
 
     async def close(self) -> None:
         pass
@@ -92,8 +100,8 @@ def _is_busy(reply: Reply) -> bool:
     return reply.status == 409
 
 
-def _answer(reply: Reply) -> dict[str, Any]:
+def _answer(reply: Reply) -> EpisodeAnswer:
     body = reply.json
     if not isinstance(body, dict) or "episode_id" not in body:
         raise EpisodeLostError(f"the server's answer is no episode: {reply.text:.120}")
-    return body
+    return cast(EpisodeAnswer, body)

@@ -1,30 +1,38 @@
 """A classic controller: sessions by number, the conversation so far in every answer.
 
-Its ways, which are not those of a healthy server:
-- 406 means no free worker, and also no such task.
-- A plain-text 500 means that a lock was not free for a second: nothing happened, try again.
+Meaning of its status codes, which differ from common use:
+- 406 means no free worker, or an unknown task.
+- A plain-text 500 means that a lock was not free for a second: the request had no effect; try again.
 - 501 means that the task raised. The controller goes on listing the session and counting its slot, which only a
-  synchronisation with the workers frees; the worker has forgotten it, so it cannot be cancelled.
-- 400 after the end: it has forgotten the session.
+  synchronisation with the workers frees; the worker has forgotten the session, so no cancellation works.
+- 400 after the end: the controller has forgotten the session.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import structlog
 
 from services.common.aio import TaskOwner, backoff
-from services.common.config.environments import AgentBenchConfig
+from services.common.config.processes.environments import AgentBenchConfig
 from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
 from services.envgateway.envs.agentbench import talk
 from services.envgateway.envs.agentbench.http import HttpConnection, Reply, UnansweredError
+from services.envgateway.envs.agentbench.messages import (
+    AgentResponse,
+    CancelSession,
+    Index,
+    Interact,
+    SampleOutput,
+    SessionAnswer,
+    StartSample,
+)
 from services.envgateway.envs.agentbench.protocol import (
     CONTENT_REFUSED,
     ContentRefusedError,
-    Index,
     Opening,
     Session,
     Turn,
@@ -39,7 +47,7 @@ log = structlog.get_logger()
 _SYNC_S = 60.0
 _SYNC_ATTEMPTS = 6
 _RUNNING = "running"
-_BUSY_400 = "Task Executing"  # a worker that is asked while it works
+_BUSY_400 = "Task Executing"  # a busy worker's answer to a question
 
 
 class ClassicServer:
@@ -59,26 +67,27 @@ class ClassicServer:
         return indices
 
     async def start(self, index: Index) -> Opening:
-        body = {"name": await self._task_name(), "index": index}
+        name = await self._task_name()
+        body = StartSample(name=name, index=index).model_dump()
         reply = await talk.start(self._http, "start_sample", self._config.start_timeout_s, body)
         match reply.status:
             case 200:
                 return self._opening(reply)
             case 406 if "does not exist" in reply.detail:
-                raise InfrastructureError(f"{self._http.url} has no task {body['name']!r}, or no worker of it yet")
+                raise InfrastructureError(f"{self._http.url} has no task {name!r}, or no worker of it yet")
             case 406:
                 raise CapacityError(f"{self._http.url}: {reply.detail}", retry_after_s=1.0)
             case 500:
                 raise CapacityError(f"{self._http.url} is busy: {reply.detail}", retry_after_s=1.0)
             case 400 if "out of bounds" in reply.detail:
-                raise InvalidRequestError(f"{body['name']} has no sample {index!r}")
+                raise InvalidRequestError(f"{name} has no sample {index!r}")
             case 422:
                 raise InvalidRequestError(f"{self._http.url} refuses sample {index!r}: {reply.detail}")
             case _:
                 raise InfrastructureError(f"{self._http.url} could not start: {reply.status} {reply.detail}")
 
     async def interact(self, session: Session, content: str) -> Turn:
-        body = {"session_id": session, "agent_response": {"status": "normal", "content": content}}
+        body = Interact(session_id=int(session), agent_response=AgentResponse(content=content)).model_dump()
         reply = await talk.take_turn(self._http, "interact", self._config.step_timeout_s, body, _is_busy)
         if reply.status == 200:
             return _turn(_output(reply))
@@ -89,7 +98,7 @@ class ClassicServer:
         raise EpisodeLostError(f"{self._http.url} ended session {session}: {reply.status} {reply.detail}")
 
     async def cancel(self, session: Session) -> None:
-        await talk.cancel(self._http, "cancel", {"session_id": session})
+        await talk.cancel(self._http, "cancel", CancelSession(session_id=int(session)).model_dump())
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -106,7 +115,9 @@ class ClassicServer:
 
     def _opening(self, reply: Reply) -> Opening:
         output = _output(reply)
-        session = reply.json.get("session_id")
+        session = cast(SessionAnswer, reply.json).get("session_id")
+        if not isinstance(session, int):
+            raise InfrastructureError(f"{self._http.url} names no session by a number: {reply.text:.120}")
         if output["status"] != _RUNNING:
             raise InfrastructureError(f"session {session} ended before its first turn: {output['status']}")
         return Opening(session=session, messages=chat(output.get("history")))
@@ -117,7 +128,7 @@ class ClassicServer:
             self._syncing = self._tasks.start(self._sync(), "synchronise an AgentBench controller")
 
     async def _sync(self) -> None:
-        """Until the controller has forgotten what leaked: a synchronisation fails while a session is just ending."""
+        """Synchronise until the controller has dropped leaked sessions: a synchronisation fails while a session ends."""
         for _, pause_s in zip(range(_SYNC_ATTEMPTS), backoff(first_s=0.5), strict=False):
             try:
                 await self._http.post("sync_all", _SYNC_S)
@@ -137,15 +148,15 @@ def _is_busy(reply: Reply) -> bool:
     return reply.status == 500 or (reply.status == 400 and _BUSY_400 in reply.detail)
 
 
-def _output(reply: Reply) -> dict[str, Any]:
+def _output(reply: Reply) -> SampleOutput:
     body = reply.json
     output = body.get("output") if isinstance(body, dict) else None
     if not isinstance(output, dict) or "status" not in output:
         raise EpisodeLostError(f"the controller's answer has no output: {reply.text:.120}")
-    return output
+    return cast(SampleOutput, output)
 
 
-def _turn(output: dict[str, Any]) -> Turn:
+def _turn(output: SampleOutput) -> Turn:
     if output["status"] == _RUNNING:
         return Turn(text=chat(output.get("history"))[-1]["content"])
     status = end_status(output["status"])

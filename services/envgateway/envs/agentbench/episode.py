@@ -17,7 +17,7 @@ class AgentBenchEpisode:
         self._session: Session | None = None
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        """The server draws what is drawn: the seed is not used."""
+        """Reset. The server draws the task; the seed is not used."""
         index = task.get("index")
         if isinstance(index, bool) or not isinstance(index, int | str):
             raise InvalidRequestError("the task names no sample: it needs `index`, a number or a name")
@@ -35,10 +35,10 @@ class AgentBenchEpisode:
             await self.close()
             return StepResult(observation=refused.message, done=True, status=EndStatus.INVALID_ACTION)
         except EpisodeLostError:
-            await self.close()  # some servers go on counting what they failed at
+            await self.close()  # some servers keep counting sessions at which they failed
             raise
         if turn.done:
-            self._session = None  # the server has forgotten it
+            self._session = None  # the server has forgotten the session
         return StepResult(observation=turn.text, reward=turn.reward, done=turn.done, status=turn.status)
 
     async def close(self) -> None:

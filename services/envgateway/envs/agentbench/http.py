@@ -1,4 +1,5 @@
-"""One request at a time per connection, and which of its failures mean that the server never saw it."""
+"""HTTP client with one request at a time per connection; says which failures mean that the server never saw the
+request."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _SHOWN_CHARS = 300
 
 
 class UnansweredError(Exception):
-    """The request was sent, and no answer came: it may have been carried out."""
+    """The request was sent, and no answer came: the server may have carried out the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Reply:
 
     @property
     def json(self) -> Any:
-        """None when it is plain text."""
+        """The body as JSON; None for plain text."""
         try:
             return orjson.loads(self.text)
         except orjson.JSONDecodeError:
@@ -33,7 +34,7 @@ class Reply:
 
     @property
     def detail(self) -> str:
-        """What an error says: FastAPI's ``detail``, that of the server behind a pool, or the text itself."""
+        """The error's text: FastAPI's ``detail``, the detail of the server behind a pool, or the body."""
         body = self.json
         while isinstance(body, dict):
             inner = next((body[key] for key in ("upstream_detail", "detail", "message") if key in body), None)
@@ -44,8 +45,8 @@ class Reply:
 
 
 class HttpConnection:
-    """To one server, with connections of one request each: these servers close idle ones without notice, and a request
-    that meets the closing of its connection may or may not have been carried out."""
+    """HTTP client of one server. Each connection serves one request: these servers close idle ones without notice, and
+    a request that meets the closing of its connection may or may not have been carried out."""
 
     def __init__(self, url: str, connections: int) -> None:
         self.url = url.rstrip("/")

@@ -1,9 +1,8 @@
-"""What an episode needs of a server, whichever protocol it speaks; and how the server's words become ours.
+"""Interface of an AgentBench server for both protocols, and the conversion of answers to our records.
 
-A turn that the server did not take raises ``InfrastructureError`` and may be repeated. A turn of which nobody knows whether
-it was taken, and a session that the server has lost, raise ``EpisodeLostError``. What AgentBench itself reports as the
-failure of a task is never a reward. An action that the server refuses to read is the policy's: it ends the episode as an
-invalid action.
+A turn that the server did not take raises ``InfrastructureError`` and may be repeated. A turn that the server may have
+taken, and a session that the server has lost, raise ``EpisodeLostError``. A task failure that AgentBench reports is
+never a reward. An action that the server refuses to read is the policy's fault: the episode ends as an invalid action.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from services.envgateway.envs.agentbench.messages import Index
 from services.envgateway.envs.base import EndStatus, EpisodeLostError
 
-Index = int | str
 Session = int | str
 
 
@@ -28,7 +27,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the server answered to a turn. A session that is done is forgotten there."""
+    """The server's answer to a turn. The server forgets a session that is done."""
 
     text: str = ""
     done: bool = False
@@ -46,20 +45,20 @@ class AgentBenchServer(Protocol):
     async def interact(self, session: Session, content: str) -> Turn: ...
 
     async def cancel(self, session: Session) -> None:
-        """End a session early. What goes wrong is logged: the server collects what is left."""
+        """End a session early. Failures are logged: the server collects sessions that remain."""
         ...
 
 
 class ContentRefusedError(EpisodeLostError):
-    """The server reads no such content: the action's doing, whatever it is. Its session is over for us."""
+    """The server refuses the content: the action is at fault. The session is over for us."""
 
 
-CONTENT_REFUSED = (413, 422)  # too large; not what the protocol has
-_MOST_CHARS = 100_000  # of an action: far above any reply, far below what servers take
+CONTENT_REFUSED = (413, 422)  # too large: an answer outside of the protocol
+_MOST_CHARS = 100_000  # of an action: far above any reply, far below the limits of servers
 
 
 def sendable(action: str) -> str:
-    """An action as every server reads it: without lone surrogates and NUL, and no longer than one can be."""
+    """The action in a form that every server reads: no lone surrogates, no NUL, bounded length."""
     return action[:_MOST_CHARS].encode(errors="replace").decode().replace("\0", "\ufffd")
 
 
@@ -67,7 +66,7 @@ _ROLES = {"agent": "assistant"}
 
 
 def chat(history: Any) -> list[dict[str, str]]:
-    """AgentBench's history with the usual roles. Raises ``EpisodeLostError`` when it is none."""
+    """AgentBench's history with the usual roles. Raises ``EpisodeLostError`` for any other value."""
     if not isinstance(history, list) or not history:
         raise EpisodeLostError(f"the server showed no conversation, but {history!r:.80}")
     try:
@@ -77,7 +76,7 @@ def chat(history: Any) -> list[dict[str, str]]:
 
 
 def end_status(told: object) -> EndStatus:
-    """``completed`` or ``SampleStatus.COMPLETED``. Raises ``EpisodeLostError`` for what is no end of the agent's making."""
+    """``completed`` or ``SampleStatus.COMPLETED``. Raises ``EpisodeLostError`` for an end that the agent did not cause."""
     word = str(told).removeprefix("SampleStatus.").replace("_", " ").lower()
     try:
         return EndStatus(word)
@@ -86,9 +85,9 @@ def end_status(told: object) -> EndStatus:
 
 
 def reward_of(result: object, status: EndStatus) -> float:
-    """``result``, else ``reward``, of what a task returned, or the number itself.
+    """The reward in a task's return value: ``result``, else ``reward``, or the number itself.
 
-    Nothing of the kind is 0 where the agent failed; a completed task without a reward raises ``EpisodeLostError``.
+    A missing reward is 0 where the agent failed; a completed task without a reward raises ``EpisodeLostError``.
     """
     value = result
     if isinstance(result, Mapping):

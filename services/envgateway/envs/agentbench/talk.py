@@ -1,4 +1,4 @@
-"""What both protocols do alike: questions, turns that wait for a busy server, and cancelling."""
+"""Requests shared by both protocols: questions, turns that wait for a busy server, and cancelling."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from services.envgateway.envs.base import EpisodeLostError
 
 log = structlog.get_logger()
 
-_QUESTION_S = 10.0  # requests that start nothing
+_QUESTION_S = 10.0  # requests that start no session
 _LEAST_S = 0.1  # with less, a server could take the turn and its answer come too late
 _CANCEL_S = 4.5  # less than the gateway waits for an environment to close
 
 
 async def ask(http: HttpConnection, path: str, **query: str) -> Reply:
-    """Read something. Raises ``InfrastructureError`` when there is no answer."""
+    """Send a read-only request. Raises ``InfrastructureError`` when no answer comes."""
     try:
         return await http.get(path, _QUESTION_S, **query)
     except UnansweredError as error:
@@ -29,7 +29,7 @@ async def ask(http: HttpConnection, path: str, **query: str) -> Reply:
 
 
 async def start(http: HttpConnection, path: str, timeout_s: float, body: object) -> Reply:
-    """Raises ``InfrastructureError``. What began without our hearing of it is collected by the server."""
+    """Raises ``InfrastructureError``. The server collects a session whose start we did not hear of."""
     try:
         return await http.post(path, timeout_s, body)
     except UnansweredError as error:
@@ -42,8 +42,8 @@ async def take_turn(
     """Ask until the server takes the turn, within the time of one.
 
     Raises:
-        InfrastructureError: it did not; the turn may be repeated.
-        EpisodeLostError: it may have, but does not answer.
+        InfrastructureError: the server did not take the turn; the caller may repeat the turn.
+        EpisodeLostError: the server may have taken the turn, but does not answer.
     """
     until = time.monotonic() + timeout_s
     left_s = timeout_s
@@ -62,7 +62,7 @@ async def take_turn(
 
 
 async def cancel(http: HttpConnection, path: str, body: object) -> None:
-    """End early. What goes wrong is logged: the server collects what is left."""
+    """End a session early. Failures are logged: the server collects sessions that remain."""
     try:
         reply = await http.post(path, _CANCEL_S, body)
     except (UnansweredError, InfrastructureError) as error:

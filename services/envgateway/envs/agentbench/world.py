@@ -1,4 +1,4 @@
-"""What the episodes at one AgentBench server share: its address, its connections, and the protocol it speaks."""
+"""State shared by the episodes of one AgentBench server: address, connections and protocol."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import structlog
 
-from services.common.config.environments import AgentBenchConfig
+from services.common.config.processes.environments import AgentBenchConfig
 from services.common.errors import InfrastructureError
 from services.envgateway.envs.agentbench import talk
 from services.envgateway.envs.agentbench.adapter import AdapterServer
 from services.envgateway.envs.agentbench.classic import ClassicServer
 from services.envgateway.envs.agentbench.episode import AgentBenchEpisode
 from services.envgateway.envs.agentbench.http import HttpConnection
-from services.envgateway.envs.agentbench.protocol import Index
+from services.envgateway.envs.agentbench.messages import Index
 
 log = structlog.get_logger()
 
@@ -22,7 +22,7 @@ log = structlog.get_logger()
 class AgentBenchWorld:
     """An indexed world (see ``envs/base.py``). The server is first spoken to by the first episode."""
 
-    is_remote = True  # what its episodes raise is the server's, not the action's
+    is_remote = True  # the server is at fault for errors of its episodes, not the action
 
     def __init__(self, config: AgentBenchConfig) -> None:
         self._config = config
@@ -31,7 +31,7 @@ class AgentBenchWorld:
         self._finding = asyncio.Lock()
 
     async def server(self) -> ClassicServer | AdapterServer:
-        """Raises ``InfrastructureError`` when nothing answers; the next episode asks again."""
+        """Raises ``InfrastructureError`` when the server does not answer; the next episode asks again."""
         async with self._finding:
             if self._server is None:
                 self._server = await self._find()

@@ -1,4 +1,4 @@
-"""Which of the listed actions a policy means by one that is not listed."""
+"""Maps an action that is not listed to the most similar listed action."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LEAST_ALIKE = 0.01
 
 
 def choose(action: str, admissible: Sequence[str]) -> str:
-    """The action itself if it is listed, else the listed one most like it, else itself: the engine will say no.
+    """The action if listed, else the most similar listed action, else the action unchanged: the engine will refuse.
 
     The first of equals wins.
     """

@@ -1,6 +1,6 @@
 """BLEU of one short sentence against another: how alike two commands are, from 0 to 1.
 
-Words are what spaces separate. n-grams up to four count alike; missing ones are smoothed by the sentence's length (Chen
+Spaces separate words. n-grams up to four count alike; missing ones are smoothed by the sentence's length (Chen
 and Cherry's fourth method), as short commands rarely share four words in a row.
 """
 
@@ -34,7 +34,7 @@ def bleu(reference: str, candidate: str) -> float:
 
 
 def _shared(reference: Sequence[str], candidate: Sequence[str], n: int) -> int:
-    """How many n-grams of the candidate the reference has, each counted as often as there."""
+    """Number of the candidate's n-grams that the reference has, each counted at most as often as there."""
     return (_grams(candidate, n) & _grams(reference, n)).total()
 
 

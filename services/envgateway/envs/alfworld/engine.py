@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _import_engine() -> Callable[[], Any]:
-    # alfworld imports torch for agents of its own, which nothing here uses; the real one takes seconds and gigabytes.
+    # alfworld imports torch for agents of its own, unused here; the real torch takes seconds and gigabytes.
     sys.modules.setdefault("torch", types.ModuleType("torch"))
     import fast_downward
     import textworld
@@ -34,7 +34,7 @@ def _import_engine() -> Callable[[], Any]:
     from textworld.envs.pddl import PddlEnv
 
     # To start one game the engine translates its problem twice in two ways, 0.1 to 0.3 s each, and a group of episodes
-    # plays the same game. What comes out is only read.
+    # plays the same game. The output is only read.
     fast_downward.pddl2sas = functools.lru_cache(maxsize=2 * _REMEMBERED_GAMES)(fast_downward.pddl2sas)
     infos = textworld.EnvInfos(feedback=True, won=True, admissible_commands=True)
     return lambda: AlfredDemangler(PddlEnv(infos))

@@ -1,9 +1,9 @@
-"""One episode of ALFWorld: what is said to the policy, what its replies do, and how it ends.
+"""One episode of ALFWorld: messages to the policy, effects of its replies, and how the episode ends.
 
 - A reply without an action costs its turn and changes nothing.
-- An action that is not possible is taken for the one most like it.
-- Three equal replies in a row (of those that held an action, from the fourth on) end it as an invalid action.
-- Whatever ends it, only a won game is worth 1.
+- An impossible action is replaced by the most similar possible action.
+- Three equal replies in a row (of those that held an action, from the fourth on) end the episode as an invalid action.
+- Only a won game is worth 1, however the episode ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AlfworldSettings(Section):
 
 class AlfworldEpisode:
     def __init__(self, pool: EnginePool, data: Path, games: Callable[[], GameList], max_turns: int) -> None:
-        """``games`` may take its time when it is called first: it reads a folder."""
+        """``games`` may block at its first call: the call reads a folder."""
         self._pool = pool
         self._data = data
         self._games = games
@@ -49,7 +49,7 @@ class AlfworldEpisode:
         self._replaced = 0
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        """Nothing is drawn: the seed is not used."""
+        """Reset. The row names the game; the seed is not used."""
         self._max_turns = settings_of(task, AlfworldSettings).max_turns or self._max_turns
         name = game_of(task, await asyncio.to_thread(self._games), self._data)
         self._game, answer = await self._pool.open({"path": str((self._data / name).absolute())})
@@ -113,5 +113,5 @@ def _folder(game: str) -> str:
 
 
 def _heard(feedback: str) -> str:
-    """Numbers of places (``You arrive at loc 7.``) mean nothing to a policy."""
+    """The text without numbers of places (``You arrive at loc 7.``), which tell a policy no fact."""
     return feedback.split(". ", 1)[-1] if feedback.startswith("You arrive at loc ") else feedback

@@ -1,4 +1,4 @@
-"""Which games there are: files ``game.tw-pddl`` below a data folder, counted in a list."""
+"""List of games: files ``game.tw-pddl`` below a data folder, counted in a list."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.config.environments import AlfworldConfig
+from services.common.config.processes.environments import AlfworldConfig
 from services.common.errors import ConfigError, InvalidRequestError
 
 GAME_FILE = "game.tw-pddl"
@@ -19,10 +19,10 @@ class GameList:
     """Games that a task's ``index`` counts in."""
 
     names: Sequence[str]  # paths relative to the data folder
-    source: str  # the setting that they are from, and the file or folder that it names
+    source: str  # the setting that names the source, and the file or folder
 
     def holds(self) -> str:
-        """Where the games are from and how many there are, as errors say it."""
+        """Source and number of the games, for error messages."""
         return f"{self.source} holds {len(self.names)} games"
 
 

@@ -95,5 +95,5 @@ def _problem(number: int, places: list[str], lies: dict[str, str], thing: str, p
 
 
 def _id(name: str) -> str:
-    """A name as the engine takes apart to number what it names."""
+    """A name in the form from which the engine derives its object numbers."""
     return f"{name}_bar__plus_01_dot_00_bar__plus_01_dot_00_bar__plus_01_dot_00"

@@ -1,7 +1,7 @@
-"""Every word that a policy is told about ALFWorld, besides what the engine says.
+"""Prompts for ALFWorld; all other text comes from the engine.
 
-The form is AgentBench's: an instruction, a promise to follow it, one example of the same type of task, then the task with
-the actions that are possible now. The words are our own.
+The form is AgentBench's: an instruction, a promise to follow the instruction, one example of the same type of task,
+then the task with the actions that are possible now. The words are our own.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ ACTION: go to countertop 1""",
     "ACTION: move soapbottle 2 to cabinet 1",
 )
 
-# By what the folder of a game begins with; user and agent take turns, the agent last.
+# By the first part of a game's folder; user and agent take turns, the agent last.
 EXAMPLES: dict[str, Sequence[str]] = {
     "pick_and_place": _PLACE,
     "look_at_obj": _EXAMINE,
@@ -207,6 +207,6 @@ def opening(folder: str, room: str, admissible: Sequence[str]) -> list[dict[str,
 
 
 def as_text(messages: Sequence[Mapping[str, str]]) -> str:
-    """The same as one message, for a policy that starts with one: the instruction, the example, the task."""
+    """The opening as one message, for a policy that starts with one: the instruction, the example, the task."""
     instruction, _, *example, task = (message["content"] for message in messages)
     return "\n".join([instruction, *(text.strip() for text in example), "", task])

@@ -2,8 +2,8 @@
 
     python -m services.envgateway.envs.alfworld.unpack games.jsonl domain.json FOLDER
 
-A row holds `game` (the relative path of its file), `grammar`, `pddl_problem` and `walkthrough`, and what its
-`traj_data.json` tells other tools: `task_type`, `pddl_params`, `scene`. `domain.json` holds `pddl_domain`.
+A row holds `game` (the relative path of its file), `grammar`, `pddl_problem` and `walkthrough`, and the fields of its
+`traj_data.json` for other tools: `task_type`, `pddl_params`, `scene`. `domain.json` holds `pddl_domain`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def unpack(rows: Path, domain: Path, folder: Path) -> list[str]:
 
 
 def write_games(rows: Iterable[Mapping[str, Any]], pddl_domain: str, folder: Path) -> list[str]:
-    """The same from rows in memory."""
+    """Write games from rows in memory."""
     names = []
     for row in rows:
         path = folder / row["game"]

@@ -1,4 +1,4 @@
-"""What episodes of ALFWorld share: the list of games and the engine's processes."""
+"""State shared by episodes of ALFWorld: the list of games and the engine's processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.common.config.environments import AlfworldConfig
+from services.common.config.processes.environments import AlfworldConfig
 from services.envgateway.envs.alfworld.episode import AlfworldEpisode
 from services.envgateway.envs.alfworld.games import GameList, list_games
 from services.envgateway.envs.engines.pool import EnginePool

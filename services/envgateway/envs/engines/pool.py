@@ -2,9 +2,9 @@
 
 Invariants
 - One request at a time per process: engines are not thread-safe. A deadline runs from the moment a request has the
-  process to itself, so a slow game is blamed, never those who wait behind it.
-- A request that was begun is seen through, or ends the process: whoever asked may go, the channel stays in step.
-- A process that dies or stalls is killed with everything it started, and its episodes are lost. Others go on.
+  process to itself, so a slow game is blamed, never the requests behind.
+- A request that was begun runs to its end, or ends the process: a caller may leave, the channel stays in step.
+- A process that dies or stalls is killed with all its descendants, and its episodes are lost. Others go on.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from typing import Any
 import structlog
 
 from services.common.aio import TaskOwner
-from services.common.config.environments import EnginePoolConfig
+from services.common.config.processes.environments import EnginePoolConfig
 from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
-from services.envgateway.child import Child, ChildDied
+from services.envgateway.child import Child, ChildFailed
 from services.envgateway.envs.base import ActionFailedError, EpisodeLostError
 from services.envgateway.envs.engines.process import Answer
 from services.envgateway.sandbox.bare import wire
 
 log = structlog.get_logger()
 
-_START_TIMEOUT_S = 60.0
 _QUEUE_TIMEOUT_S = 30.0
-_ATTEMPTS = 2  # the first may meet a process that died while it was idle
+_ATTEMPTS = 2  # the first try may meet a process that died while idle
 
 
 class EnginePool:
-    """``open`` is the only way in. Unused, it holds no process."""
+    """Pool of engine processes. ``open`` is the only entry; an unused pool holds no process."""
 
     def __init__(self, engine: str, module: str, config: EnginePoolConfig, environment: Mapping[str, str]) -> None:
         """``module`` runs as ``python -m module descriptor memory_bytes`` and serves as ``process.serve`` does.
@@ -65,7 +64,7 @@ class EnginePool:
         }
 
     async def open(self, settings: Mapping[str, Any]) -> tuple[Game, Answer]:
-        """Load a game in the process that holds the fewest; returns it and what it says first.
+        """Load a game in the process that holds the fewest; returns the game and its first answer.
 
         Raises:
             CapacityError: every process is full, or busy for too long.
@@ -82,7 +81,7 @@ class EnginePool:
             except _ProcessGone as gone:
                 why = gone
             except asyncio.CancelledError:
-                self.forget(worker, game.number)  # it may still load: it is closed when it has
+                self.forget(worker, game.number)  # the load may still end: the game is closed then
                 raise
             except Exception:
                 worker.games.discard(game.number)
@@ -137,7 +136,7 @@ class EnginePool:
     async def _close_game(self, worker: _Worker, number: int) -> None:
         try:
             request = {"kind": "close", "game": number}
-            await worker.ask(request, self._config.step_timeout_s, "closing a game", patience_s=None)
+            await worker.ask(request, self._config.step_timeout_s, "closing a game", queue_timeout_s=None)
         except (InfrastructureError, _ProcessGone) as error:
             log.warning("engine.close_failed", engine=self._engine, error=str(error))
 
@@ -151,8 +150,8 @@ class Game:
         self.number = number
 
     async def step(self, command: str) -> Answer:
-        """Raises ``ActionFailedError`` for a command at which the engine raised, ``EpisodeLostError`` when its process died
-        or stalled, ``CapacityError`` when others keep it busy."""
+        """Raises ``ActionFailedError`` for a command at which the engine raised, ``EpisodeLostError`` when its process
+        died or stalled, ``CapacityError`` when other requests keep the process busy."""
         return await self._pool.step(self._worker, self.number, command)
 
     def close(self) -> None:
@@ -160,11 +159,11 @@ class Game:
 
 
 class _ProcessGone(Exception):
-    """Nothing can be asked of this process any more."""
+    """The process has ended: no request can be sent."""
 
 
 class _Worker:
-    """One process, whoever waits for it, and the games it holds."""
+    """One process, the requests that wait, and its games."""
 
     def __init__(self, engine: str, child: Child, lost: Callable[[_Worker, str], None]) -> None:
         self._engine = engine
@@ -173,15 +172,16 @@ class _Worker:
         self._turn = asyncio.Lock()
         self._running: asyncio.Task[dict[str, Any]] | None = None
         self._ready = False
-        self.gone = ""  # why, once it is
+        self.gone = ""  # reason of the death, once known
         self.games: set[int] = set()
         self.pid = child.pid
 
     async def ask(
-        self, request: dict[str, Any], timeout_s: float, what: str, patience_s: float | None = _QUEUE_TIMEOUT_S
+        self, request: dict[str, Any], timeout_s: float, what: str, queue_timeout_s: float | None = _QUEUE_TIMEOUT_S
     ) -> Answer:
-        """``patience_s`` is for others to be done, each of whom has a deadline; ``timeout_s`` for the process itself."""
-        await self._take_turn(patience_s)
+        """``queue_timeout_s`` bounds waiting for other requests, each with its own deadline; ``timeout_s`` bounds the
+        process itself."""
+        await self._take_turn(queue_timeout_s)
         if self.gone:
             self._turn.release()
             raise _ProcessGone(self.gone)
@@ -204,43 +204,36 @@ class _Worker:
             self.gone = "it was stopped"
             self._child.kill()
 
-    async def _take_turn(self, patience_s: float | None) -> None:
+    async def _take_turn(self, queue_timeout_s: float | None) -> None:
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(queue_timeout_s):
                 await self._turn.acquire()
         except TimeoutError:
             raise CapacityError(
-                f"the {self._engine} engine was busy with other games for {patience_s:g} s", retry_after_s=1.0
+                f"the {self._engine} engine was busy with other games for {queue_timeout_s:g} s", retry_after_s=1.0
             ) from None
 
     def _turn_over(self, running: asyncio.Task[dict[str, Any]]) -> None:
         self._turn.release()
         if not running.cancelled():
-            running.exception()  # whoever asked may have gone; then nobody else looks at it
+            running.exception()  # the caller may have gone; then no other code reads the exception
 
     async def _exchange(self, request: dict[str, Any], timeout_s: float, what: str) -> dict[str, Any]:
         try:
             if not self._ready:
-                await self._start()
+                await self._child.start(f"the {self._engine} engine")
+                self._ready = True
             async with asyncio.timeout(timeout_s):
                 return await self._child.ask(wire.encode(request))
         except TimeoutError:
             self._end("stalled")
             raise EpisodeLostError(f"{what} took the {self._engine} engine longer than {timeout_s:g} s") from None
-        except ChildDied:
+        except ChildFailed:
             self._end("died")
             raise _ProcessGone(self.gone) from None
-
-    async def _start(self) -> None:
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                await self._child.next_answer()
-        except (TimeoutError, ChildDied) as error:
+        except InfrastructureError:
             self._end("not_started")
-            raise InfrastructureError(
-                f"the {self._engine} engine does not start (its log is the gateway's stderr): {type(error).__name__}"
-            ) from error
-        self._ready = True
+            raise
 
     def _end(self, why: str) -> None:
         self.gone = f"its process {why.replace('_', ' ')}"

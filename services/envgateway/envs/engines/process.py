@@ -1,10 +1,10 @@
-"""What an engine's process runs: games by number, one request at a time, until its channel closes.
+"""Main loop of an engine's process: games by number, one request at a time, until the channel closes.
 
     owner -> process   {"kind": "open", "game", "settings"}    {"kind": "step", "game", "command"}    {"kind": "close", "game"}
     process -> owner   {"kind": "ready"} once, then one answer per request: {"kind": "ok", "answer"} or
                        {"kind": "refused" | "failed" | "raised", "error"}
 
-It keeps no deadline; its owner does. Refused is the request's fault, failed is the engine's, raised is a step's that the
+The owner keeps the deadlines. Refused is the request's fault, failed is the engine's, raised is a step's that the
 engine did not understand (``DATA_ERRORS``): after either of the last two the game is gone.
 """
 
@@ -16,15 +16,15 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from services.common.process import die_with_parent_if_asked
-from services.envgateway.envs.failures import DATA_ERRORS, told
+from services.common.system.child import die_with_parent_if_asked
+from services.envgateway.envs.failures import DATA_ERRORS, short_text
 from services.envgateway.sandbox.bare import wire
 
 Answer = Mapping[str, Any]
 
 
 class RefusedError(Exception):
-    """There is no such game, or not as these settings want it."""
+    """The game does not exist, or does not fit these settings."""
 
 
 class LoadedGame(Protocol):
@@ -46,10 +46,10 @@ def limit_memory(size_bytes: int) -> None:
 
 
 def serve(descriptor: int, memory_bytes: int, load: Callable[[Mapping[str, Any]], LoadedGame]) -> None:
-    """Answer until the owner closes the channel; ``load`` raises ``RefusedError`` for what is no game."""
+    """Answer until the owner closes the channel; ``load`` raises ``RefusedError`` for an unknown game."""
     die_with_parent_if_asked()
     limit_memory(memory_bytes)
-    os.environ.pop("PYTHONPATH", None)  # it is for this interpreter only
+    os.environ.pop("PYTHONPATH", None)  # the variable is for this interpreter only
     channel = socket.socket(fileno=descriptor)
     games = _Games(load)
     channel.sendall(wire.encode({"kind": "ready"}))
@@ -78,10 +78,10 @@ class _Games:
                     answer = {}
         except RefusedError as error:
             return {"kind": "refused", "error": str(error)}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - an engine raises anything, or leaves: its owner is told
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an engine raises any error, or exits: the owner gets an answer
             self._close(number)
             kind = "raised" if request["kind"] == "step" and isinstance(error, DATA_ERRORS) else "failed"
-            return {"kind": kind, "error": told(error)}
+            return {"kind": kind, "error": short_text(error)}
         return {"kind": "ok", "answer": answer}
 
     def _close(self, number: int) -> None:

@@ -1,8 +1,9 @@
-"""Which commands reach a game: those of its world, and none of its interpreter.
+"""Filters commands for a game: commands of its world pass, commands of its interpreter do not.
 
 The interpreter reads some commands itself: ``save`` and ``script`` write files on the gateway's machine, ``quit`` and
-``restart`` begin a dialogue outside the game, ``tw-trace-actions`` turns off what lists the actions, and a line that begins
-with a backslash is an order to the interpreter's screen, which may never return. A game's own words are plain letters.
+``restart`` begin a dialogue outside the game, ``tw-trace-actions`` turns off the list of actions, and a line that
+begins with a backslash is an order to the interpreter's screen, which may never return. A game's own words are plain
+letters.
 """
 
 from __future__ import annotations

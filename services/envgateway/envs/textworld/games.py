@@ -1,4 +1,4 @@
-"""Which game a task's row asks for: one of a folder of files, or one to be made."""
+"""Finds the game that a task's row asks for: a file of a folder, or a game to be made."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class TextworldSettings(Section):
     max_turns: int | None = Field(default=None, ge=1)
     """Turns of this episode; left out, `envgateway.textworld.max_turns`."""
     make: MadeGame = CustomGame()
-    """What game is made, where there is no folder of games; the row's `index` is its seed."""
+    """Size and rewards of a game that is made, where the config names no folder of games; the row's `index` is the
+    seed."""
 
 
 def list_games(folder: Path) -> Sequence[str]:

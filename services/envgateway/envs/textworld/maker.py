@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from services.common.errors import InfrastructureError, InvalidRequestError
-from services.common.process_group import process_group
+from services.common.system.children import process_group
 from services.envgateway.calls import SharedCalls
 from services.envgateway.envs.textworld.games import CookingGame, CustomGame
 
@@ -32,11 +32,11 @@ class GameMaker:
         self._shared: SharedCalls[Path] = SharedCalls(max_stored=0)
 
     async def make(self, game: CookingGame | CustomGame, seed: int) -> Path:
-        """The game's file, from the cache where it is there. Who asks for the same game at once waits for one making.
+        """The game's file, from the cache if present. Concurrent requests for one game share one computation.
 
         Raises:
-            InvalidRequestError: there is no such game, says ``tw-make``.
-            InfrastructureError: it took too long, or cannot be run.
+            InvalidRequestError: ``tw-make`` reports that no such game exists.
+            InfrastructureError: ``tw-make`` took too long, or cannot be run.
         """
         arguments = _arguments(game, seed)
         digest = hashlib.sha256(" ".join(arguments).encode()).hexdigest()[:16]
@@ -49,11 +49,11 @@ class GameMaker:
         async with self._turns:
             self._cache.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._cache.stat().st_uid != os.getuid():
-                raise InfrastructureError(f"{self._cache} belongs to somebody else: set envgateway.textworld.cache")
+                raise InfrastructureError(f"{self._cache} belongs to another user: set envgateway.textworld.cache")
             with tempfile.TemporaryDirectory(dir=self._cache, prefix="making-", ignore_cleanup_errors=True) as folder:
                 await self._run([*arguments, "--output", f"{folder}/{path.name}"], folder)
                 made = Path(folder) / path.name
-                for suffix in (".json", ".z8"):  # the game last: who sees it finds the other
+                for suffix in (".json", ".z8"):  # the game last: a reader that sees the game finds the other file
                     os.replace(made.with_suffix(suffix), path.with_suffix(suffix))
         log.info("textworld.made", game=path.name)
         return path
@@ -67,7 +67,7 @@ class GameMaker:
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             env={
                 "PATH": os.defpath, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",
-                "HOME": folder,  # Inform leaves its documentation at home, or where it stands
+                "HOME": folder,  # Inform writes its documentation to HOME, or to the current directory
             },
             cwd=folder,
         ) as process:  # fmt: skip

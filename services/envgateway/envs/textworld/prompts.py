@@ -1,4 +1,4 @@
-"""What a policy is told about TextWorld's games, and how the games' own text is tidied up."""
+"""Prompts for TextWorld's games, and the clean-up of the games' own text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ One action per reply, a short command such as one of the available actions.
 """
 
 _BANNER = re.compile(r"[\s_|\\/$<>]+")
-_STATUS_LINE = re.compile(r"^>\s.*$", re.MULTILINE)  # the prompt, and what the screen shows beside it
+_STATUS_LINE = re.compile(r"^>\s.*$", re.MULTILINE)  # the prompt, and the status line beside the prompt
 
 
 def opening(feedback: str, objective: str, admissible: Sequence[str]) -> str:
@@ -34,7 +34,7 @@ def opening(feedback: str, objective: str, admissible: Sequence[str]) -> str:
 
 
 def tidy(feedback: str) -> str:
-    """Without the title's drawing, the prompt and empty lines at either end or in a row."""
+    """The text without the title's drawing, the prompt and empty lines at either end or in a row."""
     lines = [
         line.rstrip()
         for line in _STATUS_LINE.sub("", feedback).splitlines()

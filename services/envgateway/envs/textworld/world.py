@@ -1,8 +1,8 @@
-"""What episodes of TextWorld share: the engine's processes and the games that were made."""
+"""State shared by episodes of TextWorld: the engine's processes and the games that were made."""
 
 from __future__ import annotations
 
-from services.common.config.environments import TextworldConfig
+from services.common.config.processes.environments import TextworldConfig
 from services.envgateway.envs.engines.pool import EnginePool
 from services.envgateway.envs.textworld.episode import TextworldEpisode
 from services.envgateway.envs.textworld.maker import GameMaker
@@ -11,7 +11,7 @@ _MODULE = "services.envgateway.envs.textworld.engine"
 
 
 class TextworldWorld:
-    """A world (see ``envs/base.py``). Nothing runs before the first episode."""
+    """A world (see ``envs/base.py``). No process runs before the first episode."""
 
     def __init__(self, config: TextworldConfig) -> None:
         self._config = config

@@ -42,7 +42,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """What somebody asked for, before it has a price limit."""
+    """A user's wish, before a price limit is drawn."""
 
     product: Product
     text: str
@@ -64,7 +64,7 @@ class Catalogue:
 
 
 def find_files(folder: Path) -> CatalogueFiles:
-    """Raises ``ConfigError`` when a file is missing, or when it is not clear which one is meant."""
+    """Raises ``ConfigError`` when a file is missing, or when several files match."""
     if not folder.is_dir():
         raise ConfigError(f"envgateway.webshop.data: there is no folder {folder.absolute()}")
     return CatalogueFiles(
@@ -107,7 +107,7 @@ def product_of(row: Mapping[str, Any], more: Mapping[str, Any]) -> Product:
 
 
 def draw_prices(products: Iterable[Product], draw: random.Random) -> dict[str, float]:
-    """What each product costs: its price, or a draw from its range."""
+    """The cost of each product: its price, or a draw from its range."""
     return {p.id: p.prices[0] if len(p.prices) == 1 else draw.uniform(*p.prices) for p in products}
 
 

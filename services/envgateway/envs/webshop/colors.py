@@ -1,4 +1,4 @@
-"""Color words in WebShop's order, which decides: the first that a value contains stands for the value."""
+"""Color words in WebShop's order: the first word that a value contains represents the value."""
 
 from __future__ import annotations
 

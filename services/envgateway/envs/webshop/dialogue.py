@@ -1,8 +1,8 @@
-"""How a visit is talked about: what the policy reads, and which action its reply names.
+"""Converts a visit to messages for the policy, and a reply to an action.
 
-``agentbench`` talks as AgentBench's web shopping does: rules and an example first, then an observation and the available
-actions each turn; the reply says "Action:" and what to do, and one without ends the episode. ``bare`` shows the page alone
-and takes the whole reply as the action.
+``agentbench`` talks as AgentBench's web shopping does: rules and an example first, then an observation and the
+available actions each turn; the reply has "Action:" and the action; a reply without one ends the episode. ``bare``
+shows the page alone and takes the whole reply as the action.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from services.common.config.environments import WebshopPage
+from services.common.config.processes.environments import WebshopPage
 from services.envgateway.envs.webshop.visit import Visit
 
 Style = Literal["agentbench", "bare"]
 
-# Nothing in it goes back over what it has read: a reply of many spaces or of many beginnings is read once.
+# No part of the pattern backtracks: a reply of many spaces or of many beginnings is read once.
 _BEGINNING = re.compile(r"[Aa]ction: *+\n*+ *+((?:search|click)\[)")
 
 RULES = """\
@@ -83,7 +83,7 @@ OPENING: tuple[Mapping[str, str], ...] = (
 
 
 def shown(visit: Visit, style: Style, mode: WebshopPage) -> str:
-    """What the policy reads next."""
+    """The next message to the policy."""
     page = visit.page
     if mode == "text":
         observation = page.text()
@@ -102,8 +102,8 @@ def action_of(reply: str, style: Style) -> str | None:
 
 
 def _bracketed(reply: str) -> str | None:
-    """The first ``search[...]`` or ``click[...]`` after an announcement, closed on its line, with something in it."""
-    open_until = 0  # no bracket closes before it: many beginnings on one line look for one once
+    """The first ``search[...]`` or ``click[...]`` after an announcement, closed on its line and not empty."""
+    open_until = 0  # no bracket closes before: many beginnings on one line search for one once
     for begins in _BEGINNING.finditer(reply):
         if begins.end() + 1 < open_until:
             continue

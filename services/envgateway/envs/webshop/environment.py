@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from pydantic import Field
 
 from services.common.config.base import Section
-from services.common.config.environments import WebshopConfig, WebshopPage
+from services.common.config.processes.environments import WebshopConfig, WebshopPage
 from services.common.errors import InvalidRequestError
 from services.envgateway.envs.base import EndStatus, Observation, StepResult
 from services.envgateway.envs.settings import settings_of
@@ -23,7 +23,7 @@ from services.envgateway.envs.webshop.visit import Visit
 
 class WebshopSettings(Section):
     style: Style = "agentbench"
-    """How it talks: AgentBench's dialogue with rules and an example, or pages and actions alone (`bare`)."""
+    """Form of the messages: AgentBench's dialogue with rules and an example, or pages and actions alone (`bare`)."""
     observation: WebshopPage | None = None
     """How a page is shown; left out, `envgateway.webshop.observation`."""
     max_turns: int | None = Field(default=None, ge=1)
@@ -37,7 +37,8 @@ class ShopOwner(Protocol):
 
 
 class WebshopEnvironment:
-    """``reset`` waits for the shop; ``step`` is plain, so that searching holds nobody up."""
+    """WebShop as an environment. ``reset`` waits for the shop; ``step`` is a plain function, so searches run in a
+    thread."""
 
     def __init__(self, owner: ShopOwner, config: WebshopConfig) -> None:
         self._owner = owner

@@ -1,4 +1,4 @@
-"""What an episode is to buy: a goal with a price limit, drawn from the instructions or read from a file.
+"""Goals of episodes: a product with a price limit, drawn from the instructions or read from a file.
 
 The order of goals is that of WebShop for the same seed. Its prices and limits come from a generator that WebShop never
 seeds, so they differ from run to run there; here the seed fixes them, or a file does.

@@ -1,4 +1,4 @@
-"""A small invented catalogue in WebShop's raw form, where the real one is not at hand. No product in it exists."""
+"""Makes a small catalogue of invented products in WebShop's raw form, for machines without the real catalogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which words of a product's name are nouns: the reward compares them.
+"""Finds nouns in a product's name: the reward compares them.
 
 The tagger decides rewards, so results are comparable only between runs with the same one.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from services.common.config.environments import WebshopConfig
+from services.common.config.processes.environments import WebshopConfig
 from services.common.errors import ConfigError
 
 Tagger = Callable[[str], tuple[str, ...]]  # a name -> its nouns, lower-cased, in order
@@ -21,7 +21,7 @@ _REMEMBERED = 65536  # names; tagging one takes spaCy milliseconds
 
 
 def every_word(name: str) -> tuple[str, ...]:
-    """The stand-in for a tagger: whatever is made of letters."""
+    """Replaces a tagger: all words made of letters."""
     return tuple(word.lower() for word in _WORD.findall(name))
 
 

@@ -1,7 +1,7 @@
-"""WebShop's pages as pieces of text, and what of them a policy sees.
+"""WebShop's pages as pieces of text, and the text that a policy sees.
 
-``text`` joins the pieces; ``text_rich`` marks buttons and what was clicked. A piece of nothing but spaces behaves as it does
-in the HTML that WebShop reads back: gone when it has a line break, one space otherwise.
+``text`` joins the pieces; ``text_rich`` marks buttons and clicked values. A piece that has only spaces behaves as in
+the HTML that WebShop reads back: gone with a line break, one space otherwise.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def sub_page(
 
 
 def done_page(session: str, product: Product, chosen: Mapping[str, str], reward: float) -> Page:
-    """It names what was bought and the reward; what else WebShop's page could show is empty in its text mode."""
+    """The last page: the bought product and the reward; WebShop's other fields are empty in its text mode."""
     options = json.dumps(dict(chosen), sort_keys=True)
     for character in "<>&'":
         options = options.replace(character, f"\\u{ord(character):04x}")
@@ -173,7 +173,7 @@ def _button(button: Button) -> Piece:
 
 
 def _shown(text: str) -> str:
-    """What is left of a piece after HTML; empty means that it is not there."""
+    """The text of a piece after HTML; empty when HTML drops the piece."""
     if text.strip(SPACES):
         return text
     return " " if text and "\n" not in text else ""

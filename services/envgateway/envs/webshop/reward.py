@@ -99,8 +99,8 @@ def _is_chosen(option: Option, options: Mapping[str, str]) -> bool:
 
 
 def _color_or_all(option: Option) -> str:
-    """The first color word in the list's order: inside a value, but as a whole in a pair of name and value, as WebShop
-    has it. Without one, everything."""
+    """The first color word in the list's order: inside a value, but as a whole in a pair of name and value, as in
+    WebShop. Without one, everything."""
     everything = option if isinstance(option, str) else " ".join(option)
     return next((color for color in COLORS if color in option), everything)
 

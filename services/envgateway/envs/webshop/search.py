@@ -1,7 +1,8 @@
 """BM25 over a catalogue: which products a line of words finds, best first.
 
-A product's text is what WebShop indexes: title, description, first bullet point and options. Words are runs of letters and
-digits, lower-cased; there is no stemming and there are no stop words. Equal scores are ordered by product id.
+A product's text has the fields that WebShop indexes: title, description, first bullet point and options. Words are runs
+of letters and digits, lower-cased; there is no stemming and there are no stop words. Equal scores are ordered by
+product id.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _WORD = re.compile(r"\w+")
 
 
 class SearchIndex:
-    """Built once; searching changes nothing, so threads may share it."""
+    """Built once. A search changes no state, so threads may share the index."""
 
     def __init__(self, products: Sequence[Product]) -> None:
         self._ids = [product.id for product in products]
@@ -57,7 +58,7 @@ class SearchIndex:
     def _scored(
         self, rows: array[int], counts: array[int], penalty: npt.NDArray[np.float64]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
-        """What each product that has the word gets for it."""
+        """The score of each product that has the word."""
         num, having = len(self._ids), len(rows)
         rarity = np.log(1 + (num - having + 0.5) / (having + 0.5))
         where, times = np.array(rows, dtype=np.int32), np.array(counts, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""What all visits share: products, prices, goals, search and the judge of purchases. Nothing in it changes."""
+"""Immutable state that all visits share: products, prices, goals, search and the scoring of purchases."""
 
 from __future__ import annotations
 

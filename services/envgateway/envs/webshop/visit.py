@@ -1,4 +1,4 @@
-"""One visit to the shop: which page an action leads to. Knows nothing of policies, turns and prompts."""
+"""One visit to the shop: which page an action leads to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RESULTS_PER_PAGE = 10
 
 @dataclass(slots=True)
 class _Search:
-    """What the policy searched for, where it is in the results, and what it looks at."""
+    """The search words, the position in the results, and the product on display."""
 
     words: list[str]
     found: list[str]  # product ids
@@ -39,8 +39,8 @@ class Visit:
         self.page = self._start()
 
     def act(self, action: str) -> None:
-        """``search[words]`` or ``click[value]``; anything else, what is longer than 1000 characters, and a click on what
-        is not there change nothing."""
+        """``search[words]`` or ``click[value]``; any other text, a text of more than 1000 characters, and a click on an
+        absent value change no state."""
         parts = _parts(action)
         if parts is None or self.purchase is not None:
             return
@@ -111,8 +111,8 @@ class Visit:
 
 
 def _parts(action: str) -> tuple[str, str] | None:
-    """What stands before the last bracket that opens and between it and the last that closes, on the first line; each has
-    something in it."""
+    """The text before the last opening bracket, and between that bracket and the last closing one, on the first line;
+    both not empty."""
     line = action[: _MOST_CHARS + 1].partition("\n")[0]
     if len(line) > _MOST_CHARS:
         return None

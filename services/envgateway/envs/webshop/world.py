@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from services.common.config.environments import WebshopConfig
+from services.common.config.processes.environments import WebshopConfig
 from services.common.errors import CapacityError, ConfigError
-from services.envgateway.calls import THREADS
 from services.envgateway.envs.webshop.catalogue import find_files
 from services.envgateway.envs.webshop.environment import WebshopEnvironment
 from services.envgateway.envs.webshop.nouns import Tagger, tagger_of
 from services.envgateway.envs.webshop.shop import Shop, open_shop
+from services.envgateway.threads import THREADS
 
-_PATIENCE_S = 20.0
+_OPEN_TIMEOUT_S = 20.0
 _COME_BACK_S = 5.0
 
 
@@ -36,7 +36,8 @@ class WebshopWorld:
         return range(len((await self.shop()).goals))
 
     async def shop(self) -> Shop:
-        """Opened once, in a thread that may be left behind; who gives up waiting does not stop it. A failure is told, and tried again next time.
+        """Opened once, in a thread that outlives a caller that gives up. A failure is raised, and the next call tries
+        again.
 
         Raises ``CapacityError`` while a large catalogue is still being read: come back.
         """
@@ -44,7 +45,7 @@ class WebshopWorld:
             config = self._config
             opening = THREADS.run(open_shop, self._files, config.goals, config.num_products, config.seed, self._tagger)
             self._opening = asyncio.create_task(opening, name="open the shop")
-        opened, _ = await asyncio.wait([self._opening], timeout=_PATIENCE_S)
+        opened, _ = await asyncio.wait([self._opening], timeout=_OPEN_TIMEOUT_S)
         if not opened:
             raise CapacityError("the shop is still being opened", retry_after_s=_COME_BACK_S)
         return self._opening.result()

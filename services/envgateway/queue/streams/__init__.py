@@ -1,1 +1,1 @@
-"""Jobs over Redis Streams: the gateway's side, and what it shares with the workers."""
+"""Jobs over Redis Streams: the gateway's side, and the parts that workers share."""

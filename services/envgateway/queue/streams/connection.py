@@ -1,4 +1,4 @@
-"""A Redis client that fails fast: retrying is the business of those who know what was lost."""
+"""A Redis client that fails fast: callers that know the lost request decide on a retry."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from services.common.errors import ConfigError
-from services.common.loopback import is_loopback
+from services.common.net.loopback import is_loopback
 
 BLOCK_MS = 1000  # of blocking reads
 _TIMEOUT_S = 10.0  # of any answer, so more than BLOCK_MS
 _MAX_CONNECTIONS = 32
 
 Client = redis.asyncio.Redis
-UNREACHABLE = (RedisError, OSError)  # what a command raises when Redis is not there, or not itself
+UNREACHABLE = (RedisError, OSError)  # errors of a command when Redis is absent or another server
 
 
 def connect(uri: str, allow_plain: bool) -> Client:
-    """A client; nothing is sent yet.
+    """A client that has not connected yet.
 
     Raises:
         ConfigError: not a URI of Redis, or one that would send jobs over a network without TLS.
@@ -41,7 +41,7 @@ def connect(uri: str, allow_plain: bool) -> Client:
         pool = redis.asyncio.BlockingConnectionPool.from_url(  # one that waits: many jobs may speak at once
             uri,
             timeout=_TIMEOUT_S,
-            protocol=2,  # one shape of replies, whatever the server can
+            protocol=2,  # one shape of replies, for all versions of the server
             socket_timeout=_TIMEOUT_S,
             socket_connect_timeout=_TIMEOUT_S,
             socket_keepalive=True,
@@ -53,7 +53,7 @@ def connect(uri: str, allow_plain: bool) -> Client:
         raise ConfigError(f"{_shown(uri)} is no URI of Redis: {error}") from None
 
 
-def heed_cancellation() -> None:
+def raise_if_cancelled() -> None:
     """Call between commands: the client writes under ``asyncio.wait_for``, which in Python 3.11 loses a cancellation
     that comes in the moment when the write ends."""
     task = asyncio.current_task()
@@ -62,6 +62,6 @@ def heed_cancellation() -> None:
 
 
 def _shown(uri: str) -> str:
-    """Without user and password."""
+    """The URI without user and password."""
     scheme, separator, rest = uri.partition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"

@@ -1,4 +1,4 @@
-"""Loops over Redis that outlive its absences: they try again, and say once that it is away and once that it is back."""
+"""Loops over Redis that survive its outages: they retry, and log one line at the start and one at the end of an outage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from services.common.aio import backoff
-from services.envgateway.queue.streams.connection import UNREACHABLE, heed_cancellation
+from services.envgateway.queue.streams.connection import UNREACHABLE, raise_if_cancelled
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
@@ -14,29 +14,33 @@ LONGEST_PAUSE_S = 2.0
 Work = Callable[[], Awaitable[None]]
 
 
-async def _nothing() -> None:
+async def _no_operation() -> None:
     return
 
 
 class RedisLoops:
-    """What all loops of one process know together: whether Redis is ``connected``."""
+    """State that all loops of one process share: whether Redis is ``connected``."""
 
     def __init__(
-        self, on_failure: Callable[[BaseException, bool], None], on_return: Callable[[], None], mend: Work = _nothing
+        self,
+        on_failure: Callable[[BaseException, bool], None],
+        on_return: Callable[[], None],
+        mend: Work = _no_operation,
     ) -> None:
-        """``on_failure`` is told what a loop met, and whether Redis was there until then; ``mend`` comes after the pause."""
+        """``on_failure`` gets the error of a loop, and whether Redis was connected before; ``mend`` runs after the
+        pause."""
         self._on_failure = on_failure
         self._on_return = on_return
         self._mend = mend
         self.connected = True
 
     async def for_ever(self, work: Work) -> None:
-        """Do it again and again. Ends with what is no failure of Redis, which only a bug can raise."""
+        """Repeat the call. Ends with an error that is not a failure of Redis, which only a bug can raise."""
         pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             try:
                 await work()
-                heed_cancellation()
+                raise_if_cancelled()
                 pauses = backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
                 if not self.connected:
                     self.connected = True

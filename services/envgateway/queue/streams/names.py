@@ -1,11 +1,11 @@
-"""What lies where in Redis: two streams of jobs, one of results for each gateway, and who is alive.
+"""Names of keys in Redis: two streams of jobs, one stream of results for each gateway, and live processes.
 
 PREFIX:jobs:interactive, PREFIX:jobs:batch   streams, read by the consumer group ``workers``; an entry is deleted
                                              when its job is answered or withdrawn
 PREFIX:results:GATEWAY                       stream, read by that gateway alone; expires
-PREFIX:gateway:GATEWAY                       there while this gateway lives; its loss tells of an empty Redis
-PREFIX:workers, PREFIX:worker:NAME           set of names, and what each says of itself, there while it lives
-PREFIX:withdrawn                             channel: jobs that nobody waits for any more
+PREFIX:gateway:GATEWAY                       exists while this gateway lives; its loss shows an empty Redis
+PREFIX:workers, PREFIX:worker:NAME           set of names, and each worker's facts, which exist while the worker lives
+PREFIX:withdrawn                             channel: jobs without a waiting caller
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from services.envgateway.judge.records import Lane
+from services.common.telemetry.gateway_queue import Lane
 
 GROUP = "workers"
 # Fields of an entry of a jobs stream, and of a results stream.
@@ -52,6 +52,6 @@ class Names:
 
 
 def finish(pipe: Any, stream: str, *entries: bytes) -> None:
-    """Of a stream of jobs: these are leased to nobody any more, and gone."""
+    """Remove entries of a stream of jobs, and their leases."""
     pipe.xack(stream, GROUP, *entries)
     pipe.xdel(stream, *entries)

@@ -1,12 +1,12 @@
 """The queue whose slots are at workers: the gateway's lanes and clients, in front of the streams.
 
 Only a window of jobs is in Redis, enough to keep every worker busy; the others wait here, where clients take turns and
-full lanes say when to come back.
+full lanes return a time to retry.
 """
 
 from __future__ import annotations
 
-from services.common.config.envgateway import QueueConfig
+from services.common.config.processes.envgateway import QueueConfig
 from services.envgateway.queue.fair import FairQueue
 from services.envgateway.queue.streams.connection import connect
 from services.envgateway.queue.streams.names import Names
@@ -22,7 +22,7 @@ class StreamsQueue(FairQueue):
 
     def __init__(self, config: QueueConfig, redis_uri: str) -> None:
         """Raises ``ConfigError`` for a URI that cannot be used."""
-        self._window = Turns(num_slots=_LEAST_WINDOW, num_reserved=_LEAST_WINDOW // 2, lane_size=config.lane_size)
+        self._window = Turns(num_slots=_LEAST_WINDOW, batch_slots=_LEAST_WINDOW // 2, lane_size=config.lane_size)
         self._slots_of_workers = 0
         self._streams = StreamsRunner(
             connect(redis_uri, config.allow_plain_redis), Names(config.redis_prefix), self._resize
@@ -49,4 +49,4 @@ class StreamsQueue(FairQueue):
     def _resize(self, slots: int) -> None:
         self._slots_of_workers = slots
         window = max(_LEAST_WINDOW, _WINDOW_PER_SLOT * slots)
-        self._window.resize(window, window // 2)
+        self._window.resize(window, window - window // 2)

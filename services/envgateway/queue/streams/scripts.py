@@ -1,11 +1,12 @@
-"""What gateways and workers have Redis do in one step each, whole or not at all: many jobs in one command cost one reply.
+"""Lua scripts that Redis runs atomically for gateways and workers: many jobs in one command cost one reply.
 
-Each is called with the client's ``eval``; keys and arguments are told above each. None reads a clock or a random number.
+Each is called with the client's ``eval``; a comment above each lists keys and arguments. None reads a clock or a random
+number.
 """
 
 from __future__ import annotations
 
-# A gateway says that it lives, and puts up jobs; the jobs that Redis has no room for are all refused together.
+# A gateway reports that the gateway lives, and adds jobs; jobs beyond the bound of Redis are all refused together.
 #   keys: the gateway's mark, the streams of jobs by lane
 #   arguments: the gateway, seconds that the mark lasts, then for each job the number of its stream among the keys, id, payload
 #   returns whether the mark was there before, then the entry of each job

@@ -1,7 +1,7 @@
 """Messages between the supervisor and its fork servers, over a seqpacket socket with descriptors.
 
-supervisor → zygote   Start with descriptors (see ``FDS``), Interrupt, or Kill
-zygote → supervisor   Started with the child's pid, then Ended, exactly one of each per Start; Interrupted per Interrupt
+supervisor → fork server   Start with descriptors (see ``FDS``), Interrupt, or Kill
+fork server → supervisor   Started with the child's pid, then Ended, exactly one of each per Start; Interrupted per Interrupt
 """
 
 from __future__ import annotations
@@ -12,22 +12,26 @@ from typing import NamedTuple
 START, INTERRUPT, KILL = b"S", b"I", b"K"
 STARTED, INTERRUPTED, ENDED = b"s", b"i", b"e"
 
-# What a child does with its source.
+# Use of the source by a child.
 PROGRAM, ECHO, CALL, SESSION, TESTS, COMPILE, BINARY, CELLS = b"P", b"N", b"C", b"S", b"T", b"K", b"X", b"J"
+CASES = b"A"
 MODES = {"program": PROGRAM, "echo": ECHO, "call": CALL, "session": SESSION, "tests": TESTS, "compile": COMPILE,
-         "binary": BINARY, "cells": CELLS}  # fmt: skip
+         "binary": BINARY, "cells": CELLS, "cases": CASES}  # fmt: skip
 
-# program text, stdin, stdout, stderr, note (a socket), ask, answer; at tier 2 also the slot's pid namespace
+# program text, stdin, stdout, stderr, note (a socket), ask, answer; at tier 2 also the slot's pid namespace, elsewhere something
+# in its place where inputs follow: the stdin of each of a host's cases
 SOURCE_FD, STDIN_FD, STDOUT_FD, STDERR_FD, NOTE_FD, ASK_FD, ANSWER_FD, NAMESPACE_FD = range(8)
-MAX_FDS = 8
+MOST_INPUTS = 128
+MAX_FDS = 8 + MOST_INPUTS
 
 READY_NOTE, FAILED_NOTE = b"R", b"E"
 OUT_OF_MEMORY_NOTE, NO_COMPILE_NOTE = b"M", b"C"
-FAILED_EXIT = 120
+HOST_NOTE = b"H"  # of a run of cases, before the first: they are run by children, whose limits those of the run are
+FAILED_EXIT, UNFINISHED_EXIT = 120, 121
 
 
 class Start(NamedTuple):
-    """One run as a zygote is told of it."""
+    """One run, as sent to a fork server."""
 
     kind: bytes
     run: int

@@ -1,6 +1,6 @@
-"""Reading /proc: the tree below a process, what it uses and writes, and the mark of a slot.
+"""Reads /proc: the tree below a process, its use of resources, its writes, and the mark of a slot.
 
-Knows nothing about runs. Every function takes a process that may be gone by the time it is read.
+Every function accepts a process that may end during the call.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PF_EXITING = 0x4  # in the flags of /proc/<pid>/stat
 
 
-_SOCKET_BYTES, _PIPE_BYTES = 212_992, 65_536  # what the kernel lets one hold, unless it was asked for more
+_SOCKET_BYTES, _PIPE_BYTES = 212_992, 65_536  # the kernel's default size, unless changed
 
 
 class Usage(NamedTuple):
-    """Of a set of live processes; ``cpu_s`` includes the children that they have waited for."""
+    """Resources of a set of live processes; ``cpu_s`` includes their reaped children."""
 
     processes: int
     cpu_s: float
@@ -75,15 +75,15 @@ def descendants(roots: Iterable[int]) -> list[int]:
 
 
 def usage(pids: Iterable[int], seen: dict[int, int] | None = None) -> Usage:
-    """``seen`` keeps each process's own CPU ticks from look to look: a program that never waits for its children (or
-    ignores their ends, which makes the kernel forget their time) is charged for what was seen of them."""
+    """Resources of processes. ``seen`` keeps each process's own CPU ticks between calls: a program that never waits for
+    its children (or ignores SIGCHLD, so that the kernel drops their time) is charged for their last known time."""
     processes, ticks, pages = 0, 0, 0
     for pid in pids:
         data = _read(f"/proc/{pid}/stat")
         fields = data[data.rfind(b")") + 2 :].split()
         if len(fields) < 22:
             continue
-        # a zombie keeps its accounted time until it is reaped, and holds no memory, unless only its first thread has ended
+        # a zombie keeps its accounted time until reaped, and holds no memory, unless only its first thread has ended
         is_alive = fields[0] != b"Z" or int(fields[17]) > 1
         processes += is_alive
         own = int(fields[11]) + int(fields[12])
@@ -97,7 +97,7 @@ def usage(pids: Iterable[int], seen: dict[int, int] | None = None) -> Usage:
 
 
 def _pages_of_threads(pid: int) -> int:
-    """Of a process whose first thread has ended, in whose name the kernel tells of no memory."""
+    """Memory of a process whose first thread has ended: the kernel reports no memory under that thread."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -110,15 +110,53 @@ def _pages(path: str) -> int:
     return int(fields[1]) if len(fields) > 1 else 0
 
 
-def waited_cpu_s(pid: int) -> float:
-    """CPU time of the children that a process has waited for."""
-    data = _read(f"/proc/{pid}/stat")
-    fields = data[data.rfind(b")") + 2 :].split()
-    return (int(fields[13]) + int(fields[14])) / _TICKS_PER_S if len(fields) > 14 else 0.0
+class Watch:
+    """One child of ours with one thread, looked at often: its files stay open, which costs less than finding them anew."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        listed = f"/proc/{pid}/task/{pid}/children"
+        self._children = os.open(listed, os.O_RDONLY | os.O_CLOEXEC) if _HAS_CHILDREN_FILES else None
+
+    def close(self) -> None:
+        os.close(self._stat)
+        if self._children is not None:
+            os.close(self._children)
+
+    def is_alive(self) -> bool:
+        """Whether the process lives; see ``is_live_child``."""
+        fields = self._fields()
+        return len(fields) > 6 and not int(fields[6]) & _PF_EXITING
+
+    def waited_cpu_s(self) -> float:
+        """CPU time of the children that the process has reaped."""
+        fields = self._fields()
+        return (int(fields[13]) + int(fields[14])) / _TICKS_PER_S if len(fields) > 14 else 0.0
+
+    def children(self) -> list[int]:
+        """Direct children."""
+        if self._children is None:
+            return children(self._pid)
+        listed, position = b"", 0
+        try:
+            while part := os.pread(self._children, 65536, position):
+                listed += part
+                position += len(part)
+        except ProcessLookupError:
+            return []
+        return list(map(int, listed.split()))
+
+    def _fields(self) -> list[bytes]:
+        try:
+            data = os.pread(self._stat, 4096, 0)
+        except ProcessLookupError:  # the process was reaped
+            return []
+        return data[data.rfind(b")") + 2 :].split()
 
 
 def proportional_bytes(pids: Iterable[int]) -> int:
-    """Memory with each shared page counted once, divided among those who share it (PSS); slower than ``usage``."""
+    """Memory with each shared page counted once, divided among the sharing processes (PSS); slower than ``usage``."""
     total = 0
     for pid in pids:
         for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
@@ -129,12 +167,12 @@ def proportional_bytes(pids: Iterable[int]) -> int:
 
 
 def least_bytes(pids: Iterable[int]) -> int:
-    """What processes hold at least, whatever they share: the largest resident set."""
+    """A lower bound of the processes' memory, with any sharing: the largest resident set."""
     return max((resident_bytes(pid) for pid in pids), default=0)
 
 
 def buffer_bytes(pids: Iterable[int]) -> int:
-    """What the sockets and pipes of these processes may hold in the kernel, each counted once."""
+    """Upper bound of kernel memory in the sockets and pipes of these processes, each counted once."""
     found: dict[str, int] = {}
     for pid in pids:
         try:
@@ -144,7 +182,7 @@ def buffer_bytes(pids: Iterable[int]) -> int:
                     found[target] = _SOCKET_BYTES
                 elif target.startswith("pipe:"):
                     found[target] = _PIPE_BYTES
-        except OSError:  # the process has ended, or closed it
+        except OSError:  # the process has ended, or closed the descriptor
             continue
     return sum(found.values())
 
@@ -154,7 +192,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def written_bytes(pid: int) -> int:
-    """Bytes that a process and the children it has waited for caused to be written to disk; 0 when unknown."""
+    """Bytes written to disk by a process and its reaped children; 0 when unknown."""
     for line in _read(f"/proc/{pid}/io").splitlines():
         if line.startswith(b"write_bytes:"):
             return int(line.split()[1])
@@ -162,9 +200,10 @@ def written_bytes(pid: int) -> int:
 
 
 def is_live_child(pid: int) -> bool:
-    """Whether a child of ours goes on; it may be reaped later all the same.
+    """Whether a child of ours lives; an ended child may still have to be reaped.
 
-    One that is exiting does not: the first process of a namespace ends only after everybody in it, whom its exit killed.
+    An exiting child is not live: the first process of a namespace ends only after all processes in the namespace, which
+    its exit kills.
     """
     try:
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
@@ -184,7 +223,8 @@ def num_threads(pid: int) -> int:
 
 
 def user(pid: int) -> int:
-    """The real uid; -1 when the process is gone. (Who owns /proc/<pid> says less: root, for what may not be dumped.)"""
+    """The real uid; -1 when the process is gone. (The owner of /proc/<pid> tells less: root, for processes that must
+    not be dumped.)"""
     for line in _read(f"/proc/{pid}/status").splitlines():
         if line.startswith(b"Uid:"):
             return int(line.split()[1])
@@ -192,13 +232,13 @@ def user(pid: int) -> int:
 
 
 def live_user(pid: int) -> int:
-    """The same; -1 also for what has ended and waits for somebody to reap it."""
+    """The real uid of a live process; -1 when gone, or ended and not reaped yet."""
     status = _read(f"/proc/{pid}/status")
     return -1 if b"\nState:\tZ" in status else user(pid)
 
 
 def mark(pid: int) -> int:
-    """The hard RLIMIT_MSGQUEUE, which the sandbox sets to say whose process this is; -1 when unknown."""
+    """The hard RLIMIT_MSGQUEUE, which the sandbox uses as a mark of the slot; -1 when unknown."""
     for line in _read(f"/proc/{pid}/limits").splitlines():
         if line.startswith(b"Max msgqueue size"):
             hard = line.split()[4]
@@ -207,7 +247,7 @@ def mark(pid: int) -> int:
 
 
 def num_tasks_of(uid: int) -> int:
-    """Processes and threads of a user, as RLIMIT_NPROC counts them: a look at every process."""
+    """Processes and threads of a user, as RLIMIT_NPROC counts them: checks every process."""
     total = 0
     for pid in all_pids():
         lines = _read(f"/proc/{pid}/status").splitlines()

@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 _PREFIX = struct.Struct("!II")
 
 
-def encode(head: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
+def _dumps(head: dict[str, Any]) -> bytes:
+    return json.dumps(head, separators=(",", ":")).encode()
+
+
+def encode(
+    head: dict[str, Any], blobs: Sequence[bytes] = (), dumps: Callable[[dict[str, Any]], bytes] = _dumps
+) -> bytes:
+    """Encode a frame. ``dumps``: a faster JSON writer, at the end that has one."""
     head["blobs"] = [len(blob) for blob in blobs]
-    encoded = json.dumps(head, separators=(",", ":")).encode()
+    encoded = dumps(head)
     return b"".join([_PREFIX.pack(len(encoded), sum(head["blobs"])), encoded, *blobs])
 
 
 class FrameReader:
     """Cuts a byte stream into frames; bytes may arrive in any pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, loads: Callable[[bytes], Any] = json.loads) -> None:
         self._buffer = bytearray()
+        self._loads = loads
 
     def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
         self._buffer += data
@@ -36,7 +44,7 @@ class FrameReader:
                 return
             frame = bytes(memoryview(self._buffer)[_PREFIX.size : end])
             del self._buffer[:end]
-            head: dict[str, Any] = json.loads(frame[:head_bytes])
+            head: dict[str, Any] = self._loads(frame[:head_bytes])
             blobs = []
             position = head_bytes
             for length in head["blobs"]:

@@ -1,1 +1,1 @@
-"""Generation by SGLang servers: child processes of this one, spoken to in ``client`` alone."""
+"""Generation by SGLang servers, which are child processes; only ``client`` uses their HTTP interface."""

@@ -1,16 +1,15 @@
-"""Weights by a gloo group of this process (rank 0) and the ranks of one server, formed once for each life of a server.
+"""Sends weights through a gloo group of this process (rank 0) and the ranks of one server; one group per server start.
 
-The server's half is made by SGLang with torch's own helper: a gloo backend, found through a store under the
-group's name. This is the other half, made by hand, because the helper wants a process that has
-joined a default group and leaves its traces there. The tensors lie in host memory; gloo brings them to wherever the
-server asked for them.
+SGLang builds the server's half with torch's own helper: a gloo backend, found through a store under the group's name. This
+module builds the other half by hand, because the helper needs a process that has joined a default group, and changes that
+group. The tensors are in host memory; gloo copies them to the device that the server asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,15 +18,17 @@ import structlog
 import torch
 import torch.distributed as dist
 
+from services.common.buckets import in_buckets
 from services.common.errors import InfrastructureError
-from services.inference.engine.sglang.client import Refused, SglangClient, TensorRow
-from services.inference.engine.sglang.stage import Stage
+from services.inference.engine.served.stage import Stage
+from services.inference.engine.sglang.client import SglangClient, TensorRow
+from services.inference.engine.sglang.sessions import begun_update
 
 T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
-GROUP_TIMEOUT_S = 60.0  # for a rank that does not come, or does not take what it was announced
+GROUP_TIMEOUT_S = 60.0  # for a rank that does not join, or does not receive an announced tensor
 BUCKET_BYTES = 1 << 30  # tensors of one announcement: the server holds them beside its weights
 FIRST_DEVICE = "cpu"  # gloo serves several kinds; torch makes one backend for all, under the first one's name
 _numbers = itertools.count()
@@ -36,32 +37,37 @@ _numbers = itertools.count()
 @dataclass(frozen=True, slots=True)
 class _Group:
     name: str
-    store: Any  # kept: the ranks find each other through it
+    store: Any  # kept: the ranks find each other through the store
     backend: Any  # the one for the server's device
 
 
-class ByBroadcast:
+class BroadcastTransfer:
     """``num_ranks`` of each server (tensor parallel)."""
+
+    way = "broadcast"
 
     def __init__(self, stage: Stage, num_ranks: int) -> None:
         self._stage = stage
+        self.size_bytes = stage.size_bytes * num_ranks
         self._num_ranks = num_ranks
         self._groups: dict[SglangClient, _Group] = {}
 
-    async def load(self, client: SglangClient, version: int, *, flush: bool) -> None:
+    async def load(self, client: SglangClient, version: int, *, flush: bool) -> str:
         self._groups = {known: group for known, group in self._groups.items() if not known.closed}
         if (group := self._groups.get(client)) is None:
             group = self._groups[client] = await self._form(client)
         try:
-            await self._begin(client)
-            buckets = list(_buckets(self._stage.shapes))
+            await begun_update(client)
+            shapes = self._stage.shapes
+            buckets = list(in_buckets(shapes, lambda name: shapes[name].bits.nbytes, BUCKET_BYTES))
             for number, names in enumerate(buckets, 1):
                 last = number == len(buckets)
                 await self._send(client, group, names, version, flush=flush and last)
             await client.end_update()
         except BaseException:
-            del self._groups[client]  # nobody knows how far it is
+            del self._groups[client]  # its state is unknown
             raise
+        return ""
 
     async def _form(self, client: SglangClient) -> _Group:
         name = f"millrace-{next(_numbers)}"
@@ -69,7 +75,7 @@ class ByBroadcast:
             "127.0.0.1", 0, self._num_ranks + 1, True, timedelta(seconds=GROUP_TIMEOUT_S), wait_for_workers=False
         )
         joined = client.join_group(name, store.port, self._num_ranks + 1, GROUP_TIMEOUT_S)
-        backend = await _together(joined, asyncio.to_thread(self._backend, name, store))
+        backend = await _run_both(joined, asyncio.to_thread(self._backend, name, store))
         log.info("sglang.group", server=client.address, group=name, ranks=self._num_ranks + 1)
         return _Group(name, store, backend)
 
@@ -85,20 +91,13 @@ class ByBroadcast:
         except RuntimeError as error:
             raise InfrastructureError(f"the group {name} was not formed: {error}") from error
 
-    async def _begin(self, client: SglangClient) -> None:
-        try:
-            await client.begin_update()
-        except Refused:  # one that was broken off is still open
-            await client.end_update()
-            await client.begin_update()
-
     async def _send(
         self, client: SglangClient, group: _Group, names: Sequence[str], version: int, *, flush: bool
     ) -> None:
         shapes = self._stage.shapes
         rows = [TensorRow(name=name, dtype=shapes[name].dtype, shape=shapes[name].shape) for name in names]
         received = client.update_from_group(group.name, rows, version, flush=flush)
-        await _together(received, asyncio.to_thread(self._broadcast, group, names))
+        await _run_both(received, asyncio.to_thread(self._broadcast, group, names))
 
     def _broadcast(self, group: _Group, names: Sequence[str]) -> None:
         shapes = self._stage.shapes
@@ -106,34 +105,20 @@ class ByBroadcast:
             for name in names:
                 tensor = torch.from_numpy(shapes[name].bits.view("i1"))
                 group.backend.broadcast(tensor, 0).wait()
-        except RuntimeError as error:  # gloo's word for a peer that is gone or late
+        except RuntimeError as error:  # gloo's error for a dead or late peer
             raise InfrastructureError(f"the group {group.name} broke: {error}") from error
 
 
-async def _together(server: Coroutine[Any, Any, None], here: Coroutine[Any, Any, T]) -> T:
-    """Both halves; what this one returned. When it fails, the server is not waited for: it would wait for this one."""
+async def _run_both(server: Coroutine[Any, Any, None], here: Coroutine[Any, Any, T]) -> T:
+    """Run both halves; returns the local result. A local failure cancels the server's half, which would wait for the local."""
     asked = asyncio.ensure_future(server)
     try:
         done = await here
     except BaseException:
         asked.cancel()
-        told = (await asyncio.gather(asked, return_exceptions=True))[0]
-        if isinstance(told, Exception):
-            raise told from None  # what the server complained of says more
+        failure = (await asyncio.gather(asked, return_exceptions=True))[0]
+        if isinstance(failure, Exception):
+            raise failure from None  # the server's error is more precise
         raise
     await asked
     return done
-
-
-def _buckets(shapes: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Names in order, so that no bucket is larger than it may be, unless one tensor is."""
-    bucket: list[str] = []
-    size = 0
-    for name, tensor in shapes.items():
-        if bucket and size + tensor.bits.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(name)
-        size += tensor.bits.nbytes
-    if bucket:
-        yield bucket

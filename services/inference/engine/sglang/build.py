@@ -1,22 +1,22 @@
-"""From the settings of an inference service to an engine that can be started: stage, commands, servers."""
+"""Builds an engine from the settings of an inference service: stage, commands, servers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common.config.services import InferenceConfig
+from services.common.checkpoints.adapters import adapter_files
+from services.common.config.processes.services import InferenceConfig
 from services.common.errors import ConfigError
-from services.inference.engine.base import KvPolicy
+from services.common.weights.adapter import AdapterIdentity
+from services.inference.engine.served.build import engine_of
+from services.inference.engine.served.engine import ServedEngine
+from services.inference.engine.served.environment import runs_on_cpu
+from services.inference.engine.served.stage import Stage
+from services.inference.engine.served.transfer import DiskTransfer, Transfer
+from services.inference.engine.sglang.adapters import AdapterTransfer
 from services.inference.engine.sglang.command import server_commands
-from services.inference.engine.sglang.engine import SglangEngine
-from services.inference.engine.sglang.environment import runs_on_cpu
-from services.inference.engine.sglang.process import ServerProcess
-from services.inference.engine.sglang.server import Server
-from services.inference.engine.sglang.stage import Stage, place_stage, size_of
-from services.inference.engine.sglang.transfer import FromDisk, Transfer
 
 
 def build_engine(
@@ -31,15 +31,18 @@ def build_engine(
     number: int = 1,
     gpus: Sequence[str] = (),
     on_tokens: Callable[[int, float], None] | None = None,
-) -> SglangEngine:
+    adapter: AdapterIdentity | None = None,
+) -> ServedEngine:
     """``name`` is in the names of logs and stage; ``tensors`` are the host tensors of ``version`` by Hugging Face name, in
     the published type; ``number`` servers share the load, on ``gpus`` of their own. Logs go to ``directory``/logs.
 
-    Starts nothing. Raises ``ConfigError`` for settings that cannot work.
+    With ``adapter``, ``tensors`` are the adapter's, and ``model_path`` is its base.
+
+    Starts no process. Raises ``ConfigError`` for settings that cannot work.
     """
     on_cpu = runs_on_cpu(config)
     if config.sglang.update == "broadcast" and not on_cpu:
-        raise ConfigError("sglang.update: broadcast has been tried on CPUs only; write disk")
+        raise ConfigError("sglang.update: broadcast has been tried on CPUs only; write disk or tensors")
     commands = server_commands(
         config,
         name=f"sglang-{name}",
@@ -48,50 +51,31 @@ def build_engine(
         number=number,
         gpus=gpus,
         on_cpu=on_cpu,
+        adapter=adapter,
     )
-    settings = config.sglang
-    place = place_stage(settings.stage_directory, directory / "sglang-stage", name, size_of(tensors))
-    stage = Stage(place, tensors, version)
-    kv_policy = KvPolicy(config.kv_policy)
-    slots = config.engine_slots or config.num_slots
-    ceiling = min(settings.max_running_requests or slots, slots)
-    servers = [
-        Server(
-            index,
-            ServerProcess(command, directory / "logs" / f"{command.name}.log", settings.ready_timeout_s),
-            kv_policy,
-            ceiling,
-        )
-        for index, command in enumerate(commands)
-    ]
-    return SglangEngine(
-        servers,
-        stage,
-        FromDisk(stage) if settings.update == "disk" else _broadcast(stage, settings.tensor_parallel),
+    return engine_of(
+        config,
+        commands,
+        lambda stage: _transfer(stage, config, model_path, adapter),
+        name=name,
+        model_path=model_path,
         context_length=context_length,
-        vocab_size=_vocab_size(model_path),
-        kv_policy=kv_policy,
-        restarts=settings.restarts,
-        stall_timeout_s=settings.stall_timeout_s,
-        chunk_tokens=settings.chunk_tokens,
+        tensors=tensors,
+        directory=directory,
+        version=version,
         on_tokens=on_tokens,
     )
 
 
-def _broadcast(stage: Stage, num_ranks: int) -> Transfer:
-    from services.inference.engine.sglang.broadcast import ByBroadcast  # needs torch, which `disk` does not
+def _transfer(stage: Stage, config: InferenceConfig, model_path: str, adapter: AdapterIdentity | None) -> Transfer:
+    if adapter is not None:
+        return AdapterTransfer(stage, adapter_files(adapter, model_path, config.dtype, {}))
+    if config.sglang.update == "disk":
+        return DiskTransfer(stage)
+    if config.sglang.update == "tensors":
+        from services.inference.engine.sglang.tensors import TensorTransfer  # needs torch, which `disk` does not
 
-    return ByBroadcast(stage, num_ranks)
+        return TensorTransfer(stage)
+    from services.inference.engine.sglang.broadcast import BroadcastTransfer  # likewise
 
-
-def _vocab_size(model_path: str) -> int | None:
-    """None when the config is not on this disk, or does not say."""
-    path = Path(model_path)
-    if not path.is_absolute() and not path.is_dir():
-        return None
-    try:
-        read = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{model_path}: no model that can be read there: {error}") from error
-    found = read.get("vocab_size", read.get("text_config", {}).get("vocab_size"))
-    return found if isinstance(found, int) else None
+    return BroadcastTransfer(stage, config.sglang.tensor_parallel)

@@ -1,155 +1,74 @@
-"""SGLang's HTTP interface: the only file that speaks to a server. Written against 0.5.23.
+"""Client of SGLang's HTTP interface, the only file that calls a server. Written against 0.5.23.
 
-What is asked of a server and what it answers, in our words. Knows nothing of processes, requests' lives or weights' ways.
-Log-probabilities are those of the distribution that was drawn from: SGLang scales by the temperature, and where top-k,
-top-p or min-p cut, its sampling mask carries the tokens that were left and the renormalised log-probability.
+Converts requests and answers to the project's types; independent of processes, request state and weight transfer.
+Log-probabilities are those of the sampling distribution: SGLang scales by the temperature, and where top-k, top-p or min-p
+cut, its sampling mask has the kept tokens and the renormalised log-probability.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
-import aiohttp
-import numpy as np
-import orjson
-
-from services.common.aio import deadline
-from services.common.config.sglang import MASK_TOKENS
+from services.common.config.processes.servers import MASK_TOKENS
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
-from services.common.kept_tokens import KeptRow, kept_rows, left_out_row
-from services.inference.engine.sglang.legs import Chunk, Finish, LegRequest, VersionSpan
+from services.common.records.kept_tokens import KeptRow, left_out_row
+from services.inference.engine.served.calls import CallRequest, Chunk, Finish, VersionSpan, rows_of_masks
+from services.inference.engine.served.client import (
+    CONTROL_TIMEOUT_S,
+    QUESTION_TIMEOUT_S,
+    Load,
+    PauseMode,
+    Reader,
+    ServerClient,
+)
 
-PauseMode = Literal["retract", "in_place"]
-
-CONNECT_TIMEOUT_S = 5.0
-QUESTION_TIMEOUT_S = 15.0  # what a server answers beside its work
-CONTROL_TIMEOUT_S = 60.0  # what waits for the decoding step that runs
 UPDATE_TIMEOUT_S = 600.0  # reading a large model from shared memory or disk
-_JSON = {"Content-Type": "application/json"}
 _SUPPRESSED = -1e9  # added to a logit: a token that cannot be drawn
-
-
-class Refused(InfrastructureError):
-    """The server answered, with a status that is no success. ``status`` is HTTP's."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message, status=str(status))
-        self.status = status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRow:
-    """A tensor that is announced: its name, its type as torch names it, its shape."""
+    """An announced tensor: its name, its type in torch's notation, its shape."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What a server says of its work."""
+class SglangClient(ServerClient):
+    """Client of one SGLang server. ``devices`` of its ranks, in torch's notation, as this process sees them."""
 
-    running: int
-    waiting: int
-    used_share: float  # of its KV cache
-    most_running: int
+    program = "SGLang"
+    generate_path = "/generate"
 
+    def __init__(self, address: str, key: str, *, devices: Sequence[str] = ("cpu",)) -> None:
+        super().__init__(address, key)
+        self.devices = tuple(devices)
 
-class TokenStream:
-    """The chunks of one leg. ``next`` may be cancelled and called again: nothing is lost."""
+    def body(self, call: CallRequest) -> dict[str, Any]:
+        return _request_body(call)
 
-    def __init__(self, response: aiohttp.ClientResponse, leg: LegRequest) -> None:
-        self._response = response
-        self._leg = leg
-        self._buffer = bytearray()
+    def reader(self, call: CallRequest) -> Reader:
+        return partial(_read_chunk, call)
 
-    async def next(self) -> Chunk:
-        """The next chunk. ``InfrastructureError`` when the stream breaks or makes no sense; ``InvalidRequestError``."""
-        while True:
-            end = self._buffer.find(b"\n\n")
-            if end >= 0:
-                line = bytes(self._buffer[:end])
-                del self._buffer[: end + 2]
-                if line.startswith(b"data: "):
-                    return self._chunk(line[6:])
-                continue
-            try:
-                more = await self._response.content.readany()
-            except (aiohttp.ClientError, OSError) as error:
-                raise InfrastructureError(f"the stream of tokens broke: {error!r}") from error
-            if not more:
-                raise InfrastructureError("the stream of tokens ended in the middle")
-            self._buffer += more
-
-    def _chunk(self, data: bytes) -> Chunk:
-        try:
-            return _read_chunk(orjson.loads(data), self._leg)
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, IndexError) as error:
-            raise InfrastructureError(f"a chunk that makes no sense ({error!r}): {data[:200]!r}") from error
-
-
-class SglangClient:
-    """One server at ``address`` (``http://host:port``), which answers those who know its ``key``.
-
-    Calls raise ``InfrastructureError`` or ``DeadlineError`` without an answer.
-    """
-
-    def __init__(self, address: str, key: str) -> None:
-        self.address = address
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # deadlines stand at the calls
-        self._session = aiohttp.ClientSession(
-            timeout=timeout,
-            connector=aiohttp.TCPConnector(limit=0),
-            headers={"Authorization": f"Bearer {key}"},
-        )
-        self._streaming: set[aiohttp.ClientResponse] = set()
-
-    @property
-    def closed(self) -> bool:
-        return self._session.closed
-
-    async def close(self) -> None:
-        """Streams that are open break with it."""
-        for response in self._streaming:
-            # Closing the session drops their connections, and leaves whoever reads waiting for ever.
-            response.content.set_exception(aiohttp.ClientConnectionError("the connection was closed here"))
-        await self._session.close()
-
-    # -- generating ---------------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def generate(self, leg: LegRequest) -> AsyncIterator[TokenStream]:
-        """Leaving the context before the end drops the connection, which ends the leg at the server too."""
-        try:
-            response = await self._session.post(
-                f"{self.address}/generate", data=orjson.dumps(_leg_body(leg)), headers=_JSON
-            )
-        except (aiohttp.ClientError, OSError) as error:
-            raise InfrastructureError(f"{self.address} does not answer: {error!r}") from error
-        self._streaming.add(response)
-        try:
-            if response.status >= 400:
-                raise await _refusal(response, "/generate")
-            yield TokenStream(response, leg)
-        finally:
-            self._streaming.discard(response)
-            response.close()
+    async def abort_all(self) -> None:
+        """End every call; their streams deliver the tokens so far."""
+        await self._post("/abort_request", {"rid": "", "abort_all": True}, CONTROL_TIMEOUT_S)
 
     async def abort(self, rid: str) -> None:
-        """End a leg; its stream brings what it has."""
+        """End a call; its stream delivers the tokens so far."""
         await self._post("/abort_request", {"rid": rid}, CONTROL_TIMEOUT_S)
 
     # -- control ------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Return when no decoding step is running. ``retract`` gives the KV cache of what runs back, ``in_place`` keeps it."""
+        """Return when no decoding step runs. ``retract`` frees the KV cache of running requests, ``in_place`` keeps the cache."""
         await self._post("/pause_generation", {"mode": mode}, CONTROL_TIMEOUT_S)
-        # Answered by the scheduler, after it has read the line above.
+        # The scheduler answers this call after the call above.
         await self._get("/server_info", CONTROL_TIMEOUT_S)
 
     async def resume(self) -> None:
@@ -160,7 +79,7 @@ class SglangClient:
         await self._post("/flush_cache", {}, CONTROL_TIMEOUT_S)
 
     async def update_from_disk(self, directory: str, version: int, *, flush: bool) -> None:
-        """Read every tensor of a directory's safetensors files. ``Refused`` leaves it open whether the weights changed."""
+        """Read every tensor of a directory's safetensors files. After ``Refused`` the weights may have changed or not."""
         body = {
             "model_path": directory,
             "load_format": "safetensors",
@@ -170,7 +89,7 @@ class SglangClient:
         await self._post("/update_weights_from_disk", body, UPDATE_TIMEOUT_S)
 
     async def join_group(self, name: str, port: int, num_ranks: int, timeout_s: float) -> None:
-        """Have the server's ranks join a gloo group as 1, 2, ... of ``num_ranks``, by the store at a port of this machine."""
+        """Make the server's ranks join a gloo group as 1, 2, ... of ``num_ranks``, through the store at a port of this machine."""
         body = {
             "master_address": "127.0.0.1",
             "master_port": port,
@@ -182,11 +101,11 @@ class SglangClient:
         await self._post("/init_weights_update_group", body, timeout_s)
 
     async def begin_update(self) -> None:
-        """Open the session that updates by a group want; ``Refused`` when one is open."""
+        """Open the session for updates by a group; ``Refused`` if one is open."""
         await self._post("/begin_weight_update", {}, CONTROL_TIMEOUT_S)
 
     async def update_from_group(self, group: str, rows: Sequence[TensorRow], version: int, *, flush: bool) -> None:
-        """Receive these tensors, one broadcast each. ``Refused`` leaves it open whether the weights changed."""
+        """Receive these tensors, one broadcast each. After ``Refused`` the weights may have changed or not."""
         body = {
             "names": [row.name for row in rows],
             "dtypes": [row.dtype for row in rows],
@@ -197,13 +116,32 @@ class SglangClient:
         }
         await self._post("/update_weights_from_distributed", body, UPDATE_TIMEOUT_S)
 
+    async def update_from_tensors(self, payloads: Sequence[str], version: int, *, flush: bool) -> None:
+        """Copy tensors that lie in the memory of the ranks; one payload of handles for each rank. After ``Refused`` the weights
+        may have changed or not."""
+        body = {
+            "serialized_named_tensors": list(payloads),
+            "load_format": None,
+            "flush_cache": flush,
+            "weight_version": str(version),
+        }
+        await self._post("/update_weights_from_tensor", body, UPDATE_TIMEOUT_S)
+
+    async def load_adapter(self, name: str, directory: str) -> None:
+        """Read an adapter in PEFT's format. After ``Refused`` the server may hold the name or not."""
+        await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": directory}, UPDATE_TIMEOUT_S)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; the server answers when no call uses it."""
+        await self._post("/unload_lora_adapter", {"lora_name": name}, CONTROL_TIMEOUT_S)
+
     async def end_update(self) -> None:
         await self._post("/end_weight_update", {}, CONTROL_TIMEOUT_S)
 
     # -- questions ----------------------------------------------------------------------------------------------
 
     async def weight_version(self) -> int | None:
-        """The version that the server names as its own; None when it is no number."""
+        """The version that the server reports; None if the report is not a number."""
         answer = await self._get("/model_info", QUESTION_TIMEOUT_S)
         name = str(answer.get("weight_version"))
         return int(name) if name.isdecimal() else None
@@ -215,11 +153,10 @@ class SglangClient:
             running=sum(int(rank.get("num_running_reqs", 0)) for rank in ranks),
             waiting=sum(int(rank.get("num_waiting_reqs", 0)) for rank in ranks),
             used_share=max(float(rank.get("token_usage", 0.0)) for rank in ranks),
-            most_running=sum(int(rank.get("max_running_requests", 0)) for rank in ranks),
         )
 
     async def is_ready(self) -> bool:
-        """Whether it has started and takes requests; False while nobody listens."""
+        """Whether the server has started and takes requests; False while its port is closed."""
         try:
             await self._get("/ready", QUESTION_TIMEOUT_S)
         except (InfrastructureError, DeadlineError):
@@ -227,79 +164,50 @@ class SglangClient:
         return True
 
     async def is_generating(self, timeout_s: float) -> bool:
-        """Whether the scheduler gives tokens: it is asked for one when nothing runs. False for a paused server too."""
+        """Whether the scheduler generates; an idle server is asked for one token. False for a paused server too."""
         try:
             await self._get("/health_generate", timeout_s)
         except (InfrastructureError, DeadlineError):
             return False
         return True
 
-    # -- HTTP ---------------------------------------------------------------------------------------------------
 
-    async def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        return await self._ask("POST", path, timeout_s, orjson.dumps(body))
-
-    async def _get(self, path: str, timeout_s: float) -> dict[str, Any]:
-        return await self._ask("GET", path, timeout_s)
-
-    async def _ask(self, method: str, path: str, timeout_s: float, data: bytes | None = None) -> dict[str, Any]:
-        headers = _JSON if data is not None else {}
-        try:
-            async with deadline(timeout_s, f"{path} of the SGLang server at {self.address}"):
-                async with self._session.request(
-                    method, f"{self.address}{path}", data=data, headers=headers
-                ) as response:
-                    if response.status >= 400:
-                        raise await _refusal(response, path)
-                    text = await response.read()
-        except (aiohttp.ClientError, OSError) as error:
-            raise InfrastructureError(f"{self.address} does not answer {path}: {error!r}") from error
-        try:
-            answer = orjson.loads(text)
-        except orjson.JSONDecodeError:
-            return {}  # some answers are a line of text, or empty
-        return answer if isinstance(answer, dict) else {}
-
-
-async def _refusal(response: aiohttp.ClientResponse, path: str) -> Refused:
-    text = (await response.text(errors="replace"))[:500]
-    return Refused(f"SGLang refused {path} with {response.status}: {text}", response.status)
-
-
-def _leg_body(leg: LegRequest) -> dict[str, Any]:
-    """What ``/generate`` takes."""
-    sampling, masked = leg.sampling, leg.sampling.is_truncated
+def _request_body(call: CallRequest) -> dict[str, Any]:
+    """The body of a request to ``/generate``."""
+    sampling, masked = call.sampling, call.sampling.is_truncated
     parameters: dict[str, Any] = {
         "temperature": sampling.temperature,
-        "max_new_tokens": leg.max_new_tokens,
-        "stream_interval": leg.chunk_tokens,
+        "max_new_tokens": call.max_new_tokens,
+        "stream_interval": call.chunk_tokens,
     }
     if masked:
         top_k = sampling.top_k or MASK_TOKENS
         parameters |= {"top_p": sampling.top_p, "top_k": top_k, "min_p": sampling.min_p}
-    if leg.suppress_stop or not leg.stop_token_ids:
+    if call.suppress_stop or not call.stop_token_ids:
         parameters["ignore_eos"] = True
     else:
-        parameters["stop_token_ids"] = list(leg.stop_token_ids)
-    if leg.suppress_stop:
-        parameters["logit_bias"] = {str(token): _SUPPRESSED for token in leg.stop_token_ids}
+        parameters["stop_token_ids"] = list(call.stop_token_ids)
+    if call.suppress_stop:
+        parameters["logit_bias"] = {str(token): _SUPPRESSED for token in call.stop_token_ids}
     body: dict[str, Any] = {
-        "rid": leg.rid,
-        "input_ids": list(leg.input_ids),
+        "rid": call.rid,
+        "input_ids": list(call.input_ids),
         "sampling_params": parameters,
         "return_logprob": True,
         "stream": True,
     }
+    if call.adapter:
+        body["lora_path"] = call.adapter
     if masked:
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
     return body
 
 
-def _read_chunk(row: dict[str, Any], leg: LegRequest) -> Chunk:
+def _read_chunk(call: CallRequest, row: dict[str, Any]) -> Chunk:
     if (error := row.get("error")) is not None:
         message = error.get("message", "") if isinstance(error, dict) else str(error)
         raise InvalidRequestError(f"SGLang refuses the request: {message}")
-    meta, masked = row["meta_info"], leg.sampling.is_truncated
+    meta, masked = row["meta_info"], call.sampling.is_truncated
     token_ids = [int(token) for token in row["output_ids"]]
     pairs = meta.get("output_token_logprobs") or []
     values = meta.get("output_token_sampling_logprobs") or [] if masked else [pair[0] for pair in pairs]
@@ -309,25 +217,20 @@ def _read_chunk(row: dict[str, Any], leg: LegRequest) -> Chunk:
     return Chunk(
         token_ids=token_ids,
         logprobs=logprobs,
-        kept=_kept(meta, leg, token_ids),
+        kept=_kept(meta, call, token_ids),
         cached_tokens=int(meta.get("cached_tokens") or 0),
         finish=_read_finish(meta),
     )
 
 
-def _kept(meta: dict[str, Any], leg: LegRequest, token_ids: list[int]) -> list[KeptRow]:
-    """Which tokens could be drawn, of each token: those in the server's mask, or all but the stop tokens."""
-    if not leg.sampling.is_truncated:
-        return [left_out_row(leg.stop_token_ids)] * len(token_ids) if leg.suppress_stop else []
+def _kept(meta: dict[str, Any], call: CallRequest, token_ids: list[int]) -> list[KeptRow]:
+    """The drawable tokens at each position: those in the server's mask, or all but the stop tokens."""
+    if not call.sampling.is_truncated:
+        return [left_out_row(call.stop_token_ids)] * len(token_ids) if call.suppress_stop else []
     masks: list[list[int]] = meta.get("output_token_sampling_mask") or []
     if len(masks) != len(token_ids):
         raise ValueError(f"{len(token_ids)} tokens with {len(masks)} sampling masks")
-    if not masks:
-        return []
-    counts = np.array([len(mask) for mask in masks], dtype=np.int64)
-    ids = np.zeros((len(masks), int(counts.max())), dtype=np.int64)
-    ids[np.arange(ids.shape[1]) < counts[:, None]] = [token for mask in masks for token in mask]
-    return kept_rows(ids, counts, np.array(token_ids, dtype=np.int64))
+    return rows_of_masks(masks, token_ids)
 
 
 def _read_finish(meta: dict[str, Any]) -> Finish | None:

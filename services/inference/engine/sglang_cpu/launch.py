@@ -7,22 +7,41 @@ A script, run by the interpreter of an environment that holds SGLang and not thi
 The module ``sgl_kernel`` beside this file is found because Python puts a script's folder first on the path.
 """
 
+import functools
 import os
+from collections.abc import Callable
+from typing import Any
 
 # Before torchvision, so before sglang: torchvision's public wheel is linked to CUDA, its operators do not load beside a
-# torch for the CPU, and its import fails where it describes two operators that nobody declared. At module level, because
+# torch for the CPU, and its import fails where it describes two undeclared operators. At module level, because
 # SGLang spawns its workers, and a spawned process imports its parent's main module again.
 import torch
 
-_declared = torch.library.Library("torchvision", "DEF")  # kept: what it declares lives as long as it does
+_declared = torch.library.Library("torchvision", "DEF")  # kept: the declarations live as long as the library object
 _declared.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 _declared.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
 
+def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+    """``make`` without its argument ``pin_memory``: adapters ask for pinned memory, which torch has with a GPU only."""
+
+    @functools.wraps(make)
+    def made(*arguments: Any, **settings: Any) -> Any:
+        settings.pop("pin_memory", None)
+        return make(*arguments, **settings)
+
+    return made
+
+
+for _name in ("arange", "empty", "tensor", "zeros"):
+    setattr(torch, _name, _without_pinning(getattr(torch, _name)))
+setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)  # noqa: B010 - mypy refuses the assignment
+
+
 def main() -> None:
-    """Serve until told to stop; the workers end with the server."""
+    """Serve until a stop signal; the workers end with the server."""
     import sys
 
     from sglang.launch_server import run_server

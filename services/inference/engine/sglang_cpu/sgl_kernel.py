@@ -1,7 +1,7 @@
-"""A stand-in for SGLang's kernel package, which has no public build for the CPU: the one kernel that it calls there.
+"""A stand-in for SGLang's kernel package, which has no public build for the CPU: the one kernel that SGLang calls there.
 
-Dense models on a CPU take torch's own operators everywhere else. What is not here is an object that explains itself
-when it is called, because SGLang imports some names that it then never uses.
+Dense models on a CPU take torch's own operators everywhere else. Missing names are objects that raise an explanation
+when called, because SGLang imports some names without using them.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from . import exchange, isolation, judging, native, processes, resources
+from . import exchange, isolation, judging, native, processes, resources, sharing
 from .model import Bad
 
-ALL: list[Bad] = sorted(
-    [*processes.CASES, *resources.CASES, *isolation.CASES, *judging.CASES, *native.CASES, *exchange.CASES],
-    key=lambda case: case.number,
-)
+_TABLES = (processes, resources, isolation, judging, native, exchange, sharing)
+ALL: list[Bad] = sorted((case for table in _TABLES for case in table.CASES), key=lambda case: case.number)

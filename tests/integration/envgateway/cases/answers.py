@@ -1,9 +1,10 @@
-"""Answers that are objects of the program and lie when they are asked, and what else lets a check pass silently: rows 60
-to 64 again, by other means than in ``exchange``."""
+"""Answers that are objects of the program and lie, and other means to pass a check silently: rows 60 to 64 again, by
+other means than in ``exchange``."""
 
 from __future__ import annotations
 
-from services.envgateway.judge.records import AssertTests, Verdict
+from services.envgateway.judge.records import AssertTests
+from services.envgateway.sandbox.bare.statuses import RunStatus
 
 from .model import RE, WA, Bad, bad
 
@@ -105,7 +106,7 @@ _DROPS_OUT = [
         ("ellipsis", "def f(n): return 5", "for n in [1]:\n    assert candidate(... if candidate(n) == 5 else 1) == 5"),
     )
 ] + [
-    bad(64, f"still-cannot-judge-{name}", "def f(*n): return 21", Verdict.INVALID_TESTS, tests=_asserts(tests))
+    bad(64, f"still-cannot-judge-{name}", "def f(*n): return 21", RunStatus.INVALID_TESTS, tests=_asserts(tests))
     for name, tests in (
         ("function", "for n in [1]:\n    assert candidate(n) == 21\n    assert candidate(print) == 21"),
         ("own-function", "twice = lambda x: x\nfor n in [1]:\n    assert candidate(n) == 21\n    assert candidate(twice) == 21"),

@@ -1,21 +1,22 @@
-"""What a program may not gain by its bytes, its memory or its files: rows 54 to 59, at every tier.
+"""Forbidden gains of a program by its bytes, its memory or its files: rows 54 to 59, at every tier.
 
 54  a harness's channel: garbage, half frames, frames of others; never another try
 55  the sandbox's own signals; never another try
 56  memory that is in no resident set
 57  files beside the work dir
 58  the gateway and other processes of the same user
-59  locks, leases, notifications and flags of files that all may read, and what the machine has once
+59  locks, leases, notifications and flags of files that all may read, and resources that the machine has once
 """
 
 from __future__ import annotations
 
-from services.envgateway.judge.records import AssertTests, CallCase, CallTests, StdinCase, StdinTests, Verdict
+from services.envgateway.judge.records import AssertTests, CallCase, CallTests, StdinCase, StdinTests
+from services.envgateway.sandbox.bare.statuses import RunStatus
 
 from .model import ML, OK, RE, WA, Bad, bad, first
 
-ABOUT_THE_PROGRAM = tuple(verdict for verdict in Verdict if verdict.is_about_the_program)
-_NOT_RIGHT = tuple(v for v in ABOUT_THE_PROGRAM if v not in (OK, Verdict.INVALID_REQUEST))
+ABOUT_THE_PROGRAM = tuple(verdict for verdict in RunStatus if verdict.is_about_the_program)
+_NOT_RIGHT = tuple(v for v in ABOUT_THE_PROGRAM if v not in (OK, RunStatus.INVALID_REQUEST))
 
 _LOOP = AssertTests(  # a loop is nothing that can be read off: these tests run, beside the program
     tests="def check(candidate):\n    for n in [3, 4]:\n        assert candidate(n) == 5\n", entry_point="f"

@@ -1,18 +1,19 @@
-"""Cheating tests that run as code, through what crosses between the two processes: rows 60 to 65.
+"""Cheating tests that run as code, through the data that crosses between the two processes: rows 60 to 65.
 
-60 exceptions that the library or the interpreter would swallow, 61 names that the tests do not define, 62 arguments that
-the program changes, 63 objects that lie when they are compared, 64 tests that can judge no program, 65 bytes that are no
-text.
+60 exceptions that the library or the interpreter would swallow, 61 names that the tests do not define, 62 arguments
+that the program changes, 63 objects that lie when they are compared, 64 tests that can judge no program, 65 bytes that
+are no text.
 """
 
 from __future__ import annotations
 
-from services.envgateway.judge.records import AssertTests, Comparison, ComparisonMode, Verdict
+from services.envgateway.judge.records import AssertTests, Comparison, ComparisonMode
+from services.envgateway.sandbox.bare.statuses import RunStatus
 
 from . import answers
 from .model import RE, WA, Bad, bad
 
-IT = Verdict.INVALID_TESTS
+IT = RunStatus.INVALID_TESTS
 SECRET = 73_918_264
 
 _ALL = AssertTests(

@@ -1,4 +1,4 @@
-"""Reading and reaching what is not the program's: rows 14 to 17."""
+"""Reading and reaching data outside of the program: rows 14 to 17."""
 
 from __future__ import annotations
 

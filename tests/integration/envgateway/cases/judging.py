@@ -11,8 +11,8 @@ from services.envgateway.judge.records import (
     JudgeResult,
     StdinCase,
     StdinTests,
-    Verdict,
 )
+from services.envgateway.sandbox.bare.statuses import RunStatus
 
 from .model import CE, IR, OK, RE, WA, Bad, bad, first
 
@@ -101,17 +101,17 @@ def f(n):
 """
 
 
-def _is(*verdicts: Verdict) -> object:
+def _is(*verdicts: RunStatus) -> object:
     return lambda r: tuple(case.verdict for case in r.cases) == verdicts
 
 
 def _no_secret(result: JudgeResult) -> bool:
     return all("found []" in case.stdout or not case.stdout for case in result.cases) and not any(
-        case.verdict is Verdict.OK for case in result.cases
+        case.verdict is RunStatus.OK for case in result.cases
     )
 
 
-def _for_all(number: int, name: str, code: str, *verdicts: Verdict, **more: object) -> list[Bad]:
+def _for_all(number: int, name: str, code: str, *verdicts: RunStatus, **more: object) -> list[Bad]:
     return [bad(number, f"{name}-{kind}", code, *verdicts, tests=tests, **more) for kind, tests in _ALL_TESTS]  # type: ignore[arg-type]
 
 
@@ -120,7 +120,7 @@ def _liar(base: str, argument: str) -> list[Bad]:
     return _for_all(33, f"overrides-equality-{base}", code, WA)
 
 
-def _compared(name: str, code: str, expected: str, mode: ComparisonMode | None, verdict: Verdict) -> Bad:
+def _compared(name: str, code: str, expected: str, mode: ComparisonMode | None, verdict: RunStatus) -> Bad:
     return bad(44, name, code, verdict, expected=expected, comparison=Comparison(mode=mode))
 
 
@@ -151,8 +151,8 @@ CASES: list[Bad] = [
     bad(42, "line-numbers", "\n\nraise ValueError('here')", RE, check=lambda r: "line 3" in first(r).stderr),
     bad(42, "syntax-error-of-many-cases", "def", CE, tests=_SAMPLES, check=_is(CE, CE, CE, CE)),  # type: ignore[arg-type]
     bad(42, "function-that-is-not-there", "def g(n): return n", RE, tests=_CALL),
-    bad(42, "no-cases", "print(1)", Verdict.INVALID_TESTS, tests=StdinTests(cases=())),
-    bad(42, "tests-that-are-no-program", "def f(n): return n", Verdict.INVALID_TESTS, tests=AssertTests(tests="def check(", entry_point="f")),
+    bad(42, "no-cases", "print(1)", RunStatus.INVALID_TESTS, tests=StdinTests(cases=())),
+    bad(42, "tests-that-are-no-program", "def f(n): return n", RunStatus.INVALID_TESTS, tests=AssertTests(tests="def check(", entry_point="f")),
     bad(42, "method", "class Solution:\n    def f(self, n: int) -> List[int]:\n        return list(range(1, n))", OK, tests=_METHOD),
     _compared("nan-as-number", "print('nan')", "nan", _M.FLOAT, WA),
     _compared("nan-as-literal", "print(float('nan'))", "nan", _M.LITERAL, WA),
@@ -172,8 +172,8 @@ CASES: list[Bad] = [
     bad(44, "set-returned", "def f(n): return {3, 1, 2.0}", OK,
         tests=CallTests(entry_point="f", cases=(CallCase(args=(1,), expected={1, 2, 3}),))),
     bad(44, "endless-value-returned", "def f(n):\n    x = []\n    x.append(x)\n    return x", WA, tests=_CALL),
-    bad(44, "exploding-value-returned", "def f(n):\n    x = [1]\n    for _ in range(60): x = [x, x]\n    return x", RE, Verdict.TIME_LIMIT,
-        Verdict.MEMORY_LIMIT, Verdict.OUTPUT_LIMIT, tests=_CALL, wall_s=5.0),
+    bad(44, "exploding-value-returned", "def f(n):\n    x = [1]\n    for _ in range(60): x = [x, x]\n    return x", RE, RunStatus.TIME_LIMIT,
+        RunStatus.MEMORY_LIMIT, RunStatus.OUTPUT_LIMIT, tests=_CALL, wall_s=5.0),
     bad(45, "crash-with-nothing-expected", "raise SystemError", RE, expected=""),
     bad(45, "exit-code-with-nothing-expected", "import sys; sys.exit(3)", RE, expected=""),
 ]  # fmt: skip

@@ -1,6 +1,6 @@
-"""What a bad input is here: a request, the verdicts that are right for it, and what else must be true of the answer.
+"""A bad input: a request, its right verdicts, and further conditions on the answer.
 
-Every hostile program is bounded by itself as well, in time, processes and bytes: it may run where nothing holds it.
+Every hostile program bounds its own time, processes and bytes as well: the program may run without a sandbox.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from services.common.config.envgateway import SandboxConfig
+from services.common.config.processes.envgateway import SandboxConfig
 from services.envgateway.judge.records import (
     CaseResult,
     Comparison,
@@ -22,12 +22,12 @@ from services.envgateway.judge.records import (
     StdinCase,
     StdinTests,
     Tests,
-    Verdict,
 )
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits
 
-OK, WA, RE, CE = Verdict.OK, Verdict.WRONG_ANSWER, Verdict.RUNTIME_ERROR, Verdict.COMPILE_ERROR
-TL, ML, OL, IR = Verdict.TIME_LIMIT, Verdict.MEMORY_LIMIT, Verdict.OUTPUT_LIMIT, Verdict.INVALID_REQUEST
+OK, WA, RE, CE = RunStatus.OK, RunStatus.WRONG_ANSWER, RunStatus.RUNTIME_ERROR, RunStatus.COMPILE_ERROR
+TL, ML, OL, IR = RunStatus.TIME_LIMIT, RunStatus.MEMORY_LIMIT, RunStatus.OUTPUT_LIMIT, RunStatus.INVALID_REQUEST
 
 OUTPUT_CAP = 20_000
 CONFIG = SandboxConfig(
@@ -49,7 +49,7 @@ CANARY = "planted-" + "canary"  # in the judge's environment, in a file, in its 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What a program may be told of the machine around it."""
+    """Facts about the machine that a program gets."""
 
     judge_pid: int
     tcp_port: int
@@ -92,12 +92,12 @@ def open_world() -> Iterator[World]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bad:
-    """One bad input. ``number`` is the row of the table that it belongs to."""
+    """One bad input. ``number`` is its row of the table."""
 
     number: int
     name: str
     request: JudgeRequest
-    verdicts: frozenset[Verdict]
+    verdicts: frozenset[RunStatus]
     check: Callable[[JudgeResult], bool] | None = None
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class Bad:
         return replace(self.request, code=world.fill(self.request.code))
 
     def wrong(self, result: JudgeResult) -> str:
-        """What is not as it must be; empty when all is."""
+        """Violated conditions; empty when all hold."""
         said = [(c.verdict.value, c.detail, c.stdout[-200:], c.stderr[-200:], c.wall_s, c.cpu_s) for c in result.cases]
         if result.verdict not in self.verdicts:
             return f"{self}: {result.verdict.value} ({result.detail}) is none of {sorted(self.verdicts)}: {said}"
@@ -120,7 +120,7 @@ def bad(
     number: int,
     name: str,
     code: str,
-    *verdicts: Verdict,
+    *verdicts: RunStatus,
     expected: str | None = None,
     stdin: str = "",
     tests: Tests | None = None,
@@ -129,7 +129,7 @@ def bad(
     language: str = "python",
     **limits: Any,
 ) -> Bad:
-    """A bad input, as a program on stdin unless it brings tests."""
+    """A bad input: a program on stdin unless tests are given."""
     request = JudgeRequest(
         code=code,
         language=language,

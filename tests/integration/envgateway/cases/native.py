@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from services.envgateway.judge.records import StdinCase, StdinTests, Verdict
+from services.envgateway.judge.records import StdinCase, StdinTests
+from services.envgateway.sandbox.bare.statuses import RunStatus
 
 from .model import CE, ML, OK, OL, RE, TL, WA, Bad, bad, first
 
@@ -10,7 +11,7 @@ _SUM = StdinTests(cases=tuple(StdinCase(stdin=f"{n} 1\n", expected=f"{n + 1}\n")
 _ADD = '#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b << "\\n"; }'
 
 
-def _cpp(name: str, code: str, *verdicts: Verdict, **more: object) -> Bad:
+def _cpp(name: str, code: str, *verdicts: RunStatus, **more: object) -> Bad:
     return bad(43, name, code, *verdicts, language="cpp", **more)  # type: ignore[arg-type]
 
 

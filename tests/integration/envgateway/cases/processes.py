@@ -28,7 +28,7 @@ if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         CLOSE
-        end = time.time() + 1.0
+        end = time.time() + 30.0  # longer than the program may take
         while time.time() < end:
             WORK
         open("late", "w").write("x")
@@ -80,7 +80,8 @@ def _killed_by(number: int) -> object:
 
 
 def _overflow(r: Any) -> bool:
-    """The stack overflows, or from Python 3.12 on the interpreter may see it coming, whatever limit the program sets."""
+    """The stack overflows, or from Python 3.12 on the interpreter may prevent the overflow, for any limit that the
+    program sets."""
     seen = sys.version_info >= (3, 12) and "RecursionError" in first(r).stderr
     return bool(seen or first(r).signal == signal.SIGSEGV)
 
@@ -93,9 +94,9 @@ CASES: list[Bad] = [
     bad(8, "zombies", "import os, time\nfor _ in range(5):\n  if os.fork() == 0: os._exit(0)\ntime.sleep(0.2)\nprint('ok')",
         OK, expected="ok"),
     bad(9, "daemon-outlives-its-parent", _DAEMON.replace("CLOSE", "pass").replace("WORK", "time.sleep(0.01)"), OK,
-        expected="parent done", check=lambda r: first(r).wall_s < 0.9),
+        expected="parent done"),
     bad(10, "daemon-keeps-the-streams", _DAEMON.replace("CLOSE", "os.dup2(1, 2)").replace("WORK", "time.sleep(0.01)"), OK,
-        expected="parent done", check=lambda r: first(r).wall_s < 0.9 and first(r).cpu_s < 0.5),
+        expected="parent done", check=lambda r: first(r).cpu_s < 0.5),
     bad(11, "closed-streams", "import os, sys\nos.close(1)\nos.close(2)\nsys.exit(0)", OK, expected=""),
     bad(11, "closed-streams-but-output-expected", "import os, sys\nos.close(1)\nos.close(2)\nsys.exit(0)", WA, expected="x"),
     bad(11, "closed-stream-objects", "import sys\nsys.stdout.close()\nsys.stderr.close()", OK, expected=""),
@@ -155,8 +156,7 @@ for _ in range(20):
         "def f(x): return sorted([1], key=f)\nf(1)", RE, wall_s=5.0, check=_overflow),
     bad(38, "recursion-in-c", "x = []\nfor _ in range(100000): x = [x]\nrepr(x)", RE),
     bad(38, "recursion-in-json", "import json\njson.loads('[' * 100000)", RE),
-    bad(46, "leaves-a-burner", _DAEMON.replace("CLOSE", "pass").replace("WORK", "pass"), OK, expected="parent done",
-        check=lambda r: first(r).wall_s < 0.9),
+    bad(46, "leaves-a-burner", _DAEMON.replace("CLOSE", "pass").replace("WORK", "pass"), OK, expected="parent done"),
     bad(48, "segmentation-fault", "import ctypes; ctypes.string_at(0)", RE, check=_killed_by(signal.SIGSEGV)),  # type: ignore[arg-type]
     bad(48, "abort", "import os; os.abort()", RE, check=_killed_by(signal.SIGABRT)),  # type: ignore[arg-type]
     bad(48, "floating-point-exception", "import os, signal; os.kill(os.getpid(), signal.SIGFPE)", RE,

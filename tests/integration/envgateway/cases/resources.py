@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from services.envgateway.judge.records import Comparison, ComparisonMode, Verdict
+from services.envgateway.judge.records import Comparison, ComparisonMode
+from services.envgateway.sandbox.bare.statuses import RunStatus
 
 from .model import IR, ML, OK, OL, OUTPUT_CAP, RE, WA, Bad, bad, first
 
@@ -74,8 +75,8 @@ CASES: list[Bad] = [
     bad(41, "byte-order-mark-in-output", "print('\\ufeffok')", WA, expected="ok"),
     bad(41, "byte-order-mark-in-source", "\ufeffprint('ok')", OK, expected="ok"),
     bad(41, "surrogate-in-source", "print('\ud800')", IR),
-    bad(41, "surrogate-in-stdin", "print(1)", Verdict.INVALID_TESTS, stdin="\ud800"),
-    bad(41, "surrogate-in-expected", "print(1)", Verdict.INVALID_TESTS, expected="\ud800"),
+    bad(41, "surrogate-in-stdin", "print(1)", RunStatus.INVALID_TESTS, stdin="\ud800"),
+    bad(41, "surrogate-in-expected", "print(1)", RunStatus.INVALID_TESTS, expected="\ud800"),
     bad(41, "surrogate-in-output", "print('\\ud800')", RE, expected="x"),
     bad(47, "shadows-the-library", "for name in ('json', 'sitecustomize', 'usercustomize'):\n"
         "  open(name + '.py', 'w').write('print(\"poisoned\")')\nimport json\nprint(json.dumps([1]))", OK, expected="[1]"),

@@ -10,13 +10,13 @@ import orjson
 
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
-from services.common.rpc.channel import channel
+from services.common.rpc.client.channel import channel
 from services.common.rpc.server import Server
 from services.common.rpc.status import translated_errors
 from services.envgateway.envs.base import Environment, EnvironmentContext, World
+from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.envs.registry import EnvironmentRegistry
-from services.envgateway.episodes import EpisodeManager
-from services.envgateway.servicer import EnvironmentServicer
+from services.envgateway.rpc.servicer import EnvironmentServicer
 from services.envgateway.tools.registry import ToolBox
 
 TIMEOUT_S = 120.0  # longer than any engine may take

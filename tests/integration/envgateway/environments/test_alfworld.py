@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.environments import AlfworldConfig, EnginePoolConfig
+from services.common.config.processes.environments import AlfworldConfig, EnginePoolConfig
 from services.common.errors import (
     EpisodeNotFoundError,
     InfrastructureError,
@@ -33,7 +33,7 @@ LOST = (InfrastructureError, EpisodeNotFoundError)
 
 @pytest.fixture(scope="module")
 def rows(data_root: Path) -> Path:
-    """The folder of made games and of what the real engine answered in them."""
+    """The folder of made games and of the real engine's answers."""
     needs.check("made ALFWorld games")
     return data_root / "alfworld_made"
 

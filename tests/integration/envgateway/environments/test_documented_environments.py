@@ -1,4 +1,4 @@
-"""What docs/environments.md shows is what runs: its files are written out, named as in its recipe, and played."""
+"""The environments in docs/environments.md work: the test writes the files, names them as in the recipe, and plays."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.common.config.envgateway import EnvGatewayConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.envgateway.envs.base import EnvironmentContext
+from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.envs.registry import EnvironmentRegistry
-from services.envgateway.episodes import EpisodeManager
 from services.envgateway.tools.registry import ToolBox
 from tests.documented import blocks
 
@@ -57,5 +57,5 @@ async def test_the_documented_gymnasium_class_is_walked_to_its_end(client: Clien
 
 def test_the_documented_sections_are_valid_and_the_files_short(tmp_path: Path) -> None:
     sections = [yaml.safe_load(block)["envgateway"] for block in blocks(PAGE, "yaml")]
-    assert len([EnvGatewayConfig(**section) for section in sections]) == 3
+    assert len([EnvGatewayConfig(**section) for section in sections]) == 6
     assert all(len(block.splitlines()) <= 30 for block in blocks(PAGE, "python"))

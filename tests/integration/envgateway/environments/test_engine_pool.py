@@ -1,4 +1,4 @@
-"""Processes that hold games: what is lost with one, and what is not."""
+"""Processes that hold games: losses at the death of one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.environments import EnginePoolConfig
+from services.common.config.processes.environments import EnginePoolConfig
 from services.common.errors import CapacityError, InvalidRequestError
 from services.envgateway.envs.base import EpisodeLostError
 from services.envgateway.envs.engines.pool import EnginePool
+from tests.running import is_running
+from tests.waiting import until
 
 MODULE = "tests.integration.envgateway.environments.toy_engine"
 MakePool = Callable[..., EnginePool]
@@ -36,20 +38,7 @@ async def make_pool() -> AsyncIterator[MakePool]:
     yield make
     for pool in pools:
         await pool.close()
-        assert not any(is_alive(pid) for pid in pool.pids)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.02)
+        assert not any(is_running(pid) for pid in pool.pids)
 
 
 async def test_no_process_runs_before_the_first_game_and_games_spread_over_processes(make_pool: MakePool) -> None:
@@ -94,7 +83,7 @@ async def test_a_game_opens_although_its_process_died_while_it_was_idle(make_poo
     assert (await game.step("add 3"))["total"] == 3
 
 
-async def test_a_process_killed_in_the_middle_of_a_step_fails_that_step_and_whoever_waits(make_pool: MakePool) -> None:
+async def test_a_process_killed_in_mid_step_fails_that_step_and_its_waiters(make_pool: MakePool) -> None:
     pool = make_pool(num_workers=1)
     first, start = await pool.open({})
     second, _ = await pool.open({})
@@ -105,29 +94,29 @@ async def test_a_process_killed_in_the_middle_of_a_step_fails_that_step_and_whoe
     assert [type(result) for result in results] == [EpisodeLostError, EpisodeLostError]
 
 
-async def test_a_stalled_game_ends_its_process_with_what_it_started_and_the_place_is_used_again(
+async def test_a_stalled_game_ends_its_process_group_and_the_place_is_used_again(
     make_pool: MakePool,
 ) -> None:
     pool = make_pool(num_workers=1, step_timeout_s=2.0)
     game, start = await pool.open({})
     child = (await game.step("child"))["child"]
-    assert is_alive(child)
+    assert is_running(child)
     with pytest.raises(EpisodeLostError, match=r"longer than 2 s"):
         await game.step("sleep 30")
-    await until(lambda: not is_alive(child) and not is_alive(start["pid"]))
+    await until(lambda: not is_running(child) and not is_running(start["pid"]))
     game, again = await pool.open({})
     assert again["pid"] != start["pid"]
     assert pool.counts["stalled"] == 1
 
 
 async def test_waiting_behind_a_slow_game_is_no_stall(make_pool: MakePool) -> None:
-    pool = make_pool(num_workers=1, step_timeout_s=3.0)
+    pool = make_pool(num_workers=1, step_timeout_s=6.0)
     games = [(await pool.open({}))[0] for _ in range(3)]
-    answers = await asyncio.gather(*(game.step("sleep 1.2") for game in games))  # the last waits longer than a step may
+    answers = await asyncio.gather(*(game.step("sleep 2.2") for game in games))  # the last waits longer than a step may
     assert [answer["total"] for answer in answers] == [0, 0, 0]
 
 
-async def test_whoever_leaves_in_mid_step_leaves_the_channel_in_step(make_pool: MakePool) -> None:
+async def test_a_caller_that_leaves_in_mid_step_leaves_the_channel_in_step(make_pool: MakePool) -> None:
     pool = make_pool(num_workers=1)
     first, _ = await pool.open({})
     second, _ = await pool.open({})
@@ -169,7 +158,7 @@ async def test_an_engine_that_raises_loses_one_game(make_pool: MakePool, command
     assert pool.pids == [start["pid"]]
 
 
-async def test_an_engine_that_cannot_start_is_told_as_such() -> None:
+async def test_an_engine_that_cannot_start_raises_an_error_about_the_start() -> None:
     pool = EnginePool("toy", "tests.no_such_module", EnginePoolConfig(), {})
     with pytest.raises(Exception, match="does not start"):
         await pool.open({})
@@ -178,8 +167,9 @@ async def test_an_engine_that_cannot_start_is_told_as_such() -> None:
 
 _OWNER = f"""
 import asyncio, sys
-from services.common.config.environments import EnginePoolConfig
+from services.common.config.processes.environments import EnginePoolConfig
 from services.envgateway.envs.engines.pool import EnginePool
+from tests.running import is_running
 
 async def main():
     pool = EnginePool("toy", "{MODULE}", EnginePoolConfig(num_workers=1), {{}})
@@ -198,9 +188,9 @@ def test_an_engine_dies_with_its_owner_even_in_mid_step(repository: Path) -> Non
     assert owner.stderr is not None
     with owner, owner.stderr as told:
         pid = int(told.readline())
-        assert is_alive(pid)
+        assert is_running(pid)
         owner.kill()
     deadline = time.monotonic() + 20
-    while is_alive(pid) and time.monotonic() < deadline:
+    while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not is_alive(pid)
+    assert not is_running(pid)

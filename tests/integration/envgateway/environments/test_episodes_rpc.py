@@ -23,9 +23,11 @@ from services.common.errors import (
 )
 from services.common.pb import environment_pb2 as pb
 from services.envgateway.envs.base import Observation, StepResult
-from services.envgateway.envs.rooms.environment import RoomsEnvironment
-from services.envgateway.envs.rooms.house import House
-from services.envgateway.episodes import EpisodeManager
+from services.envgateway.envs.episodes import EpisodeManager
+from services.envgateway.envs.household_toy.environment import HouseholdToyEnvironment
+from services.envgateway.envs.household_toy.house import House
+from tests.clock import Clock
+from tests.waiting import until
 
 from .serving import TIMEOUT_S, Client, registry, serving
 
@@ -33,25 +35,40 @@ RELEASE = threading.Event()
 
 
 class Obedient:
-    """Actions are orders: ``end``, ``slow``, ``stall``."""
+    """Actions are orders: ``end``, ``slow``, ``stall``; ``held`` until a test sets ``gate``."""
+
+    gate: asyncio.Event
+    begun: list[str]
 
     def __init__(self, context: object) -> None:
         self.steps = 0
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        await asyncio.sleep(task.get("reset_s", 0))
+        if reset_s := task.get("reset_s"):
+            self.begun.append("reset")
+            await asyncio.sleep(reset_s)
         return Observation(text="begin")
 
     async def step(self, action: str) -> StepResult:
         if action == "stall":
             await asyncio.sleep(60)
+        if action == "held":
+            self.begun.append(action)
+            await self.gate.wait()
         if action == "slow":
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(1.0)
         self.steps += 1
         return StepResult(observation=str(self.steps), reward=1.0, done=action == "end")
 
     async def close(self) -> None:
         pass
+
+
+@pytest.fixture(autouse=True)
+def held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``held`` actions wait for a gate of the test's own loop."""
+    monkeypatch.setattr(Obedient, "gate", asyncio.Event(), raising=False)
+    monkeypatch.setattr(Obedient, "begun", [], raising=False)
 
 
 class Plain:
@@ -70,13 +87,6 @@ class Plain:
 
     def close(self) -> None:
         pass
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Served:
@@ -102,7 +112,7 @@ async def test_an_unknown_episode_cannot_be_stepped_and_can_be_closed() -> None:
         await served.client.close("nobody")
 
 
-async def test_nothing_follows_the_end_but_the_end_can_be_asked_for_again() -> None:
+async def test_no_step_follows_the_end_but_the_end_can_be_repeated() -> None:
     async with _served() as served:
         episode = (await served.client.create("obedient", {})).episode_id
         assert (await served.client.step(episode, 1, "end")).done
@@ -118,12 +128,13 @@ async def test_one_turn_at_a_time_and_the_same_turn_once() -> None:
     async with _served() as served:
         client = served.client
         episode = (await client.create("obedient", {})).episode_id
-        same = [asyncio.create_task(client.step(episode, 1, "slow")) for _ in range(5)]
-        await asyncio.sleep(0.05)
+        same = [asyncio.create_task(client.step(episode, 1, "held")) for _ in range(5)]
+        await until(lambda: Obedient.begun, "the turn is taken")
         with pytest.raises(StateError, match="another action"):
             await client.step(episode, 1, "quick")
         with pytest.raises(InvalidRequestError, match="the next is 1"):
             await client.step(episode, 2, "quick")
+        Obedient.gate.set()
         assert {answer.observation for answer in await asyncio.gather(*same)} == {"1"}
         assert (await client.step(episode, 1, "whatever")).observation == "1"
         assert (await client.step(episode, 2, "next")).observation == "2"
@@ -139,18 +150,18 @@ async def test_a_caller_that_leaves_loses_no_turn() -> None:
         assert (await served.client.step(episode, 1, "slow")).observation == "1"
 
 
-async def test_closing_an_episode_tells_whoever_waits_for_its_turn() -> None:
+async def test_closing_an_episode_ends_a_waiting_step() -> None:
     async with _served() as served:
         episode = (await served.client.create("obedient", {})).episode_id
-        turn = asyncio.create_task(served.client.step(episode, 1, "stall"))
-        await asyncio.sleep(0.1)
+        turn = asyncio.create_task(served.client.step(episode, 1, "held"))
+        await until(lambda: Obedient.begun, "the turn is taken")
         await served.client.close(episode)
         with pytest.raises(EpisodeNotFoundError, match="closed while"):
             await turn
 
 
 @pytest.mark.parametrize("kind", ["obedient", "plain"])
-async def test_stalled_environments_are_told_as_failures_and_hold_nobody_up(kind: str) -> None:
+async def test_stalled_environments_fail_and_block_no_other_episode(kind: str) -> None:
     RELEASE.clear()
     async with _served(step_timeout_s=1.0) as served:
         client = served.client
@@ -167,10 +178,10 @@ async def test_stalled_environments_are_told_as_failures_and_hold_nobody_up(kind
     RELEASE.set()
 
 
-async def test_a_stop_ends_what_is_just_beginning() -> None:
+async def test_a_stop_ends_episodes_that_are_starting() -> None:
     async with _served() as served:
         begin = asyncio.create_task(served.client.create("obedient", {"reset_s": 60}))
-        await asyncio.sleep(0.1)
+        await until(lambda: Obedient.begun, "it starts")
         await served.episodes.close_all()
         with pytest.raises(EpisodeNotFoundError, match="stopping"):
             await begin
@@ -179,7 +190,7 @@ async def test_a_stop_ends_what_is_just_beginning() -> None:
         assert served.episodes.num_live == 0
 
 
-async def test_a_storm_of_creates_never_goes_over_the_limit_and_everybody_gets_a_turn() -> None:
+async def test_a_storm_of_creates_never_exceeds_the_limit_and_all_get_a_turn() -> None:
     async with _served(max_episodes=20) as served:
         most_live = 0
 
@@ -206,17 +217,17 @@ async def test_a_storm_of_creates_never_goes_over_the_limit_and_everybody_gets_a
 
 
 @pytest.mark.slow
-async def test_thousands_of_abandoned_episodes_go_and_leave_nothing_behind() -> None:
+async def test_thousands_of_abandoned_episodes_expire_without_a_trace() -> None:
     async with _served(max_episodes=3_000, lease_s=30.0) as served:
         starting = iter(range(3_000))
 
         async def abandon() -> None:
             for number in starting:
-                await served.client.create("rooms", {"index": number})
+                await served.client.create("household_toy", {"index": number})
 
         await asyncio.gather(*(abandon() for _ in range(50)))
         assert (served.episodes.num_live, _num_alive()) == (3_000, 3_000)
-        request = pb.CreateEpisodeRequest(environment="rooms", task_json=b"{}")
+        request = pb.CreateEpisodeRequest(environment="household_toy", task_json=b"{}")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await served.client.stub.CreateEpisode(request, timeout=TIMEOUT_S)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -227,12 +238,12 @@ async def test_thousands_of_abandoned_episodes_go_and_leave_nothing_behind() -> 
         served.clock.now = 30.0
         await served.episodes.expire()
         assert (served.episodes.num_live, served.episodes.counts["expired"], _num_alive()) == (0, 3_000, 0)
-        assert (await served.client.create("rooms", {"index": 1})).episode_id
+        assert (await served.client.create("household_toy", {"index": 1})).episode_id
 
 
 def _num_alive() -> int:
     gc.collect()
-    return sum(type(thing) in (RoomsEnvironment, House) for thing in gc.get_objects()) // 2
+    return sum(type(thing) in (HouseholdToyEnvironment, House) for thing in gc.get_objects()) // 2
 
 
 def _retry_delay_s(error: grpc.aio.AioRpcError) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.config.environments import EnginePoolConfig, TextworldConfig
+from services.common.config.processes.environments import EnginePoolConfig, TextworldConfig
 from services.common.errors import InfrastructureError, InvalidRequestError
 from services.envgateway.envs.textworld.games import CookingGame
 from services.envgateway.envs.textworld.maker import GameMaker
@@ -81,7 +81,7 @@ async def test_a_folder_of_games_is_played_by_index_or_name(made: Path, tmp_path
         assert "You open the fridge" in result.observation
 
 
-async def test_what_cannot_be_made_or_found_is_said(tmp_path: Path) -> None:
+async def test_a_game_that_cannot_be_made_or_found_is_an_error(tmp_path: Path) -> None:
     async with served_world("textworld", TextworldWorld(TextworldConfig(cache=tmp_path / "new"))) as client:
         for environment in ({"make": {"kind": "racing"}}, {"make": {**COOKING, "take": 4}}):
             with pytest.raises(InvalidRequestError):
@@ -93,7 +93,7 @@ async def test_what_cannot_be_made_or_found_is_said(tmp_path: Path) -> None:
     assert list((tmp_path / "new").iterdir()) == []
 
 
-async def test_a_game_that_takes_too_long_to_make_is_given_up_and_nothing_is_left(tmp_path: Path) -> None:
+async def test_a_game_that_takes_too_long_to_make_is_given_up_without_a_trace(tmp_path: Path) -> None:
     with pytest.raises(InfrastructureError, match="took longer"):
         await GameMaker(tmp_path, 0.05).make(CookingGame.model_validate(COOKING), 3)
     assert list(tmp_path.iterdir()) == []

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.common.config.envgateway import EnvGatewayConfig
-from services.common.config.environments import WebshopConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig
+from services.common.config.processes.environments import WebshopConfig
 from services.common.errors import (
     CapacityError,
     ConfigError,
@@ -24,6 +24,7 @@ from services.envgateway.envs.webshop import world as world_module
 from services.envgateway.envs.webshop.world import WebshopWorld
 from services.envgateway.envs.worlds import make_worlds
 from tests.unit.envgateway.webshop.made import GOAL, write_catalogue
+from tests.waiting import accepted
 
 from .serving import Client, registry, served_world
 
@@ -106,7 +107,7 @@ async def test_an_index_that_the_shop_does_not_have_is_refused_with_both_numbers
         await client.create("webshop", {"index": 12_086})
 
 
-async def test_a_catalogue_that_cannot_be_read_is_told_to_whoever_asks_and_can_be_mended(folder: Path) -> None:
+async def test_an_unreadable_catalogue_is_an_error_for_each_caller_and_can_be_repaired(folder: Path) -> None:
     good = (folder / "items_human_ins.json").read_text()
     (folder / "items_human_ins.json").write_text("{}")
     async with served_world("webshop", WebshopWorld(WebshopConfig(data=folder))) as client:
@@ -121,12 +122,12 @@ async def test_a_catalogue_that_cannot_be_read_is_told_to_whoever_asks_and_can_b
 async def test_a_catalogue_that_takes_long_asks_its_clients_to_come_back(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world_module, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(world_module, "_OPEN_TIMEOUT_S", 0.05)
     read = threading.Event()
     open_shop = world_module.open_shop
 
     def slowly(*arguments: Any) -> Any:
-        read.wait(10)
+        read.wait(60)
         return open_shop(*arguments)
 
     monkeypatch.setattr(world_module, "open_shop", slowly)
@@ -135,13 +136,7 @@ async def test_a_catalogue_that_takes_long_asks_its_clients_to_come_back(
             await client.create("webshop", {"index": 0})
         assert told.value.retry_after_s
         read.set()
-        async with asyncio.timeout(10):
-            while True:
-                try:
-                    assert (await client.create("webshop", {"index": 0})).episode_id
-                    break
-                except CapacityError:
-                    await asyncio.sleep(0.02)
+        assert (await accepted(lambda: client.create("webshop", {"index": 0}), CapacityError)).episode_id
 
 
 async def test_a_gateway_offers_it_when_it_has_a_catalogue_and_else_says_how(folder: Path) -> None:

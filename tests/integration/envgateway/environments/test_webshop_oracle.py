@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.environments import WebshopConfig
+from services.common.config.processes.environments import WebshopConfig
 from services.common.errors import InvalidRequestError
 from services.common.pb import environment_pb2 as pb
 from services.envgateway.envs.webshop.world import WebshopWorld
@@ -46,9 +46,7 @@ def _available(answer: pb.CreateEpisodeResponse | pb.StepEpisodeResponse) -> dic
 
 
 @pytest.mark.parametrize("mode", ["text", "text_rich", "url"])
-async def test_every_page_reward_and_end_is_what_the_real_environment_answered(
-    client: Client, data: Path, mode: str
-) -> None:
+async def test_every_page_reward_and_end_equals_the_real_environments(client: Client, data: Path, mode: str) -> None:
     episodes = _lines(data / "oracle-episodes.jsonl")
     assert len(episodes) == 12
     for wanted in episodes:
@@ -63,7 +61,7 @@ async def test_every_page_reward_and_end_is_what_the_real_environment_answered(
         assert dict(got.metrics) == parts
 
 
-async def test_every_purchase_is_worth_what_the_real_reward_function_said(client: Client, data: Path) -> None:
+async def test_every_purchase_has_the_real_reward_functions_value(client: Client, data: Path) -> None:
     vectors = _lines(data / "oracle-rewards.jsonl")
     assert len(vectors) == 60
     raised = 0

@@ -1,21 +1,23 @@
-"""Redis, gateways' ends of it and workers with a runner of the test's own."""
+"""Redis, the gateways' side, and workers with a runner of the test's own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.common.config.envgateway import QueueConfig
-from services.envgateway.judge.records import JudgeRequest, JudgeResult, Lane, Verdict
+from services.common.config.processes.envgateway import QueueConfig
+from services.common.telemetry.gateway_queue import Lane
+from services.envgateway.judge.records import JudgeRequest, JudgeResult
 from services.envgateway.queue.base import Job, JobResult
 from services.envgateway.queue.streams.connection import connect
 from services.envgateway.queue.streams.names import Names
 from services.envgateway.queue.streams.queue import StreamsQueue
-from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
+from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 from services.envgateway.worker.worker import Worker
 from tests import needs
 
@@ -32,12 +34,13 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 class Programs:
-    """A runner: ``sleep N`` takes time, ``hang`` for ever, anything else answers itself; counts what runs."""
+    """A runner: ``sleep N`` takes time, ``hang`` until ``release``, other programs answer their text; counts running ones."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
         self.killed: list[str] = []
         self.ended: list[str] = []
+        self.release = asyncio.Event()
 
     async def run(self, job: Job, lane: Lane) -> JobResult:
         self.started.append(job.code)
@@ -46,22 +49,22 @@ class Programs:
             if words[0] == "sleep":
                 await asyncio.sleep(float(words[1]))
             elif words[0] == "hang":
-                await asyncio.Event().wait()
+                await self.release.wait()
         except asyncio.CancelledError:
             self.killed.append(job.code)
             raise
         self.ended.append(job.code)
         if words[0] == "broken":
-            return ExecutionResult(status=ExecutionStatus.INFRA_ERROR, detail="the machine broke")
+            return ExecutionResult(status=RunStatus.INFRA_ERROR, detail="the machine broke")
         if isinstance(job, JudgeRequest):
-            return JudgeResult(verdict=Verdict.OK, detail=job.code)
-        return ExecutionResult(status=ExecutionStatus.OK, stdout=job.code.encode())
+            return JudgeResult(verdict=RunStatus.OK, detail=job.code)
+        return ExecutionResult(status=RunStatus.OK, stdout=job.code.encode())
 
 
 class Farm:
     """A Redis, one gateway's queue and as many workers as a test wants, all in this process."""
 
-    def __init__(self, server: RedisServer, lease_s: float = 0.6) -> None:
+    def __init__(self, server: RedisServer, lease_s: float = 1.5) -> None:
         self.server = server
         self.lease_s = lease_s
         self.queue = StreamsQueue(QueueConfig(), server.uri)
@@ -82,9 +85,9 @@ class Farm:
         return worker
 
     def kill(self, worker: Worker) -> None:
-        """As kill -9 would: nothing is given back, nothing said."""
+        """Kill as kill -9 would: the worker gives back no job and sends no message."""
         self._running[worker].cancel()
-        for _, task in worker._held.all():
+        for _, task in worker.held.all():
             task.cancel()
 
     async def stop(self, worker: Worker) -> None:
@@ -108,7 +111,7 @@ class Farm:
 
 @pytest.fixture
 async def redis(redis_server: RedisServer) -> AsyncIterator[Any]:
-    """A client for looking into Redis, and for meddling with it."""
+    """A client that reads and changes Redis directly."""
     client = connect(redis_server.uri, allow_plain=False)
     yield client
     await client.aclose()
@@ -120,12 +123,3 @@ async def farm(redis_server: RedisServer) -> AsyncIterator[Farm]:
     started.queue.start()
     yield started
     await started.close()
-
-
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        raise AssertionError(f"not within {timeout_s:g} s: {what}") from None

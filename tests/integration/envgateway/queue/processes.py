@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.rpc.channel import channel
+from services.common.rpc.client.channel import channel
 from tests.ports import free_port
+from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[4]
 START_S = 60.0
@@ -22,8 +23,17 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in listed.split()]
 
 
+def serves_connection(pid: int, port: int) -> bool:
+    """Whether a process holds an established connection on its local ``port``."""
+    established = "01"  # the state's number in /proc/net/tcp
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    inodes = {row[9] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == established}
+    held = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    return any(f"socket:[{inode}]" in held for inode in inodes)
+
+
 class Process:
-    """One of ours, a module of Python or a script; what it says goes to a file."""
+    """One of ours, a module of Python or a script; its output goes to a file."""
 
     def __init__(self, arguments: list[str], log: Path, **variables: str) -> None:
         with log.open("ab") as out:
@@ -38,7 +48,7 @@ class Process:
     def kill(self) -> None:
         """kill -9."""
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(WAIT_S)
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
@@ -76,10 +86,11 @@ class World:
             await status.GetStatus(status_pb2.GetStatusRequest(), timeout=START_S, wait_for_ready=True)
         return gateway
 
-    def start_worker(self, slots: int = 2) -> Process:
+    def start_worker(self, slots: int = 2, *settings: str) -> Process:
         return self._started(
             ["services.envgateway.worker", "--recipe", "recipes/quickstart", "--set", "envgateway.queue.lease_s=2",
-             "--set", "envgateway.sandbox.prewarm_scientific=false"],
+             "--set", "envgateway.sandbox.prewarm_scientific=false",
+             *(part for setting in settings for part in ("--set", setting))],
             f"worker{len(self.processes)}.log", MAX_WORKERS=str(slots), ALLOW_TIER_0="1",
         )  # fmt: skip
 
@@ -90,7 +101,7 @@ class World:
             return dict(answer.gauges)
 
     def start_api(self, num_processes: int, http_port: int) -> Process:
-        """Code Judge's interface, as the launch script starts it."""
+        """Code Judge's interface, started as by the launch script."""
         return self._started(
             ["deploy/launch/judge_api.sh"], "api.log", API_PROCESSES=str(num_processes), ALLOW_TIER_0="1",
             CODE_JUDGE_PORT=str(http_port), ENVGATEWAY_PORT=str(self.port),

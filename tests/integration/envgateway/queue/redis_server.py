@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 from tests.needs import installed
+from tests.ports import free_port
+from tests.waiting import WAIT_S, wait_until
 
 
 class RedisServer:
-    """Forgets everything when it is killed, unless ``keeps_data`` is set before its start."""
+    """Loses all data when killed, unless ``keeps_data`` is set before its start."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.keeps_data = False
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self.uri = f"redis://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -30,21 +29,19 @@ class RedisServer:
              "--appendonly", "yes" if self.keeps_data else "no", "--appendfsync", "everysec"],
             cwd=self._directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            try:
-                with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-                    connection.sendall(b"PING\r\n")
-                    if connection.recv(16).startswith(b"+PONG"):
-                        return
-            except OSError:
-                pass
-            time.sleep(0.02)  # not there, or still reading its data
-        raise TimeoutError("redis-server did not answer within 20 s")
+        wait_until(self._answers, "redis-server answers")
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16).startswith(b"+PONG")
+        except OSError:
+            return False  # not there, or still reading its data
 
     def kill(self) -> None:
         """As kill -9 does."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(WAIT_S)
             self._process = None

@@ -12,10 +12,12 @@ import pytest
 
 from services.common.pb import environment_pb2, environment_pb2_grpc, judge_pb2_grpc
 from services.common.pb import judge_pb2 as pb
-from services.common.rpc.channel import channel
+from services.common.rpc.client.channel import channel
+from services.common.telemetry.log_events import LogEvent
+from tests.waiting import until
 
-from .conftest import until
-from .processes import Process, World
+from ..sandbox_state import programs
+from .processes import Process, World, children
 from .redis_server import RedisServer
 
 pytestmark = pytest.mark.slow
@@ -29,7 +31,8 @@ def world(redis_server: RedisServer, tmp_path: Path) -> Iterator[World]:
 
 
 class BatchClient:
-    """Sends a batch until every request has its verdict: what broke off, or met broken machinery, is sent again."""
+    """Sends a batch until every request has its verdict: interrupted requests and infrastructure failures are sent
+    again."""
 
     def __init__(self, port: int, num_requests: int, seconds: float) -> None:
         self._port = port
@@ -80,12 +83,10 @@ class BatchClient:
 
 async def _answers(client: BatchClient, more: int) -> None:
     before = client.num_answered
-    await until(lambda: client.num_answered >= before + more, f"{more} more answers", timeout_s=60)
+    await until(lambda: client.num_answered >= before + more, f"{more} more answers")
 
 
-async def test_nothing_is_lost_and_nothing_is_answered_twice_whoever_is_killed(
-    world: World, redis_server: RedisServer
-) -> None:
+async def test_no_job_is_lost_or_answered_twice_after_any_kill(world: World, redis_server: RedisServer) -> None:
     gateway = await world.start_gateway()
     workers = [world.start_worker(), world.start_worker()]
     client = BatchClient(world.port, num_requests=240, seconds=0.05)
@@ -136,17 +137,15 @@ async def test_a_redis_that_comes_back_with_its_data_or_with_that_of_a_moment_ag
     assert (await world.gauges())["queue_unanswered"] == 0
 
 
-async def test_a_worker_that_is_told_to_stop_ends_what_it_runs(world: World) -> None:
+async def test_a_worker_that_gets_sigterm_ends_its_running_jobs(world: World) -> None:
     await world.start_gateway()
     leaving = world.start_worker()
     async with channel(f"127.0.0.1:{world.port}") as connection:
         stub = environment_pb2_grpc.CodeExecutionServiceStub(connection)
-        request = environment_pb2.ExecuteCodeRequest(code="import time; time.sleep(1.5); print('done')")
+        request = environment_pb2.ExecuteCodeRequest(code="import time; time.sleep(4); print('done')")
         call = asyncio.ensure_future(stub.ExecuteCode(request, timeout=60))
-        async with asyncio.timeout(30):
-            while "worker.ready" not in leaving.log.read_text():
-                await asyncio.sleep(0.05)
-        await asyncio.sleep(0.7)
+        await until(lambda: LogEvent.WORKER_READY in leaving.log.read_text())
+        await until(lambda: any(programs(child) for child in children(leaving.pid)), "its program runs")
         assert await asyncio.to_thread(leaving.stop) == 0
         answer = await call
         assert answer.status == environment_pb2.EXECUTION_STATUS_OK and answer.stdout == "done\n"
@@ -154,8 +153,9 @@ async def test_a_worker_that_is_told_to_stop_ends_what_it_runs(world: World) -> 
 
 
 async def test_a_call_that_is_cancelled_is_killed_at_its_worker(world: World) -> None:
-    await world.start_gateway()
-    world.start_worker(slots=1)
+    long = [f"envgateway.sandbox.{limit}=600" for limit in ("wall_time_s", "cpu_time_s")]
+    await world.start_gateway(*long)
+    world.start_worker(1, *long)
     async with channel(f"127.0.0.1:{world.port}") as connection:
         stub = environment_pb2_grpc.CodeExecutionServiceStub(connection)
         quick = environment_pb2.ExecuteCodeRequest(code="print(1)")
@@ -165,9 +165,8 @@ async def test_a_call_that_is_cancelled_is_killed_at_its_worker(world: World) ->
         await asyncio.sleep(0.5)
         call.cancel()
         await running
-        began = asyncio.get_running_loop().time()
+        # long before the endless program's own limit
         assert (await stub.ExecuteCode(quick, timeout=60)).stdout == "1\n"
-        assert asyncio.get_running_loop().time() - began < 3  # sooner than the endless program's own limit
 
 
 async def _wait(call: grpc.aio.UnaryUnaryCall) -> None:  # type: ignore[type-arg]
@@ -177,7 +176,7 @@ async def _wait(call: grpc.aio.UnaryUnaryCall) -> None:  # type: ignore[type-arg
         pass
 
 
-def test_a_worker_without_redis_or_with_a_wrong_variable_says_what_to_write(tmp_path: Path) -> None:
+def test_a_worker_without_redis_or_with_a_wrong_variable_names_the_setting(tmp_path: Path) -> None:
     for variables, words in (
         ({"REDIS_URI": ""}, "REDIS_URI=redis://127.0.0.1:6379"),
         ({"REDIS_URI": "redis://127.0.0.1:1", "MAX_WORKERS": "many"}, "MAX_WORKERS is 'many'"),

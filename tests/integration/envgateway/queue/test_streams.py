@@ -9,20 +9,22 @@ from typing import Any
 import pytest
 
 from services.common.errors import DeadlineError
-from services.envgateway.judge.records import JudgeRequest, Lane, StdinCase, StdinTests, Verdict
+from services.common.telemetry.gateway_queue import Lane
+from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
 from services.envgateway.queue.base import Job, JobResult
 from services.envgateway.queue.streams.connection import connect
-from services.envgateway.sandbox.records import ExecutionStatus
+from services.envgateway.sandbox.bare.statuses import RunStatus
+from tests.waiting import until
 
-from .conftest import Farm, until
+from .conftest import Farm
 
 
 async def test_jobs_of_both_kinds_come_back_from_workers(farm: Farm) -> None:
     farm.add_worker()
     assert (await farm.execute("hello")).stdout == b"hello"
     request = JudgeRequest(code="judged", tests=StdinTests(cases=(StdinCase(stdin="", expected=""),)))
-    result = await farm.queue.run(request, lane=Lane.BATCH, request_id="", deadline_s=10)
-    assert result.verdict is Verdict.OK and result.detail == "judged"
+    result = await farm.queue.run(request, lane=Lane.BATCH, request_id="", deadline_s=60)
+    assert result.verdict is RunStatus.OK and result.detail == "judged"
 
 
 async def test_many_jobs_over_several_workers_are_each_answered_once(farm: Farm) -> None:
@@ -44,7 +46,7 @@ async def test_workers_may_come_after_the_jobs(farm: Farm) -> None:
 
 async def test_an_interactive_job_does_not_wait_for_batch_jobs(farm: Farm) -> None:
     farm.add_worker(num_slots=2)
-    batch = [asyncio.create_task(farm.execute(f"sleep 0.2 {n}")) for n in range(40)]
+    batch = [asyncio.create_task(farm.execute(f"sleep 1 {n}")) for n in range(40)]
     await until(lambda: bool(farm.programs.started), "a batch job runs")
     result = await farm.execute("now", Lane.INTERACTIVE)
     assert result.stdout == b"now" and len(farm.programs.ended) < 5
@@ -64,12 +66,12 @@ async def test_jobs_of_a_dead_worker_are_run_by_another(farm: Farm) -> None:
 async def test_a_long_job_keeps_its_lease(farm: Farm) -> None:
     farm.add_worker()
     farm.add_worker()
-    await farm.execute(f"sleep {4 * farm.lease_s}")
+    await farm.execute(f"sleep {3 * farm.lease_s}")
     assert len(farm.programs.started) == 1
 
 
 class Poison:
-    """A runner that takes its whole worker with it when it meets poison."""
+    """A runner that kills its worker at a poison job."""
 
     def __init__(self, farm: Farm) -> None:
         self._farm = farm
@@ -99,15 +101,15 @@ async def test_a_job_that_kills_its_workers_is_given_up_after_n_attempts_and_spa
     neighbours = [asyncio.create_task(farm.execute(f"sleep 0.1 {n}")) for n in range(6)]
     poisoned = asyncio.create_task(farm.execute("poison"))
     result = await poisoned
-    assert result.status is ExecutionStatus.INFRA_ERROR and "3 workers" in result.detail
+    assert result.status is RunStatus.INFRA_ERROR and "3 workers" in result.detail
     assert poison.attempts == 3 and poison.beside[-1] == []
-    assert {(await task).status for task in neighbours} == {ExecutionStatus.OK}
+    assert {(await task).status for task in neighbours} == {RunStatus.OK}
 
 
-async def test_a_failing_machine_is_retried_elsewhere_then_told(farm: Farm) -> None:
+async def test_a_failing_machine_is_retried_elsewhere_then_reported(farm: Farm) -> None:
     farm.add_worker()
     result = await farm.execute("broken")
-    assert result.status is ExecutionStatus.INFRA_ERROR and result.detail == "the machine broke"
+    assert result.status is RunStatus.INFRA_ERROR and result.detail == "the machine broke"
     assert farm.programs.started == ["broken"] * 3
 
 
@@ -117,7 +119,7 @@ async def test_a_withdrawn_job_is_killed_where_it_runs(farm: Farm) -> None:
     await until(lambda: bool(farm.programs.started), "it runs")
     running.cancel()
     await until(lambda: farm.programs.killed == ["hang"], "it is killed")
-    await until(lambda: worker._held.count(Lane.BATCH) == 0, "its slot is free")
+    await until(lambda: worker.held.count(Lane.BATCH) == 0, "its slot is free")
     assert (await farm.execute("next")).stdout == b"next"
     await assert_streams_empty(farm)
 
@@ -130,14 +132,15 @@ async def test_a_withdrawn_job_that_has_not_begun_never_begins(farm: Farm) -> No
     assert farm.programs.started == ["next"]
 
 
-async def test_a_worker_that_stops_gives_back_what_it_cannot_end(farm: Farm) -> None:
-    leaving = farm.add_worker(drain_s=0.7)
-    jobs = [asyncio.create_task(farm.execute(code)) for code in ("sleep 0.5", "sleep 2")]
+async def test_a_stopping_worker_gives_back_jobs_that_it_cannot_end(farm: Farm) -> None:
+    leaving = farm.add_worker(drain_s=2.0)
+    jobs = [asyncio.create_task(farm.execute(code)) for code in ("sleep 0.3", "hang")]
     await until(lambda: len(farm.programs.started) == 2, "both run")
     await farm.stop(leaving)
-    assert farm.programs.ended == ["sleep 0.5"] and farm.programs.killed == ["sleep 2"]
+    assert farm.programs.ended == ["sleep 0.3"] and farm.programs.killed == ["hang"]
+    farm.programs.release.set()
     farm.add_worker()
-    assert [(await job).status for job in jobs] == [ExecutionStatus.OK] * 2
+    assert [(await job).status for job in jobs] == [RunStatus.OK] * 2
 
 
 @pytest.mark.slow
@@ -152,7 +155,7 @@ async def test_a_redis_that_is_killed_and_comes_back_empty_loses_no_job(farm: Fa
         await asyncio.to_thread(farm.server.kill)
         await asyncio.sleep(0.3)
         await asyncio.to_thread(farm.server.start)
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(60):
         results = await asyncio.gather(*jobs)
     assert [result.stdout.decode() for result in results] == codes
     assert farm.queue.gauges["queue_unanswered"] == 0
@@ -168,7 +171,7 @@ async def test_a_redis_that_was_flushed_loses_no_job(farm: Farm) -> None:
     await client.flushall()
     await client.aclose()
     farm.add_worker()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert [(await job).stdout.decode() for job in jobs] == [f"echo {n}" for n in range(10)]
     assert farm.queue.gauges["queue_redis_losses"] == 1
 

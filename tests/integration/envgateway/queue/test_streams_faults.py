@@ -1,4 +1,4 @@
-"""What goes wrong between gateways and workers: strange entries, a full Redis, broken machinery, the overlooked dead."""
+"""Faults between gateways and workers: invalid entries, a full Redis, broken machinery, overlooked dead workers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidRequestError
-from services.envgateway.judge.records import JudgeRequest, Lane, StdinCase, StdinTests, Verdict
+from services.common.telemetry.gateway_queue import Lane
+from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
 from services.envgateway.queue.base import Job, JobResult
 from services.envgateway.queue.codec import encode_job, encode_result
 from services.envgateway.queue.streams.connection import connect
 from services.envgateway.queue.streams.names import GROUP, Names
-from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult, ExecutionStatus
+from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 from services.envgateway.worker import worker as worker_module
 from services.envgateway.worker.leases import Leases
 from services.envgateway.worker.worker import Worker
+from tests.waiting import until
 
-from .conftest import Farm, until
+from .conftest import Farm
 
 
 async def test_entries_of_the_same_id_in_both_lanes_are_two_jobs(farm: Farm, redis: Any) -> None:
@@ -32,9 +35,9 @@ async def test_entries_of_the_same_id_in_both_lanes_are_two_jobs(farm: Farm, red
         }
         await redis.xadd(f"millrace:jobs:{lane}", fields, id="5-1")
     worker = farm.add_worker()
-    await until(lambda: len(worker._held) == 2, "both are held")
+    await until(lambda: len(worker.held) == 2, "both are held")
     await until(lambda: worker.counts["answered"] == 2, "both are answered")
-    await until(lambda: len(worker._held) == 0, "both are let go")
+    await until(lambda: len(worker.held) == 0, "both are let go")
     answers = await redis.xrange("millrace:results:other")
     assert {fields[b"id"] for _, fields in answers} == {f"job {lane}".encode() for lane in Lane}
     assert (await farm.execute("next")).stdout == b"next"
@@ -49,14 +52,14 @@ async def test_a_burst_for_many_slots_needs_no_more_connections_than_there_are(f
     assert Counter(farm.programs.started) == Counter(codes) and farm.workers[0].counts["taken_over"] == 0
 
 
-async def test_jobs_of_the_dead_do_not_wait_until_a_busy_worker_has_nothing_else_to_do(farm: Farm) -> None:
+async def test_jobs_of_dead_workers_do_not_wait_for_an_idle_worker(farm: Farm) -> None:
     dying = farm.add_worker()
     orphan = asyncio.create_task(farm.execute("sleep 0.3 orphan"))
     await until(lambda: bool(farm.programs.started), "it runs")
     farm.kill(dying)
     farm.add_worker()
     flood = [asyncio.create_task(farm.execute(f"sleep 0.05 {n}")) for n in range(400)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await orphan
     assert not all(task.done() for task in flood)
     for task in flood:
@@ -65,12 +68,12 @@ async def test_jobs_of_the_dead_do_not_wait_until_a_busy_worker_has_nothing_else
 
 async def test_the_search_for_the_dead_goes_on_behind_leases_that_are_renewed(farm: Farm, redis: Any) -> None:
     names, stream = Names("millrace"), "millrace:jobs:batch"
-    leases = Leases(redis, names, "searching", lease_s=0.5)
+    leases = Leases(redis, names, "searching", lease_s=3.0)
     await leases.make_groups()
     for n in range(31):
         await redis.xadd(stream, {"id": str(n), "gateway": "other", "payload": b"{}"})
     [[_, entries]] = await redis.xreadgroup(GROUP, "dead", {stream: ">"}, count=31)
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(3.1)
     await redis.xclaim(stream, GROUP, "alive", 0, [entry for entry, _ in entries[:30]])
     found = [delivery.job_id for _ in range(4) for delivery in await leases.take_over(Lane.BATCH, at_most=1)]
     assert found == ["30"]
@@ -84,7 +87,7 @@ async def test_an_entry_that_is_no_job_is_thrown_away(farm: Farm, redis: Any) ->
     assert await redis.xlen("millrace:jobs:batch") == 0
 
 
-async def test_what_a_worker_says_of_itself_in_another_version_stops_nobody(farm: Farm, redis: Any) -> None:
+async def test_a_worker_report_of_another_version_is_ignored(farm: Farm, redis: Any) -> None:
     await redis.sadd("millrace:workers", "future")
     await redis.set("millrace:worker:future", b'{"lanes": []}')
     farm.add_worker(num_slots=3)
@@ -104,7 +107,7 @@ async def test_a_job_that_a_worker_cannot_read_is_an_infrastructure_failure_of_i
     farm.add_worker(max_attempts=1)
     request = JudgeRequest(code="judged", tests=StdinTests(cases=(StdinCase(stdin="", expected=""),)))
     judged = await farm.queue.run(request, lane=Lane.BATCH, request_id="", deadline_s=10)
-    assert judged.verdict is Verdict.INFRA_ERROR and "not of this version" in judged.detail
+    assert judged.verdict is RunStatus.INFRA_ERROR and "not of this version" in judged.detail
 
 
 async def test_a_redis_that_is_full_for_a_while_loses_no_job_and_doubles_none(farm: Farm, redis: Any) -> None:
@@ -115,7 +118,7 @@ async def test_a_redis_that_is_full_for_a_while_loses_no_job_and_doubles_none(fa
     await asyncio.sleep(0.5)
     assert not any(job.done() for job in jobs)
     await redis.config_set("maxmemory", 0)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert [(await job).stdout.decode() for job in jobs] == [f"echo {n}" for n in range(20)]
     assert Counter(farm.programs.started) == Counter(["first", *(f"echo {n}" for n in range(20))])
 
@@ -128,21 +131,21 @@ async def test_an_answer_from_a_redis_whose_clock_is_behind_is_read(farm: Farm, 
     await until(lambda: farm.queue.gauges["queue_sent"] == 2, "it is sent")
     [[_, fields]] = await redis.xrange("millrace:jobs:batch")
     await redis.flushall()
-    answer = encode_result(ExecutionResult(status=ExecutionStatus.OK, stdout=b"from the past"))
+    answer = encode_result(ExecutionResult(status=RunStatus.OK, stdout=b"from the past"))
     results = f"millrace:results:{farm.queue._streams._gateway}"
     await redis.xadd(results, {"id": fields[b"id"], "payload": answer}, id="1-1")
     assert (await job).stdout == b"from the past"
 
 
 class Sick:
-    """A runner whose machinery is broken."""
+    """A runner with broken machinery."""
 
     def __init__(self) -> None:
         self.spoiled = 0
 
     async def run(self, job: Job, lane: Lane) -> JobResult:
         self.spoiled += 1
-        return ExecutionResult(status=ExecutionStatus.INFRA_ERROR, detail="no sandbox")
+        return ExecutionResult(status=RunStatus.INFRA_ERROR, detail="no sandbox")
 
 
 async def test_a_worker_that_spoils_every_job_leaves_them_to_others(farm: Farm) -> None:
@@ -150,7 +153,7 @@ async def test_a_worker_that_spoils_every_job_leaves_them_to_others(farm: Farm) 
     farm.add_worker(sick)
     farm.add_worker()
     results = await asyncio.gather(*(farm.execute(f"sleep 0.05 {n}") for n in range(60)))
-    assert {result.status for result in results} == {ExecutionStatus.OK}
+    assert {result.status for result in results} == {RunStatus.OK}
     assert 3 <= sick.spoiled < 30
 
 
@@ -162,17 +165,17 @@ async def test_a_bug_in_a_loop_ends_the_worker_rather_than_part_of_it(farm: Farm
         raise TypeError("a bug")
 
     worker._leases.forget_consumers = broken  # type: ignore[method-assign]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(TypeError, match="a bug"):
             await worker.run(drain_s=1.0)
     await client.aclose()
 
 
-async def test_a_bug_in_a_loop_of_the_gateway_is_told(farm: Farm) -> None:
+async def test_a_bug_in_a_loop_of_the_gateway_is_raised(farm: Farm) -> None:
     async def broken(workers: list[bytes]) -> None:
         raise TypeError("a bug")
 
     farm.queue._streams._count_workers = broken  # type: ignore[method-assign]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(TypeError, match="a bug"):
             await farm.queue.failed()

@@ -1,4 +1,4 @@
-"""Environments whose actions are orders, and a task server over them on a free port."""
+"""Environments with orders as actions, and a task server over them on a free port."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from typing import Any
 
 import aiohttp
 
-from services.common.config.environments import ServedTaskConfig, TaskServerConfig
+from services.common.config.processes.environments import ServedTaskConfig, TaskServerConfig
 from services.common.errors import InfrastructureError, InvalidRequestError
 from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
-from services.envgateway.episodes import EpisodeManager
+from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.taskserver.server import TaskServer
 from tests.integration.envgateway.environments.serving import registry
 
+ACTIONS: list[str] = []
+"""Actions that episodes of ``Orders`` have got, for tests that wait until one is being taken."""
+
 
 class Orders:
-    """``win``, ``lose`` and ``limit`` end it; ``fail N`` fails N times; ``crash``, ``lost`` and ``stall`` do."""
+    """``win``, ``lose`` and ``limit`` end the episode; ``fail N`` fails N times; ``crash``, ``lost`` and ``stall`` do."""
 
     def __init__(self) -> None:
         self.failed = 0
@@ -33,6 +36,7 @@ class Orders:
         return Observation(text="all", messages=(*messages, last))
 
     async def step(self, action: str) -> StepResult:
+        ACTIONS.append(action)
         match action.split():
             case ["win"]:
                 return StepResult(reward=0.75, done=True, metrics={"wins": 1.0})
@@ -50,7 +54,7 @@ class Orders:
             case ["long"]:
                 return StepResult(observation="seen, and what is possible now", remembered="seen")
             case ["slow"]:
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(2.0)
             case ["stall"]:
                 await asyncio.sleep(60)
         return StepResult(observation=f"you said {action}", reward=0.25)
@@ -114,7 +118,7 @@ async def task_server(
     environments: Mapping[str, ServedTaskConfig] | None = None, *, body_bytes: int = 16 << 20, **settings: Any
 ) -> AsyncIterator[Http]:
     known = registry({"orders": OrdersWorld(), "named": OrdersWorld(["a", "b"])}, {"unlisted": Unlisted})  # type: ignore[dict-item]
-    episodes = EpisodeManager(known, **{"max_episodes": 64, "lease_s": 60.0, "step_timeout_s": 1.0, **settings})
+    episodes = EpisodeManager(known, **{"max_episodes": 64, "lease_s": 60.0, "step_timeout_s": 4.0, **settings})
     config = TaskServerConfig(port=0, environments=dict(environments or {}), body_bytes=body_bytes)
     server = TaskServer(config, "127.0.0.1", episodes, known, idle_s=settings.get("lease_s", 60.0))
     port = await server.start()

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from services.common.config.environments import ServedTaskConfig
+from services.common.config.processes.environments import ServedTaskConfig
+from tests.waiting import until
 
-from .scripted import Http, task_server
+from .scripted import ACTIONS, Http, task_server
 
 SERVED = {
     "orders": ServedTaskConfig(concurrency=3, row={"extra": "more", "environment": {"max_turns": 7}}),
@@ -78,7 +79,7 @@ async def test_every_task_has_the_protocol_under_its_name(http: Http) -> None:
     await http.get("/api/nobody/health", status=404)
 
 
-async def test_what_cannot_be_served_is_told_with_the_codes_that_clients_know(http: Http) -> None:
+async def test_errors_have_the_status_codes_that_clients_know(http: Http) -> None:
     await _start(http, "one", status=400)
     await _start(http, 99, status=404)
     assert (await _start(http, 3, status=400))["detail"] == "nobody can play 3"
@@ -93,8 +94,9 @@ async def test_what_cannot_be_served_is_told_with_the_codes_that_clients_know(ht
 
 async def test_two_steps_at_once_are_refused_and_the_first_goes_on(http: Http) -> None:
     start = await _start(http)
+    ACTIONS.clear()
     first = asyncio.create_task(_step(http, start, "slow"))
-    await asyncio.sleep(0.1)
+    await until(lambda: "slow" in ACTIONS, "the first is being taken")
     assert "busy" in (await _step(http, start, "slow", status=409))["detail"]
     assert (await first)["info"]["turn"] == 1
     assert (await _step(http, start, "win"))["info"]["turn"] == 2
@@ -123,10 +125,10 @@ async def test_a_short_failure_is_not_seen(http: Http) -> None:
     assert (await _step(http, start, "fail 2"))["observation"]["content"] == "you said fail 2"
 
 
-async def test_what_nobody_continues_expires() -> None:
+async def test_an_abandoned_conversation_expires() -> None:
     async with task_server(SERVED, lease_s=0.4) as http:
         quiet = await _start(http)
-        for _ in range(60):
+        for _ in range(1200):
             if (await http.get("/api/health"))["active_episodes"] == 0:
                 break
             await asyncio.sleep(0.05)

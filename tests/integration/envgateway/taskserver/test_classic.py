@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from services.common.config.environments import ServedTaskConfig, TaskServerConfig
+from services.common.config.processes.environments import ServedTaskConfig, TaskServerConfig
 from services.common.errors import ConfigError
-from services.envgateway.episodes import EpisodeManager
+from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.taskserver.server import TaskServer
 from services.envgateway.taskserver.tasks import Tasks
 from tests.integration.envgateway.environments.serving import registry
+from tests.waiting import until
 
-from .scripted import Http, OrdersWorld, task_server
+from .scripted import ACTIONS, Http, OrdersWorld, task_server
 
 SERVED = {
     "orders-std": ServedTaskConfig(environment="orders", concurrency=2, end=5),
@@ -105,8 +106,9 @@ async def test_an_agent_may_give_up(http: Http) -> None:
 
 async def test_two_turns_at_once_are_refused_as_busy_text(http: Http) -> None:
     number = (await _start(http))["session_id"]
+    ACTIONS.clear()
     first = asyncio.create_task(_say(http, number, "slow"))
-    await asyncio.sleep(0.1)
+    await until(lambda: "slow" in ACTIONS, "the first is being taken")
     assert isinstance(await _say(http, number, "slow", status=500), str)
     assert (await http.get("/api/list_sessions"))[str(number)]["locked"]
     assert len((await first)["output"]["history"]) == len(OPENING) + 2
@@ -114,8 +116,9 @@ async def test_two_turns_at_once_are_refused_as_busy_text(http: Http) -> None:
 
 async def test_a_cancel_ends_a_session_whose_turn_is_being_taken(http: Http) -> None:
     number = (await _start(http))["session_id"]
+    ACTIONS.clear()
     running = asyncio.create_task(_say(http, number, "slow", status=400))
-    await asyncio.sleep(0.1)
+    await until(lambda: "slow" in ACTIONS, "the first is being taken")
     await http.post("/api/cancel", {"session_id": number})
     assert "detail" in await running
     assert (await http.get("/api/list_workers"))["orders-std"]["workers"]["0"]["current"] == 0
@@ -129,7 +132,7 @@ async def test_a_task_that_fails_is_501_and_frees_its_place(http: Http, order: s
     assert await http.get("/api/list_sessions") == {} and http.episodes.num_live == 0
 
 
-async def test_overall_is_the_mean_over_what_has_a_result(http: Http) -> None:
+async def test_overall_is_the_mean_over_samples_with_a_result(http: Http) -> None:
     results = [
         {"index": n, "status": "completed", "result": {"reward": r}, "history": []} for n, r in ((0, 1.0), (1, 0.5))
     ]
@@ -167,11 +170,11 @@ def test_a_task_that_cannot_be_served_is_refused_at_start(served: dict[str, Serv
         Tasks(TaskServerConfig(environments=served), known)
 
 
-def test_with_nothing_to_serve_what_each_world_lacks_is_told() -> None:
+def test_without_environments_the_error_names_the_missing_part_of_each_world() -> None:
     missing = "envgateway.alfworld.data: there is no folder /data/alfworld"
     known = registry({"alfworld": missing})
     episodes = EpisodeManager(known, max_episodes=1, lease_s=1.0)
-    with pytest.raises(ConfigError, match=f"nothing to serve: .*\n  alfworld: {missing}$"):
+    with pytest.raises(ConfigError, match=f"no environment to serve: .*\n  alfworld: {missing}$"):
         TaskServer(TaskServerConfig(port=0), "127.0.0.1", episodes, known, idle_s=1.0)
 
 
@@ -183,7 +186,7 @@ async def test_a_range_of_tasks_that_the_environment_does_not_have_is_refused_wi
         await tasks.indices(tasks.all[0])
 
 
-async def test_what_is_possible_in_the_newest_turn_only_is_left_out_of_older_ones(http: Http) -> None:
+async def test_older_turns_leave_out_actions_of_the_newest_turn(http: Http) -> None:
     number = (await _start(http))["session_id"]
     newest = (await _say(http, number, "long"))["output"]["history"]
     assert newest[-1]["content"] == "seen, and what is possible now"

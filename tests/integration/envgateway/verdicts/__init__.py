@@ -1,1 +1,1 @@
-"""Real rows and what the judge must say of them: reference solutions, mutants of them, our own contest solutions."""
+"""Real rows and their expected verdicts: reference solutions, mutants of them, our own contest solutions."""

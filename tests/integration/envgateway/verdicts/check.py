@@ -1,4 +1,4 @@
-"""Putting rows before the judge and counting what it says; used by the slow test and by the benchmark."""
+"""Judges rows and counts the verdicts; used by the slow test and by the benchmark."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from services.envgateway.judge.judge import Judge
-from services.envgateway.judge.records import JudgeRequest, JudgeResult, Verdict
+from services.envgateway.judge.records import JudgeRequest, JudgeResult
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
 
@@ -52,7 +53,7 @@ async def references(pool: SandboxPool, requests: dict[str, JudgeRequest]) -> Ta
     """Reference solutions are OK."""
     tally = Tally()
     for name, result in zip(requests, await _judged(pool, requests.values()), strict=True):
-        tally.add(f"{name}: {result.verdict.value} {result.detail}", result.verdict is Verdict.OK)
+        tally.add(f"{name}: {result.verdict.value} {result.detail}", result.verdict is RunStatus.OK)
     return tally
 
 
@@ -70,7 +71,7 @@ async def rejected_mutants(pool: SandboxPool, requests: dict[str, JudgeRequest],
             if tally.asked >= count or not await counts(pool, requests[name], mutant):
                 return None
             result = await judge.judge(replace(mutant, limits=_LIMITS, stop_early=True))
-            return f"{name}: {result.verdict.value}\n{mutant.code}", result.verdict is not Verdict.OK
+            return f"{name}: {result.verdict.value}\n{mutant.code}", result.verdict is not RunStatus.OK
 
     pairs = [(name, mutant) for name in names for mutant in mutants(requests[name], rng, 3)]
     for start in range(0, len(pairs), 64):
@@ -91,8 +92,8 @@ async def contest_solutions(
     for index, name in enumerate(pairs):
         passed, failed = results[2 * index : 2 * index + 2]
         complete = all(len(result.cases) == result.num_cases for result in (passed, failed))
-        right.add(f"{name}: {passed.detail}", complete and passed.verdict is Verdict.OK)
-        wrong.add(f"{name}: {failed.verdict.value}", complete and failed.verdict is Verdict.WRONG_ANSWER)
-        oks = [case.verdict is Verdict.OK for case in failed.cases]
+        right.add(f"{name}: {passed.detail}", complete and passed.verdict is RunStatus.OK)
+        wrong.add(f"{name}: {failed.verdict.value}", complete and failed.verdict is RunStatus.WRONG_ANSWER)
+        oks = [case.verdict is RunStatus.OK for case in failed.cases]
         not_prefixes += any(after and not before for before, after in itertools.pairwise(oks))
     return right, wrong, not_prefixes

@@ -16,9 +16,10 @@ from dataclasses import replace
 
 from services.envgateway.judge.asserts import read
 from services.envgateway.judge.records import AssertTests, JudgeRequest
-from services.envgateway.sandbox.bare import broadcasts, plain, prelude
+from services.envgateway.sandbox.bare.harness import broadcasts, plain, prelude
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionStatus
+from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
 
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv,
@@ -81,7 +82,7 @@ print("different" if different else "same")
 
 
 async def counts(pool: SandboxPool, reference: JudgeRequest, mutant: JudgeRequest) -> bool | None:
-    """Whether it answers differently somewhere; None when the tests' arguments cannot be read off."""
+    """Whether a mutant answers differently for some arguments; None when the tests' arguments cannot be read."""
     assert isinstance(reference.tests, AssertTests)
     cases = read(reference.tests)
     if cases is None:
@@ -97,7 +98,7 @@ async def counts(pool: SandboxPool, reference: JudgeRequest, mutant: JudgeReques
         )
     )
     # otherwise: another answer, an error while loading, a loop without end
-    return result.status is not ExecutionStatus.OK or not result.stdout.endswith(b"same\n")
+    return result.status is not RunStatus.OK or not result.stdout.endswith(b"same\n")
 
 
 def _library() -> str:

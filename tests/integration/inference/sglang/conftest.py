@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from services.inference.engine.base import KvPolicy
-from services.inference.engine.sglang.command import ServerCommand
-from services.inference.engine.sglang.engine import SglangEngine
-from services.inference.engine.sglang.process import ServerProcess
-from services.inference.engine.sglang.server import Server
-from services.inference.engine.sglang.stage import Stage
-from services.inference.engine.sglang.transfer import FromDisk
+from services.inference.engine.served.engine import ServedEngine
+from services.inference.engine.served.process import ServerCommand, ServerProcess
+from services.inference.engine.served.server import Server
+from services.inference.engine.served.stage import Stage
+from services.inference.engine.served.transfer import DiskTransfer
+from services.inference.engine.sglang.program import sglang_program
 
 FAKE = Path(__file__).with_name("fake_server.py")
 WEIGHTS = {"model.norm.weight": np.ones(8, np.float32)}
 CONTEXT = 800
 
-Launch = Callable[..., Awaitable[SglangEngine]]
+Launch = Callable[..., Awaitable[ServedEngine]]
 
 
 def build(
@@ -34,24 +34,26 @@ def build(
     kv_policy: KvPolicy = KvPolicy.RECOMPUTE,
     ready_timeout_s: float = 20.0,
     **settings: Any,
-) -> SglangEngine:
+) -> ServedEngine:
     stage = Stage(directory / "stage", WEIGHTS, 0)
     servers = []
     for index in range(number):
-        command = ServerCommand(name=f"sglang-fake-{index}", argv=(sys.executable, str(FAKE), *arguments))
+        command = ServerCommand(
+            name=f"sglang-fake-{index}", argv=(sys.executable, str(FAKE), *arguments), program=sglang_program(["cpu"])
+        )
         process = ServerProcess(command, directory / "logs" / f"{command.name}.log", ready_timeout_s)
         servers.append(Server(index, process, kv_policy, slots))
-    return SglangEngine(
-        servers, stage, FromDisk(stage), context_length=CONTEXT, vocab_size=1000, kv_policy=kv_policy, **settings
+    return ServedEngine(
+        servers, stage, DiskTransfer(stage), context_length=CONTEXT, vocab_size=1000, kv_policy=kv_policy, **settings
     )
 
 
 @pytest.fixture
 async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
     """Start an engine over fake servers; all are stopped at the end."""
-    running: list[SglangEngine] = []
+    running: list[ServedEngine] = []
 
-    async def start(*arguments: str, **settings: Any) -> SglangEngine:
+    async def start(*arguments: str, **settings: Any) -> ServedEngine:
         engine = build(tmp_path / str(len(running)), *arguments, **settings)
         running.append(engine)
         await engine.start()
@@ -62,17 +64,17 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
         await engine.stop()
 
 
-async def misbehave(engine: SglangEngine, route: str, server: int = 0, **how: Any) -> None:
+async def misbehave(engine: ServedEngine, route: str, server: int = 0, **how: Any) -> None:
     """The next call of a route goes wrong at one server."""
-    address = engine._servers[server].client.address
+    address = engine.servers[server].client.address
     async with aiohttp.ClientSession() as session:
         async with session.post(f"{address}/misbehave", json={"route": route, **how}) as answer:
             assert answer.status == 200
 
 
-async def seen(engine: SglangEngine, server: int = 0) -> list[tuple[str, Any]]:
-    """What a server was asked, in order."""
-    address = engine._servers[server].client.address
+async def seen(engine: ServedEngine, server: int = 0) -> list[tuple[str, Any]]:
+    """The requests of a server, in order."""
+    address = engine.servers[server].client.address
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{address}/seen") as answer:
             return [(route, body) for route, body in await answer.json()]

@@ -1,8 +1,8 @@
 """A stand-in for an SGLang server, for failures that the true one does not give on demand. Run as a script.
 
-It says after each token the next number, so that a request which was broken off and goes on elsewhere shows whether its
-beginning was sent again. ``POST /misbehave`` sets what it does wrong next; ``GET /seen`` tells what was asked of it.
-It is no substitute for the true server, which the conformance suite speaks to.
+After each token the stand-in emits the next number, so that an interrupted request that goes on elsewhere shows whether
+its prefix was sent again. ``POST /misbehave`` sets the next fault; ``GET /seen`` lists the requests. The conformance suite
+tests the true server.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ OPEN = ("/ready", "/health_generate", "/misbehave", "/seen")
 class Fake:
     def __init__(self, version: str, token_s: float, key: str) -> None:
         self.key = key
-        self.version = version  # of the scheduler: what tokens are computed with
-        self.told_version = version  # what the server says of itself
+        self.version = version  # of the scheduler: the version of the tokens
+        self.told_version = version  # the version that the server reports
         self.token_s = token_s
         self.running = asyncio.Event()
         self.running.set()

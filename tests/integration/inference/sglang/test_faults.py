@@ -1,5 +1,5 @@
-"""Offline contract tests, against a stand-in: what the engine does when a server fails in ways that the true one does not
-on demand. That it speaks SGLang's language is shown elsewhere, by the conformance suite over the true server."""
+"""Offline contract tests against a stand-in: the engine's reaction to server failures that the true server does not produce on
+demand. The conformance suite over the true server tests the HTTP interface."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from typing import Any
 
 import aiohttp
 import pytest
+import structlog.testing
 
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
-from services.common.kept_tokens import unpack
+from services.common.records.kept_tokens import unpack
+from services.common.records.types import Sampling
 from services.common.security.bundle import VARIABLE
-from services.common.types import Sampling
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest, KvPolicy
-from services.inference.engine.sglang import fleet
-from services.inference.engine.sglang.command import ServerCommand
-from services.inference.engine.sglang.engine import SglangEngine
-from services.inference.engine.sglang.process import ServerProcess
+from services.inference.engine.served import fleet
+from services.inference.engine.served.engine import ServedEngine
+from services.inference.engine.served.process import ServerCommand, ServerProcess
+from services.inference.engine.sglang.program import sglang_program
 from services.inference.engine.weight_update import WeightUpdate
+from tests.waiting import until
 
 from .conftest import WEIGHTS, Launch, build, misbehave, seen
 
@@ -44,20 +46,16 @@ def version(number: int) -> WeightUpdate:
     return WeightUpdate.full(WEIGHTS, number)
 
 
-def start(engine: SglangEngine, *requests: GenerationRequest) -> list[asyncio.Future[Generation]]:
+def start(engine: ServedEngine, *requests: GenerationRequest) -> list[asyncio.Future[Generation]]:
     return [asyncio.ensure_future(engine.generate(one)) for one in requests or (request(),)]
 
 
-async def until_tokens(engine: SglangEngine, count: int) -> None:
-    async with asyncio.timeout(20):
-        while engine.health().generated_tokens < count:
-            await asyncio.sleep(0.002)
+async def until_tokens(engine: ServedEngine, count: int) -> None:
+    await until(lambda: engine.health().generated_tokens >= count, every_s=0.002)
 
 
-async def until_all_serve(engine: SglangEngine) -> None:
-    async with asyncio.timeout(20):
-        while not all(server.serving for server in engine._servers):
-            await asyncio.sleep(0.01)
+async def until_all_serve(engine: ServedEngine) -> None:
+    await until(lambda: all(server.serving for server in engine.servers))
 
 
 def check_whole(generation: Generation, count: int = 100) -> None:
@@ -66,11 +64,11 @@ def check_whole(generation: Generation, count: int = 100) -> None:
     assert all((segment.logprobs == -0.25).all() for segment in generation.segments)
 
 
-# -- what could be drawn ------------------------------------------------------------------------------------------
+# -- drawable tokens ----------------------------------------------------------------------------------------------
 
 
 def kept_sets(generation: Generation) -> list[tuple[int, ...]]:
-    """Of each token: what could be drawn, or a minus and what could not."""
+    """For each token: the drawable tokens, or a minus and the others."""
     found: list[tuple[int, ...]] = []
     for segment in generation.segments:
         sets = unpack(segment.kept, segment.token_ids)
@@ -127,7 +125,7 @@ async def test_another_server_takes_over_while_the_dead_one_comes_back_at_the_ne
     engine = await launch(number=2)
     pending = start(engine, *(request(number) for number in range(8)))
     await until_tokens(engine, 80)
-    pid = engine._servers[0].process.pid
+    pid = engine.servers[0].process.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     await engine.update(version(1))
@@ -135,11 +133,11 @@ async def test_another_server_takes_over_while_the_dead_one_comes_back_at_the_ne
         check_whole(generation)
         assert {segment.weight_version for segment in generation.segments} == {0, 1}
     await until_all_serve(engine)
-    assert [server.version for server in engine._servers] == [1, 1]
-    assert engine._servers[0].process.pid != pid
+    assert [server.version for server in engine.servers] == [1, 1]
+    assert engine.servers[0].process.pid != pid
 
 
-async def break_the_stage(engine: SglangEngine) -> None:
+async def break_the_stage(engine: ServedEngine) -> None:
     """An update that fails in the middle of its write, as when memory runs out."""
 
     class Gone:
@@ -153,11 +151,9 @@ async def break_the_stage(engine: SglangEngine) -> None:
         await engine.update(WeightUpdate.full(broken, 1))
 
 
-async def until_waiting_for_weights(engine: SglangEngine) -> None:
-    """Its new process answers, and nobody may use it yet."""
-    async with asyncio.timeout(20):
-        while not engine._fleet._written._waiters:  # type: ignore[attr-defined]
-            await asyncio.sleep(0.01)
+async def until_waiting_for_weights(engine: ServedEngine) -> None:
+    """The new process answers, but does not serve yet."""
+    await until(lambda: engine._fleet._written._waiters)
 
 
 async def test_an_incomplete_stage_is_waited_for_no_longer_than_its_deadline(
@@ -166,7 +162,7 @@ async def test_an_incomplete_stage_is_waited_for_no_longer_than_its_deadline(
     monkeypatch.setattr(fleet, "WHOLE_STAGE_S", 0.1)
     engine = await launch(restarts=1)
     await break_the_stage(engine)
-    pid = engine._servers[0].process.pid
+    pid = engine.servers[0].process.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(
@@ -181,7 +177,7 @@ async def test_a_server_that_comes_back_to_an_incomplete_stage_serves_after_the_
 ) -> None:
     engine = await launch()
     await break_the_stage(engine)
-    server = engine._servers[0]
+    server = engine.servers[0]
     assert server.process.pid is not None
     os.kill(server.process.pid, signal.SIGKILL)
     (pending,) = start(engine)
@@ -208,7 +204,7 @@ async def test_an_engine_whose_servers_keep_dying_has_failed_and_says_how(launch
     engine = await launch(restarts=0)
     pending = start(engine, request(0), request(1))
     await until_tokens(engine, 4)
-    engine._servers[0].process.kill()
+    engine.servers[0].process.kill()
     for outcome in await asyncio.gather(*pending, return_exceptions=True):
         assert isinstance(outcome, InfrastructureError)
     assert not engine.health().ok
@@ -226,15 +222,15 @@ async def test_a_server_that_gives_no_tokens_is_asked_for_one_then_ended(launch:
 
 async def test_a_server_that_is_slow_but_alive_is_left_alone(launch: Launch) -> None:
     engine = await launch("--token-s", "0.5", stall_timeout_s=0.2)
-    pid = engine._servers[0].process.pid
+    pid = engine.servers[0].process.pid
     check_whole(await engine.generate(request(max_new_tokens=3)), 3)
-    assert engine._servers[0].process.pid == pid
+    assert engine.servers[0].process.pid == pid
     assert "/health_generate" in [route for route, _ in await seen(engine)]
 
 
 async def test_stopping_leaves_nothing_running(launch: Launch) -> None:
     engine = await launch(number=2)
-    pids = [server.process.pid for server in engine._servers]
+    pids = [server.process.pid for server in engine.servers]
     stage = engine._stage.directory
     pending = start(engine)
     await until_tokens(engine, 5)
@@ -247,7 +243,7 @@ async def test_stopping_leaves_nothing_running(launch: Launch) -> None:
 
 async def test_a_server_answers_its_own_service_alone_and_its_key_is_written_nowhere(launch: Launch) -> None:
     engine = await launch()
-    (server,) = engine._servers
+    (server,) = engine.servers
     async with aiohttp.ClientSession() as stranger:
         async with stranger.post(f"{server.client.address}/update_weights_from_disk", json={}) as answer:
             assert answer.status == 401
@@ -280,14 +276,14 @@ async def test_a_death_while_loading_is_told_with_its_last_words_and_what_may_he
         await engine.start()
     first, second, *_ = caught.value.message.splitlines()
     assert first.startswith("the SGLang server sglang-fake-0 exited with 1 while loading")
-    assert second.strip() == words  # the line that says it, before the rest of the log
+    assert second.strip() == words  # the line with the cause, before the rest of the log
     await engine.stop()
 
 
 async def test_a_server_is_not_told_where_keys_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "keys"))
     says = f"import os, sys; sys.exit(repr(os.environ.get({VARIABLE!r})))"
-    command = ServerCommand(name="sglang-fake-0", argv=(sys.executable, "-c", says))
+    command = ServerCommand(name="sglang-fake-0", argv=(sys.executable, "-c", says), program=sglang_program(["cpu"]))
     with pytest.raises(InfrastructureError, match="None"):
         await ServerProcess(command, tmp_path / "log", 20.0).start(0)
 
@@ -298,7 +294,11 @@ async def test_the_key_of_a_server_that_cannot_be_started_does_not_stay(
     (tmp_path / "file").touch()
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    process = ServerProcess(ServerCommand(name="x", argv=(sys.executable,)), tmp_path / "file" / "log", 20.0)
+    process = ServerProcess(
+        ServerCommand(name="x", argv=(sys.executable,), program=sglang_program(["cpu"])),
+        tmp_path / "file" / "log",
+        20.0,
+    )
     with pytest.raises(OSError, match="file"):
         await process.start(0)
     assert list((tmp_path / "temporary").iterdir()) == []
@@ -314,9 +314,9 @@ async def test_a_server_that_does_not_answer_is_named_after_its_deadline(tmp_pat
 async def test_a_server_that_is_frozen_before_it_takes_a_request_is_started_anew(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.inference.engine.sglang.server.STALL_ANSWER_S", 0.3)
+    monkeypatch.setattr("services.inference.engine.served.server.STALL_ANSWER_S", 0.3)
     engine = await launch(stall_timeout_s=0.2)
-    (server,) = engine._servers
+    (server,) = engine.servers
     frozen = server.process.pid
     assert frozen is not None
     os.kill(frozen, signal.SIGSTOP)
@@ -359,7 +359,7 @@ async def test_a_refused_update_that_came_through_is_adopted_and_flushed(launch:
 
 
 async def test_a_server_that_keeps_its_old_name_after_a_change_is_told_again(launch: Launch) -> None:
-    """0.5.23 does so where only the flush was refused: its scheduler has moved, what it says of itself has not."""
+    """0.5.23 does so when only the flush was refused: its scheduler has the new version, its report the old one."""
     engine = await launch()
     await misbehave(engine, "/update_weights_from_disk", status=400, applied=True, told=False)
     await engine.update(version(1))
@@ -370,16 +370,16 @@ async def test_a_server_that_keeps_its_old_name_after_a_change_is_told_again(lau
 async def test_a_server_that_refuses_twice_is_started_anew_with_the_version(launch: Launch) -> None:
     engine = await launch(number=2)
     await misbehave(engine, "/update_weights_from_disk", status=400, times=2)
-    pid = engine._servers[0].process.pid
+    pid = engine.servers[0].process.pid
     pending = start(engine, *(request(number) for number in range(6)))
     await until_tokens(engine, 30)
-    await engine.update(version(1))  # the other one took it
+    await engine.update(version(1))  # the other server took the version
     assert engine.version == 1
     for generation in await asyncio.gather(*pending):
         check_whole(generation)
     await until_all_serve(engine)
-    assert engine._servers[0].process.pid != pid
-    assert [server.version for server in engine._servers] == [1, 1]
+    assert engine.servers[0].process.pid != pid
+    assert [server.version for server in engine.servers] == [1, 1]
 
 
 async def test_an_update_that_no_server_takes_fails_and_may_be_given_again(launch: Launch) -> None:
@@ -488,7 +488,7 @@ async def test_a_chunk_that_makes_no_sense_interrupts_and_is_played_again(launch
 async def test_a_server_that_does_not_hear_an_abort_is_not_waited_for(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.inference.engine.sglang.engine.ABORT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("services.inference.engine.served.engine.ABORT_TIMEOUT_S", 0.3)
     engine = await launch()
     await misbehave(engine, "/generate", stall_at=10)
     pending = start(engine)
@@ -514,3 +514,13 @@ async def test_requests_that_begin_alike_go_to_one_server_and_others_are_spread(
     await asyncio.gather(*start(engine, *(request(number, 60) for number in range(12))))
     both = [sum(route == "/generate" for route, _ in await seen(engine, server)) for server in (0, 1)]
     assert min(both) >= 4
+
+
+@pytest.mark.parametrize("kv_policy", list(KvPolicy))
+async def test_a_switch_tells_the_way_of_the_weights_and_its_cost(launch: Launch, kv_policy: KvPolicy) -> None:
+    engine = await launch(kv_policy=kv_policy)
+    with structlog.testing.capture_logs() as logs:
+        await engine.update(version(1))
+    (told,) = [row for row in logs if row["event"] == "engine_server.switched"]
+    assert (told["way"], told["kv_policy"], told["size_bytes"], told["in_flight"]) == ("disk", kv_policy, 32, 0)
+    assert told["pause_s"] >= 0 and told["load_s"] >= 0

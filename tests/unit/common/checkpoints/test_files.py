@@ -1,4 +1,4 @@
-"""Files of a checkpoint: any cut of any tensors reads back as what was written, in any other cut."""
+"""Files of a checkpoint: any cut of any tensors reads back equal, in any other cut."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from services.common.checkpoints.files import (
     write_safetensors,
 )
 from services.common.checkpoints.manifest import DTYPES, Manifest, StoredTensor, decode, encode
-from services.common.disk import sync_directory
 from services.common.errors import CorruptDataError
+from services.common.system.disk import sync_directory
 
 Whole = dict[str, tuple[StoredTensor, bytes]]
 
@@ -75,7 +75,7 @@ def write(directory: Path, whole: Whole, by_rank: dict[str, list[tuple[int, int]
 
 @given(whole=tensors(), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_what_some_ranks_have_written_any_other_ranks_read(whole: Whole, data: st.DataObject) -> None:
+def test_any_number_of_ranks_reads_the_parts_of_other_ranks(whole: Whole, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         written = {name: data.draw(cuts(tensor.num_elements)) for name, (tensor, _) in whole.items()}
@@ -121,7 +121,7 @@ def test_any_changed_byte_of_a_manifest_is_noticed_or_changes_nothing(whole: Who
 
 @given(st.binary(max_size=200))
 @settings(max_examples=100, deadline=None)
-def test_bytes_that_are_no_manifest_are_refused_in_words(noise: bytes) -> None:
+def test_bytes_that_are_no_manifest_are_refused_with_a_message(noise: bytes) -> None:
     with pytest.raises(CorruptDataError, match=r"manifest\.json"):
         decode(noise)
 

@@ -1,4 +1,4 @@
-"""docs/security.md says what the table of permissions says. To write its table anew: run this file as a program."""
+"""docs/security.md has the table of permissions. To write the table anew, run this file as a program."""
 
 from __future__ import annotations
 

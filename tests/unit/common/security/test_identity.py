@@ -1,4 +1,4 @@
-"""A process takes up the keys of its role, refuses what cannot be them, and follows a renewal."""
+"""A process takes up the keys of its role, refuses other files, and follows a renewal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from services.cli.keyring import Keyring
+from services.cli.keys.keyring import Keyring
 from services.common.errors import ConfigError
 from services.common.security import identity
 from services.common.security.bundle import VARIABLE, without_keys

@@ -1,4 +1,4 @@
-"""Every RPC of every proto is in the table, and the table grants what each role needs, and no more."""
+"""Every RPC of every proto is in the table, and the table grants the calls that each role needs, and no more."""
 
 from __future__ import annotations
 

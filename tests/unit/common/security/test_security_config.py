@@ -1,4 +1,4 @@
-"""When a run has keys: what the recipe says, and what is not allowed to be said."""
+"""When a run has keys: the settings of the recipe, and the refused ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.keyring import Keyring
-from services.cli.launch_keys import KEYS, keys_of, renew_in_time, with_keys
-from services.cli.plan import plan
-from services.common.config.loading import load_recipe
+from services.cli.keys.keyring import Keyring
+from services.cli.keys.process_keys import KEYS, keys_of, renew_in_time, with_keys
+from services.cli.plan.specs import plan
+from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.security.bundle import VARIABLE

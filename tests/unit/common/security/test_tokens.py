@@ -1,4 +1,4 @@
-"""A token says one role in one run until one moment, and nothing that was changed, cut or forged is taken for one."""
+"""A token proves one role in one run until one moment; a changed, cut or forged token is refused."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from services.common.errors import NotFoundError
-from services.common.transfer.host import host_identity
+from services.common.net.hosts import host_identity
 from services.common.transfer.servicer import source_of
 from services.common.transfer.source import MemoryReader
 
 
-async def test_a_reader_of_memory_gives_what_is_asked_for_and_ends_its_lease_once() -> None:
+async def test_a_reader_of_memory_gives_the_requested_range_and_ends_its_lease_once() -> None:
     ended: list[bool] = []
     reader = MemoryReader(memoryview(b"0123456789"), lambda: ended.append(True), (Path("/a"), 7))
     assert (reader.size_bytes, reader.file()) == (10, (Path("/a"), 7))

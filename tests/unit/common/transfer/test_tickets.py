@@ -1,4 +1,4 @@
-"""Tickets open what they were given for, as long as they are used."""
+"""Tickets open their own resource, as long as they are used."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ from typing import Any
 import pytest
 
 from services.common.errors import NotFoundError
-from services.common.transfer import tickets as tickets_module
-from services.common.transfer.tickets import Tickets
+from services.common.transfer import bulk_server
+from services.common.transfer.bulk_server import Tickets
+from tests.clock import Clock
 
 SOURCE: Any = object()
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_ticket_is_for_one_payload_and_no_two_are_alike() -> None:
@@ -46,7 +40,7 @@ def test_a_ticket_expires_without_use_and_using_renews_it() -> None:
 
 
 def test_the_number_of_tickets_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tickets_module, "MOST_TICKETS", 3)
+    monkeypatch.setattr(bulk_server, "MOST_TICKETS", 3)
     tickets = Tickets()
     given = [tickets.give(SOURCE, str(number)) for number in range(5)]
     assert len(tickets) == 3

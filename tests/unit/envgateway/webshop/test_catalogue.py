@@ -49,7 +49,7 @@ def test_the_seed_decides_prices_limits_and_order(folder: Path) -> None:
     assert len({draw_goals(catalogue.instructions, first, seed)[0].price_limit for seed in range(20)}) == 3
 
 
-def test_what_costs_more_than_any_limit_has_none(folder: Path) -> None:
+def test_a_product_above_every_price_limit_has_no_limit(folder: Path) -> None:
     catalogue = read_catalogue(find_files(folder))
     prices = dict.fromkeys(catalogue.products, 985.0)
     assert {(g.price_limit, "price" in g.instruction) for g in draw_goals(catalogue.instructions, prices, 1)} == {

@@ -1,4 +1,4 @@
-"""BM25: order, ties, and words that nothing has."""
+"""BM25: order, ties, and words that no product has."""
 
 from __future__ import annotations
 

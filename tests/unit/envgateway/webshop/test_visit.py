@@ -49,7 +49,7 @@ def test_from_search_to_purchase(shop: Shop) -> None:
     assert visit.page.kind is PageKind.DONE
 
 
-def test_what_is_no_action_changes_nothing(shop: Shop) -> None:
+def test_an_invalid_action_has_no_effect(shop: Shop) -> None:
     visit = _visit(shop, "search[mug]")
     page = visit.page
     for nothing in ("", "search", "search[]", "Search[lamp]", " click[b00000000a]", "click[b00000000z]", "go[x]"):
@@ -69,7 +69,7 @@ def test_results_are_ten_a_page_and_pages_go_on_for_ever(shop: Shop) -> None:
     assert "Page 2" in visit.page.text()
 
 
-def test_ways_back_forget_what_webshop_forgets(shop: Shop) -> None:
+def test_ways_back_forget_the_same_state_as_webshop(shop: Shop) -> None:
     visit = _visit(shop, "search[mug]", "click[b00000000a]", "click[large]", "click[features]")
     assert visit.page.kind is PageKind.SUB_PAGE and "dishwasher safe" in visit.page.text()
     visit.act("click[< prev]")

@@ -8,15 +8,23 @@ from typing import Any
 
 import pytest
 
-from services.common.config.services import InferenceConfig
+from services.common.config.processes.services import InferenceConfig
 from services.common.errors import ConfigError
-from services.inference.engine.sglang.command import ServerCommand, server_commands
-from services.inference.engine.sglang.environment import interpreter, own_gpus
+from services.common.weights.adapter import AdapterIdentity
+from services.inference.engine.served.environment import interpreter, own_gpus
+from services.inference.engine.served.process import ServerCommand
+from services.inference.engine.sglang.command import server_commands
 
 PYTHON = {"MILLRACE_SGLANG_PYTHON": sys.executable}
 
 
-def commands(number: int = 1, gpus: tuple[str, ...] = (), on_cpu: bool = False, **settings: Any) -> list[ServerCommand]:
+def commands(
+    number: int = 1,
+    gpus: tuple[str, ...] = (),
+    on_cpu: bool = False,
+    adapter: AdapterIdentity | None = None,
+    **settings: Any,
+) -> list[ServerCommand]:
     config = InferenceConfig.model_validate({"engine": "sglang", "dtype": "bfloat16", **settings})
     return server_commands(
         config,
@@ -26,6 +34,7 @@ def commands(number: int = 1, gpus: tuple[str, ...] = (), on_cpu: bool = False, 
         number=number,
         gpus=gpus,
         on_cpu=on_cpu,
+        adapter=adapter,
         environment=PYTHON,
     )
 
@@ -45,6 +54,18 @@ def test_settings_of_the_recipe_become_arguments() -> None:
     assert int(option(command, "--context-length")) >= 16384 + 2  # SGLang stops two tokens before its own
     assert option(command, "--host") == "127.0.0.1"
     assert "--skip-tokenizer-init" in command.argv and "--incremental-streaming-output" in command.argv
+
+
+def test_a_server_of_an_adapter_gets_its_rank_and_targets_and_room_for_two_versions() -> None:
+    adapter = AdapterIdentity(rank=16, alpha=32.0, targets=("k_proj", "q_proj"), base="xxh3-128:" + "0" * 32)
+    (command,) = commands(on_cpu=True, adapter=adapter)
+    assert "--enable-lora" in command.argv and option(command, "--lora-backend") == "torch_native"
+    assert (option(command, "--max-lora-rank"), option(command, "--max-loras-per-batch")) == ("16", "3")
+    assert command.argv[command.argv.index("--lora-target-modules") + 1 :] == ("k_proj", "q_proj")
+    (command,) = commands(adapter=adapter)
+    assert "--lora-backend" not in command.argv, "on a GPU SGLang has a better one"
+    with pytest.raises(ConfigError, match="max-lora-rank, which Millrace sets itself"):
+        commands(sglang={"extra_arguments": {"max-lora-rank": 64}})
 
 
 def test_each_data_parallel_server_has_gpus_of_its_own() -> None:
@@ -81,21 +102,32 @@ def test_on_a_cpu_ranks_are_bound_to_cores_that_exist() -> None:
         assert option(command, "--attention-backend") == "torch_native"
 
 
+def test_logits_are_in_float32_on_a_gpu_unless_the_recipe_says_otherwise() -> None:
+    """A server on a CPU computes in float32 anyway."""
+    assert "--enable-fp32-lm-head" in commands()[0].argv
+    assert "--enable-fp32-lm-head" not in commands(on_cpu=True)[0].argv
+    assert "--enable-fp32-lm-head" not in commands(sglang={"extra_arguments": {"enable_fp32_lm_head": False}})[0].argv
+
+
 def test_a_kept_cache_runs_one_step_at_a_time() -> None:
     assert "--disable-overlap-schedule" in commands(kv_policy="keep")[0].argv
     assert "--disable-overlap-schedule" not in commands()[0].argv
 
 
 def test_the_interpreter_is_the_setting_then_the_variable_and_must_be_there() -> None:
-    assert interpreter(sys.executable, {"MILLRACE_SGLANG_PYTHON": "/nowhere"}) == sys.executable
-    assert interpreter(None, PYTHON) == sys.executable
+    assert interpreter("sglang", sys.executable, {"MILLRACE_SGLANG_PYTHON": "/nowhere"}) == sys.executable
+    assert interpreter("sglang", None, PYTHON) == sys.executable
     with pytest.raises(ConfigError, match="MILLRACE_SGLANG_PYTHON: there is no interpreter /nowhere"):
-        interpreter(None, {"MILLRACE_SGLANG_PYTHON": "/nowhere"})
+        interpreter("sglang", None, {"MILLRACE_SGLANG_PYTHON": "/nowhere"})
 
 
 def test_a_services_gpus_are_its_own_or_what_it_is_shown() -> None:
     config = InferenceConfig.model_validate({"engine": "sglang"})
     assert own_gpus(config, {}) == []
     assert own_gpus(config, {"CUDA_VISIBLE_DEVICES": "2, 3"}) == ["2", "3"]
-    named = InferenceConfig.model_validate({"engine": "sglang", "gpus": [6, 7]})
-    assert own_gpus(named, {"CUDA_VISIBLE_DEVICES": "2,3"}) == ["6", "7"]
+    named = InferenceConfig.model_validate({"engine": "sglang", "gpus": [1, 3]})
+    assert own_gpus(named, {}) == ["1", "3"]
+    assert own_gpus(named, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) == ["5", "7"], "counted among those shown"
+    assert own_gpus(named, {"CUDA_VISIBLE_DEVICES": "5,7"}) == ["5", "7"], "the launcher has mapped them"
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=4,5,6 of this environment shows 3 GPUs"):
+        own_gpus(named, {"CUDA_VISIBLE_DEVICES": "4,5,6"})

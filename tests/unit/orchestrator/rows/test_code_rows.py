@@ -1,4 +1,4 @@
-"""Programming rows of every layout in the wild become one form, or are refused with their place."""
+"""Programming rows of every known layout become one form, or are refused with their position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from services.common.errors import DatasetError
-from services.orchestrator.rows.code import code_row
+from services.orchestrator.tasks.rows.code import code_row
 
 STDIN = {"kind": "stdin", "cases": [{"stdin": "1 2", "expected": "3"}]}
 CALL = {"kind": "call", "entry_point": "add", "cases": [{"args": [1, 2], "expected": 3}]}

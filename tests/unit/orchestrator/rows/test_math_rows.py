@@ -1,4 +1,4 @@
-"""Math rows of every layout in the wild become one form, or are refused with their place."""
+"""Math rows of every known layout become one form, or are refused with their position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import DatasetError
-from services.orchestrator.rows.math import answer_text, math_row
+from services.orchestrator.tasks.rows.math import answer_text, math_row
 
 
 @pytest.mark.parametrize(

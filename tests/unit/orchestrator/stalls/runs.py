@@ -1,4 +1,4 @@
-"""A made-up run for the detector: a clock, a healthy state, and what a test changes about it."""
+"""A synthetic run for the detector: a clock, a healthy state, and the changes of a test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from services.common.accounts import AccountState, ActivityTime, PeerState
+from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
+from services.common.telemetry.activities import ActivityName
 from services.orchestrator.stalls.detector import Stall, StallDetector
 from services.orchestrator.stalls.facts import Facts, PolicyFacts, ReplicaFacts, TrainerFacts
 
@@ -22,7 +23,7 @@ def account(component: str, *activities: ActivityTime, progress: int = 0, cpu_s:
 
 
 class MadeUpRun:
-    """``tick`` is one look, a second later. While nothing is changed every counter grows and nothing stands still."""
+    """``tick`` is one look, a second later. Without a change every counter grows and no component stalls."""
 
     def __init__(self) -> None:
         self.detector = StallDetector()
@@ -68,8 +69,8 @@ class MadeUpRun:
                 a.component: a
                 for a in (
                     slots,
-                    account("replica/a/records", activity("nothing to send"), progress=self.count("acks")),
-                    account("replica/a/weights/model0", activity("up to date")),
+                    account("replica/a/records", activity(ActivityName.NOTHING_TO_SEND), progress=self.count("acks")),
+                    account("replica/a/weights/model0", activity(ActivityName.UP_TO_DATE)),
                     trainer,
                 )
             },

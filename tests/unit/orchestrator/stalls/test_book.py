@@ -1,11 +1,11 @@
-"""The account book keeps what every life of a component booked, and tells shares that sum to one."""
+"""The account book keeps the time of every incarnation of a component, and its shares sum to one."""
 
 from __future__ import annotations
 
 import pytest
 
-from services.common.accounts import AccountState, ActivityTime
-from services.orchestrator.stalls.book import WINDOW_S, AccountBook
+from services.common.telemetry.accounts import AccountState, ActivityTime
+from services.orchestrator.stalls.account_book import WINDOW_S, AccountBook
 
 
 def trainer(training_s: float, waiting_s: float) -> AccountState:

@@ -1,4 +1,6 @@
-"""The stall detector under a made-up clock: each cause is named with its component within 30 s, and slow is no alarm."""
+"""The stall detector under a synthetic clock: each cause is named with its component within 30 s, and slow work is no
+alarm.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.accounts import AccountState, PeerState
+from services.common.telemetry.accounts import AccountState, PeerState
 from services.orchestrator.stalls.causes import ADVICE, Cause
-from services.orchestrator.stalls.facts import RefusedFacts
+from services.orchestrator.stalls.facts import Hold, RefusedFacts
 from tests.unit.orchestrator.stalls.runs import MadeUpRun, account, activity
 
 HEALTHY_S = 120
@@ -118,7 +120,7 @@ def stuck_step(run: MadeUpRun) -> None:
 
 
 def rank_elsewhere(run: MadeUpRun) -> None:
-    """Rank 1 hangs between two steps, so rank 0 waits for it in a collective."""
+    """Rank 1 hangs between two steps, so rank 0 waits for rank 1 in a collective."""
     run.freeze("micro-batches")
     run.edits.append(lambda facts: facts)
     run.set_trainer(num_ranks=2)
@@ -198,6 +200,17 @@ def all_fail(run: MadeUpRun) -> None:
     run.set(failures_in_a_row=300, last_failure="INFRASTRUCTURE: the grader is gone", group_size=8)
 
 
+def too_many_masked(run: MadeUpRun) -> None:
+    run.set(held_back={Hold.MASKED: "30% of the newest 64 rollouts have no reward"}, failures_in_a_row=2, group_size=8)
+
+
+def all_masked(run: MadeUpRun) -> None:
+    """The share is too large before so many have failed in a row that the run is paused for that."""
+    run.set(
+        held_back={Hold.MASKED: "100% of the newest 64 rollouts have no reward"}, failures_in_a_row=64, group_size=8
+    )
+
+
 def all_refused(run: MadeUpRun) -> None:
     seen = RefusedFacts(component="replica/a", number=8, since=run.now, newest=run.now, detail="token_id: 99999")
     run.edits.append(lambda facts: replace(facts, refused=(replace(seen, newest=facts.now),)))
@@ -231,6 +244,8 @@ CASES: dict[Callable[[MadeUpRun], None], tuple[str, Cause]] = {
     announcement_lost: ("replica/a", Cause.ORDER_LOST),
     all_filtered: ("workflow", Cause.ALL_FILTERED),
     all_fail: ("rollouts", Cause.ALL_FAIL),
+    too_many_masked: ("rollouts", Cause.MASKED),
+    all_masked: ("rollouts", Cause.ALL_FAIL),
     all_refused: ("replica/a", Cause.RECORDS_REFUSED),
     curated_away: ("dataset", Cause.NOTHING_TO_PLAY),
 }
@@ -263,7 +278,7 @@ def test_the_chain_leads_from_the_trainer_to_the_cause(run: MadeUpRun) -> None:
 
 
 def test_a_slow_but_healthy_run_raises_no_alarm() -> None:
-    """Everything takes 20 s at a time, from the start: generations, rewards, micro-batches, batches."""
+    """Every activity takes 20 s, from the start: generations, rewards, micro-batches, batches."""
     run = MadeUpRun()
 
     def slow() -> int:
@@ -370,7 +385,7 @@ def test_who_never_came_is_named_once_processes_had_time_to_load_models() -> Non
 
 def test_a_gateway_of_another_node_that_does_not_come_is_named() -> None:
     run = MadeUpRun()
-    run.set(held_back={"envgateway": "the environment gateway of node 1 has not joined"})
+    run.set(held_back={Hold.GATEWAY: "the environment gateway of node 1 has not joined"})
     run.run(50)
     assert not run.stalls
     assert run.named_within(30) == {("envgateway", "absent")}

@@ -4,7 +4,7 @@
     table.py     the row, and its comparison with a resolved recipe
     reading.py   the reference's terms in this project's words, and values that no single key of a recipe holds
     m2po.py, rstar2.py, behaviour.py   the rows
-    pages.py     writes the departures into docs/recipes
+    pages.py     writes the departures into the READMEs of the families
 
 `tests/unit/recipes/test_reference.py` compares every row with the resolved recipe, and with MILLRACE_DATA_ROOT every setting
 of the reference's files with a row.

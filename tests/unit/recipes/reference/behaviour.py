@@ -28,7 +28,7 @@ BEHAVIOUR_ROWS = rows(
         "a second try follows a rejection, so its mean is another one; `policy` puts them together", of=PAIRS | TWO_NODES,
     ),
     same(
-        "what is older than `max_staleness`", "dropped", "policies.*.batch.late", renamed({"dropped": "drop"}), of=M2PO,
+        "sequences older than `max_staleness`", "dropped", "policies.*.batch.late", renamed({"dropped": "drop"}), of=M2PO,
     ),
     departs(
         "groups of equal rewards", "dropped by a later filter although `filter_function` is left out", "policies.*.batch.dynamic_sampling",
@@ -63,11 +63,11 @@ BEHAVIOUR_ROWS = rows(
     absent("100 cases of 6 s take 600 s; grading that takes longer has failed, and its sample is left out", {
         "all tests of a program together": "300 s",
     }, of=CODE),
-    absent("`run` names the file and the command that fetches it before it starts anything", {
+    absent("`run` names the file and the command that fetches it before any process starts", {
         "LiveCodeBench's file is missing": "the first evaluation fails",
     }, of=CODE),
-    absent("the program alone: it is what is run", {"what the verifier reads of the coder": "the whole answer"}, of=TWO_NODES),
-    absent("then there is none, and nothing is earned for validity: a wrong program does not say what is right", {
+    absent("the program alone: it is what is run", {"text of the coder that the verifier reads": "the whole answer"}, of=TWO_NODES),
+    absent("then there is none, and nothing is earned for validity: a wrong program does not show the right answer", {
         "no solution of a row passes all tests": "the best of them is the reference solution",
     }, of=TWO_NODES),
     absent("a test case counts once", {"a generated case that stands twice": "counts twice"}, of=TWO_NODES),

@@ -1,4 +1,4 @@
-"""Writes where recipes depart from their references into docs/recipes, between two marks of each page.
+"""Writes where recipes depart from their references into the READMEs of their families, between two marks.
 
     python -m tests.unit.recipes.reference.pages            # writes the pages
     python -m tests.unit.recipes.reference.pages RECIPE     # prints every row of a recipe, such as code/qwen3-8b-m2po-full
@@ -13,6 +13,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from services.common.config.recipe import Recipe
@@ -28,7 +29,7 @@ TABLE = [*M2PO_ROWS, *RSTAR2_ROWS, *BEHAVIOUR_ROWS]
 PAGES: Mapping[str, tuple[str, Recipes]] = {
     "math-multi-agent": ("AstraFlow `343e808`", names.MATH),
     "code": ("AstraFlow `343e808`", names.CODE),
-    "agentbench": ("AstraFlow `343e808`", names.AGENTS),
+    "alfworld": ("AstraFlow `343e808`", names.AGENTS),
     "rstar2": ("RLinf `a3816b5`", names.RSTAR2),
 }
 BEGIN = (
@@ -57,7 +58,7 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line about a key; recipes with equal lines share it."""
+    """One line about a key; recipes with equal lines share the line."""
 
     key: str
     there: str
@@ -77,14 +78,14 @@ def section(page: str) -> str:
     missing = {line: of for line, of in lines.items() if line.kind == "absent" and not line.in_code}
     parts = [
         f"{source} has these recipes. A test compares every key of their files with the resolved recipe: it is the `same` "
-        "here, `fixed` (the same, and no key sets it), it `departs`, or it is `absent` (nothing here corresponds to it). "
+        "here, `fixed` (the same, without a key), `departs`, or is `absent` (no setting here corresponds). "
         "`python -m tests.unit.recipes.reference.pages RECIPE` prints all rows of a recipe.",
         _table(("recipe", "keys there", *KINDS), _counts(cells)),
         "### Settings that depart",
         _table(("setting there", "there", "here", "why"), _told(departing, recipes)),
         "### Differences in code",
         _table(("behaviour", "there", "here, and why"), _in_code(in_code, recipes)),
-        "### Settings that nothing corresponds to",
+        "### Settings without a counterpart",
         _table(("settings there", "why"), _absent(missing, recipes)),
     ]
     return "\n\n".join(parts)
@@ -192,13 +193,18 @@ def _table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
+def file_of(page: str) -> Path:
+    """The README that holds the page's generated part."""
+    return REPOSITORY / "recipes" / page / "README.md"
+
+
 def written(page: str) -> str:
     """The whole page, its generated part made anew."""
-    text = (REPOSITORY / "docs" / "recipes" / f"{page}.md").read_text()
+    text = file_of(page).read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"docs/recipes/{page}.md lacks the marks {BEGIN!r} and {END!r}")
+        raise ValueError(f"{file_of(page)} lacks the marks {BEGIN!r} and {END!r}")
     return f"{before}{BEGIN}\n\n{section(page)}\n\n{END}{after}"
 
 
@@ -218,7 +224,7 @@ def main(arguments: Sequence[str]) -> None:
     for here in arguments:
         sys.stdout.write(f"{whole(here)}\n")
     for page in () if arguments else PAGES:
-        (REPOSITORY / "docs" / "recipes" / f"{page}.md").write_text(written(page))
+        file_of(page).write_text(written(page))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.common.config.data import DatasetConfig
-from services.common.config.placement import engine_numbers
+from services.common.config.processes.placement import engine_numbers
 from services.common.config.recipe import Recipe
-from services.common.rpc.channel import DEADLINES
-from services.orchestrator.catalogue import KnownDataset, known
+from services.common.rpc.client.channel import DEADLINES
+from services.orchestrator.tasks.catalogue import KnownDataset, known
 from tests.unit.recipes.reference.table import Conversion, Place, Reader
 
 # Conversions: a value there -> the value of our key that says the same.
@@ -89,7 +89,7 @@ REWARDS = {"math_verify": "math", "livecodebench_reward": "code", "human_eval_re
 
 
 def policy(name: str) -> Reader:
-    """The policy ``name``, when the recipe has it."""
+    """The policy ``name``, if the recipe has one."""
 
     def named(recipe: Recipe, place: Place) -> str:
         return name if name in recipe.policies else ""

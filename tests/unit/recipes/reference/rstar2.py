@@ -15,7 +15,7 @@ SHARED_GPUS = "engines and trainer have GPUs of their own, so neither has to fre
 GROUPS = "names of groups of Ray workers; the services of a run are processes with names of their own"
 PACKING = "micro-batches are packed up to `policies.<name>.trainer.token_budget`"
 TOKENIZER = (
-    "the tokenizer is the model's own, read without code of its folder; sequences are packed, so nothing is padded"
+    "the tokenizer is the model's own, read without code of its folder; sequences are packed, so there is no padding"
 )
 PRINTS = "the journal holds every trajectory; `millrace trajectories` prints them"
 SAMPLED = "the gradient takes the log-probabilities of the engine that sampled; nothing is computed again"
@@ -41,7 +41,7 @@ TRAINING = rows(
         "actor.lr_sched.min_lr": 0.0,
         "actor.optim.min_lr": 0.0,
     }),
-    absent("the first update has 1 / (warmup_updates + 1) of the rate: an update at rate 0 would change nothing", {
+    absent("the first update has 1 / (warmup_updates + 1) of the rate: an update at rate 0 would have no effect", {
         "actor.lr_sched.lr_warmup_init": 0.0,
     }),
     fixed("AdamW is the optimizer there is", {"actor.optim.optimizer": "adam"}),
@@ -239,7 +239,7 @@ ROLLOUTS = rows(
         "rollout.sglang.decode_log_interval": 500_000,
         "agentloop.print_outputs": True,
     }),
-    absent("every version is verified by its digest before it is used", {
+    absent("every version is verified by its digest before its use", {
         "rollout.validate_weight": False,
         "rollout.validate_save_dir": None,
     }),
@@ -338,7 +338,7 @@ DATA_AND_REWARD = rows(
     ),
     absent("tools are those of the gateway and of `envgateway.tools.paths`", {"tools.mcp_file_system": None}),
     fixed("metrics are written as TensorBoard event files", {"runner.logger.logger_backends": ["tensorboard"]}),
-    departs("runner.output_dir", "../results", "run.dir", "runs", "every run has a directory of its own below it"),
+    departs("runner.output_dir", "../results", "run.dir", "runs", "every run has its own directory there"),
     absent("a run is named by its recipe and the time, or by `run.id`", {
         "runner.experiment_name": per((RSTAR2_7B, "rstar2-7b"), (RSTAR2_1_5B, "rstar2-1.5b")),
         "runner.logger.experiment_name": "${runner.experiment_name}",

@@ -3,12 +3,12 @@
 A row says one of four things of its key:
 
     same     the value here is the reference's, after a named conversion (units, names, 1 for 1.0)
-    departs  it is another one, for a reason
-    fixed    it is as there, and no key sets it here
-    absent   nothing here has such a setting, for a reason
+    departs  another value, for a reason
+    fixed    the same value, without a key here
+    absent   no such setting here, for a reason
 
-A key may hold ``{trainer}``, ``{model}`` and ``{evaluation}``, names that differ between recipes of the reference; the path of
-a setting here may hold ``{model}``, ``{evaluation}`` and ``{service}``, and ``*`` for any name.
+A key may hold ``{trainer}``, ``{model}`` and ``{evaluation}``, names that differ between recipes of the reference; the
+path of a setting here may hold ``{model}``, ``{evaluation}`` and ``{service}``, and ``*`` for any name.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tests.unit.recipes.reference.names import REFERENCES, Recipes
 EXPERIMENT, RAAS, HYDRA = "experiment", "raas", "hydra"
 """Kinds of files of the reference; a hydra file is the only one of its recipe."""
 CODE = "code"
-"""Instead of a file: behaviour of the reference's code that no setting of it controls. The key is then a few words."""
+"""Instead of a file: behaviour of the reference's code that no setting controls. The key is then a few words."""
 
 Kind = Literal["same", "departs", "fixed", "absent"]
 Place = Mapping[str, str]
-"""What ``{model}``, ``{evaluation}`` and ``{service}`` are here."""
+"""The values of ``{model}``, ``{evaluation}`` and ``{service}`` here."""
 Reader = Callable[[Recipe, Place], Any]
 Conversion = Callable[[Any, Recipe], Any]
 
@@ -131,7 +131,7 @@ class Cell:
 
 
 def expand(table: Iterable[Row]) -> dict[tuple[str, str, str, str], Cell]:
-    """(recipe, file, key, aspect) -> the row that answers it; two rows for one are refused."""
+    """(recipe, file, key, aspect) -> its row; two rows for one are refused."""
     cells: dict[tuple[str, str, str, str], Cell] = {}
     for row in table:
         for name in sorted(row.of):
@@ -197,7 +197,7 @@ def named(cell: Cell, settings: Mapping[str, Any]) -> list[str]:
 
 
 def complaint(cell: Cell, recipe: Recipe, settings: Mapping[str, Any]) -> str | None:
-    """The reason why a row does not hold for a recipe; None when it does."""
+    """The reason why a row does not hold for a recipe; else None."""
     row = cell.row
     if row.kind != "same" and not row.why.strip():
         return f"{cell.key}: a {row.kind} row needs a reason"

@@ -1,7 +1,7 @@
-"""AgentBench's two servers with the ways of the real ones, played by a script: what a policy says is an order.
+"""AgentBench's two servers with the behaviour of the real ones: a policy's text is an order.
 
 ``win``, ``lose``, ``limit`` end a session; ``raise`` makes the task raise; ``error`` makes it fail without raising;
-``busy N`` is refused N times as busy; ``slow`` takes longer than anybody waits; ``drop`` breaks the connection.
+``busy N`` is refused N times as busy; ``slow`` takes longer than every timeout; ``drop`` breaks the connection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENDS = {
 
 @dataclass
 class Fake:
-    """What both keep: the sessions that hold a place, and what was asked."""
+    """State of both fakes: the sessions that hold a place, and the requests."""
 
     taken: dict[Any, list[dict[str, str]]] = field(default_factory=dict)  # history by session
     leaked: set[Any] = field(default_factory=set)
@@ -47,7 +47,7 @@ class Fake:
         return self.taken[session]
 
     async def is_busy(self, content: str, request: web.Request) -> bool:
-        """Orders that have nothing to do with the task."""
+        """Orders about the server, independent of the task."""
         match content.split():
             case ["busy", times] if self.refusals < int(times):
                 self.refusals += 1

@@ -1,4 +1,4 @@
-"""The real AgentBench from a checkout of its repository, as processes beside ours. Nothing of it is part of this tree.
+"""The real AgentBench from a checkout of its repository, as processes beside ours. No part is in this tree.
 
 MILLRACE_AGENTBENCH_ROOT     the checkout: branch v0.2, or a fork that adds the task-server adapter
 MILLRACE_AGENTBENCH_PYTHON   an interpreter with its packages (pydantic 1.10, fastapi 0.101, uvicorn 0.22, aiohttp,
@@ -57,7 +57,7 @@ class Checkout:
 
 
 def checkout(folder: Path, data: Path, games: Sequence[str]) -> Checkout:
-    """Skips where there is none. Makes what the task reads: its list of games and its config."""
+    """Skips where there is none. Makes the task's files: its list of games and its config."""
     root, python = os.environ.get("MILLRACE_AGENTBENCH_ROOT"), os.environ.get("MILLRACE_AGENTBENCH_PYTHON")
     if not root or not python:
         needs.unmet("AgentBench", "MILLRACE_AGENTBENCH_ROOT or MILLRACE_AGENTBENCH_PYTHON is not set")
@@ -94,7 +94,7 @@ def checkout(folder: Path, data: Path, games: Sequence[str]) -> Checkout:
 async def program(
     bench: Checkout, module: str, *arguments: str, asked_to_stop: bool = False
 ) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """``python -m module``, killed with what it started; asked first where it has started groups of its own."""
+    """``python -m module``, killed with its descendants; terminated first where some have groups of their own."""
     log = (bench.folder / f"{module}.log").open("wb")
     process = await asyncio.to_thread(
         lambda: subprocess.Popen(

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from services.common.config.environments import AgentBenchConfig
+from services.common.config.processes.environments import AgentBenchConfig
 from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
 from services.envgateway.envs.agentbench.episode import AgentBenchEpisode
 from services.envgateway.envs.agentbench.http import Reply
 from services.envgateway.envs.agentbench.protocol import reward_of
 from services.envgateway.envs.agentbench.world import AgentBenchWorld
 from services.envgateway.envs.base import EndStatus, EpisodeLostError
+from tests.waiting import until
 
 from .fakes import CAPACITY, FakeAdapter, FakeController, running
 
@@ -102,9 +103,7 @@ async def test_the_slot_that_a_raising_task_leaks_is_freed() -> None:
             await (await begin(world)).step("raise")
         with pytest.raises(CapacityError):
             await begin(world)
-        async with asyncio.timeout(20):
-            while fake.leaked:
-                await asyncio.sleep(0.02)
+        await until(lambda: not fake.leaked)
         await begin(world)
         assert fake.syncs == 2
         assert not (await other.step("hello")).done
@@ -216,7 +215,7 @@ async def test_a_server_that_is_not_there_yet_is_asked_again_by_the_next_episode
         await world.close()
 
 
-async def test_protocols_may_be_told_instead_of_asked() -> None:
+async def test_protocols_may_be_configured_instead_of_detected() -> None:
     async with playing(FakeAdapter(), protocol="classic", task="toy") as world:
         with pytest.raises(InfrastructureError, match="could not start: 404"):
             await begin(world)
@@ -228,3 +227,12 @@ def test_the_words_of_an_error_are_found_behind_pools_and_in_plain_text() -> Non
     assert Reply(500, "Internal Server Error").detail == "Internal Server Error"
     assert Reply(422, '{"detail": [{"loc": ["body"]}]}').detail == '{"detail": [{"loc": ["body"]}]}'
     assert Reply(200, "").json is None
+
+
+@pytest.mark.parametrize("session", [None, "one", 1.5])
+async def test_a_controller_that_names_no_session_by_a_number_is_at_fault(session: object) -> None:
+    fake = FakeController()
+    fake.numbers = iter([session])  # type: ignore[assignment]
+    async with playing(fake) as world:
+        with pytest.raises(InfrastructureError, match="no session by a number"):
+            await begin(world)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.environments import AgentBenchConfig, ServedTaskConfig
+from services.common.config.processes.environments import AgentBenchConfig, ServedTaskConfig
 from services.common.errors import CapacityError, InvalidRequestError
 from services.envgateway.envs.agentbench import episode as episode_module
 from services.envgateway.envs.agentbench.world import AgentBenchWorld
@@ -43,7 +43,7 @@ async def test_episodes_are_played_to_their_ends(protocol: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_failures_are_told_apart_and_places_come_back(protocol: str) -> None:
+async def test_failures_are_distinguished_and_places_are_freed(protocol: str) -> None:
     async with playing(protocol, concurrency=1) as (world, server):
         with pytest.raises(InvalidRequestError):
             await world.build().reset({"index": 99}, 0)

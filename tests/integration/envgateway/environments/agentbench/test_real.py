@@ -11,14 +11,20 @@ from typing import Any
 import aiohttp
 import pytest
 
-from services.common.config.environments import AgentBenchConfig, AlfworldConfig, EnginePoolConfig, TaskServerConfig
+from services.common.config.processes.environments import (
+    AgentBenchConfig,
+    AlfworldConfig,
+    EnginePoolConfig,
+    TaskServerConfig,
+)
 from services.common.errors import CapacityError, EpisodeNotFoundError, InfrastructureError, InvalidRequestError
 from services.envgateway.envs.agentbench.world import AgentBenchWorld
 from services.envgateway.envs.alfworld.unpack import unpack
 from services.envgateway.envs.alfworld.world import AlfworldWorld
-from services.envgateway.episodes import EpisodeManager
+from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.taskserver.server import TaskServer
 from tests import needs
+from tests.waiting import accepted
 
 from ..serving import Client, registry, served_world
 from .real import CONCURRENCY, RAISING_TASK, Checkout, adapter, checkout, controller, pool
@@ -29,7 +35,7 @@ LOST = (InfrastructureError, EpisodeNotFoundError)
 
 @pytest.fixture(scope="module")
 def games(data_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], list[dict[str, Any]]]:
-    """ALFWorld's tree, the games in it, and the expert's recorded episodes of them in the same order."""
+    """ALFWorld's tree, its games, and the expert's recorded episodes in the same order."""
     rows = data_root / "alfworld_made"
     folder = tmp_path_factory.mktemp("games")
     names = unpack(rows / "games.jsonl", rows / "domain.json", folder)
@@ -45,7 +51,7 @@ def bench(games: Any, tmp_path: Path) -> Checkout:
 
 
 async def play(client: Client, index: int, trace: dict[str, Any]) -> None:
-    """The expert's actions bring what was recorded, and win."""
+    """The expert's actions give the recorded observations, and win."""
     episode = await client.create("bench", {"index": index})
     assert trace["intro"].split("\n\n")[-1] in episode.observation
     for turn, step in enumerate(trace["steps"], start=1):
@@ -100,12 +106,7 @@ async def test_the_slot_that_a_raising_task_leaks_at_the_classic_controller_is_f
 
 
 async def begin_when_free(client: Client) -> Any:
-    async with asyncio.timeout(30):
-        while True:
-            try:
-                return await client.create("bench", {"index": 0})
-            except CapacityError:
-                await asyncio.sleep(0.2)
+    return await accepted(lambda: client.create("bench", {"index": 0}), CapacityError)
 
 
 async def test_the_experts_episodes_are_won_at_the_adapter(bench: Checkout, games: Any) -> None:

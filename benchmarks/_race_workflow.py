@@ -1,0 +1,17 @@
+"""``tool_use`` with programs in the replica's own process, without a sandbox: for the race in process."""
+
+from __future__ import annotations
+
+from benchmarks._race_programs import run_tool
+from services.common.text.tool_calls import MalformedCall, ToolStatus
+from services.common.tools import ToolResult
+from services.inference.workflows.base import Gateway
+from services.inference.workflows.tools.tool_use import ToolUse
+from services.inference.workflows.tools.toolset import OpenTools
+
+
+class InProcessToolUse(ToolUse):
+    async def _answer(self, content: str | MalformedCall, gateway: Gateway, tools: OpenTools) -> ToolResult:
+        if isinstance(content, MalformedCall):
+            return await super()._answer(content, gateway, tools)
+        return ToolResult(text=run_tool(content.strip()), status=ToolStatus.OK)

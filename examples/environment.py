@@ -1,0 +1,24 @@
+"""An environment: guess a number; a wrong guess is told to be too low or too high.
+
+envgateway: {environments: {guess: "environment:Guess"}}
+workflow: {name: agent_env, settings: {environment: guess, max_turns: 10}}
+"""
+
+import random
+
+import millrace
+
+
+class Guess(millrace.Environment):
+    def reset(self, task, seed: int) -> millrace.Observation:
+        self.turns, self.most = 0, int(task.get("most", 100))
+        self.number = random.Random(seed).randint(1, self.most)  # the same for all rollouts of a task group
+        return millrace.Observation(text=f"Guess a number from 1 to {self.most}.")
+
+    def step(self, action: str) -> millrace.StepResult:
+        self.turns += 1
+        guess = int(action) if action.strip().isdigit() else 0
+        if guess == self.number:
+            return millrace.StepResult(reward=1.0, done=True, metrics={"guesses": float(self.turns)})
+        hint = "too low" if guess < self.number else "too high"
+        return millrace.StepResult(observation=f"{guess} is {hint}.", done=self.turns == 10)

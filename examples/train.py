@@ -1,0 +1,20 @@
+"""Starts a run from Python, and reads its metrics.
+
+python examples/train.py
+"""
+
+from pathlib import Path
+
+import millrace
+
+
+def main() -> None:
+    run = millrace.run(Path(__file__).with_name("recipe.yaml"), run={"seed": 7})
+    print({name: round(result["mean_reward"], 3) for name, result in run.summary["evaluations"].items()})
+    best = max(run.trajectories(), key=lambda row: row["reward"])
+    print(best["task_group_id"], best["reward"], best["sequences"][0]["stop_reason"])
+    print(run.traces().arrow().select(["task_id", "status"]).slice(0, 3).to_pylist())
+
+
+if __name__ == "__main__":
+    main()

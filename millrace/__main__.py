@@ -1,0 +1,5 @@
+"""``python -m millrace``: the command ``millrace``."""
+
+from services.cli.__main__ import main
+
+main()

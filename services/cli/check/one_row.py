@@ -1,0 +1,212 @@
+"""Plays one row of the training data up to the model: the prompt by tokenizer and template, and the reward on two answers.
+
+So an error that only a row shows is found before a process starts: a reward that reads a column that is not there, or
+returns nothing; prompts that no context holds. Loads a tokenizer and calls functions of the user, so it is part of `millrace
+check` and not of every start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.cli.check.model_facts import config_of, file_of
+from services.common.config.data import WorkflowConfig, is_training, name_of
+from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError, MillraceError
+from services.common.importing import load_object
+from services.common.records.dataset_rows import truth_in
+from services.common.records.types import Task
+from services.common.system.threads import DaemonThreads
+from services.common.user_code import place_of, place_of_error
+
+if TYPE_CHECKING:
+    from services.common.text.chat import Chat
+    from services.orchestrator.tasks.datasets import TaskSource
+
+MOST_PROMPTS = 256  # of a dataset that are measured, evenly spaced
+REWARD_TIMEOUT_S = 60.0  # as in a rollout
+_SHOWN_CHARS = 160
+FIRST_ROW = "first row"  # begins lines that show it, and are no warnings
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """``problems`` refuse the recipe; ``told`` describes the row."""
+
+    problems: list[str]
+    told: list[str]
+
+
+def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
+    """Try the first row of each dataset that is on this machine, and measure the prompts of some more."""
+    tried = Tried([], [])
+    chat = _chat(recipe, tried)
+    for where, source in sources.items():
+        if is_training(where) and not recipe.run.steps:
+            continue
+        workflow = recipe.workflow_of(where)
+        if chat is not None:
+            _try_prompts(recipe, where, workflow, source, chat, tried)
+        _try_reward(where, workflow, source[0], tried)
+    return tried
+
+
+def _chat(recipe: Recipe, tried: Tried) -> Chat | None:
+    """The tokenizer of the policy that plays, with its template; None where it is made by the run, or not on this machine."""
+    name = recipe.workflow.settings.get("policy") or next(iter(recipe.playing_policies), None)
+    path = recipe.policies[name].model.path if name in recipe.policies else None
+    engines = {service.engine for service in recipe.inference.values()}
+    if (
+        path is None
+        or engines == {"scripted"}
+        or not any(map(_tokenizer_file(path), ("tokenizer.json", "tokenizer.model")))
+    ):
+        return None
+    from services.common.text.chat import Chat
+    from services.common.text.huggingface import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(Path(path).expanduser() if Path(path).expanduser().is_dir() else path)
+        _check_vocabulary(f"policies.{name}.model.path", path, tokenizer, tried)
+        return Chat(tokenizer)
+    except MillraceError as error:
+        tried.problems.append(f"policies.{name}.model.path: {error.message}")
+    except Exception as error:  # a template is a program of the model's author, and can raise anything
+        if "jinja2" not in type(error).__module__:
+            raise
+        tried.problems.append(f"policies.{name}.model.path: the chat template of {path} fails: {error}")
+    return None
+
+
+def _check_vocabulary(where: str, path: str, tokenizer: Any, tried: Tried) -> None:
+    rows = config_of(path).get("vocab_size")
+    if isinstance(rows, int) and len(tokenizer) > rows:
+        tried.problems.append(
+            f"{where}: the tokenizer of {path} has {len(tokenizer)} tokens, and vocab_size of its config.json is {rows}: use the "
+            "tokenizer that was saved with the model"
+        )
+
+
+def _tokenizer_file(path: str) -> Any:
+    return lambda name: file_of(path, name) is not None
+
+
+def _try_prompts(
+    recipe: Recipe, where: str, workflow: WorkflowConfig, source: TaskSource, chat: Chat, tried: Tried
+) -> None:
+    from services.inference.workflows.prompts import PromptSettings, build_messages
+    from services.inference.workflows.registry import workflow_settings
+
+    settings = workflow_settings(workflow)
+    if ":" in workflow.name or not isinstance(settings, PromptSettings):
+        return  # prompts of its own
+    policy = recipe.policies[settings.policy or next(iter(recipe.playing_policies))]
+    chat = chat.with_thinking(settings.thinking)
+    context = policy.model.context_length
+    limit = min(context - 1, settings.max_prompt_tokens or context)
+    lengths: list[int] = []
+    for place in _spaced(len(source)):
+        task = source[place]
+        try:
+            lengths.append(len(chat.prompt_ids(build_messages(settings, task))))
+        except MillraceError as error:
+            tried.problems.append(f"{where}: row of task {task.task_id} gives no prompt: {error.message}")
+            return
+        except Exception as error:  # of the template
+            if "jinja2" not in type(error).__module__:
+                raise
+            tried.problems.append(f"{where}: the chat template refuses task {task.task_id}: {error}")
+            return
+    key = "model.context_length" if limit == context - 1 else "workflow.settings.max_prompt_tokens"
+    _judge_lengths(where, lengths, (limit, key), context, recipe.sampling.max_new_tokens, tried)
+    if is_training(where):
+        text = chat.decode(chat.prompt_ids(build_messages(settings, source[0])))
+        shown = text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS // 2]} ... {text[-_SHOWN_CHARS // 2 :]}"
+        tried.told.append(f"{_first_row(where)} as a prompt of {lengths[0]} tokens: {shown!r}")
+
+
+def _first_row(where: str) -> str:
+    """What the line of a section's first row begins with."""
+    return f"{FIRST_ROW} of {source}" if (source := name_of(where)) else FIRST_ROW
+
+
+def _judge_lengths(
+    where: str, lengths: Sequence[int], bound: tuple[int, str], context: int, budget: int, tried: Tried
+) -> None:
+    """``bound``: the most tokens of a prompt, and the key that says so."""
+    limit, key = bound
+    too_long = sum(length > limit for length in lengths)
+    longest = max(lengths)
+    if too_long == len(lengths):
+        tried.problems.append(
+            f"{where}: every prompt of {len(lengths)} is longer than the {limit} tokens that {key} allows "
+            f"(the shortest has {min(lengths)}): write a larger {key.rpartition('.')[2]}, or other rows"
+        )
+    elif too_long:
+        tried.told.append(
+            f"{where}: {too_long} of {len(lengths)} prompts are longer than the {limit} tokens that {key} allows "
+            f"(the longest has {longest}), and fail each time: write {where}.max_prompt_tokens: {limit}, or a larger "
+            f"{key.rpartition('.')[2]}"
+        )
+    elif longest + budget > context:
+        tried.told.append(
+            f"{where}: the longest prompt of {len(lengths)} has {longest} tokens, which leaves {context - longest} of "
+            f"sampling.max_new_tokens ({budget}) in model.context_length ({context})"
+        )
+
+
+def _spaced(number: int) -> Iterator[int]:
+    """Up to ``MOST_PROMPTS`` places, the first one among them."""
+    step = max(1, -(-number // MOST_PROMPTS))
+    yield from range(0, number, step)
+
+
+def _try_reward(where: str, workflow: WorkflowConfig, task: Task, tried: Tried) -> None:
+    """Call the user's reward with the row's own answer, where it has one, and with an empty answer."""
+    path = workflow.settings.get("reward")
+    if not isinstance(path, str) or ":" not in path:
+        return
+    truth = truth_in(task.data)
+    answers = {"an empty answer": ""} | ({"the row's own answer": str(truth)} if truth is not None else {})
+    values = {}
+    for what, answer in answers.items():
+        try:
+            values[what] = _reward_of(path, task, answer)
+        except ConfigError as error:
+            tried.problems.append(f"{where}, task {task.task_id}, {what}: {error.message}")
+            return
+    if is_training(where):
+        shown = ", ".join(f"{value:g} for {what}" for what, value in values.items())
+        tried.told.append(f"{_first_row(where)} scored by {path}: {shown}")
+
+
+def _reward_of(path: str, task: Task, answer: str) -> float:
+    from services.inference.workflows.rewards import finite_reward
+
+    function = load_object(path)
+
+    async def call() -> Any:
+        async with asyncio.timeout(REWARD_TIMEOUT_S):
+            given = await DaemonThreads(1).run(function, task.data, answer)  # one that hangs keeps no command alive
+            return await given if inspect.isawaitable(given) else given
+
+    try:
+        given = asyncio.run(call())
+    except TimeoutError:
+        raise ConfigError(
+            f"reward {path} took longer than {REWARD_TIMEOUT_S:g} s, and would fail its rollout"
+        ) from None
+    except Exception as error:  # the user's code runs here, and can raise anything
+        raise ConfigError(
+            f"{place_of_error(error)}reward {path} raised {type(error).__name__}: {error}; the row has "
+            f"{', '.join(map(str, task.data))}"
+        ) from error
+    try:
+        return finite_reward(given, path, f"task {task.task_id}")
+    except ValueError as error:
+        raise ConfigError(f"{place_of(function)}{error}") from None

@@ -1,0 +1,1 @@
+"""Commands of ``millrace``, by subject."""

@@ -1,0 +1,257 @@
+"""Commands that read the directory of a run: plots, the page, trajectories, weight transfers, traces, fates, the doctor.
+
+Imports stand inside the commands, so that ``--help`` and a wrong option answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from services.cli.commands.chosen import RunArgument, chosen_run
+from services.cli.console.options import console
+from services.cli.console.plain import say
+
+reading_app = typer.Typer()
+
+
+@reading_app.command()
+def plot(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Run directories; several are drawn on one picture. Left out: the newest below ./runs."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Where to write the PNG; left out, run.png in the run's directory, or runs.png here for several.",
+        ),
+    ] = None,
+) -> None:
+    """Draw reward, loss, KL, entropy, gradient norm, lengths, staleness and throughput into a PNG.
+
+    Runs that differ in their seed alone are one curve with a band. Of one run also where the time went, and the fates of its
+    rollouts.
+    """
+    from services.cli.inspect.pictures.runs import plot_runs
+    from services.common.errors import ConfigError
+
+    runs = runs or [chosen_run(None)]
+    target = output or (runs[0] / "run.png" if len(runs) == 1 else Path("runs.png"))
+    if output is None and target.is_symlink():  # it may belong to another run and lead anywhere
+        raise ConfigError(f"{target} is a link to {target.readlink()}: remove it, or name a file with --output")
+    if plot_runs(runs, target) is None:
+        raise ConfigError("no training step has finished yet: nothing to draw")
+    say(console, str(target))
+
+
+@reading_app.command()
+def trajectories(
+    run: RunArgument = None,
+    last: Annotated[int, typer.Option(help="How many, counted from the newest.", min=1)] = 5,
+    group: Annotated[str | None, typer.Option(help="Only this task group.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only this task id, or a pattern such as 'add*'.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only those in the batch of this training step.", min=1)] = None,
+    evaluation: Annotated[
+        str | None, typer.Option(help="Only those of this evaluation, such as `end` or `end/greedy`.")
+    ] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Only rewards of at least this.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Only rewards of at most this.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="The text of the tokens as they are, special ones included.")
+    ] = False,
+) -> None:
+    """Print conversations of a run with roles, reward and expected answer; turns of the policy are green and have a ».
+
+    Filters may be combined; token ids are decoded with the run's tokenizer.
+
+        millrace trajectories RUN --step 40 --max-reward 0
+        millrace trajectories RUN --evaluation end --task 'add*'
+    """
+    from services.cli.inspect.trajectories import Wanted, read_trajectories, show
+
+    wanted = Wanted(
+        last=last,
+        group=group,
+        task=task,
+        step=step,
+        evaluation=evaluation,
+        min_reward=min_reward,
+        max_reward=max_reward,
+    )
+    found = chosen_run(run)
+    rows = read_trajectories(found, wanted)
+    if not rows:
+        say(console, "no trajectory matches: `millrace trace RUN --list` shows task groups")
+    show(found, rows, console, raw=raw)
+
+
+@reading_app.command()
+def weights(
+    run: RunArgument = None,
+    last: Annotated[int, typer.Option(help="How many transfers to list, counted from the newest.", min=1)] = 10,
+    policy: Annotated[str | None, typer.Option(help="Only this policy.")] = None,
+    replica: Annotated[str | None, typer.Option(help="Only this replica.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw them into this PNG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary and every transfer as JSON.")] = False,
+) -> None:
+    """How weight versions reached the replicas: full or delta, bytes, bits per changed element, seconds per stage, pause."""
+    from services.cli.inspect.weights import plot_transfers, read_transfers, show, summarise
+
+    run = chosen_run(run)
+    rows = read_transfers(run, policy=policy, replica=replica)
+    if as_json:
+        typer.echo(json.dumps({"replicas": summarise(rows), "transfers": rows}))
+    else:
+        show(rows, console, last)
+    if output is not None:
+        picture = plot_transfers(rows, output)
+        if not as_json:
+            say(console, f"picture: {picture}")
+
+
+@reading_app.command()
+def trace(
+    run: RunArgument = None,
+    group: Annotated[str | None, typer.Argument(help="A task group, as --list shows them.")] = None,
+    phases: Annotated[bool, typer.Option("--phases", help="Also every phase of every rollout.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also draw it into this PNG.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List task groups instead, the newest last.")] = False,
+    order: Annotated[Literal["newest", "slowest"], typer.Option("--sort", help="The order of --list.")] = "newest",
+    state: Annotated[
+        str | None, typer.Option("--status", help="Of --list, only these, e.g. trained, filtered, failed, running.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="With --list: only groups trained in this step.", min=0)] = None,
+    last: Annotated[int, typer.Option(help="How many to list.", min=1)] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Show the life of a task group from the prompt to the gradient: its replicas, its phases, its waits.
+
+    Needs the run directory only: during the run, after its end, and after any process was killed.
+    """
+    from services.cli.inspect.trace.command import list_groups, show_group
+    from services.common.errors import ConfigError
+
+    if run is not None and group is None and not list_ and "/" not in str(run) and not run.exists():
+        run, group = None, str(run)  # `millrace trace GROUP`
+    run = chosen_run(run)
+    if list_ or group is None:
+        if output is not None:
+            raise ConfigError("name the task group to draw: millrace trace RUN GROUP -o FILE.png")
+        list_groups(run, console, order=order, state=state, step=step, last=last, as_json=as_json)
+    else:
+        show_group(run, group, console, phases=phases, output=output, as_json=as_json)
+
+
+@reading_app.command()
+def fate(
+    run: RunArgument = None,
+    policy: Annotated[str | None, typer.Option(help="Only this policy.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Only groups issued while the policy was at this training step.", min=1)
+    ] = None,
+    last: Annotated[int, typer.Option(help="How many steps to list, counted from the newest.", min=1)] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> None:
+    """Count the rollouts of a run by outcome: trained, masked, dropped and why, lost, or still in flight.
+
+    Every task group, rollout, sequence and sampled token has one fate; the sums are checked against the number that was
+    issued. *dropped: equal rewards* is `batch.dynamic_sampling`; *too old* is `batch.late` and `batch.max_staleness`;
+    *timed out* is `rollout.timeout_s`. A step is the one that the policy was at when the task group was issued. The
+    table of lengths tells whether long responses are trained as often as short ones: a length bias of 1 is none.
+
+    Needs the run directory only: during the run, after its end, and after any process was killed. Evaluations are left
+    out. `millrace trace RUN GROUP` follows a single task group; `millrace plot` draws the same shares.
+
+        millrace fate RUN
+        millrace fate RUN --step 40
+        millrace fate RUN --json | jq '.policies.model0.lengths'
+    """
+    from services.cli.inspect.fate.command import tell_fates
+
+    run = chosen_run(run)
+    tell_fates(run, console, policy=policy, step=step, last=last, as_object=as_json)
+
+
+@reading_app.command()
+def doctor(
+    run: RunArgument = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as one JSON object.")] = False,
+) -> None:
+    """Say whether a run has learned, and name the failures that its metrics show, each with evidence and a setting to try.
+
+    Reads what has happened until now, and predicts nothing. Exit code 1 when there is a finding. Needs the run directory
+    only: during the run, after its end, and after any process was killed. docs/doctor.md has the rules.
+    """
+    from services.cli.doctor.command import as_object, examine, tell
+
+    verdict = examine(chosen_run(run))
+    if as_json:
+        typer.echo(json.dumps(as_object(verdict)))
+    else:
+        tell(verdict, console)
+        if not verdict.findings:
+            say(console, "no failure found")
+    if verdict.findings:
+        raise typer.Exit(1)
+
+
+@reading_app.command()
+def page(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Run directories, to be compared. Left out: the newest below ./runs."),
+    ] = None,
+    port: Annotated[int, typer.Option(help="Where the page is; 0 takes a free port.", min=0, max=65535)] = 8420,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on. Another than loopback needs the run's keys.")
+    ] = "127.0.0.1",
+) -> None:
+    """Show runs in the browser: their state, curves, conversations token by token, fates, weights, stalls and events.
+
+    Reads the run directories: during the run, after its end, and after any process was killed. While a run goes on, its
+    orchestrator is asked too. Changes nothing, and loads nothing from other hosts. Runs that differ in the seed alone are one
+    curve with a band. From another machine: `ssh -L 8420:127.0.0.1:8420 HOST`. docs/page.md has the views and the keys.
+
+        millrace page
+        millrace page runs/a runs/b --port 9000
+    """
+    from services.cli.page.command import show
+
+    show(runs or [chosen_run(None)], host, port, console)
+
+
+@reading_app.command()
+def track(run: RunArgument = None) -> None:
+    """Send what the trackers of a run have not taken: after a tracker was down, or its package was missing.
+
+    Rows that a tracker has are not sent again; `run.trackers` of the run says which trackers there are.
+    """
+    from services.cli.inspect.run_state import check_run_directory
+    from services.common.errors import ConfigError, InfrastructureError
+    from services.orchestrator.trackers.follower import read_position
+    from services.orchestrator.trackers.process import send_rows
+
+    run = chosen_run(run)
+    check_run_directory(run)
+    now = threading.Event()
+    now.set()
+    sent = send_rows(run, now)
+    if not sent:
+        raise ConfigError(
+            f"{run} has no tracker to send to: its run.trackers names none but tensorboard, whose files it has"
+        )
+    for tracker, complete in sent.items():
+        if complete:
+            say(console, f"{tracker}: all {read_position(run, tracker).num_rows} rows sent")
+    if waiting := [tracker for tracker, complete in sent.items() if not complete]:
+        errors = "; ".join(
+            f"{tracker}: {read_position(run, tracker).error or 'the log above says why'}" for tracker in waiting
+        )
+        raise InfrastructureError(f"not all rows were taken ({errors}): they are kept, run this again later")

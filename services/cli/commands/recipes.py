@@ -1,0 +1,282 @@
+"""Commands that make or take a recipe: new, run, check, eval, deploy, start.
+
+Imports stand inside the commands, so that ``--help`` and a wrong option answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from services.cli.console.options import JsonOption, ProfileOption, RecipeArgument, SetOption, console
+from services.cli.console.plain import say
+
+recipe_app = typer.Typer()
+
+
+@recipe_app.command()
+def new(
+    folder: Annotated[Path, typer.Argument(help="The folder to make, anywhere on this disk.")],
+    model: Annotated[
+        str | None, typer.Option(help="Your model: a directory or a hub name. Left out: a demo that trains on a CPU.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Your rows: a JSON Lines, JSON, CSV or Parquet file, or a hub name.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="The column with the prompt, where it is not `problem` or alike.")
+    ] = None,
+    answer: Annotated[str | None, typer.Option(help="The column with the answer, where it is not `answer`.")] = None,
+) -> None:
+    """Write a recipe, a reward and rows into a new folder, ready to run.
+
+    Without options it is a demo that learns on two CPU cores in half a minute. For example
+    `millrace new mine --model Qwen/Qwen3-0.6B --data rows.csv --prompt question --answer solution`.
+    """
+    from services.cli.new.command import Wanted, held_out_words, next_commands, write_new
+
+    wanted = Wanted(model=model, data=data, prompt=prompt, answer=answer)
+    for path in write_new(folder, wanted):
+        say(console, str(path))
+    if told := held_out_words(wanted):
+        say(console, told)
+    say(console, "next:")
+    for command, purpose in next_commands(folder):
+        say(console, f"  {command}  # {purpose}")
+
+
+@recipe_app.command()
+def run(
+    recipe: Annotated[Path | None, typer.Argument(help="A recipe.yaml, or a directory that holds one.")] = None,
+    set_: SetOption = None,
+    profile: ProfileOption = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN|auto",
+            help="Go on with this run directory instead of starting a new run, with --set for settings that may change; with `auto` and a recipe, with the newest run of "
+            "that recipe that has not ended, else start a new one.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Start a recipe's processes on this node, wait until they are ready, and show the run until its end.
+
+    Ctrl-C stops the processes that this command started. `--resume RUN` continues a run; so does `RECIPE --resume
+    auto`, or the recipe's setting `run.resume: auto`.
+    """
+    from services.cli.doctor.command import NOTHING_LEARNED_EXIT, examine, tell
+    from services.cli.run.launch import headline, how_training_ended
+    from services.cli.run.launch import run as run_recipe
+    from services.cli.run.opening import opened
+    from services.cli.watch.time_table import time_table
+    from services.common import run_files
+
+    resolved, run_dir = opened(recipe, resume, set_ or (), profile, console)
+    say(console, f"{resolved.name}: {resolved.description}", "bold")
+    say(console, f"run directory: {run_dir}")
+    outcome = run_recipe(resolved, run_dir, console)
+    if ended := how_training_ended(outcome.summary):
+        say(console, ended)
+    if outcome.picture:
+        say(console, f"picture: {outcome.picture}")
+    say(console, f"read its conversations: millrace trajectories {run_dir}")
+    say(console, f"see where its rollouts went: millrace fate {run_dir}")
+    if not as_json:
+        for key, value in headline(outcome.summary).items():
+            say(console, f"  {key:>16}  {value}")
+        console.print(time_table(outcome.summary.get("time", {})))
+    has_metrics = run_files.metrics(run_dir).exists()  # none when no process began
+    verdict = examine(run_dir) if resolved.run.steps and has_metrics else None
+    if verdict is not None:
+        tell(verdict, console)
+    if as_json:
+        typer.echo(json.dumps(headline(outcome.summary)))
+    if verdict is not None and verdict.nothing_learned and resolved.run.fail_when_nothing_learned:
+        raise typer.Exit(NOTHING_LEARNED_EXIT)
+
+
+@recipe_app.command()
+def check(
+    recipe: RecipeArgument,
+    set_: SetOption = None,
+    profile: ProfileOption = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the resolved recipe.")] = False,
+    solutions: Annotated[
+        int,
+        typer.Option(help="Run the reference solutions of so many rows of each data set of programs, in a sandbox."),
+    ] = 0,
+) -> None:
+    """Validate a recipe and all files and modules that the recipe names. Only --solutions starts processes."""
+    from services.cli.check.recipe import check_recipe, describe
+    from services.cli.plan.profiles import load_with_profile
+
+    resolved = load_with_profile(recipe, set_ or (), profile)
+    left_out = check_recipe(resolved, solutions)
+    if show:
+        import yaml
+
+        from services.common.telemetry.redaction import without_passwords
+
+        typer.echo(
+            yaml.safe_dump(without_passwords(resolved.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+        )
+    console.print(describe(resolved, left_out))
+
+
+@recipe_app.command("eval")
+def evaluate(
+    recipe: RecipeArgument,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A run directory, a Hugging Face model directory or hub name, or POLICY=PATH. May be repeated. Left out: "
+            "what the recipe starts from."
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Also show the change from the newest evaluation of this run or `eval`, paired by tasks, with its interval.",
+        ),
+    ] = None,
+    set_: SetOption = None,
+    profile: ProfileOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Evaluate checkpoints on a recipe's datasets: avg@k and pass@k with 95% intervals, a table and a picture.
+
+    For example `millrace eval recipes/quickstart --checkpoint runs/quickstart-20260101-120000`. No policy is trained.
+    Failed tasks count as wrong and are listed.
+    """
+    from services.cli.check.launch import check_launch
+    from services.cli.console.drawing import drawn
+    from services.cli.plan.profiles import load_with_profile
+    from services.cli.run.evaluate import (
+        comparable,
+        compare,
+        evaluation_recipe,
+        failed_items,
+        plot_scores,
+        scores_table,
+    )
+    from services.cli.run.launch import run as run_recipe
+    from services.cli.run.run_directory import prepare
+
+    resolved = evaluation_recipe(load_with_profile(recipe, set_ or (), profile), checkpoint or ())
+    check_launch(resolved)
+    base = comparable(against) if against is not None else None
+    resolved, run_dir = prepare(resolved)
+    say(console, resolved.name, "bold")
+    say(console, f"run directory: {run_dir}")
+    for name, policy in resolved.policies.items():
+        say(console, f"  {name}: {policy.model.path or 'made by the recipe'}")
+    outcome = run_recipe(resolved, run_dir, console)
+    evaluations = outcome.summary["evaluations"]
+    if base is not None and against is not None:
+        for line in compare(evaluations, comparable(run_dir), base, against.name):
+            say(console, f"not compared with {against}: {line}", "yellow")
+    console.print(scores_table(evaluations))
+    if failed := failed_items(evaluations):
+        say(console, f"failed, and counted as wrong: {'; '.join(failed)}", "yellow")
+    if picture := drawn(lambda: plot_scores(evaluations, resolved.name, run_dir / "eval.png"), console):
+        say(console, f"picture: {picture}")
+    if as_json:
+        typer.echo(json.dumps({"evaluations": evaluations, "seconds": outcome.summary["seconds"]}))
+
+
+@recipe_app.command()
+def resolve(
+    recipe: RecipeArgument,
+    run_dir: Annotated[Path, typer.Argument(help="The run directory to make.")],
+    set_: SetOption = None,
+    profile: ProfileOption = None,
+) -> None:
+    """Write the resolved recipe into a new run directory, for services that are started one by one."""
+    from services.cli.plan.profiles import load_with_profile
+    from services.cli.plan.specs import orchestrator_address
+    from services.cli.run.run_directory import prepare
+    from services.common.config.reading.loading import RESOLVED
+    from services.common.errors import ConfigError
+
+    if (run_dir / RESOLVED).is_file():
+        raise ConfigError(f"{run_dir} holds a run already: name another directory")
+    overrides = [*(set_ or ()), f"run.dir={run_dir.parent}", f"run.id={run_dir.name}"]
+    resolved, directory = prepare(load_with_profile(recipe, overrides, profile))
+    place = orchestrator_address(resolved)
+    say(console, f"{directory}: orchestrator at {place}")
+
+
+@recipe_app.command()
+def start(
+    recipe: RecipeArgument,
+    process: Annotated[
+        str,
+        typer.Argument(
+            help="orchestrator, envgateway, inference-NAME or trainer-POLICY, as `check` lists them; or warm-start, which "
+            "makes the run directory and the starting checkpoints and ends; or worlds, which makes those of a --profile and ends."
+        ),
+    ],
+    set_: SetOption = None,
+    profile: ProfileOption = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(envvar="RUN_DIR", help="The run's directory; left out, RUNS/RECIPE of the orchestrator."),
+    ] = None,
+    alone: Annotated[
+        bool,
+        typer.Option("--alone", help="With envgateway: serve its environments without a run, until it is stopped."),
+    ] = False,
+    replica: Annotated[
+        str | None,
+        typer.Option(
+            "--replica-id",
+            help="With inference-NAME: one more replica with the settings of that service, under this name in the pool. It "
+            "joins and leaves (SIGTERM) while the run goes on; a scheduler starts it again.",
+        ),
+    ] = None,
+) -> None:
+    """Start one process of a recipe and wait for its end: for split launches, and for other nodes.
+
+    Start processes in any order, and again after any failure: the run continues. On another node, set
+    ORCHESTRATOR_HOST_EXTERNAL to the host name of node 0, and MILLRACE_KEYS to the keys that were copied from there;
+    `millrace run`, or the start of the orchestrator, prints the whole command.
+    """
+    from services.cli.plan.profiles import load_with_profile
+    from services.cli.run.start import start as start_process
+
+    start_process(
+        load_with_profile(recipe, set_ or (), profile), process, run_dir, console, alone=alone, replica=replica
+    )
+
+
+@recipe_app.command()
+def deploy(
+    recipe: RecipeArgument,
+    target: Annotated[
+        Literal["compose", "scripts", "slurm", "kubernetes", "skypilot"],
+        typer.Option(
+            help="`compose`: containers, a file for each node. `scripts`: processes, a script for each. `slurm`: scripts and a "
+            "job for sbatch. `kubernetes`: manifests for kubectl. `skypilot`: a task for sky."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write to.")],
+    set_: SetOption = None,
+    profile: ProfileOption = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            help="The kind of GPU, as the target names it: with slurm, kubernetes and skypilot (required there).",
+        ),
+    ] = None,
+) -> None:
+    """Write the files of a deployment from the resolved recipe (docs/deploy.md)."""
+    from services.cli.deploy.command import deploy as write_deployment
+
+    for path in write_deployment(recipe, target, output, set_ or (), profile, gpu):
+        say(console, str(path))

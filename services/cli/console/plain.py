@@ -1,0 +1,10 @@
+"""Prints sentences as they are."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print one text: brackets in it are no markup, numbers are not coloured, and only the terminal wraps it."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

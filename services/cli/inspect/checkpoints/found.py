@@ -1,0 +1,154 @@
+"""Lists the checkpoints of a run: whether each is whole, and whether the run can resume there. Read-only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.cli.inspect.checkpoints.replayable import Recorded
+from services.cli.inspect.run_state import check_run_directory
+from services.common.checkpoints.directory import (
+    checkpoints_directory,
+    find_damage,
+    path_of,
+    read_manifest,
+    reason_of,
+    set_aside_before,
+    steps,
+)
+from services.common.checkpoints.files import Progress
+from services.common.checkpoints.manifest import Manifest, StoredFile
+from services.common.errors import ConfigError, CorruptDataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One checkpoint on disk."""
+
+    policy: str
+    step: int
+    path: Path
+    set_aside: str = ""  # why a trainer has set it aside
+    manifest: Manifest | None = None  # None where it cannot be read
+    damage: str = ""  # the defect; empty if the checks that were made found none
+    verified: bool = False  # every byte was read
+    replay: str = ""  # whether the run can go on from it
+
+    @property
+    def is_damaged(self) -> bool:
+        return bool(self.damage or self.set_aside)
+
+    @property
+    def state(self) -> str:
+        """In a word, and the damage, if any."""
+        if self.set_aside:
+            return f"set aside: {self.set_aside}"
+        if self.damage:
+            return f"damaged: {self.damage}"
+        return "verified" if self.verified else "sizes agree"
+
+    @property
+    def can_be_exported(self) -> bool:
+        """As far as was looked: the files with weights, config and tokenizer are whole."""
+        names = [file.name for file in self.manifest.files_for_export()] if self.manifest else []
+        return bool(names) and not any(name in self.damage for name in names)
+
+    def as_object(self) -> dict[str, Any]:
+        manifest = self.manifest
+        return {
+            "policy": self.policy,
+            "step": self.step,
+            "path": str(self.path),
+            "damaged": self.is_damaged,
+            "state": self.state,
+            "verified": self.verified,
+            "can_be_exported": self.can_be_exported,
+            "replay": self.replay,
+            "size_bytes": manifest.size_bytes if manifest else None,
+            "num_ranks": manifest.num_ranks if manifest else None,
+            "num_updates": manifest.num_updates if manifest else None,
+            "written_at": manifest.written_at if manifest else None,
+        }
+
+
+def policies_of(run_dir: Path) -> list[str]:
+    """The policies that have a directory of checkpoints; raises ``ConfigError`` where there is no run."""
+    check_run_directory(run_dir)
+    root = run_dir / "checkpoints"
+    return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+
+
+def places(run_dir: Path, policy: str) -> list[tuple[int, Path]]:
+    """(step, directory) of every checkpoint of a policy, those set aside after those of the same step under their name."""
+    directory = checkpoints_directory(run_dir, policy)
+    named = [(step, path_of(directory, step)) for step in steps(directory)]
+    return sorted([*named, *set_aside_before(directory)], key=lambda place: (place[0], place[1].name))
+
+
+def total_bytes(run_dir: Path) -> int:
+    """The bytes that a check of every checkpoint reads."""
+    total = 0
+    for policy in policies_of(run_dir):
+        for _, path in places(run_dir, policy):
+            try:
+                total += read_manifest(path).size_bytes
+            except (CorruptDataError, ConfigError):
+                continue  # set by ``find``
+    return total
+
+
+def find(run_dir: Path, *, verify: bool, progress: Progress = lambda _: None) -> Iterator[Found]:
+    """Every checkpoint of every policy; with ``verify`` all their bytes are read, else only manifests and sizes."""
+    for policy in policies_of(run_dir):
+        listed = places(run_dir, policy)
+        standing = [step for step, path in listed if path == path_of(path.parent, step)]
+        recorded = Recorded.read(run_dir, policy, min(standing, default=0))
+        for step, path in listed:
+            set_aside = "" if step in standing and path == path_of(path.parent, step) else reason_of(path)
+            found = _look(policy, step, path, set_aside, recorded, verify, progress)
+            if path.exists():  # else: the trainer of a running run has removed it meanwhile
+                yield found
+
+
+def _look(
+    policy: str, step: int, path: Path, set_aside: str, recorded: Recorded, verify: bool, progress: Callable[[int], None]
+) -> Found:  # fmt: skip
+    replay = "" if set_aside else recorded.replay_from(step)
+    try:
+        manifest = read_manifest(path)
+    except (CorruptDataError, ConfigError) as error:
+        return Found(policy=policy, step=step, path=path, set_aside=set_aside, damage=error.message, replay=replay)
+    files = list(manifest.files)
+    damage = find_damage(path, files, progress) if verify else _sizes(path, files)
+    return Found(
+        policy=policy, step=step, path=path, set_aside=set_aside, manifest=manifest, damage=damage, verified=verify,
+        replay=replay,
+    )  # fmt: skip
+
+
+def _sizes(path: Path, files: list[StoredFile]) -> str:
+    wrong = []
+    for file in files:
+        try:
+            size = (path / file.name).lstat().st_size
+        except OSError as error:
+            wrong.append(f"{file.name}: {error.strerror}")
+            continue
+        if size != file.size_bytes:
+            wrong.append(f"{file.name} has {size} bytes; {file.size_bytes} were written")
+    return "; ".join(wrong)
+
+
+def age(written_at: int) -> str:
+    """
+    >>> age(int(time.time()) - 7200)
+    '2 h'
+    """
+    seconds = max(time.time() - written_at, 0)
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

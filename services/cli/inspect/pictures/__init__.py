@@ -1,0 +1,1 @@
+"""Pictures of runs: curves, fates, and where the time went."""

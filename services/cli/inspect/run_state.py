@@ -1,0 +1,72 @@
+"""Reads whether a directory is a run and whether the run has ended. Calls no service."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+
+from services.common import run_files
+from services.common.config.reading.loading import RESOLVED
+from services.common.errors import ConfigError
+from services.orchestrator.lock import RunLock
+from services.orchestrator.state.run_control import RunState
+
+READ_IT = "`millrace plot`, `millrace trajectories` and `millrace trace` read it"
+
+
+def check_run_directory(run_dir: Path) -> None:
+    """Raises ``ConfigError``, with the nearest name beside it, when there is no run in ``run_dir``."""
+    if (run_dir / RESOLVED).is_file():
+        return
+    if run_dir.is_dir():
+        raise ConfigError(
+            f"{run_dir} is no run directory: {RESOLVED} is missing; start a run with `millrace run RECIPE`"
+        )
+    raise ConfigError(f"there is no directory {run_dir}{_nearest(run_dir)}")
+
+
+def launcher_lock(run_dir: Path) -> RunLock:
+    """Held by `millrace run` while processes of this run exist."""
+    return RunLock(run_dir / "launcher.lock", "launcher")
+
+
+def ended(run_dir: Path) -> str:
+    """``finished`` or ``stopped`` of a run that is over, else empty."""
+    try:
+        return str(json.loads(run_files.summary(run_dir).read_text())["state"])
+    except (FileNotFoundError, KeyError, json.JSONDecodeError):
+        return ""
+
+
+def why_silent(run_dir: Path) -> str:
+    """Why no process of this run answers, as far as its directory shows, and the remedy."""
+    if state := ended(run_dir):
+        return f"the run is over ({state}); {READ_IT}"
+    if not run_files.journal(run_dir).is_dir():
+        return f"its orchestrator has not begun, for starting checkpoints come first; {run_files.logs(run_dir)} says how far it is"
+    return f"its orchestrator does not run; go on with the run: `millrace run --resume {run_dir}`"
+
+
+def check_can_go_on(run_dir: Path) -> None:
+    """Raises ``ConfigError`` for a run that is over."""
+    state = ended(run_dir)
+    if not state:
+        return
+    why = "all its training steps are done" if state == RunState.FINISHED else "`millrace stop` ended it"
+    exports = sorted((run_dir / "export").glob("*/config.json"))
+    onwards = f", such as {exports[-1].parent}" if exports else ""
+    raise ConfigError(
+        f"{run_dir} cannot continue: {why}. {READ_IT}; to train on, begin another run whose "
+        f"policies.<name>.model.path is an export of this one{onwards}"
+    )
+
+
+def _nearest(run_dir: Path) -> str:
+    beside = run_dir.parent if run_dir.parent.is_dir() else Path("runs")
+    found = sorted(beside.glob(f"*/{RESOLVED}"), key=lambda path: path.stat().st_mtime)
+    names = [path.parent.name for path in found]
+    if not names:
+        return ""
+    close = difflib.get_close_matches(run_dir.name, names, n=1, cutoff=0.6)
+    return f"; did you mean {beside / close[0]}?" if close else f"; the newest run there is {beside / names[-1]}"

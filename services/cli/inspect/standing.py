@@ -1,0 +1,127 @@
+"""How a run stands, from its directory alone: finished, stopped, interrupted, starting or running, and how to go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from services.cli.console.source_table import source_words
+from services.cli.inspect.checkpoints.found import places, policies_of
+from services.cli.inspect.rows import Row, read_rows
+from services.cli.inspect.run_state import check_run_directory, ended, launcher_lock
+from services.common import run_files
+from services.common.checkpoints.directory import path_of
+from services.common.config.reading.loading import RESOLVED, load_resolved
+from services.common.errors import ConfigError
+from services.common.telemetry.metrics import RowKind, StepKey
+from services.orchestrator.config import Settings
+from services.orchestrator.lock import RunLock
+
+INTERRUPTED, NOT_BEGUN, RUNNING = "interrupted", "not begun", "running"
+
+
+@dataclass(slots=True, kw_only=True)
+class Standing:
+    """``state``: ``finished`` or ``stopped`` as the orchestrator wrote it, else one of the words of this module."""
+
+    run_dir: Path
+    state: str
+    held_by: str = ""  # the launcher or orchestrator of a run that has processes
+    steps: dict[str, int] = field(default_factory=dict)  # policy -> newest training step
+    wanted_steps: int = 0
+    reward: float | None = None  # of rollouts, at the newest step
+    sources: dict[str, str] = field(default_factory=dict)  # policy -> how the sources of its tasks stand then
+    evaluations: list[str] = field(default_factory=list)  # the first and the newest of each kind
+    checkpoints: dict[str, int] = field(default_factory=dict)  # policy -> newest durable step
+    quiet_s: float | None = None  # since the newest row of the metrics
+
+    def lines(self) -> list[str]:
+        """What `millrace status` prints."""
+        steps = ", ".join(f"{policy} step {step}/{self.wanted_steps}" for policy, step in self.steps.items())
+        told = [f"{self.run_dir}: {self.state}{f' ({self.held_by})' if self.held_by else ''}"]
+        told += [
+            f"  trained: {steps or 'no step yet'}"
+            + ("" if self.reward is None else f", rollout reward {self.reward:.3f}")
+        ]
+        told += [f"  sources of {policy}: {words}" for policy, words in self.sources.items() if words]
+        told += [f"  evaluation {line}" for line in self.evaluations]
+        if self.checkpoints:
+            kept = ", ".join(f"{policy} at step {step}" for policy, step in self.checkpoints.items())
+            told.append(f"  newest checkpoint: {kept} (millrace export {self.run_dir})")
+        if self.quiet_s is not None and self.state != RUNNING:
+            told.append(f"  newest entry: {timedelta(seconds=int(self.quiet_s))} ago")
+        if self.state in (INTERRUPTED, NOT_BEGUN):
+            told.append(f"  no process of it runs; go on with it: millrace run --resume {self.run_dir}")
+        elif self.state != RUNNING:
+            told.append(f"  read it: millrace trajectories {self.run_dir}, millrace plot {self.run_dir}")
+        return told
+
+
+def standing(run_dir: Path, rows: Iterable[Row] | None = None) -> Standing:
+    """How the run in a directory stands, with ``rows`` of its metrics that were read already.
+
+    Raises ``ConfigError`` when there is none.
+    """
+    check_run_directory(run_dir)
+    recipe = load_resolved(run_dir)
+    held = _held_by(run_dir)
+    begun = run_files.metrics(run_dir).is_file()
+    state = ended(run_dir) or (RUNNING if held else INTERRUPTED if begun else NOT_BEGUN)
+    found = Standing(run_dir=run_dir, state=state, held_by=held, wanted_steps=recipe.run.steps)
+    if begun:
+        _read_metrics(found, rows)
+    for policy in policies_of(run_dir):
+        durable = [step for step, path in places(run_dir, policy) if path == path_of(path.parent, step)]
+        if durable:
+            found.checkpoints[policy] = durable[-1]
+    return found
+
+
+def _held_by(run_dir: Path) -> str:
+    try:
+        return launcher_lock(run_dir).held_by() or RunLock(Settings(run_dir).lock_file).held_by()
+    except PermissionError:  # the run of another user: its files say what they can
+        return ""
+
+
+def _read_metrics(found: Standing, rows: Iterable[Row] | None) -> None:
+    path = run_files.metrics(found.run_dir)
+    scores: dict[str, list[str]] = {}
+    for row in read_rows(path) if rows is None else rows:
+        if row.get("kind") == RowKind.TRAINING_STEP and isinstance(row.get("step"), int):
+            found.steps[str(row.get("policy"))] = row["step"]
+            found.sources[str(row.get("policy"))] = source_words(row)
+            reward = row.get(StepKey.ROLLOUT_REWARD_MEAN)
+            found.reward = float(reward) if isinstance(reward, int | float) else found.reward
+        elif row.get("kind") == RowKind.EVALUATION and isinstance(row.get("mean_reward"), int | float):
+            name = str(row.get("name", ""))
+            scores.setdefault(name.partition("/")[2], []).append(f"{name}: {row['mean_reward']:.3f}")
+    for told in scores.values():
+        found.evaluations += [told[0], *([told[-1]] if len(told) > 1 else [])]
+    found.quiet_s = max(0.0, time.time() - path.stat().st_mtime)
+
+
+def newest_run(runs: Path = Path("runs")) -> Path | None:
+    """The run in a directory of runs that was begun last; None without any."""
+    found = []
+    for resolved in runs.glob(f"*/{RESOLVED}"):
+        try:
+            found.append((resolved.stat().st_mtime_ns, resolved.parent))
+        except OSError:
+            continue  # it was removed meanwhile
+    return max(found, default=(0, None))[1]
+
+
+def run_or_newest(run: Path | None) -> Path:
+    """``run``, or the newest run below `runs` where none is named. Raises ``ConfigError`` without any."""
+    if run is not None:
+        return run
+    newest = newest_run()
+    if newest is None:
+        raise ConfigError(
+            "there is no run in ./runs: name the directory of a run, or start one with `millrace run RECIPE`"
+        )
+    return newest

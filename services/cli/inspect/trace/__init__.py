@@ -1,0 +1,1 @@
+"""``millrace trace``: the life of a task group, from the prompt to the gradient."""

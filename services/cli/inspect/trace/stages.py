@@ -1,0 +1,246 @@
+"""Derives the stages of a task group and its events in order of time from its facts. Pure.
+
+Invariants, also with missing facts: stages touch each other and none has a negative length, so they sum to the time
+from the first to the last; events are in order of time, and those of one instant in order of cause.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from services.cli.inspect.trace.facts import GroupFacts, SlotFacts, Used
+from services.common.records.fates import GroupFate
+from services.common.records.phases import PhaseKind
+
+OUTCOMES = {
+    GroupFate.KEPT: "queued for a batch",
+    GroupFate.EQUAL_REWARDS: "filtered: all rewards are equal, so they give no gradient",
+    GroupFate.RESAMPLED_AWAY: "filtered: resampling left too few",
+    GroupFate.SURPLUS: "dropped: the policy had enough sequences of this age",
+    GroupFate.EXPIRED: "expired: too old when the group was complete",
+}
+
+
+class StageName(enum.StrEnum):
+    """Stages of a task group's life, in their order."""
+
+    ISSUED = "issued"
+    LOST = "lost with a replica"
+    TO_REPLICA = "to the replica"
+    WAITING_FOR_SLOT = "waiting for a slot"
+    PLAYING = "playing"
+    TO_JOURNAL = "to the journal"
+    WAITING_FOR_BATCH = "waiting for a batch"
+    TO_TRAINER = "to the trainer"
+    TRAINING = "training"
+    PUBLISHING = "publishing"
+    WAITING_FOR_EVALUATION = "waiting for the evaluation's end"
+    UNTIL_CLOSED = "until it was closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A part of a task group's life."""
+
+    name: StageName
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    at: float
+    what: str  # short and countable
+    text: str
+    slot: int | None = None
+
+
+def status(facts: GroupFacts) -> str:
+    """The state of a group in a word or two; `running`, `waiting for a batch`, `in a batch` and `training` may still
+    change."""
+    fresh = [use for use in facts.uses if not use.replayed]
+    if facts.purpose == "evaluation":
+        return "evaluated" if facts.evaluated_at or facts.complete else "running"
+    if fresh:
+        if all(use.published_at for use in fresh):
+            return "trained"
+        return "training" if any(use.pulls or use.compute for use in fresh) else "in a batch"
+    if not facts.complete:
+        return "cancelled" if facts.closed_at else "running"
+    if facts.num_failed == facts.num_slots and facts.all_known:
+        return "failed"
+    outcomes = {verdict.outcome for verdict in facts.verdicts}
+    if GroupFate.KEPT in outcomes:
+        return facts.closed_reason or StageName.WAITING_FOR_BATCH.value
+    for outcome in (GroupFate.SURPLUS, GroupFate.EXPIRED):
+        if outcome in outcomes:
+            return outcome.value
+    if outcomes:
+        return "filtered"
+    return facts.closed_reason or StageName.WAITING_FOR_BATCH.value
+
+
+def first_use(facts: GroupFacts) -> Used | None:
+    """The first batch that trained the sequence; replays come later."""
+    fresh = [use for use in facts.uses if not use.replayed] or list(facts.uses)
+    return min(fresh, key=lambda use: use.assembled_at, default=None)
+
+
+def stages(facts: GroupFacts) -> list[Stage]:
+    """Its life, as far as known; a stage without a known end is merged with the next."""
+    found: list[Stage] = []
+    at = 0.0
+    for name, end in _marks(facts):
+        if not end:
+            continue
+        if at:
+            found.append(Stage(name=name, begin=at, end=max(at, end)))
+        at = max(at, end)
+    return found
+
+
+def _marks(facts: GroupFacts) -> Iterator[tuple[StageName, float]]:
+    """(stage, time of its end), in order of cause; 0 if unknown."""
+    slots, use = facts.slots, first_use(facts)
+    yield StageName.ISSUED, _least(assignment.at for assignment in facts.assignments)
+    accepted = _least(slot.accepted_at or slot.started_at or slot.durable_at for slot in slots)
+    again = [assignment.at for assignment in facts.assignments[1:] if assignment.at <= accepted]
+    yield StageName.LOST, max(again, default=0.0)
+    yield StageName.TO_REPLICA, _least(slot.accepted_at for slot in slots)
+    yield StageName.WAITING_FOR_SLOT, _least(slot.started_at for slot in slots)
+    if not facts.complete:
+        yield StageName.PLAYING, facts.closed_at
+        return
+    finished = max((slot.finished_at for slot in slots), default=0.0)
+    yield StageName.PLAYING, finished
+    yield StageName.TO_JOURNAL if finished else StageName.PLAYING, max((slot.durable_at for slot in slots), default=0.0)
+    if use is None:
+        yield StageName.WAITING_FOR_EVALUATION, facts.evaluated_at
+        yield StageName.UNTIL_CLOSED, facts.closed_at
+        return
+    yield StageName.WAITING_FOR_BATCH, use.assembled_at
+    yield StageName.TO_TRAINER, _least(begin for begin, _ in use.compute)
+    yield StageName.TRAINING, max((end for _, end in use.compute), default=0.0)
+    yield StageName.PUBLISHING, use.published_at
+
+
+def events(facts: GroupFacts, *, with_slots: bool = False) -> list[Event]:
+    """The events of the group; ``with_slots`` also every phase of every rollout."""
+    found = [*_issue(facts), *(_slots(facts) if with_slots else ()), *_play(facts), *_training(facts), *_end(facts)]
+    found += [Event(at=note.at, what=note.event, text=f"{note.text} ({note.service})") for note in facts.notes]
+    return sorted((event for event in found if event.at), key=lambda event: event.at)
+
+
+def _issue(facts: GroupFacts) -> Iterator[Event]:
+    for number, assignment in enumerate(facts.assignments):
+        replica = f"replica {assignment.replica_id}" if assignment.replica_id else "nobody"
+        if number:
+            yield Event(at=assignment.at, what="reissued", text=f"open slots issued again, to {replica}")
+        else:
+            of = f" of {', '.join(facts.policies)}" if facts.policies else ""
+            text = f"task {facts.task_id} issued to {replica}: {facts.num_slots} slots{of}"
+            yield Event(at=assignment.at, what="issued", text=text)
+
+
+def _play(facts: GroupFacts) -> Iterator[Event]:
+    slots = facts.slots
+    for replica in dict.fromkeys(slot.replica_id for slot in slots if slot.accepted_at):
+        accepted = min(slot.accepted_at for slot in slots if slot.replica_id == replica and slot.accepted_at)
+        yield Event(at=accepted, what="accepted", text=f"accepted by replica {replica}")
+    yield Event(at=_least(slot.started_at for slot in slots), what="started", text="the first rollout starts")
+    for slot in slots:
+        if slot.failure:
+            text = f"slot {slot.index} failed: {slot.failure}" + (f": {slot.detail}" if slot.detail else "")
+            yield Event(at=slot.finished_at or slot.durable_at, what="failed", text=text, slot=slot.index)
+    if not facts.all_known:
+        return
+    finished = max(slot.finished_at for slot in slots)
+    yield Event(at=finished, what="finished", text="the last rollout ends")
+    came = f"{facts.num_slots - facts.num_failed} trajectories, {facts.num_failed} failures"
+    yield Event(at=max(slot.durable_at for slot in slots), what="complete", text=f"complete, all durable: {came}")
+
+
+def _slots(facts: GroupFacts) -> Iterator[Event]:
+    for slot in facts.slots:
+        yield Event(at=slot.started_at, what="slot_started", text=f"slot {slot.index} starts", slot=slot.index)
+        for phase in slot.phases:
+            text = f"slot {slot.index}: {phase_text(phase.what, phase.policy, phase.num_tokens, phase.detail)}"
+            text += f" in {phase.seconds:.3f} s"
+            yield Event(at=slot.started_at + phase.begin_s, what=phase.what, text=text, slot=slot.index)
+        yield Event(at=slot.finished_at, what="slot_finished", text=f"slot {slot.index} ends", slot=slot.index)
+        again = f", for the {slot.num_sends}. time" if slot.num_sends > 1 else ""
+        yield Event(at=slot.sent_at, what="slot_sent", text=f"slot {slot.index} is sent{again}", slot=slot.index)
+        yield Event(at=slot.durable_at, what="slot_durable", text=f"slot {slot.index} is durable", slot=slot.index)
+
+
+def phase_text(what: str, policy: str, num_tokens: int, detail: str) -> str:
+    """
+    >>> phase_text("generate", "model0", 64, "stop")
+    'generate 64 tokens of model0 (stop)'
+    """
+    tokens = f" {num_tokens} tokens of {policy}" if policy else ""
+    return f"{what}{tokens}" + (f" ({detail})" if detail else "")
+
+
+def _training(facts: GroupFacts) -> Iterator[Event]:
+    for verdict in facts.verdicts:
+        name = "/".join(part for part in (verdict.policy, verdict.role, str(verdict.attempt)) if part)
+        text = (
+            f"advantage group {name}: {verdict.num_sequences} sequences, reward {verdict.mean:.3g} ± {verdict.std:.3g}, "
+            f"{OUTCOMES[verdict.outcome]}"
+        )
+        if 0 < verdict.num_kept < verdict.num_sequences:
+            text += f" ({verdict.num_kept} of them)"
+        yield Event(at=facts.judged_at, what=f"advantage_group_{verdict.outcome}", text=text)
+    for use in facts.uses:
+        yield from _use(use)
+
+
+def _use(use: Used) -> Iterator[Event]:
+    again = "again " if use.replayed else ""
+    cuts = ", ".join(map(str, use.minibatches))
+    text = (
+        f"{again}in the batch of step {use.training_step} of {use.policy}: {use.num_sequences} of its {use.batch_size} "
+        f"sequences, minibatch {cuts}, staleness at most {use.staleness_max}"
+    )
+    yield Event(at=use.assembled_at, what="batch", text=text)
+    for rank, at in use.pulls:
+        yield Event(at=at, what="pulled", text=f"batch of step {use.training_step} pulled by rank {rank}")
+    for begin, end in use.compute:
+        yield Event(at=begin, what="training", text=f"training step {use.training_step} of {use.policy} begins")
+        facts = [f"{end - begin:.3f} s"]
+        facts += [f"loss {use.loss:.4g}"] if use.loss is not None else []
+        facts += [f"gradient norm {use.grad_norm:.4g}"] if use.grad_norm is not None else []
+        yield Event(at=end, what="trained", text=f"training step {use.training_step} done: {', '.join(facts)}")
+    if use.published_at:
+        text = f"version {use.training_step} of {use.policy} published"
+        yield Event(at=use.published_at, what="published", text=text)
+
+
+def _end(facts: GroupFacts) -> Iterator[Event]:
+    if facts.closed_at and facts.closed_reason != "trained":
+        yield Event(at=facts.closed_at, what="closed", text=f"closed: {facts.closed_reason}")
+    if facts.evaluated_at:
+        yield Event(at=facts.evaluated_at, what="evaluated", text=f"evaluation {facts.evaluation} is finished")
+
+
+def seconds_in(slot: SlotFacts, what: PhaseKind | None = None, *, other_than: PhaseKind | None = None) -> float:
+    """Seconds of a rollout in phases of a kind, or of all other kinds; phases at the same time count once."""
+    chosen = [
+        p for p in slot.phases if what in (None, p.what) and p.what != other_than and p.what != PhaseKind.NOT_RECORDED
+    ]
+    total, until = 0.0, 0.0
+    for phase in sorted(chosen, key=lambda phase: phase.begin_s):
+        total += max(0.0, phase.end_s - max(phase.begin_s, until))
+        until = max(until, phase.end_s)
+    return total
+
+
+def _least(times: Iterator[float]) -> float:
+    return min((at for at in times if at), default=0.0)

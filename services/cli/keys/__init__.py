@@ -1,0 +1,1 @@
+"""Keys of a run: created, renewed and handed to processes."""

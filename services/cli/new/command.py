@@ -1,0 +1,190 @@
+"""``millrace new``: writes the files of a first run into a folder: recipe, reward, rows and a README."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.cli.check.model_facts import positions
+from services.cli.new import templates
+from services.common.config.data import DatasetConfig
+from services.common.config.reading.loading import load_recipe
+from services.common.errors import ConfigError, DatasetError
+
+REWARDS = "rewards"
+_NUM_HELD_OUT = 120  # of the demo
+_HOLD_OUT, _MOST_HELD_OUT, _LEAST_ROWS = 20, 200, 100  # every 20th row, at most 200 rows, of at least 100
+_CONTEXT = 4096  # of a model that has as many positions or does not say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the user has already; the demo stands in for the rest."""
+
+    model: str | None = None  # a directory or a hub name
+    data: str | None = None  # a file of rows, a dataset directory or a hub name
+    prompt: str | None = None  # the column with the prompt, where it is not one that is looked for
+    answer: str | None = None  # the column that the reward compares with
+
+
+def write_new(folder: Path, wanted: Wanted) -> list[Path]:
+    """Write the files and return their paths; the recipe is loaded once, so it is valid.
+
+    Raises:
+        ConfigError: the folder holds files, cannot be written, or its name cannot be that of a recipe.
+    """
+    name = folder.resolve().name
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        raise ConfigError(f"{folder}: the recipe gets the name of its folder: use letters, digits, '-', '_' and '.'")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty: name a new folder")
+    files = _files(folder, name, wanted)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            (folder / file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written ({error.strerror}): name another folder") from None
+    load_recipe(folder)
+    return [folder / file for file in files]
+
+
+def next_commands(folder: Path) -> list[tuple[str, str]]:
+    """(command, purpose) of the next three commands."""
+    here = shlex.quote(str(folder))
+    return [
+        (f"millrace check {here}", "renders one prompt, calls the reward, compares the settings"),
+        (f"millrace run {here}", "trains; Ctrl-C interrupts, and the output says how to go on"),
+        ("millrace trajectories", "prints conversations of the newest run"),
+    ]
+
+
+def _files(folder: Path, name: str, wanted: Wanted) -> dict[str, str]:
+    demo_rows, demo_model = wanted.data is None, wanted.model is None
+    if demo_model and not demo_rows:
+        raise ConfigError("--data needs --model: the demo's model knows the demo's rows only")
+    every = None if demo_rows else hold_out_of(wanted)
+    context = min(_CONTEXT, positions(wanted.model or "") or _CONTEXT)
+    values = {
+        "NAME": name,
+        "HERE": shlex.quote(str(folder)),
+        "REWARDS": REWARDS,
+        "STEPS": "20" if demo_model else "200",
+        "MODEL": templates.DEMO_MODEL if demo_model else templates.OWN_MODEL,
+        "MODEL_PATH": _quoted(_from(folder, wanted.model or "")),
+        "CONTEXT": str(context),
+        "DATA": templates.DEMO_DATA if demo_rows else templates.OWN_DATA if every is None else templates.SPLIT_DATA,
+        "TRAIN": _train(folder, wanted, every),
+        "EVERY": str(every),
+        "HELD_OUT": f"every {_ordinal(every or 0)} row",
+        "EVALUATION": _evaluation(demo_rows, every),
+        "NEW_TOKENS": "4" if demo_model else str(min(1024, context // 2)),
+        "INFERENCE": "{port: 0, device: cpu}" if demo_model else "{port: 0} # engine: sglang for models of 1B and more",
+        "WARM_START": templates.WARM_START if demo_model else "",
+        "ROWS": templates.DEMO_ROWS if demo_rows and demo_model else "",
+        "RUN": "about half a minute on two CPU cores" if demo_model else "Ctrl-C interrupts it",
+        "NEXT": templates.DEMO_NEXT if demo_rows else templates.OWN_NEXT if every is None else templates.SPLIT_NEXT,
+    }
+    files = {"recipe.yaml": templates.RECIPE, f"{REWARDS}.py": templates.REWARDS, "README.md": templates.README}
+    if demo_model:
+        files["demo.py"] = templates.DEMO
+    files = {file: _filled(text, values) for file, text in files.items()}
+    return files | (_rows() if demo_rows else {})
+
+
+def hold_out_of(wanted: Wanted) -> int | None:
+    """``data.train.hold_out`` for the user's rows: about 5% of them, at most ``_MOST_HELD_OUT``; None for the demo's rows and
+    for too few rows. Raises ``ConfigError`` for a file that cannot be read."""
+    if wanted.data is None:
+        return None
+    num_rows = _num_rows(wanted.data)
+    if num_rows is None:
+        return _HOLD_OUT
+    return max(_HOLD_OUT, -(-num_rows // _MOST_HELD_OUT)) if num_rows >= _LEAST_ROWS else None
+
+
+def held_out_words(wanted: Wanted) -> str:
+    """What is held out of the user's rows, in one line; empty for the demo."""
+    if wanted.data is None:
+        return ""
+    num_rows, every = _num_rows(wanted.data), hold_out_of(wanted)
+    if every is None:
+        return f"{num_rows} rows are too few to hold some out: the run evaluates nothing (name other rows in data.evaluation)"
+    count = "" if num_rows is None else f"{num_rows // every} of {num_rows:,} rows are"
+    return (
+        f"{count or 'a part of the rows is'} held out for evaluation: every {_ordinal(every)} row (hold_out: {every})"
+    )
+
+
+@functools.cache
+def _num_rows(data: str) -> int | None:
+    """Rows of a file; None for a directory or a name on the hub."""
+    path = Path(data).expanduser()
+    if not path.is_file():
+        return None
+    from services.orchestrator.tasks.datasets import open_source
+
+    try:
+        return len(open_source(DatasetConfig(path=str(path)), seed=0))
+    except DatasetError as error:
+        raise ConfigError(f"--data: {error.message}") from None
+
+
+def _ordinal(number: int) -> str:
+    """
+    >>> [_ordinal(number) for number in (2, 11, 23, 40)]
+    ['2nd', '11th', '23rd', '40th']
+    """
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def _evaluation(demo_rows: bool, every: int | None) -> str:
+    if demo_rows:
+        return "{every: 5} # training steps"
+    return "{at_start: false, at_end: false}" if every is None else "{every: 20} # training steps"
+
+
+def _train(folder: Path, wanted: Wanted, every: int | None) -> str:
+    """The section of the training data, as YAML on one line; ``every``: ``hold_out``."""
+    columns = {name: column for name, column in (("prompt", wanted.prompt), ("answer", wanted.answer)) if column}
+    mapped = ", ".join(f"{name}: {_quoted(column)}" for name, column in columns.items())
+    path = _quoted(_from(folder, wanted.data or ""))
+    parts = [f"path: {path}", *([f"columns: {{{mapped}}}"] if columns else [])]
+    return f"{{{', '.join([*parts, *([f'hold_out: {every}'] if every else [])])}}}"
+
+
+def _from(folder: Path, path: str) -> str:
+    """A local path as the recipe writes it: absolute, because the recipe lies in another folder; hub names as they are."""
+    place = Path(path).expanduser()
+    if place.exists():
+        return str(place.resolve())
+    if path.startswith(("/", ".", "~")):
+        raise ConfigError(f"{path} does not exist: name an existing file or directory, or a hub name")
+    return path
+
+
+def _quoted(text: str) -> str:
+    return text if re.fullmatch(r"[A-Za-z0-9/][\w/.-]*", text) else json.dumps(text)
+
+
+def _filled(text: str, values: dict[str, str]) -> str:
+    for _ in range(2):  # values hold further names
+        text = re.sub(r"@([A-Z_]+)@", lambda found: values[found[1]], text)
+    return text
+
+
+def _rows() -> dict[str, str]:
+    rows = [
+        {"problem": f"Largest of {' '.join(map(str, numbers))}?", "answer": str(max(numbers))}
+        for numbers in itertools.permutations(range(10), 3)
+    ]
+    random.Random(0).shuffle(rows)
+    parts = {"train.jsonl": rows[_NUM_HELD_OUT:], "held_out.jsonl": rows[:_NUM_HELD_OUT]}
+    return {name: "".join(f"{json.dumps(row)}\n" for row in part) for name, part in parts.items()}

@@ -1,0 +1,1 @@
+"""``millrace page``: a page in the browser that shows runs from their directories."""

@@ -1,0 +1,109 @@
+"""One rollout as a person reads it: turns with roles, and of each token that the policy wrote its text, its log-probability,
+the weight version that sampled it, and its advantage.
+
+    {"sequences": [{"policy": ..., "turns": [{"role": "user", "text": ...}, {"role": "policy", "tokens": [...], ...}]}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import orjson
+
+from services.cli.inspect.trajectories import expected
+from services.cli.inspect.turns import ENVIRONMENT, POLICY, PROMPT, Marks, read_turns
+from services.cli.page.pieces import Pieces
+from services.common.records.types import TokenSource
+from services.orchestrator.journal import rollouts
+from services.orchestrator.journal.records import from_pairs
+
+Json = dict[str, Any]
+
+TASK_CHARACTERS = 20_000  # of a task's row, which may hold all tests of a program
+
+
+def conversation(
+    record: Json, issue: Json, texts: Mapping[str, tuple[Pieces, Marks]], uses: Mapping[int, Json]
+) -> Json:
+    """``record``: the journal's line of a trajectory; ``issue``: that of its task group, or empty. ``texts`` by policy;
+    ``uses`` by position of the sequence: its use in a batch (``advantages.uses``)."""
+    return {
+        "task_group": record["task_group_id"],
+        "slot": record["index"],
+        "reward": record["reward"],
+        "replica": record["replica_id"],
+        "started_at": record["started_at"],
+        "finished_at": record["finished_at"],
+        "metrics": from_pairs(record["metrics"]),
+        "expected": expected(issue),
+        "task_row": _task_row(issue),
+        "sequences": [
+            {
+                "policy": sequence["policy"],
+                "role": sequence["role"],
+                "attempt": sequence["attempt"],
+                "parent": sequence.get("parent"),
+                "origin": sequence.get("origin", ""),
+                "reward": sequence["reward"],
+                "stop": sequence["stop_reason"],
+                "metrics": from_pairs(sequence["metrics"]),
+                "use": uses.get(position),
+                "are_text": texts[sequence["policy"]][0].are_text,
+                "turns": list(_turns(sequence["segments"], *texts[sequence["policy"]])),
+            }
+            for position, sequence in enumerate(record["sequences"])
+        ],
+    }
+
+
+def _task_row(issue: Json) -> str:
+    try:
+        row = orjson.loads(issue.get("data_json", "{}"))
+    except orjson.JSONDecodeError:
+        return str(issue.get("data_json", ""))[:TASK_CHARACTERS]
+    return orjson.dumps(row, option=orjson.OPT_INDENT_2).decode()[:TASK_CHARACTERS] if row else ""
+
+
+def _turns(segments: list[Json], pieces: Pieces, marks: Marks) -> Iterator[Json]:
+    parts = groupby(segments, key=lambda segment: segment["source"] == TokenSource.POLICY)
+    for number, (by_policy, found) in enumerate(parts):
+        if by_policy:
+            yield _written(list(found), pieces)
+            continue
+        text = "".join("".join(pieces.of(_ids(segment))) for segment in found)
+        for turn in read_turns(text, marks, PROMPT if number == 0 else ENVIRONMENT):
+            if turn.text:
+                yield {"role": turn.role, "text": turn.text}
+
+
+def _written(segments: list[Json], pieces: Pieces) -> Json:
+    """A turn of the policy. ``spans``: how many tokens a weight version sampled, in order."""
+    ids = [_ids(segment) for segment in segments]
+    logprobs = [_rounded(segment["logprobs"]) for segment in segments]
+    return {
+        "role": POLICY,
+        "tokens": pieces.of([token for part in ids for token in part]),
+        "ids": [token for part in ids for token in part],
+        "logprobs": [value for part in logprobs for value in part],
+        "teacher_logprobs": [value for segment in segments for value in _rounded(segment["teacher_logprobs"])],
+        "spans": [
+            {
+                "tokens": len(part),
+                "version": segment["weight_version"],
+                "temperature": segment["temperature"],
+                "mixed_cache": segment["mixed_cache"],
+            }
+            for part, segment in zip(ids, segments, strict=True)
+        ],
+    }
+
+
+def _ids(segment: Json) -> list[int]:
+    found: list[int] = rollouts.unpack_tokens(segment["token_ids"], segment["num_tokens"]).tolist()
+    return found
+
+
+def _rounded(text: str) -> list[float]:
+    return [round(value, 5) for value in rollouts.unpack_floats(text).tolist()]

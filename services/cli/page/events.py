@@ -1,0 +1,130 @@
+"""Events of a run, in order of time: stalls, evaluations, thresholds, changed settings, warnings and errors of its
+processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from services.cli.inspect.rows import Row, parse_rows, read_rows
+from services.common import run_files
+from services.common.telemetry.metrics import RowKind, StallMoment
+
+LOG_BYTES = 512 * 1024
+"""Of the end of each log that is read."""
+
+MOST = 1000
+"""Events that are listed, the newest."""
+
+_LEVELS = ("warning", "error", "critical")
+_OF_EVERY_LINE = ("event", "level", "timestamp", "service", "instance", "run", "logger")
+
+Json = dict[str, Any]
+
+
+def events(run_dir: Path, rows: Sequence[Row]) -> list[Json]:
+    """The newest first: ``at``, ``kind``, ``who``, ``text``, and ``seconds`` of a stall that has ended."""
+    found = [*_stalls(rows), *_of_metrics(rows), *_changes(run_dir), *_logged(run_dir)]
+    return sorted(found, key=lambda event: -float(event["at"]))[:MOST]
+
+
+def open_stalls(rows: Iterable[Row]) -> list[Json]:
+    """Stalls without an end."""
+    return [
+        {
+            "component": stall["who"],
+            "cause": stall["cause"],
+            "detail": stall["text"],
+            "since": stall["at"],
+            "advice": "",
+            "chain": [],
+        }
+        for stall in _stalls(rows)
+        if stall["seconds"] is None
+    ]
+
+
+def _stalls(rows: Iterable[Row]) -> list[Json]:
+    """A stall is one event, with its length once it has ended."""
+    found: list[Json] = []
+    begun: dict[tuple[str, str], Json] = {}
+    for row in rows:
+        if row["kind"] != RowKind.STALL:
+            continue
+        key = row["component"], str(row.get("cause"))
+        if row["moment"] == StallMoment.BEGIN:
+            begun[key] = {
+                "at": row["time"] - _seconds(row),
+                "kind": "stall",
+                "who": key[0],
+                "cause": key[1].replace("_", " "),
+                "text": str(row.get("detail", "")),
+                "seconds": None,
+            }
+            found.append(begun[key])
+        elif key in begun:
+            begun.pop(key)["seconds"] = _seconds(row)
+    return found
+
+
+def _seconds(row: Row) -> float:
+    value = row.get("seconds")
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _of_metrics(rows: Iterable[Row]) -> Iterator[Json]:
+    for row in rows:
+        if row["kind"] == RowKind.EVALUATION:
+            told = (
+                f"{row['name']}: mean reward {row['mean_reward']:.3f} over {row.get('num_trajectories')} trajectories"
+            )
+            yield {"at": row["time"], "kind": "evaluation", "who": "orchestrator", "text": told}
+        elif row["kind"] == RowKind.THRESHOLD:
+            told = f"training ends after step {row['step']}: {row['wanted']}"
+            yield {"at": row["time"], "kind": "threshold", "who": "orchestrator", "text": told}
+        elif row["kind"] == RowKind.WEIGHT_TRANSFER and row.get("error"):
+            told = f"version {row.get('version')} of {row['policy']} did not arrive: {row['error']}"
+            yield {"at": row["time"], "kind": "weights", "who": f"replica/{row['replica']}", "text": told}
+
+
+def _changes(run_dir: Path) -> Iterator[Json]:
+    path = run_files.changes(run_dir)
+    if not path.is_file():
+        return
+    for row in read_rows(path):
+        told = ", ".join(f"{key}: {value}" for key, value in row.items() if key != "time")
+        at = row.get("time")
+        yield {"at": at if isinstance(at, int | float) else 0.0, "kind": "change", "who": "recipe", "text": told}
+
+
+def _logged(run_dir: Path) -> Iterator[Json]:
+    folder = run_files.logs(run_dir)
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.glob("*.jsonl")):
+        for row in _last_rows(path):
+            if row.get("level") in _LEVELS:
+                facts = " ".join(f"{key}={value}" for key, value in row.items() if key not in _OF_EVERY_LINE)
+                yield {
+                    "at": _moment(row.get("timestamp")),
+                    "kind": "error" if row["level"] != "warning" else "warning",
+                    "who": str(row.get("instance", path.stem)),
+                    "text": f"{row.get('event', '')} {facts}".strip()[:2000],
+                }
+
+
+def _last_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - LOG_BYTES))
+        yield from parse_rows(file.read().splitlines())
+
+
+def _moment(text: object) -> float:
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except ValueError:
+        return 0.0

@@ -1,0 +1,249 @@
+"""An index of the rollouts of one run, for the questions that the journal's own index cannot answer: task, training step,
+reward, length, fate, and words of a conversation.
+
+A temporary SQLite file beside no run: the run's directory is only read. One writer and any number of readers; each call
+has a connection to itself. Knows nothing of the journal.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.cli.page.filters import ORDERS, Filter, condition
+
+TEXT_CHARACTERS = 20_000
+"""Characters of a task's row, and of what a policy wrote in a rollout, that a search finds."""
+
+PAGE_ROWS = 100
+TRAINED = "in_a_batch"
+WAITING = "waiting"
+EVALUATION = "evaluation"
+FAILED = "failed"
+"""Fates beside those of ``GroupFate``."""
+
+
+_SCHEMA = """
+CREATE TABLE rollouts (
+    number INTEGER PRIMARY KEY,
+    task_group TEXT NOT NULL,
+    slot INTEGER NOT NULL,
+    task INTEGER NOT NULL,
+    evaluation TEXT NOT NULL,
+    reward REAL,
+    tokens INTEGER NOT NULL,
+    turns INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    stop TEXT NOT NULL,
+    fate TEXT NOT NULL,
+    step INTEGER,
+    written_at REAL NOT NULL,
+    UNIQUE (task_group, slot)
+);
+CREATE INDEX by_step ON rollouts (step);
+CREATE INDEX by_reward ON rollouts (reward);
+CREATE INDEX by_tokens ON rollouts (tokens);
+CREATE INDEX by_task ON rollouts (task);
+CREATE INDEX by_fate ON rollouts (fate);
+CREATE TABLE tasks (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+CREATE TABLE task_groups (name TEXT PRIMARY KEY, task INTEGER NOT NULL, evaluation TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE uses (
+    task_group TEXT NOT NULL, slot INTEGER NOT NULL, policy TEXT NOT NULL, step INTEGER NOT NULL,
+    PRIMARY KEY (task_group, slot, policy, step)
+) WITHOUT ROWID;
+CREATE VIRTUAL TABLE asked USING fts5 (text, content='', detail=none);
+CREATE VIRTUAL TABLE written USING fts5 (text, content='', detail=none);
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One durable record of a slot: a trajectory, or a failure (``reward`` None)."""
+
+    number: int
+    task_group: str
+    slot: int
+    reward: float | None
+    tokens: int
+    turns: int
+    version: int
+    stop: str
+    fate: str
+    written_at: float
+
+
+class RolloutIndex:
+    """``add_...`` and ``mark...`` inside ``writing()``; ``list_`` and ``facets`` from any thread."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="millrace-page-")
+        self._path = Path(self._directory.name) / "rollouts.sqlite"
+        self._writer = self._connect()
+        self._writer.execute("PRAGMA journal_mode=WAL")
+        self._writer.executescript(_SCHEMA)
+        self._readers = threading.local()
+        self._opened: list[sqlite3.Connection] = []
+        self.num_rollouts = 0
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+        db.execute("PRAGMA synchronous=OFF")  # it is made anew by every process
+        db.row_factory = sqlite3.Row
+        return db
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A transaction."""
+        self._writer.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._writer.execute("COMMIT")
+
+    def add_group(self, name: str, task: str, evaluation: str, text: str) -> None:
+        """An issued task group. ``text``: the row of its task, for searches."""
+        known = self._writer.execute("SELECT id FROM tasks WHERE name = ?", (task,)).fetchone()
+        if known is None:
+            number = self._writer.execute("INSERT INTO tasks (name) VALUES (?)", (task,)).lastrowid
+            self._writer.execute(
+                "INSERT INTO asked (rowid, text) VALUES (?, ?)", (number, f"{task} {text[:TEXT_CHARACTERS]}")
+            )
+        else:
+            number = known["id"]
+        self._writer.execute("INSERT OR IGNORE INTO task_groups VALUES (?, ?, ?)", (name, number, evaluation))
+
+    def add_rollout(self, rollout: Rollout) -> None:
+        """The first record of a slot counts. One whose task group is not known has the task 0."""
+        group = self._writer.execute(
+            "SELECT task, evaluation FROM task_groups WHERE name = ?", (rollout.task_group,)
+        ).fetchone()
+        task, evaluation = (0, "") if group is None else (group["task"], group["evaluation"])
+        fate = EVALUATION if evaluation and rollout.fate == WAITING else rollout.fate
+        added = self._writer.execute(
+            "INSERT OR IGNORE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?)",
+            (
+                rollout.number, rollout.task_group, rollout.slot, task, evaluation, rollout.reward, rollout.tokens,
+                rollout.turns, rollout.version, rollout.stop, fate, rollout.written_at,
+            ),
+        ).rowcount  # fmt: skip
+        self.num_rollouts += added
+
+    def add_text(self, number: int, text: str) -> None:
+        """Add the text of a rollout for searches; call once for each."""
+        if text:
+            self._writer.execute("INSERT INTO written (rowid, text) VALUES (?, ?)", (number, text[:TEXT_CHARACTERS]))
+
+    def mark(self, task_group: str, slot: int, fate: str) -> None:
+        """The fate of a rollout at the completion of its task group."""
+        self._writer.execute(
+            "UPDATE rollouts SET fate = ? WHERE task_group = ? AND slot = ? AND step IS NULL", (fate, task_group, slot)
+        )
+
+    def mark_closed(self, task_group: str, reason: str) -> None:
+        """The fate of the rollouts of a closed task group that no batch has taken."""
+        self._writer.execute(
+            "UPDATE rollouts SET fate = ? WHERE task_group = ? AND fate = ?", (reason, task_group, WAITING)
+        )
+
+    def mark_trained(self, task_group: str, slot: int, policy: str, step: int) -> None:
+        """The batch of a training step holds the rollout; of several steps the first is its own."""
+        self._writer.execute(
+            "UPDATE rollouts SET fate = ?, step = COALESCE(step, ?) WHERE task_group = ? AND slot = ?",
+            (TRAINED, step, task_group, slot),
+        )
+        self._writer.execute("INSERT OR IGNORE INTO uses VALUES (?, ?, ?, ?)", (task_group, slot, policy, step))
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    def list_(self, wanted: Filter) -> dict[str, Any]:
+        """``total`` rollouts that match, and ``rows``: those of one page."""
+        where, values = condition(wanted)
+        db = self._reader()
+        order = ORDERS[wanted.order]
+        if wanted.words.strip():
+            # A common word is in most rollouts: its list is made once, and counted and cut here.
+            found = db.execute(f"SELECT r.number FROM rollouts AS r WHERE {where} ORDER BY {order}", values).fetchall()
+            total = len(found)
+            numbers = [row["number"] for row in found[wanted.offset : wanted.offset + PAGE_ROWS]]
+            where, values, offset = f"r.number IN ({', '.join('?' * len(numbers))})", numbers, 0
+        else:
+            total = db.execute(f"SELECT COUNT(*) AS found FROM rollouts AS r WHERE {where}", values).fetchone()["found"]
+            offset = wanted.offset
+        rows = db.execute(
+            "SELECT r.*, t.name AS task_id FROM rollouts AS r LEFT JOIN tasks AS t ON t.id = r.task "
+            f"WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?",
+            (*values, PAGE_ROWS, offset),
+        )
+        return {"total": total, "rows": [_row(row) for row in rows]}
+
+    def one(self, number: int) -> dict[str, Any] | None:
+        """The row of one rollout; None for a number that is not in the index."""
+        query = (
+            "SELECT r.*, t.name AS task_id FROM rollouts AS r LEFT JOIN tasks AS t ON t.id = r.task WHERE r.number = ?"
+        )
+        row = self._reader().execute(query, (number,)).fetchone()
+        return None if row is None else _row(row)
+
+    def uses(self, task_group: str, slot: int) -> list[tuple[str, int]]:
+        """Policy and training step of the batches that hold a rollout."""
+        query = "SELECT policy, step FROM uses WHERE task_group = ? AND slot = ? ORDER BY step, policy"
+        return [(row["policy"], row["step"]) for row in self._reader().execute(query, (task_group, slot))]
+
+    def siblings(self, task_group: str) -> list[dict[str, Any]]:
+        """The rollouts of a task group, by slot."""
+        query = "SELECT number, slot, reward FROM rollouts WHERE task_group = ? ORDER BY slot"
+        return [dict(row) for row in self._reader().execute(query, (task_group,))]
+
+    def facets(self) -> dict[str, Any]:
+        """The values that filters can have: fates and evaluations with their counts, and ranges of numbers."""
+        db = self._reader()
+        fates = db.execute("SELECT fate, COUNT(*) AS found FROM rollouts GROUP BY fate ORDER BY found DESC")
+        evaluations = db.execute("SELECT evaluation, COUNT(*) AS found FROM rollouts GROUP BY evaluation")
+        ranges = db.execute(
+            "SELECT MIN(reward), MAX(reward), MIN(tokens), MAX(tokens), MIN(step), MAX(step) FROM rollouts"
+        ).fetchone()
+        return {
+            "fates": {row["fate"]: row["found"] for row in fates},
+            "evaluations": {row["evaluation"]: row["found"] for row in evaluations},
+            "reward": list(ranges)[:2],
+            "tokens": list(ranges)[2:4],
+            "step": list(ranges)[4:],
+        }
+
+    def _reader(self) -> sqlite3.Connection:
+        db: sqlite3.Connection | None = getattr(self._readers, "db", None)
+        if db is None:
+            db = self._readers.db = self._connect()
+            self._opened.append(db)
+        return db
+
+    def close(self) -> None:
+        for db in (self._writer, *self._opened):
+            db.close()
+        self._directory.cleanup()
+
+
+def _row(row: sqlite3.Row) -> dict[str, Any]:
+    found = dict(row)
+    del found["task"]
+    return found
+
+
+def joined(parts: Iterable[str], most: int = TEXT_CHARACTERS) -> str:
+    """The beginning of a text; the rest is not built."""
+    found: list[str] = []
+    length = 0
+    for part in parts:
+        found.append(part)
+        length += len(part)
+        if length >= most:
+            break
+    return "".join(found)[:most]

@@ -1,0 +1,186 @@
+"""The HTTP server of the page: its files, and the contents of a run's directory, as JSON. Every route is a GET and reads.
+
+GET /                    the page          GET /api/runs                      the list of runs
+GET /assets/NAME         its files         GET /api/runs/N/SUBJECT            of one run
+GET /api/curves?runs=    curves            GET /api/runs/N/rollouts/NUMBER    one conversation
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+from aiohttp import web
+
+from services.cli.page.curves import curves
+from services.cli.page.filters import ORDERS, Filter
+from services.cli.page.run_reader import RunReader, guarded
+from services.common.errors import ConfigError, InvalidRequestError, MillraceError, NotFoundError
+from services.common.http.authentication import password
+from services.common.http.listener import Listener
+
+ASSETS = Path(__file__).parent / "assets"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Content-Security-Policy of the page: it runs its own files alone, so text of a run can never run."""
+
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_MOST_WORDS = 500  # characters of a search
+
+Json = dict[str, Any]
+Number = TypeVar("Number", int, float)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class PageServer:
+    """``start`` listens and begins to read the runs, ``stop`` ends both."""
+
+    def __init__(self, run_dirs: Sequence[Path], host: str, port: int) -> None:
+        """Raises ``ConfigError`` for a host other than loopback without keys."""
+        self.readers = [RunReader(run_dir) for run_dir in run_dirs]
+        application = web.Application(middlewares=[_told])
+        application.router.add_get("/", self._page)
+        application.router.add_get("/assets/{name}", self._asset)
+        application.router.add_get("/api/runs", self._runs)
+        application.router.add_get("/api/curves", self._curves)
+        application.router.add_get("/api/runs/{run}/rollouts/{number}", self._conversation)
+        application.router.add_get("/api/runs/{run}/{subject}", self._subject)
+        self._subjects: Mapping[str, Callable[[RunReader, web.Request], Json]] = {
+            "state": lambda reader, request: reader.overview(),
+            "fates": lambda reader, request: {"fates": reader.fates, "problems": reader.problems},
+            "events": lambda reader, request: {"events": reader.events, "problems": reader.problems},
+            "weights": lambda reader, request: reader.weights(),
+            "facets": lambda reader, request: reader.facets(),
+            "rollouts": lambda reader, request: reader.rollouts(wanted(request.query)),
+        }
+        self._listener = Listener(
+            application, host, port, name="the page", setting="--port", group="page", leaving_cancels=False,
+            shown=password, scheme='Basic realm="millrace: the token of a viewer is the password"',
+        )  # fmt: skip
+
+    @property
+    def is_secure(self) -> bool:
+        return self._listener.is_secure
+
+    async def start(self) -> int:
+        """Returns the port."""
+        port = await self._listener.start()
+        for reader in self.readers:
+            reader.start()
+        return port
+
+    async def stop(self) -> None:
+        await self._listener.stop()
+        await asyncio.gather(*(asyncio.to_thread(reader.close) for reader in self.readers))
+
+    # --- routes ------------------------------------------------------------------------------------------------------
+
+    async def _page(self, request: web.Request) -> web.Response:
+        return _file("index.html")
+
+    async def _asset(self, request: web.Request) -> web.Response:
+        return _file(request.match_info["name"])
+
+    async def _runs(self, request: web.Request) -> web.Response:
+        return _json(
+            {"runs": [{"run": n, "name": r.run_dir.name, "path": str(r.run_dir)} for n, r in enumerate(self.readers)]}
+        )
+
+    async def _curves(self, request: web.Request) -> web.Response:
+        chosen = {r.run_dir: r for r in map(self._reader, request.query.get("runs", "0").split(","))}
+        for reader in chosen.values():
+            reader.asked()
+        return await _answer("the metrics", lambda: curves(list(chosen), lambda run_dir: chosen[run_dir].rows()))
+
+    async def _subject(self, request: web.Request) -> web.Response:
+        reader = self._reader(request.match_info["run"])
+        subject = request.match_info["subject"]
+        if subject not in self._subjects:
+            raise NotFoundError(f"there is no {subject!r}: ask for {', '.join(self._subjects)}")
+        reader.asked()
+        return await _answer(f"the {subject} of {reader.run_dir}", lambda: self._subjects[subject](reader, request))
+
+    async def _conversation(self, request: web.Request) -> web.Response:
+        reader = self._reader(request.match_info["run"])
+        number = _number(request.match_info["number"], "the number of the rollout", int)
+        return await _answer(f"rollout {number} of {reader.run_dir}", lambda: reader.conversation(number))
+
+    def _reader(self, text: str) -> RunReader:
+        number = _number(text, "the run", int)
+        if not 0 <= number < len(self.readers):
+            raise NotFoundError(f"there is no run {number}: this page has {len(self.readers)}")
+        return self.readers[number]
+
+
+def wanted(query: Mapping[str, str]) -> Filter:
+    """The filter of a query. Raises ``InvalidRequestError`` for a value that is none of its key."""
+
+    def number(name: str, kind: Callable[[str], Number]) -> Number | None:
+        text = query.get(name, "").strip()
+        return _number(text, name, kind) if text else None
+
+    order = query.get("order", "newest")
+    if order not in ORDERS:
+        raise InvalidRequestError(f"order is {order[:50]!r}: write one of {', '.join(ORDERS)}")
+    return Filter(
+        words=query.get("words", "")[:_MOST_WORDS],
+        task=query.get("task", "").strip(),
+        task_group=query.get("task_group", "").strip(),
+        step=number("step", int),
+        evaluation=query.get("evaluation", ""),
+        fate=query.get("fate", ""),
+        min_reward=number("min_reward", float),
+        max_reward=number("max_reward", float),
+        min_tokens=number("min_tokens", int),
+        max_tokens=number("max_tokens", int),
+        order=order,
+        offset=max(0, number("offset", int) or 0),
+    )
+
+
+def _number(text: str, name: str, kind: Callable[[str], Number]) -> Number:
+    try:
+        found = kind(text)
+    except ValueError:
+        raise InvalidRequestError(f"{name} is {text[:50]!r}: write a number") from None
+    if not math.isfinite(found) or abs(found) >= 2**63:
+        raise InvalidRequestError(f"{name} is {text[:50]!r}: write a smaller number")
+    return found
+
+
+async def _answer(what: str, ask: Callable[[], Json]) -> web.Response:
+    return await asyncio.to_thread(lambda: _json(guarded(what, ask)))
+
+
+def _json(value: Json) -> web.Response:
+    return web.Response(body=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS), content_type="application/json")
+
+
+def _file(name: str) -> web.Response:
+    path = ASSETS / name
+    if path.parent != ASSETS or path.suffix not in _TYPES or not path.is_file():
+        raise NotFoundError(f"there is no file {name!r}")
+    headers = {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"}
+    return web.Response(body=path.read_bytes(), content_type=_TYPES[path.suffix], charset="utf-8", headers=headers)
+
+
+@web.middleware
+async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors of the project as ``{"detail": ...}``."""
+    try:
+        return await handler(request)
+    except NotFoundError as error:
+        status, message = 404, error.message
+    except ConfigError as error:
+        status, message = 409, error.message
+    except InvalidRequestError as error:
+        status, message = 400, error.message
+    except MillraceError as error:
+        status, message = 500, error.message
+    return web.Response(body=orjson.dumps({"detail": message}), status=status, content_type="application/json")

@@ -1,0 +1,253 @@
+"""``millrace eval``: evaluate checkpoints with a recipe's datasets, workflow and sampling, without training.
+
+The same processes as a run but the trainers: replicas serve the checkpoints as version 0. Results are a table, a
+picture and ``summary.json`` in a run directory of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from services.cli.check.hub import check_model_name
+from services.cli.console import drawing
+from services.cli.console.tables import Column, FittingTable
+from services.cli.console.units import format_change
+from services.cli.inspect.checkpoints.command import export_run
+from services.cli.inspect.checkpoints.found import policies_of
+from services.cli.inspect.run_state import check_run_directory
+from services.cli.inspect.trace.reading import open_journal
+from services.common import run_files
+from services.common.config.reading.loading import RESOLVED, validate
+from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError
+from services.common.telemetry.summary import DatasetSummary, EstimateSummary, EvaluationSummary
+from services.orchestrator.dispatch.evaluation import kind_of
+from services.orchestrator.journal import records
+from services.orchestrator.journal.records import EvaluationResult
+from services.orchestrator.state.scores import Estimate, compared, overall_difference
+
+
+def evaluation_recipe(recipe: Recipe, checkpoints: Sequence[str]) -> Recipe:
+    """The recipe without training, its policies at these checkpoints.
+
+    ``checkpoints``: a run directory (its final or newest durable weights are taken), a Hugging Face directory or hub name for the only policy
+    that plays, or ``policy=path``. A policy without one has the weights of the recipe's start.
+
+    Raises:
+        ConfigError: a checkpoint that is none, for no policy, or for one of several without saying which.
+    """
+    if not recipe.data.evaluation:
+        raise ConfigError(f"{recipe.name} has no data.evaluation, so there are no tasks to evaluate on")
+    tree = recipe.model_dump(mode="json")
+    for policy, path in _by_policy(recipe, checkpoints).items():
+        tree["policies"][policy]["model"]["path"] = path
+        tree["warm_start"].pop(policy, None)
+    for section in tree["policies"].values():
+        section["adapter"] = None  # a run exports it merged, and at the start it computes as its base
+    tree["run"] |= {"steps": 0, "until": None}
+    tree["name"] = f"{recipe.name}-eval"
+    tree["evaluation"] |= {"at_start": True, "at_end": False, "every": 0}
+    return validate(tree, source=f"the evaluation of {recipe.name}")
+
+
+def _by_policy(recipe: Recipe, checkpoints: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    playing = recipe.evaluation.policies or recipe.playing_policies
+    for checkpoint in checkpoints:
+        policy, equals, path = checkpoint.partition("=")
+        if equals and policy in recipe.policies:
+            found[policy] = _of_run(Path(path), policy) if _is_run(path) else _checked(path)
+        elif _is_run(checkpoint):
+            found |= _all_of_run(recipe, Path(checkpoint))
+        elif equals:
+            raise ConfigError(
+                f"--checkpoint {checkpoint}: no policy {policy!r}; there are {', '.join(recipe.policies)}"
+            )
+        elif len(playing) == 1:
+            found[playing[0]] = _checked(checkpoint)
+        else:
+            raise ConfigError(
+                f"--checkpoint {checkpoint}: {', '.join(playing)} play; write POLICY=PATH for each, or a run directory"
+            )
+    return found
+
+
+def _is_run(path: str) -> bool:
+    return (Path(path) / RESOLVED).is_file() or (Path(path) / "export").is_dir()
+
+
+def _all_of_run(recipe: Recipe, run_dir: Path) -> dict[str, str]:
+    """The weights of each policy of the recipe that the run has any of; raises ``ConfigError`` where it has none."""
+    exported = [name for name in recipe.policies if run_files.export(run_dir, name).is_dir()]
+    kept = policies_of(run_dir) if (run_dir / RESOLVED).is_file() else []
+    there = [name for name in recipe.policies if name in (*exported, *kept)]
+    if not there:
+        raise ConfigError(
+            f"--checkpoint {run_dir}: the run has no weights yet of {', '.join(recipe.policies)}: the first come at "
+            "policies.<name>.trainer.checkpoint_every"
+        )
+    return {name: _of_run(run_dir, name) for name in there}
+
+
+def _of_run(run_dir: Path, policy: str) -> str:
+    """The weights of a policy in a run, as a Hugging Face directory: the final ones, else those of the newest durable
+    checkpoint, which are exported for it. The run may be finished, interrupted or running."""
+    final = run_files.export(run_dir, policy)
+    if (final / "config.json").is_file():
+        return str(final.resolve())
+    return str(export_run(run_dir, policy, None, None).directory.resolve())
+
+
+def _checked(path: str) -> str:
+    """Local checkpoints must be there; anything else is a hub name, which is looked up at once."""
+    if Path(path).is_dir():
+        if not (Path(path) / "config.json").is_file():
+            raise ConfigError(f"{path} holds no config.json: a checkpoint is a Hugging Face model directory")
+        return str(Path(path).resolve())
+    if any(Path(path).parent.glob(f"*/{RESOLVED}")):  # a folder of runs, and no owner on the hub
+        check_run_directory(Path(path))
+    if path.startswith(("/", ".", "~")):
+        raise ConfigError(f"{path} does not exist: write a model directory, a run directory, or a hub name")
+    check_model_name("--checkpoint", path)
+    return path
+
+
+def comparable(run_dir: Path) -> dict[str, EvaluationResult]:
+    """The newest evaluation of each kind in a run, by kind.
+
+    Raises:
+        ConfigError: no run directory, or a run without a finished evaluation.
+    """
+    with closing(open_journal(run_dir)) as reader:
+        rows = [record for row in reader.rows_of(records.EVALUATION) if (record := reader.load(row)) is not None]
+    if not rows:
+        raise ConfigError(f"{run_dir} has no finished evaluation to compare with")
+    return {kind_of(result.name): result for result in map(records.evaluation_from_json, rows)}
+
+
+def compare(
+    evaluations: Mapping[str, EvaluationSummary],
+    found: Mapping[str, EvaluationResult],
+    base: Mapping[str, EvaluationResult],
+    run: str,
+) -> list[str]:
+    """Write the difference between ``found`` and ``base``, the evaluations of ``run``, into the results of
+    ``summary.json``; also the evaluations that cannot be compared, and why."""
+    left: list[str] = []
+    for name, values in evaluations.items():
+        kind = kind_of(name)
+        if kind not in base:
+            left.append(f"{kind}: there is only {', '.join(base)}")
+            continue
+        scores = compared(base[kind].datasets, found[kind].datasets)
+        left += [
+            f"{kind} {score.name}: its tasks are others, or it has one alone"
+            for score in scores
+            if score.difference is None
+        ]
+        overall = overall_difference(base[kind].datasets, found[kind].datasets)
+        values["compared_with"], values["difference"] = f"{run} {base[kind].name}", _plain(overall)
+        for one, score in zip(values["datasets"], scores, strict=True):
+            one["difference"] = _plain(score.difference)
+    return left
+
+
+def _plain(estimate: Estimate | None) -> EstimateSummary | None:
+    return None if estimate is None else {"value": estimate.value, "low": estimate.low, "high": estimate.high}
+
+
+def scores_table(evaluations: Mapping[str, EvaluationSummary]) -> FittingTable:
+    """Results of ``summary.json`` by pass and dataset, in hundredths; with the change where they were compared."""
+    was_compared = any(result.get("compared_with") for result in evaluations.values())
+    columns = [Column("sampling"), Column("dataset"), Column("avg@k", "right"), Column("95%", "right")]
+    columns += [Column("change (95%)", "right")] if was_compared else []
+    columns += [Column("pass@k", spare=1), Column("tasks", "right", 3), Column("failed", "right", 2)]
+    table = FittingTable(columns, box=None)
+    for name, result in evaluations.items():
+        label = name.partition("/")[2]
+        for found in result["datasets"]:
+            reward, samples = found["mean_reward"], found["samples_per_item"]
+            table.add_row(
+                *(label, found["name"], f"{100 * reward['value']:.1f} (k={samples})"),
+                f"{100 * reward['low']:.1f}-{100 * reward['high']:.1f}",
+                *([_change(found["difference"])] if was_compared else []),
+                "  ".join(f"@{k} {100 * share['value']:.1f}" for k, share in found["pass_at"].items()),
+                *(str(found["num_items"]), str(len(found["failed"]))),
+            )
+            label = ""
+        if len(result["datasets"]) > 1:
+            total = sum(found["num_items"] for found in result["datasets"])
+            change = (_change(result["difference"]),) if was_compared else ()
+            table.add_row("", "overall", f"{100 * result['mean_reward']:.1f}", "", *change, "", str(total), "")
+    return table
+
+
+def _change(difference: EstimateSummary | None) -> str:
+    if difference is None:
+        return ""
+    return format_change(100 * difference["value"], 100 * difference["low"], 100 * difference["high"], digits=1)
+
+
+def failed_items(evaluations: Mapping[str, EvaluationSummary]) -> list[str]:
+    """Tasks that count as wrong because they failed: "pass dataset task"."""
+    return [
+        f"{name} {found['name']} {task}"
+        for name, result in evaluations.items()
+        for found in result["datasets"]
+        for task in found["failed"]
+    ]
+
+
+def plot_scores(evaluations: Mapping[str, EvaluationSummary], title: str, output: Path) -> Path:
+    """A bar for each dataset and pass, with its 95% interval, beside a panel of the compared changes."""
+    names = list(dict.fromkeys(f["name"] for result in evaluations.values() for f in result["datasets"]))
+    pyplot = drawing.pyplot()
+    was_compared = any(result.get("compared_with") for result in evaluations.values())
+    wide = max(5.0, 1.6 * len(names) + 2)
+    figure, axes = pyplot.subplots(
+        1, 1 + was_compared, figsize=(wide * (1 + was_compared), 4), layout="constrained", squeeze=False, sharex=True
+    )
+    ax = axes[0, 0]
+    width = 0.8 / max(1, len(evaluations))
+    for number, (name, result) in enumerate(evaluations.items()):
+        scores = {found["name"]: found["mean_reward"] for found in result["datasets"]}
+        places = [names.index(dataset) + (number - (len(evaluations) - 1) / 2) * width for dataset in scores]
+        values = [100 * score["value"] for score in scores.values()]
+        below = [100 * (score["value"] - score["low"]) for score in scores.values()]
+        above = [100 * (score["high"] - score["value"]) for score in scores.values()]
+        bars = ax.bar(places, values, width * 0.92, yerr=[below, above], capsize=3, label=name.partition("/")[2])
+        ax.bar_label(bars, fmt="%.1f", fontsize=8, label_type="center", color="white")
+        if was_compared:
+            _draw_changes(axes[0, 1], result["datasets"], places, f"C{number}")
+    ax.set_xticks(range(len(names)), names)
+    ax.set_ylabel("avg@k (95%)")
+    ax.set_ylim(0, max(100.0, ax.get_ylim()[1]))
+    ax.set_title(title, fontsize=11)
+    if was_compared:
+        with_run = [result["compared_with"] for result in evaluations.values() if result.get("compared_with")]
+        against = with_run[0].rpartition(" ")[0]
+        axes[0, 1].axhline(0.0, color="grey", linewidth=0.8)
+        axes[0, 1].set_title(f"change from {against}, paired by tasks (95%)", fontsize=11)
+    ax.legend(fontsize=8, loc="lower right")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=110)
+    pyplot.close(figure)
+    return output
+
+
+def _draw_changes(ax: Any, datasets: Sequence[DatasetSummary], places: Sequence[float], color: str) -> None:
+    for place, found in zip(places, datasets, strict=True):
+        if change := found["difference"]:
+            below, above = change["value"] - change["low"], change["high"] - change["value"]
+            ends = [[100 * below], [100 * above]]
+            ax.errorbar([place], [100 * change["value"]], yerr=ends, fmt="o", capsize=4, color=color)
+            ax.annotate(
+                f"{100 * change['value']:+.1f}",
+                (place, 100 * change["value"]),
+                (6, 0),
+                textcoords="offset points",
+                fontsize=8,
+            )

@@ -1,0 +1,227 @@
+"""Starts the processes of a run, supervises them, and stops exactly these.
+
+Takes ``ProcessSpec``s, not recipes. Restarts a process that was killed by a signal or asks for a restart, a bounded
+number of times in a row (every service resumes by itself); a process that has run well for a while starts a new count.
+A process that exits with an error ends the run with its last log lines.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from services.cli.plan.specs import ProcessSpec
+from services.cli.run.fork_server import ForkServer, Process, reap_orphans
+from services.common import run_files
+from services.common.errors import DeadlineError, InfrastructureError
+from services.common.rpc.client.health import is_serving
+from services.common.system.child import DIE_WITH_PARENT, START_AGAIN
+from services.common.system.children import how_ended, last_lines, signal_group
+from services.common.system.visible_gpus import inside
+
+log = structlog.get_logger()
+
+POLL_S = 0.1
+# No process, memory or disk to be had at this moment.
+_FOR_NOW = (errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+WELL_AFTER_S = 600.0  # a process that has run for so long counts as healthy
+
+
+@dataclass(slots=True)
+class Running:
+    """A started process."""
+
+    spec: ProcessSpec
+    popen: Process
+    restarts: int = 0  # in a row
+    started_at: float = field(default_factory=time.monotonic)
+
+
+class Processes:
+    """The processes of one run on this node."""
+
+    def __init__(
+        self, run_dir: Path, max_restarts: int, stop_grace_s: float, well_after_s: float = WELL_AFTER_S
+    ) -> None:
+        self._logs = run_files.logs(run_dir)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._max_restarts = max_restarts
+        self._stop_grace_s = stop_grace_s
+        self._well_after_s = well_after_s
+        self._running: dict[str, Running] = {}
+        self._forks: ForkServer | None = None
+        self._own_forks = False
+
+    def fork_where_possible(self, server: ForkServer | None = None) -> None:
+        """Fork specs that are ``forked`` from one process that has imported their modules, at the start and at
+        restarts.
+
+        ``server``: a fork server that several launches share; else one for these processes, which ends with them. A
+        second call has no effect.
+        """
+        if self._forks is not None:
+            return
+        self._own_forks = server is None
+        self._forks = server or ForkServer(self._logs / "fork-server.stderr")
+
+    def start(self, spec: ProcessSpec) -> None:
+        self._running[spec.name] = Running(spec, self._popen(spec))
+
+    def pids(self) -> dict[str, int]:
+        return {name: process.popen.pid for name, process in self._running.items()}
+
+    def run_to_end(self, spec: ProcessSpec, tick: Callable[[], None] = lambda: None) -> None:
+        """Run one process until its exit; raises ``InfrastructureError`` with its last output unless the exit code is
+        0."""
+        self.start(spec)
+        process = self._running[spec.name].popen
+        while (code := process.poll()) is None:
+            tick()
+            time.sleep(POLL_S)
+        del self._running[spec.name]
+        if code != 0:
+            raise InfrastructureError(self._exit_message(spec, code))
+
+    def wait_ready(
+        self,
+        timeout_s: float,
+        tick: Callable[[], None] = lambda: None,
+        without: Collection[str] = (),
+        ends_with: str = "",
+    ) -> None:
+        """Wait until every process but those named reports SERVING, or has exited with 0 because the run was stopped
+        meanwhile.
+
+        Once the process ``ends_with`` has exited with 0, the wait ends: the others have no work left.
+
+        Raises ``DeadlineError`` with the names of the processes that are not ready.
+        """
+        deadline = time.monotonic() + timeout_s
+        pending = {name: process for name, process in self._running.items() if name not in without}
+        while pending:
+            left = self.watch(starting=pending)
+            for name in [n for n, p in pending.items() if n in left or is_serving(p.spec.address)]:
+                del pending[name]
+                log.info("process.left" if name in left else "process.ready", process=name)
+            if ends_with in left:
+                return
+            if pending and time.monotonic() > deadline:
+                names = ", ".join(sorted(pending))
+                first = next(iter(pending.values()))
+                raise DeadlineError(
+                    f"{names} not ready after {timeout_s:g} s (launch.ready_timeout_s)\n{self._last_lines(first.spec)}"
+                )
+            tick()
+            time.sleep(POLL_S)
+
+    def watch(self, starting: Collection[str] = ()) -> set[str]:
+        """Restart processes that a signal killed or that ask for a restart (``START_AGAIN``); return the names that
+        exited with 0.
+
+        Processes that are ``starting`` for the first time are restarted only when they were killed: an error at the
+        start is reported at once.
+
+        Raises ``InfrastructureError`` with the last log lines of a process that exited with an error or died too often.
+        """
+        finished = set()
+        if self._forks is not None:
+            reap_orphans({self._forks.pid, *self.pids().values()})
+        for name, process in self._running.items():
+            code = process.popen.poll()
+            if code is None:
+                continue
+            if time.monotonic() - process.started_at > self._well_after_s:
+                process.restarts = 0
+            mends = code < 0 or (code == START_AGAIN and name not in starting)
+            if code == 0:
+                finished.add(name)
+            elif mends and process.restarts < self._max_restarts:
+                self._start_again(process, how_ended(code))
+            else:
+                raise InfrastructureError(self._exit_message(process.spec, code))
+        return finished
+
+    def bring_back(self, names: Iterable[str]) -> None:
+        """Restart a needed process that has exited with 0, ended by a person or by a guard of the machine's memory.
+
+        Raises ``InfrastructureError`` for one that was restarted too often.
+        """
+        for name in names:
+            process = self._running[name]
+            if process.restarts >= self._max_restarts:
+                raise InfrastructureError(self._exit_message(process.spec, 0))
+            self._start_again(process, "it left while the run goes on")
+
+    def _start_again(self, process: Running, why: str) -> None:
+        try:
+            process.popen = self._popen(process.spec, again=True)
+        except OSError as error:
+            if error.errno not in _FOR_NOW:
+                raise
+            log.warning("process.not_restarted", process=process.spec.name, why=why, error=str(error), retry_s=POLL_S)
+            return  # the next look tries again
+        process.restarts += 1
+        process.started_at = time.monotonic()
+        log.warning("process.restarted", process=process.spec.name, why=why, restart=process.restarts)
+
+    def stop(self) -> None:
+        """SIGTERM to all, wait for the grace, SIGKILL to the process groups of those that stay."""
+        for process in self._running.values():
+            if process.popen.poll() is None:
+                process.popen.terminate()
+        deadline = time.monotonic() + self._stop_grace_s
+        for name, process in self._running.items():
+            try:
+                process.popen.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.warning("process.killed", process=name, grace_s=self._stop_grace_s)
+            # Also reaches children that outlived it: the group holds exactly its descendants.
+            signal_group(process.popen.pid)
+            process.popen.wait()
+        self._running.clear()
+        if self._forks is not None:
+            if self._own_forks:
+                self._forks.stop()
+            self._forks = None
+
+    def _popen(self, spec: ProcessSpec, again: bool = False) -> Process:
+        environment = {**inside(os.environ, spec.env, spec.name), DIE_WITH_PARENT: str(os.getpid())}
+        if self._forks is not None and (spec.forked == "always" or (again and spec.forked == "again")):
+            forked = self._forks.start(spec.argv, environment, self._logs / f"{spec.name}.stderr")
+            if forked is not None:
+                log.info("process.started", process=spec.name, pid=forked.pid, forked=True)
+                return forked
+        with open(self._logs / f"{spec.name}.stderr", "ab") as output:
+            process = subprocess.Popen(
+                spec.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C on the terminal is ours to pass on, in order
+            )
+        log.info("process.started", process=spec.name, pid=process.pid)
+        return process
+
+    def _exit_message(self, spec: ProcessSpec, code: int) -> str:
+        return f"{spec.name} {how_ended(code)}\n{self._last_lines(spec)}"
+
+    def _last_lines(self, spec: ProcessSpec) -> str:
+        return last_lines(self._logs / f"{spec.name}.stderr")
+
+
+def children_cpu_seconds() -> float:
+    """User and system seconds of this process and of all reaped children."""
+    usages: Sequence[resource.struct_rusage] = (
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+        resource.getrusage(resource.RUSAGE_SELF),
+    )
+    return sum(u.ru_utime + u.ru_stime for u in usages)

@@ -1,0 +1,89 @@
+"""The command line's view of the orchestrator: synchronous, one call each, explicit deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from services.common.errors import AccessError, InfrastructureError, MillraceError, NotFoundError
+from services.common.net.hosts import is_known
+from services.common.pb import run_pb2, run_pb2_grpc
+from services.common.rpc.client.sync_channel import sync_channel
+from services.common.rpc.status import from_call
+from services.common.security import identity
+from services.common.security.handshake import refusal_now
+from services.common.security.roles import Peer
+
+CALL_DEADLINE_S = 5.0
+
+
+class OrchestratorClient:
+    """Raises ``InfrastructureError`` with the address when the orchestrator does not answer, ``AccessError`` for wrong
+    keys.
+
+    ``why_silent`` gives a likely reason and the remedy when no process listens there.
+    """
+
+    def __init__(self, address: str, why_silent: Callable[[], str] = lambda: "is the run still going?") -> None:
+        self.address = address
+        self._why_silent = why_silent
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = sync_channel(self.address, Peer.ORCHESTRATOR)
+        self._run = run_pb2_grpc.RunServiceStub(self._channel)
+
+    def reconnect(self) -> None:
+        """Connect again with the present identity of this process: its keys have changed."""
+        self._channel.close()
+        self._connect()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def get_run(self) -> run_pb2.GetRunResponse:
+        with self._translated():
+            return self._run.GetRun(run_pb2.GetRunRequest(), timeout=CALL_DEADLINE_S)
+
+    def pause(self) -> None:
+        with self._translated():
+            self._run.PauseRun(run_pb2.PauseRunRequest(), timeout=CALL_DEADLINE_S)
+
+    def resume(self) -> None:
+        with self._translated():
+            self._run.ResumeRun(run_pb2.ResumeRunRequest(), timeout=CALL_DEADLINE_S)
+
+    def stop(self, reason: str) -> None:
+        with self._translated():
+            self._run.StopRun(run_pb2.StopRunRequest(reason=reason), timeout=CALL_DEADLINE_S)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self._translate(error) from None
+
+    def _translate(self, error: grpc.RpcError) -> MillraceError:
+        address = self.address
+        told = from_call(error, address)
+        if isinstance(told, AccessError):
+            return told
+        code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+        detail = (error.details() if isinstance(error, grpc.Call) else "") or str(error)
+        is_silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        if is_silent and (refused := refusal_now(address, identity.current(), Peer.ORCHESTRATOR)) is not None:
+            return refused
+        if code is grpc.StatusCode.UNAVAILABLE and not is_known(address):
+            return InfrastructureError(
+                f"this machine cannot resolve the host of {address}: write a name or address that it can"
+            )
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return InfrastructureError(f"no answer from {address}: {self._why_silent()}")
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return InfrastructureError(f"{address} did not answer within {CALL_DEADLINE_S:g} s")
+        if code is grpc.StatusCode.NOT_FOUND:
+            return NotFoundError(detail)
+        return InfrastructureError(f"{address}: {detail}")

@@ -1,0 +1,1 @@
+"""Settings of the processes of a run and of where they run."""

@@ -1,0 +1,251 @@
+"""Loads a recipe file as a validated ``Recipe``: extends, overrides, variables, and errors with the correction.
+
+Order, later wins: the files named by ``extends``, the recipe itself, ``--set a.b=c`` overrides, environment variables for
+GPUs, a ``--profile``, the overrides again, environment variables for ports. ``defaults`` go below all of these (``config.defaults``).
+Mappings are merged key by key; lists and scalars replace. A string that begins with ``./`` or
+``../`` is a path relative to the file that holds it.
+
+Imports neither torch nor grpc: a typo costs a second, not a night.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from services.common.config.reading.defaults import spread_defaults
+from services.common.config.reading.explain import explain
+from services.common.config.reading.gpu_variables import gpu_settings
+from services.common.config.reading.inherit import inherit, parent_of
+from services.common.config.reading.own_workflows import with_own_workflows
+from services.common.config.recipe import Recipe
+from services.common.config.yaml_files import read_yaml
+from services.common.errors import ConfigError
+from services.common.importing import look_in
+
+RESOLVED = "recipe.json"
+
+Profile = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def load_recipe(
+    path: Path,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
+    profile: Profile | None = None,
+) -> Recipe:
+    """Read and validate a recipe (a file, or a directory that holds ``recipe.yaml``).
+
+    ``profile`` transforms the whole recipe, and may choose other devices than the GPUs that variables name; overrides
+    count before it and, but for ``data``, once more after it.
+
+    Raises:
+        ConfigError: with one line per problem: the path in the recipe, the fault, the correction.
+    """
+    file = _recipe_file(path)
+    tree = _read(file, seen=())
+    for override in overrides:
+        apply_override(tree, override)
+    for variable_path, gpus in gpu_settings(tree, environment):
+        _set(tree, variable_path, gpus)
+    if profile is not None:
+        tree = profile(validate(spread_defaults(tree), source=str(path)).model_dump(mode="json"))
+        for override in overrides:
+            if not override.strip().startswith("data."):  # the profile has replaced whole datasets
+                apply_override(tree, override)
+    _apply_ports(tree, environment)
+    return validate(spread_defaults(tree), source=str(path))
+
+
+def validate(tree: Mapping[str, Any], source: str) -> Recipe:
+    """Validate a merged tree; ``source`` is named in the error. From then on the recipe's modules are found."""
+    try:
+        recipe = Recipe.model_validate(with_own_workflows(tree))
+    except ValidationError as error:
+        raise ConfigError(
+            f"{source} cannot run:\n" + "\n".join(f"  {line}" for line in explain(error, Recipe))
+        ) from None
+    look_in(recipe.modules)
+    return recipe
+
+
+def save_resolved(recipe: Recipe, run_dir: Path) -> None:
+    """Write the resolved recipe into the run directory, as JSON for processes and as YAML for people."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    tree = recipe.model_dump(mode="json")
+    (run_dir / "recipe.yaml").write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    # Several processes of a split launch may write it at once.
+    partial = run_dir / f"{RESOLVED}.{os.getpid()}-{threading.get_ident()}.partial"
+    partial.write_text(json.dumps(tree, indent=1))
+    partial.replace(run_dir / RESOLVED)
+
+
+def load_resolved(run_dir: Path) -> Recipe:
+    """Read the file of ``save_resolved``; raises ``ConfigError`` if the directory is no run directory, a damaged one,
+    or one of a version with other settings."""
+    path = run_dir / RESOLVED
+    if not path.is_file():
+        raise ConfigError(
+            f"{run_dir} is no run directory: {RESOLVED} is missing; start a run with `millrace run RECIPE`"
+        )
+    try:
+        tree = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}): restore the file of the run's start, or start another run"
+        ) from None
+    try:
+        return validate(tree, source=str(path))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error.message}\n  If the file was not changed, another version of Millrace began this run, with other settings: "
+            "use that version for it, or start another run"
+        ) from None
+
+
+def with_run_id(recipe: Recipe, now: datetime | None = None) -> Recipe:
+    """The same recipe with ``run.id`` set: its own, or name and time."""
+    if recipe.run.id:
+        return recipe
+    stamp = (now or datetime.now()).strftime("%Y%m%d-%H%M%S")
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"id": f"{recipe.name}-{stamp}"})})
+
+
+def _add_modules(tree: dict[str, Any], folder: Path) -> None:
+    """The folder of a recipe, and those of the recipes that it extends, join ``modules`` where they hold Python files; a
+    recipe's own folder comes first. A folder that is a package is imported as one."""
+    if any(folder.glob("*.py")) and not (folder / "__init__.py").exists():
+        found = tree.setdefault("modules", [])
+        if isinstance(found, list):
+            tree["modules"] = [str(folder), *(place for place in found if place != str(folder))]
+
+
+def _recipe_file(path: Path) -> Path:
+    file = path / "recipe.yaml" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            f"no recipe at {file}: name a recipe.yaml or a directory that holds one, such as recipes/quickstart"
+        )
+    return file
+
+
+def _read(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    file = file.resolve()
+    if file in seen:
+        raise ConfigError(f"{file} extends itself: {' -> '.join(str(p) for p in (*seen, file))}")
+    read = read_yaml(file, own_paths=(file.parent / RESOLVED).exists())
+    if not isinstance(read, dict):
+        raise ConfigError(f"{file} holds no mapping: a recipe begins with lines such as `name: my-recipe`")
+    tree: dict[str, Any] = {str(key): _absolute(value, file.parent) for key, value in read.items()}
+    base = tree.pop("extends", None)
+    if base is not None:
+        parent = _read(parent_of(file, base), (*seen, file))
+        own_modules, inherited = tree.get("modules"), parent.get("modules")
+        tree = inherit(parent, tree)
+        if isinstance(own_modules, list) and isinstance(inherited, list):
+            tree["modules"] = [*own_modules, *(place for place in inherited if place not in own_modules)]
+    _add_modules(tree, file.parent)
+    return tree
+
+
+def _absolute(value: Any, directory: Path) -> Any:
+    if isinstance(value, dict):
+        return {key: _absolute(item, directory) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_absolute(item, directory) for item in value]
+    if isinstance(value, str) and value.startswith(("./", "../")):
+        return str((directory / value).resolve())
+    return value
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Apply one ``a.b=value`` of ``--set`` to a tree of settings, as a recipe that extends the tree would.
+
+    Raises:
+        ConfigError: it is not of that form, or the value is not valid YAML.
+    """
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override!r}: write it as a.b=value, for example --set run.steps=20")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override!r}: {text!r} is not valid YAML") from None
+    path = key.strip().split(".")
+    if _leads_into_a_list(tree, path):
+        _set(tree, path, value)
+        return
+    child: Any = value
+    for part in reversed(path):
+        child = {part: child}
+    below = inherit(tree, child)  # another workflow or source of data begins anew
+    tree.clear()
+    tree.update(below)
+    _set(tree, path, value)  # replaces a mapping as a whole
+
+
+def _leads_into_a_list(tree: Any, path: Sequence[str]) -> bool:
+    """Whether the path has the number of an element of a list, such as ``data.train.0.weight``.
+
+    Raises ``ConfigError`` for a number that the list does not have.
+    """
+    for place, key in enumerate(path):
+        if isinstance(tree, list):
+            if not key.isdecimal() or int(key) >= len(tree):
+                where = ".".join(path[:place])
+                raise ConfigError(
+                    f"--set {'.'.join(path)}: {where} is a list of {len(tree)}: write a number from 0 to {len(tree) - 1} after it, "
+                    f"or the whole list as {where}=[...]"
+                )
+            return True
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return False
+
+
+def _set(tree: Any, path: Sequence[str], value: Any) -> None:
+    for key in path[:-1]:
+        if isinstance(tree, list):
+            tree = tree[int(key)]
+            continue
+        child = tree.get(key)
+        if not isinstance(child, (dict, list)):
+            child = tree[key] = {}
+        tree = child
+    tree[int(path[-1]) if isinstance(tree, list) else path[-1]] = value
+
+
+def _apply_ports(tree: dict[str, Any], environment: Mapping[str, str]) -> None:
+    for name, path in port_variables(tree).items():
+        text = environment.get(name)
+        if text is None:
+            continue
+        if not text.isdigit():
+            raise ConfigError(f"the variable {name} is {text!r}; it must be a port number")
+        _set(tree, path, int(text))
+
+
+def port_variables(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Environment variable -> path of its port."""
+    variables: dict[str, tuple[str, ...]] = {"ORCHESTRATOR_PORT": ("orchestrator", "port")}
+    if tree.get("envgateway", {}) is not None:
+        variables["ENVGATEWAY_PORT"] = ("envgateway", "port")
+        variables["TASK_SERVER_PORT"] = ("envgateway", "task_server", "port")
+        variables["CODE_JUDGE_PORT"] = ("envgateway", "http", "port")
+    for name in tree.get("inference") or ():
+        variables[f"INFERENCE_{_variable(name)}_PORT"] = ("inference", name, "port")
+    for name in tree.get("policies") or ():
+        variables[f"TRAINER_{_variable(name)}_PORT"] = ("policies", name, "trainer", "port")
+        variables[f"WEIGHTS_PORT_{_variable(name)}"] = ("policies", name, "weights", "port")
+    return variables
+
+
+def _variable(name: object) -> str:
+    return str(name).upper().replace("-", "_")

@@ -1,0 +1,1 @@
+"""Settings of a policy and of its training."""

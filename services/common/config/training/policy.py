@@ -1,0 +1,292 @@
+"""Settings of one policy: its model, training, batches and weight transfer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from services.common.config.base import Section
+from services.common.config.training.adapter import AdapterConfig, check_adapter, with_adapter_transfer
+from services.common.config.training.losses import LossConfig, M2po
+from services.common.config.training.optimizer import OptimizerConfig
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+OFFLOAD_BUCKET_BYTES = 256 << 20  # of parameters whose moments travel together when the optimizer is offloaded
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """A Hugging Face model directory or hub name. Left out only when `warm_start.<policy>` makes the model."""
+    context_length: int = Field(default=4096, ge=8)
+    """Prompt and response together never exceed this many tokens."""
+
+
+class ResampleConfig(Section):
+    keep: int = Field(ge=2)
+    """Rollouts kept of each task group (GRPO-RoC samples 32 and keeps 16). Groups of equal rewards are dropped."""
+    positives: Literal["lowest", "weighted"] = "lowest"
+    """Which right ones: those with the lowest penalty, or a draw weighted by the penalty."""
+    negatives: Literal["first", "uniform"] = "first"
+    """Which wrong ones: the first, or drawn."""
+    penalty: str = "penalty"
+    """The metric of a sequence that is its penalty; a sequence without the metric has none."""
+
+
+class OverlongPenaltyConfig(Section):
+    max_tokens: int = Field(ge=1)
+    """A sequence in which the policy wrote this many tokens or more pays all of `factor`."""
+    buffer_tokens: int = Field(ge=1)
+    """The penalty grows from 0 over this many tokens below `max_tokens` (DAPO: 4096 below 20,480)."""
+    factor: float = Field(default=1.0, gt=0)
+    """The largest penalty, taken off the reward."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> OverlongPenaltyConfig:
+        if self.buffer_tokens > self.max_tokens:
+            raise ValueError(f"buffer_tokens {self.buffer_tokens} exceeds max_tokens {self.max_tokens}")
+        return self
+
+
+class ReplayConfig(Section):
+    ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Share of a batch's `size` that is drawn again from groups that were trained before, while there are any. 0 is off."""
+    capacity: int = Field(default=10_000, ge=1)
+    """Trained sequences that are kept for replay; the oldest arrivals leave first."""
+    max_staleness: int = Field(default=8, ge=1)
+    """Largest age, in versions, of a replayed sequence; of its own, beside the batch's `max_staleness`."""
+
+
+class BatchConfig(Section):
+    size: int = Field(default=256, ge=1)
+    """Sequences (not prompts) that one training step takes, at least; advantage groups are taken whole."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer updates per training step."""
+    max_staleness: int = Field(default=2, ge=0)
+    """How many batches of task groups are issued ahead: a rollout that takes no longer than they do is at most so many
+    versions old when trained. `late` sets the treatment of an older token."""
+    late: Literal["keep", "mask", "wait", "drop"] = "keep"
+    """Treatment of tokens that are older than `max_staleness`. `keep`: trained, with their true age. `mask`: they are
+    masked, the rest of the sequence is trained. `wait`: before a group becomes too old the trainer waits once for the
+    group, up to `late_wait_share`; later as with `keep`. `drop`: a sequence with such a token is dropped, and a running
+    rollout that would bring one is cancelled. Its siblings are trained, and a group's statistics are of the whole
+    group."""
+    late_wait_share: float | None = Field(default=None, gt=0, le=1)
+    """With `late: wait`, the longest wait for groups that are due, as a share of the time that the training step before
+    took. Left out, 0.25."""
+    max_token_age: int | None = Field(default=None, ge=0)
+    """Tokens that are more versions older than the weights that a step starts from are masked, except with `drop`. At least
+    `max_staleness`. Left out, tokens of any age are trained, which asks for a loss that bounds stale tokens."""
+    order: Literal["deadline", "fifo"] = "deadline"
+    """`deadline`: oldest version first. `fifo`: first complete, first trained."""
+    dynamic_sampling: bool = True
+    """Drop advantage groups of equal rewards: they carry no gradient. Off means truly off."""
+    group_by: Literal["attempt", "rollout", "policy"] = "attempt"
+    """The sequences of a task group that are compared with each other. `attempt`: the policy's sequences of one role
+    and attempt, so that first tries and retries are normalised apart. `rollout`: rollouts, by the mean reward of the
+    policy's sequences in each; all of these get the rollout's advantage. `policy`: all sequences of the policy, so that
+    a rollout counts as often as it has sequences. With `attempt`, too, a rollout counts once: an agent's threads share
+    its advantage."""
+    resample: ResampleConfig | None = None
+    """GRPO-RoC: keep a part of each group, failures varied and successes clean. Left out: the whole group."""
+    overlong_penalty: OverlongPenaltyConfig | None = None
+    """DAPO: long sequences pay. Taken off rewards after dynamic sampling and `resample` have judged them as they came,
+    and before a group's statistics are stamped. Left out: no penalty."""
+    replay: ReplayConfig = ReplayConfig()
+    """Train a part of each batch a second time. A batch then waits for fewer fresh sequences, and is smaller than `size`
+    while too few are young enough to be replayed."""
+
+    @property
+    def fresh_size(self) -> int:
+        """Sequences of a batch, at least, that were never trained before."""
+        return max(1, self.size - round(self.replay.ratio * self.size))
+
+    @model_validator(mode="after")
+    def _late_settings_fit(self) -> BatchConfig:
+        if self.late != "wait" and self.late_wait_share is not None:
+            raise ValueError(f"late_wait_share belongs to late: wait, and late is {self.late}: leave it out")
+        if self.late == "wait" and self.order != "deadline":
+            raise ValueError(f"late: wait trains due groups first: set order: deadline, not {self.order}")
+        if self.max_token_age is None:
+            return self
+        if self.late in ("drop", "mask"):
+            raise ValueError(
+                f"max_token_age is {self.max_token_age}, and late: {self.late} lets no token older than max_staleness "
+                f"{self.max_staleness} be trained: leave max_token_age out"
+            )
+        if self.max_token_age < self.max_staleness:
+            raise ValueError(
+                f"max_token_age ({self.max_token_age}) is below max_staleness ({self.max_staleness}): rollouts that are "
+                "not late would be masked"
+            )
+        if self.replay.ratio > 0 and self.max_token_age < self.replay.max_staleness:
+            raise ValueError(
+                f"max_token_age ({self.max_token_age}) is below replay.max_staleness ({self.replay.max_staleness}): "
+                "lower replay.max_staleness"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sequences_can_be_chosen(self) -> BatchConfig:
+        if self.resample is not None and self.group_by == "rollout":
+            raise ValueError(
+                "resample keeps single sequences of a group, and group_by is rollout: leave resample out, or write "
+                "group_by: attempt"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fresh_minibatches(self) -> BatchConfig:
+        if self.replay.ratio > 0 and self.minibatches > self.fresh_size:
+            raise ValueError(
+                f"minibatches ({self.minibatches}) exceeds the {self.fresh_size} fresh sequences that replay.ratio "
+                f"{self.replay.ratio:g} leaves of size {self.size}: a minibatch needs at least one sequence"
+            )
+        return self
+
+
+class TrainerConfig(Section):
+    port: int = Field(default=50071, ge=0, le=65535)
+    """Port of the trainer's StatusService; 0 takes a free one."""
+    num_ranks: int = Field(default=1, ge=1)
+    """Processes that share the training (FSDP2), on all nodes together."""
+    nodes: list[Annotated[int, Field(ge=0)]] = Field(default=[0], min_length=1)
+    """Nodes over which the ranks are spread, as many on each; the first is 0. Several need a directory that all of them see
+    for the run's checkpoints, a `rendezvous_port`, and an `interface`."""
+    gpus: list[Annotated[int, Field(ge=0)]] = []
+    """GPUs on each of its nodes for its exclusive use, one per rank, counted among those that CUDA_VISIBLE_DEVICES shows;
+    empty: all of these. Variable: TRAINER_<POLICY>_GPUS, which also sets `num_ranks`."""
+    rendezvous_port: int = Field(default=0, ge=0, le=65535)
+    """Port at which several ranks find each other; 0 takes a free one, on one node."""
+    interface: str = ""
+    """Network interface between several nodes, such as `eth1` (a node may name another in GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME). Gradients cross this interface without encryption or authentication: NCCL and gloo have none.
+    So the interface must be of a private network, and there is no default."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a GPU when there is one."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights that the optimizer updates. `bfloat16` halves their memory and loses updates smaller than 1/256
+    of a weight: at a learning rate of 5e-6 about 9 of 10 weights never move (`benchmarks/update_share.py`). Prefer float32
+    with `offload: [optimizer]`."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of forward and backward."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    offload: list[Literal["optimizer", "reference"]] = []
+    """The parts kept in host memory: `optimizer`, AdamW's moments, brought over for each update; `reference`, the
+    models of the KL term and of a `teacher_model`, brought over layer by layer for each forward pass. Frees GPU memory,
+    costs time; the result is the same."""
+    attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
+    """Kernel for packed documents: `varlen` of torch, the package `flash_attn`, or `sdpa` document by document. `auto` takes
+    the first that is there and fits; on a CPU, or in float32, that is `sdpa`."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Peak of one rank's device in `compute_dtype`, in 10^12 floating-point operations per second, for the metric
+    `mfu`; left out: from a table of GPUs, and no `mfu` for other devices."""
+    token_budget: int = Field(default=16384, ge=16)
+    """Tokens that one packed micro-batch computes; a shared prefix of sequences counts once. Changes memory and speed,
+    never the gradient."""
+    logprob_chunk_tokens: int = Field(default=1024, ge=1)
+    """Tokens with logits in memory at the same time."""
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Training steps between durable checkpoints."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Checkpoints kept; older ones are removed. Recorded batches after the oldest are kept as well, so that a run whose
+    newest checkpoint is damaged goes on from the one before; with 1 there is none before."""
+    export_final: bool = True
+    """Write a Hugging Face safetensors export when the run ends."""
+    threads: int = Field(default=1, ge=1)
+    """OpenMP threads per rank on a CPU."""
+
+    @property
+    def frozen_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Type in which the models of the KL term and of a `teacher_model` are held: the smaller of master and compute
+        type. A forward pass rounds to it in any case."""
+        return "bfloat16" if "bfloat16" in (self.master_dtype, self.compute_dtype) else "float32"
+
+
+class WeightsConfig(Section):
+    publish_dtype: DTypeName = "bfloat16"
+    """Type in which versions are published. `float32` for small models on CPUs."""
+    transfer: Literal["auto", "full", "delta"] = "auto"
+    """`delta` sends the changes when they are smaller. `auto` maps the full snapshot on the publisher's host, and sends the
+    changes to other hosts when that takes less time by the measured rates of coding, link and decoding. Every result is
+    verified."""
+    full_every: int = Field(default=0, ge=0)
+    """With `delta` and `auto`, send every n-th version in full; 0 is never."""
+    keep_versions: int = Field(default=2, ge=1)
+    """Snapshots kept by the publisher; one that is being read is never removed."""
+    keep_deltas: int = Field(default=16, ge=0)
+    """Deltas between consecutive versions kept by the publisher: a replica that is at most this many versions
+    behind gets one merged delta."""
+    transports: list[Literal["mapped", "bulk", "grpc"]] = Field(default=["mapped", "bulk", "grpc"], min_length=1)
+    """Ways in which replicas may fetch, best first: mapped files on the same host, ZeroMQ, gRPC chunks."""
+    digest: Literal["auto", "xxh3-128", "blake3"] = "auto"
+    """Digest of versions. `auto` takes xxh3-128 while every process is on loopback, else blake3."""
+    max_relays: int = Field(default=16, ge=0)
+    """Replicas that pass parts of a version on to others; 0 lets all fetch from the publisher."""
+    send_bytes_per_s: float = Field(default=0.0, ge=0)
+    """Most bytes per second that the publisher, and each relay, sends; 0 is no limit."""
+    spill_directory: str | None = None
+    """Where snapshots go when /dev/shm is full; left out, `snapshots/` in the run directory."""
+    host: str = "127.0.0.1"
+    """Bind address of the publisher. Another than loopback needs keys (`millrace keys`, docs/security.md)."""
+    port: int = Field(default=19861, ge=0, le=65535)
+    """Port of the publisher's WeightService; 0 takes a free one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_coding(cls, written: Any) -> Any:
+        if isinstance(written, dict) and "profile" in written:
+            raise ValueError("profile was removed: deltas have one coding; leave it out")
+        return written
+
+
+class PolicyConfig(Section):
+    trained: bool = True
+    """False: served as its checkpoint is, version 0 for the whole run: a teacher (`algorithm.distillation`) or a partner
+    that stays as it is. No trainer, batches or quota; of the sections below only `model`, `weights.publish_dtype`,
+    `weights.digest` and `trainer.master_dtype` count, which say how the checkpoint is cast."""
+    model: ModelConfig = ModelConfig()
+    """The model."""
+    adapter: AdapterConfig | None = None
+    """LoRA: the model stays as it is, in `trainer.compute_dtype`, and only an adapter is trained, kept in checkpoints,
+    published in `weights.publish_dtype`, and served. `trainer.master_dtype` is the adapter's. Left out: all weights are
+    trained."""
+    algorithm: LossConfig = M2po()
+    """Loss and advantages."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its schedule."""
+    batch: BatchConfig = BatchConfig()
+    """How sequences become batches."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The training processes."""
+    weights: WeightsConfig = WeightsConfig()
+    """How versions travel to the replicas."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapters_travel_whole(cls, written: Any) -> Any:
+        return with_adapter_transfer(written)
+
+    @model_validator(mode="after")
+    def _adapter_fits(self) -> PolicyConfig:
+        distillation = self.algorithm.distillation
+        if self.adapter is not None:
+            has_teacher = distillation is not None and distillation.teacher_model is not None
+            check_adapter(trained=self.trained, offload=self.trainer.offload, has_teacher=has_teacher)
+        return self
+
+    @model_validator(mode="after")
+    def _credit_fits_batch(self) -> PolicyConfig:
+        if self.algorithm.distillation is not None and self.batch.dynamic_sampling:
+            raise ValueError(
+                "batch.dynamic_sampling drops groups of equal rewards, which algorithm.distillation can learn from: set "
+                "batch.dynamic_sampling to false"
+            )
+        if (range_ := self.algorithm.reward_range) is not None and self.batch.overlong_penalty is not None:
+            raise ValueError(
+                f"algorithm.advantage: {self.algorithm.advantage} needs rewards {range_}, and batch.overlong_penalty makes "
+                "others: leave one of them out"
+            )
+        return self

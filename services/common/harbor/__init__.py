@@ -1,0 +1,1 @@
+"""Task directories in the form of Harbor: ``task.toml``, ``instruction.md``, ``environment``, ``tests``, ``solution``."""

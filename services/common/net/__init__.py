@@ -1,0 +1,1 @@
+"""Addresses of machines and of peers."""

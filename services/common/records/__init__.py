@@ -1,0 +1,1 @@
+"""Records that several services hold: trajectories, task groups, and their fates. No gRPC."""

@@ -1,0 +1,84 @@
+"""Reads the prompt and the reference answer of a dataset row, for the built-in workflows and rewards.
+
+Used when a dataset is opened, to leave out rows without them, and again when the row is played.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from services.common.errors import DatasetError
+
+Row = Mapping[str, Any]
+
+
+class BuiltInReward(enum.StrEnum):
+    """Rewards of the gateway, by the names that a recipe writes."""
+
+    BOXED = "boxed"
+    CODE = "code"
+    MATH = "math"
+    REASONING_GYM = "reasoning_gym"
+
+
+PROMPT_FIELDS = ("messages", "prompt", "problem", "question")
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+TRUTH_FIELDS = ("answer", "ground_truth", "solution")
+TEST_KINDS = ("stdin", "call", "assert")
+
+
+def prompt_in(row: Row, field: str | None, where: str) -> str | list[Mapping[str, Any]]:
+    """The text or the messages of a row's prompt; ``DatasetError`` names ``where``.
+
+    >>> prompt_in({"problem": "2+2?", "answer": 4}, None, "row 1")
+    '2+2?'
+    """
+    names = (field,) if field else PROMPT_FIELDS
+    found = next((name for name in names if name in row), None)
+    if found is None:
+        raise DatasetError(f"{where} has no prompt: looked for {', '.join(names)} in {sorted(row)}")
+    prompt = row[found]
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise DatasetError(f"{where}: {found} is empty")
+        return prompt
+    if prompt is None:
+        raise DatasetError(f"{where}: {found} is null")
+    if isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) and "role" in m for m in prompt):
+        return prompt
+    raise DatasetError(f"{where}: {found} is neither text nor a list of messages")
+
+
+def truth_in(row: Row) -> Any:
+    """The reference answer of a row, in either column layout; None if missing.
+
+    >>> truth_in({"answer": 12}), truth_in({"reward_model": {"ground_truth": "12"}})
+    (12, '12')
+    """
+    nested = row.get("reward_model")
+    if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
+        return nested["ground_truth"]
+    return next((row[name] for name in TRUTH_FIELDS if row.get(name) is not None), None)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last box, or None without a closed box.
+
+    >>> last_boxed(r"first \boxed{1}, then \boxed{\frac{1}{2}}")
+    '\\frac{1}{2}'
+    """
+    start = None
+    for match in BOX.finditer(text):
+        start = match.end()
+    if start is None:
+        return None
+    depth = 1
+    for position in range(start, len(text)):
+        if text[position] in "{}" and text[position - 1] != "\\":
+            depth += 1 if text[position] == "{" else -1
+            if depth == 0:
+                return text[start:position].strip()
+    return None

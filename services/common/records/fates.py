@@ -1,0 +1,64 @@
+"""The fates of trajectories and sequences, as the orchestrator writes them to the journal and tools read them.
+
+slot -> failed, cancelled, or a trajectory
+advantage group complete -> GroupFate: kept, or dropped and why
+kept sequence -> in a batch record: trained, cut (some tokens masked) or masked (all) | left the buffer: expired
+task group -> ClosedReason: no more sequences of the group are trained
+"""
+
+from __future__ import annotations
+
+import enum
+
+TOO_OLD = "TOO_OLD"
+"""The reason in the failure of a slot that was cancelled because its result could only have been dropped as too old."""
+
+
+class GroupFate(enum.StrEnum):
+    """The fate of an advantage group when its task group was complete."""
+
+    KEPT = "kept"  # it waits for a batch; members that were too old already may be missing
+    EQUAL_REWARDS = "equal_rewards"
+    RESAMPLED_AWAY = "resampled_away"
+    TRUNCATED = "truncated"  # every member was cut by its budget, and such are masked (rollout.on_truncation)
+    SURPLUS = "surplus"  # its policy cannot use it any more
+    EXPIRED = "expired"  # every member was too old
+
+
+class ClosedReason(enum.StrEnum):
+    """Why a task group is closed."""
+
+    NOTHING_TO_TRAIN = "nothing to train"  # no advantage group was kept
+    TRAINED = "trained"  # the last of it went into a batch
+    EXPIRED = "expired"  # the last of it became too old in the buffer
+    STEPS_DONE = "all training steps are done"  # it was cancelled: the last batch was put together without it
+    RUN_ENDED = "the run has ended"  # it was cancelled
+    SET_ASIDE = "set aside"  # records of it cannot be used: nothing of it is trained any more, nor waited for
+
+
+class SetAsideReason(enum.StrEnum):
+    """Why a record of the journal is not used."""
+
+    DAMAGED = "damaged"  # its bytes are damaged or missing
+    UNREADABLE = "unreadable"  # its bytes are intact, and no valid record of its kind
+    REFUSED = "refused"  # it can be read, and cannot be applied or trained: a reward or a token id beyond all bounds
+    ORPHANED = "orphaned"  # the record of its task group is lost
+
+
+class StepFact(enum.StrEnum):
+    """Counts in the statistics of a batch record.
+
+    ``*_EXPIRED`` and ``SLOTS_CANCELLED`` count events since the batch before, the others this batch's fresh
+    sequences.
+    """
+
+    SEQUENCES_EXPIRED = "sequences_expired"  # finished, and nothing of them may be trained any more
+    TOKENS_EXPIRED = "tokens_expired"  # that the policy wrote in them
+    SLOTS_CANCELLED = "slots_cancelled"  # stopped at their replica as too old: failures with the reason TOO_OLD
+    SEQUENCES_MASKED = "sequences_masked"  # their oldest tokens are masked; those of which all would be are expired
+    TOKENS_MASKED = "tokens_masked"
+    LATE_WAIT_S = "late_wait_s"  # that the batch waited for groups that were due, in seconds
+    # Of rollouts and rewards since the batch before:
+    TIMEOUTS = "timeouts"  # rollouts in which the policy was too slow; among the failures
+    TRUNCATED_MASKED = "sequences_truncated_masked"  # compared and not trained (rollout.on_truncation)
+    REWARDS_CLIPPED = "rewards_clipped"  # that reward_clip changed, of complete groups

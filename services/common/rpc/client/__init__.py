@@ -1,0 +1,1 @@
+"""The calling side of gRPC: channels, deadlines, health, and the state of a peer."""

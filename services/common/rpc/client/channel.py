@@ -1,0 +1,221 @@
+"""Client channels: keepalive, retries where repeating is safe, ids in the metadata, explicit deadlines.
+
+Deadlines are arguments of each call (``timeout=DEADLINES["GetRun"]``): the reader and the server see the longest
+duration. (A timeout in the service config fires early and the server sees none.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import grpc
+
+from services.common.rpc.credentials import channel_credentials, channel_options
+from services.common.rpc.metadata import call_metadata, completed
+from services.common.rpc.status import translated_errors
+from services.common.security import identity
+from services.common.security.roles import Peer
+
+__all__ = ["DEADLINES", "KEEPALIVE", "RETRIED", "call_metadata", "channel", "translated_errors"]
+
+# Seconds. None: a stream that a lease, a drain or the run's end closes.
+DEADLINES: dict[str, float | None] = {
+    "JoinPool": None,
+    "JoinTraining": None,
+    "ReportReplica": 5.0,
+    "StreamReports": None,  # an answer comes in the deadline of ReportReplica
+    "ReportTrainer": 5.0,
+    "StreamTrajectories": None,
+    "JoinGateway": None,
+    "PullBatch": 60.0,  # to the first message
+    "PublishVersion": 10.0,
+    "GetManifest": 10.0,
+    "FetchWeights": 30.0,  # without a chunk
+    "CreateEpisode": 60.0,
+    "StepEpisode": 60.0,
+    "CloseEpisode": 5.0,
+    "ListEnvironments": 5.0,
+    "ExecuteCode": 10.0,  # plus the limits of the execution
+    "ExecuteCodes": 10.0,  # likewise
+    "Judge": 60.0,  # plus the limits of its cases
+    "JudgeBatch": None,
+    "ComputeReward": 60.0,
+    "ComputeRewards": 60.0,
+    "GetStatus": 5.0,
+    "GetRun": 5.0,
+    "WatchRun": None,
+    "PauseRun": 5.0,
+    "ResumeRun": 5.0,
+    "StopRun": 5.0,
+    "DrainReplica": 5.0,
+    "StartEvaluation": 5.0,
+}
+
+# Repeating these is harmless, so the channel waits for the peer (up to the call's deadline) and retries UNAVAILABLE.
+# The others are retried by their callers, which know the work done already, or not at all.
+RETRIED: dict[str, tuple[str, ...]] = {
+    "millrace.v1.PoolService": ("ReportReplica",),
+    "millrace.v1.TrainingService": ("ReportTrainer", "PublishVersion"),
+    "millrace.v1.WeightService": ("GetManifest",),
+    "millrace.v1.EnvironmentService": ("CreateEpisode", "StepEpisode", "ListEnvironments"),
+    "millrace.v1.CodeExecutionService": ("ExecuteCode",),
+    "millrace.v1.JudgeService": ("Judge",),
+    "millrace.v1.RewardService": ("ComputeReward",),
+    "millrace.v1.StatusService": ("GetStatus",),
+    "millrace.v1.RunService": ("GetRun", "PauseRun", "ResumeRun", "StopRun", "DrainReplica", "StartEvaluation"),
+}
+
+KEEPALIVE: list[tuple[str, Any]] = [
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+def channel(address: str, peer: Peer = Peer.MEMBER) -> ServiceChannel:
+    """A channel to a service; connects on first use and reconnects by itself.
+
+    A process with keys (``services.common.security.identity``) speaks TLS, and only to a ``peer`` of its run.
+    """
+    who = identity.current()
+    if who is None:
+        return ServiceChannel(grpc.aio.insecure_channel(address, options=_OPTIONS), address, peer)
+    options = [*_OPTIONS, *channel_options(peer)]
+    connect = partial(_connect, address, who, options)
+    return _SecureChannel(connect, address, peer, who)
+
+
+def _connect(address: str, who: identity.Identity, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
+    return grpc.aio.secure_channel(address, channel_credentials(who), options=options)
+
+
+class ServiceChannel(grpc.aio.Channel):
+    """Puts the caller's ids on every call; all else is the wrapped channel's.
+
+    Not client interceptors: grpc.aio gives each intercepted call a task and a queue of its own.
+    """
+
+    def __init__(
+        self, wrapped: grpc.aio.Channel, address: str, peer: Peer, who: identity.Identity | None = None
+    ) -> None:
+        self.address = address
+        self.peer = peer
+        self.who = who
+        self._wrapped = wrapped
+
+    async def __aenter__(self) -> ServiceChannel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._wrapped.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._wrapped.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._wrapped.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._wrapped.channel_ready()
+
+    def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return _with_ids(self._wrapped.unary_unary(*arguments, **keywords))
+
+    def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return _with_ids(self._wrapped.unary_stream(*arguments, **keywords))
+
+    def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return _with_ids(self._wrapped.stream_unary(*arguments, **keywords))
+
+    def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return _with_ids(self._wrapped.stream_stream(*arguments, **keywords))
+
+
+class _SecureChannel(ServiceChannel):
+    """Also puts the token on every call. After a renewal of the keys new calls take a connection made with the new ones;
+    calls that run go on with the old."""
+
+    def __init__(
+        self, connect: Callable[[], grpc.aio.Channel], address: str, peer: Peer, who: identity.Identity
+    ) -> None:
+        super().__init__(connect(), address, peer, who)
+        self._who = who
+        self._connect = connect
+        self._generation = who.generation
+        self._shown = ("authorization", f"Bearer {who.bundle.token}")
+        self._older: list[grpc.aio.Channel] = []
+
+    async def close(self, grace: float | None = None) -> None:
+        for each in (*self._older, self._wrapped):
+            await each.close(grace)
+
+    def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_token("unary_unary", arguments, keywords)
+
+    def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_token("unary_stream", arguments, keywords)
+
+    def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_token("stream_unary", arguments, keywords)
+
+    def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_token("stream_stream", arguments, keywords)
+
+    def _with_token(self, kind: str, made_with: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        through = self._wrapped
+        call = getattr(through, kind)(*made_with, **options)
+
+        def called(*arguments: Any, metadata: Any = None, **keywords: Any) -> Any:
+            nonlocal through, call
+            self._follow_renewals()
+            if through is not self._wrapped:
+                through = self._wrapped
+                call = getattr(through, kind)(*made_with, **options)
+            return call(*arguments, metadata=(*completed(metadata), self._shown), **keywords)
+
+        return called
+
+    def _follow_renewals(self) -> None:
+        held = self._who.bundle  # looks for renewed files
+        if self._generation != self._who.generation:
+            self._generation = self._who.generation
+            self._shown = ("authorization", f"Bearer {held.token}")
+            self._older.append(self._wrapped)
+            self._wrapped = self._connect()
+
+
+def _with_ids(call: Any) -> Any:
+    def called(*arguments: Any, metadata: Any = None, **keywords: Any) -> Any:
+        return call(*arguments, metadata=completed(metadata), **keywords)
+
+    return called
+
+
+def _service_config() -> str:
+    names = [{"service": service, "method": method} for service, methods in RETRIED.items() for method in methods]
+    policy = {
+        "maxAttempts": 4,
+        "initialBackoff": "0.1s",
+        "maxBackoff": "2s",
+        "backoffMultiplier": 3,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    return json.dumps({"methodConfig": [{"name": names, "waitForReady": True, "retryPolicy": policy}]})
+
+
+_OPTIONS: list[tuple[str, Any]] = [
+    *KEEPALIVE,
+    ("grpc.service_config", _service_config()),
+    ("grpc.enable_retries", 1),
+    # A restarted peer is found within a second or two, not after the default of minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]

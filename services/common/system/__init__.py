@@ -1,0 +1,1 @@
+"""Processes, threads, memory, disks and devices of this machine."""

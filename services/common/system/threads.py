@@ -1,0 +1,144 @@
+"""Threads for functions of others, which may stall.
+
+asyncio's own executor has a few threads, and a function that never returns takes one for good: a handful of stalled
+environments or rewards would stop every other one, and the process's end. Here a call that its caller has given up on takes its thread
+with it, and the others get a fresh one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.system.watchdog import StuckThread
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    work: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    answer: asyncio.Future[Any]
+    what: str = ""
+    on_begin: Callable[[], None] | None = None
+    begun: bool = False
+    begun_at: float = 0.0
+    thread_id: int = 0
+    abandoned: bool = False
+
+
+class DaemonThreads:
+    """At most ``most`` calls at once, not counting those that were given up on. Threads are started when they are needed
+    and do not keep the process alive."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards what follows, and a call's fate
+        self._num_threads = 0
+        self._num_idle = 0
+        self._num_waiting = 0  # calls that no thread has begun or skipped
+        self.num_stalled = 0
+        self._running: set[_Call] = set()  # given up or not
+
+    def allow(self, most: int) -> None:
+        """Let at least ``most`` calls run at once from now on."""
+        with self._lock:
+            self._most = max(self._most, most)
+
+    async def run(
+        self, function: Callable[..., Any], *arguments: Any, on_begin: Callable[[], None] | None = None
+    ) -> Any:
+        """Like ``asyncio.to_thread``; cancelling abandons the call, in any state.
+
+        ``on_begin`` is called in the loop when a thread begins the call, for a clock that shall not count the wait before.
+        """
+        loop = asyncio.get_running_loop()
+        context = contextvars.copy_context()
+        call = _Call(
+            lambda: context.run(function, *arguments), loop, loop.create_future(), _name_of(function), on_begin
+        )
+        with self._lock:
+            self._waiting.put(call)
+            self._num_waiting += 1
+            if self._num_idle < self._num_waiting and self._num_threads < self._most:
+                self._start_one()
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            self._give_up(call)
+            raise
+
+    def overdue(self, limit_s: float) -> StuckThread | None:
+        """The call that has run longest, given up or not, if that is longer than this."""
+        with self._lock:
+            oldest = min(self._running, key=lambda call: call.begun_at, default=None)
+            if oldest is None or (seconds := time.monotonic() - oldest.begun_at) < limit_s:
+                return None
+            return StuckThread(oldest.what, seconds, oldest.thread_id)
+
+    def _start_one(self) -> None:
+        self._num_threads += 1
+        threading.Thread(target=self._work, name="call of foreign code", daemon=True).start()
+
+    def _give_up(self, call: _Call) -> None:
+        with self._lock:
+            call.abandoned = True
+            if call.begun:  # its thread is lost until the function returns, if it ever does
+                self.num_stalled += 1
+                self._num_threads -= 1
+                if self._num_idle < self._num_waiting:
+                    self._start_one()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._num_idle += 1
+            call = self._waiting.get()
+            with self._lock:
+                self._num_idle -= 1
+                self._num_waiting -= 1
+                if call.abandoned:
+                    continue
+                call.begun = True
+                call.begun_at, call.thread_id = time.monotonic(), threading.get_ident()
+                self._running.add(call)
+            result, error = None, None
+            try:
+                if call.on_begin is not None:
+                    call.loop.call_soon_threadsafe(call.on_begin)
+                result = call.work()
+            except BaseException as raised:  # noqa: BLE001 - any error goes to the waiting caller
+                error = raised
+            with self._lock:
+                self._running.discard(call)
+                if call.abandoned:  # another thread has replaced this one
+                    self.num_stalled -= 1
+                    return
+                call.begun = False
+            try:
+                call.loop.call_soon_threadsafe(_answer, call.answer, result, error)
+            except RuntimeError:
+                pass  # the loop is closed: no caller waits
+            del call, result, error  # or an idle thread would keep them
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return f"{getattr(function, '__module__', '')}.{name}"
+
+
+def _answer(answer: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if answer.cancelled():
+        return
+    if isinstance(error, StopIteration):
+        error = RuntimeError(f"StopIteration: {error}")  # a future refuses it
+    if error is None:
+        answer.set_result(result)
+    else:
+        answer.set_exception(error)

@@ -1,0 +1,1 @@
+"""Logs, metrics, time accounts and the names in them."""

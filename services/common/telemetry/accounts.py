@@ -1,0 +1,339 @@
+"""Time accounts: the time of a component in each activity, and the component waited for.
+
+A ``TimeAccount`` has lanes (a trainer has one, a replica one per slot), and at each moment each lane is in exactly one
+activity: entering one leaves the other. So the seconds of all activities sum to lanes x lifetime by construction,
+however tasks and threads interleave. Of nested activities only the innermost counts; the outer one continues
+afterwards.
+
+    with account.lane(ActivityName.RUNNING_WORKFLOW):          # one of the free lanes, for this task and its children
+        with account.during(ActivityName.GENERATING, on=engine("model0")):
+            ...
+
+Independent of gRPC and of services. Every method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from services.common.telemetry.activities import ActivityLabel, ActivityName, AnyActivity
+from services.common.telemetry.components import NOBODY, Component
+
+LATELY_S = 30.0  # ends of activities that ``longest_done_s`` looks at: between once and twice as long ago
+
+
+class Activity(NamedTuple):
+    """The activity of a lane; ``on`` is the component waited for, if any."""
+
+    name: AnyActivity
+    on: Component = NOBODY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivityTime:
+    """One activity of an account, now."""
+
+    name: AnyActivity
+    on: Component = NOBODY
+    seconds: float = 0.0  # lane-seconds since the start
+    num_now: int = 0  # lanes in it
+    longest_now_s: float = 0.0  # of those that are in it
+    num_done: int = 0  # ends since the start
+    longest_done_s: float = 0.0  # of those that ended lately
+    detail: str = ""  # of the one that is in it longest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountState:
+    """An account at one moment."""
+
+    component: Component
+    num_lanes: int = 1
+    activities: tuple[ActivityTime, ...] = ()
+    progress: int = 0
+    cpu_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Lanes x lifetime."""
+        return sum(activity.seconds for activity in self.activities)
+
+    def shares(self) -> dict[Activity, float]:
+        """Of the lanes' time since the start; they sum to 1 unless no time has passed."""
+        whole = self.seconds
+        return {Activity(a.name, a.on): a.seconds / whole for a in self.activities} if whole > 0 else {}
+
+    def now(self) -> list[ActivityTime]:
+        """The present activities, longest first."""
+        return sorted((a for a in self.activities if a.num_now), key=lambda a: -a.longest_now_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerState:
+    """The state of a peer, as a dependent component knows it."""
+
+    component: Component
+    address: str = ""
+    silent_s: float = 0.0  # since it last answered; 0 when it answered the last time
+    detail: str = ""  # why it did not answer
+    gauges: Mapping[str, float] = field(default_factory=dict)  # when it last answered
+    accounts: tuple[AccountState, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    activity: Activity
+    opened: float = 0.0
+    detail: str = ""
+
+
+class Wait:
+    """An activity for the body of a ``with``; ``note`` adds a detail.
+
+    A class, not a generator: a rollout enters half a dozen, and a generator costs three times as much.
+    """
+
+    __slots__ = ("_account", "_entry", "_lane")
+
+    def __init__(self, account: TimeAccount, entry: _Entry, lane: Lane | None) -> None:
+        self._account = account
+        self._entry = entry
+        self._lane = lane
+
+    def __enter__(self) -> Wait:
+        self._account.open(self._lane, self._entry)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._account.close(self._lane, self._entry)
+
+    def note(self, detail: str) -> None:
+        self._entry.detail = detail
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One of the things that a component does at once. The last entry is the one that counts."""
+
+    account: TimeAccount
+    entries: list[_Entry]
+    since: float  # when the entry that counts began to, or began to again
+
+
+@dataclass(slots=True)
+class _Total:
+    seconds: float = 0.0
+    num_done: int = 0
+    longest: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of this window and of the one before
+
+
+_LANE: ContextVar[Lane | None] = ContextVar("lane", default=None)
+
+
+class TimeAccount:
+    def __init__(
+        self,
+        component: Component,
+        *,
+        num_lanes: int = 1,
+        rest: Activity = Activity(ActivityName.IDLE),
+        clock: Callable[[], float] = time.monotonic,
+        cpu_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """``rest`` is the activity of free lanes; ``cpu_s`` returns the processor seconds of the work."""
+        self.component = component
+        self.num_lanes = num_lanes
+        self._clock = clock
+        self._cpu_s = cpu_s
+        self._lock = threading.Lock()
+        self._rest = rest
+        now = clock()
+        self._lanes = [Lane(self, [_Entry(rest, now)], now) for _ in range(num_lanes)]
+        self._free = list(reversed(self._lanes)) if num_lanes > 1 else []
+        self._totals: defaultdict[Activity, _Total] = defaultdict(_Total)
+        self._window_since = now
+        self._progress = 0
+
+    # -- activities of lanes ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def lane(self, name: AnyActivity, on: Component = NOBODY) -> Iterator[Lane | None]:
+        """Occupy a free lane for this task; None, without counting, if all are occupied."""
+        with self._lock:
+            lane = self._free.pop() if self._free else None
+            if lane is not None:
+                self._open(lane, _Entry(Activity(name, on)))
+        token = _LANE.set(lane)
+        try:
+            yield lane
+        finally:
+            _LANE.reset(token)
+            if lane is not None:
+                with self._lock:
+                    now = self._clock()
+                    while len(lane.entries) > 1:
+                        self._close(lane, lane.entries[-1], now)
+                    self._replace(lane, Activity(*self._rest), now)
+                    self._free.append(lane)
+
+    def during(self, name: AnyActivity, on: Component = NOBODY, lane: Lane | None = None) -> Wait:
+        """In the body of this, the lane of this task, or the one that is given, is in this. A task without a lane counts
+        only where the account has but one."""
+        return Wait(self, _Entry(Activity(name, on)), lane or self.here())
+
+    def open(self, lane: Lane | None, entry: _Entry) -> None:
+        """For ``Wait``: the lane, if there is one, enters this."""
+        if lane is not None:
+            with self._lock:
+                self._open(lane, entry)
+
+    def close(self, lane: Lane | None, entry: _Entry) -> None:
+        """For ``Wait``: the lane, if there is one, leaves this."""
+        if lane is not None:
+            with self._lock:
+                self._close(lane, entry, self._clock())
+
+    def here(self) -> Lane | None:
+        """The lane of this task."""
+        lane = _LANE.get()
+        if lane is not None and lane.account is self:
+            return lane
+        return self._lanes[0] if self.num_lanes == 1 else None
+
+    def enter(self, name: AnyActivity, on: Component = NOBODY, detail: str = "") -> None:
+        """Set the base activity of the only lane, below those entered with ``during``. If unchanged, only the
+        detail changes."""
+        with self._lock:
+            lane = self._lanes[0]
+            self._replace(lane, Activity(name, on), self._clock())
+            lane.entries[0].detail = detail
+
+    def rest(self, name: AnyActivity, on: Component = NOBODY) -> None:
+        """Set the activity of free lanes."""
+        with self._lock:
+            self._rest = Activity(name, on)
+            now = self._clock()
+            for lane in self._free:
+                self._replace(lane, self._rest, now)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether no lane is in anything that was entered with ``lane`` or ``during``."""
+        return len(self._free) == len(self._lanes) if self.num_lanes > 1 else len(self._lanes[0].entries) == 1
+
+    def beat(self, num_done: int = 1) -> None:
+        """Pieces of work were done."""
+        self._progress += num_done  # by one thread; a lock would be felt in a decoding step
+
+    def set_progress(self, progress: int) -> None:
+        """Set the pieces of work since the start, where another object counts them already."""
+        self._progress = progress
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+
+    def state(self) -> AccountState:
+        """The account now."""
+        with self._lock:
+            now = self._clock()
+            self._roll(now)
+            current: defaultdict[Activity, list[tuple[float, str]]] = defaultdict(list)
+            for lane in self._lanes:
+                entry = lane.entries[-1]
+                current[entry.activity].append((now - lane.since, entry.detail))
+            known = {**dict.fromkeys(self._totals), **dict.fromkeys(current)}
+            return AccountState(
+                component=self.component,
+                num_lanes=self.num_lanes,
+                activities=tuple(self._told(activity, current.get(activity, [])) for activity in known),
+                progress=self._progress,
+                cpu_s=self._cpu_s(),
+            )
+
+    def _told(self, activity: Activity, current: list[tuple[float, str]]) -> ActivityTime:
+        total = self._totals.get(activity) or _Total()
+        longest_s, detail = max(current, default=(0.0, ""))
+        return ActivityTime(
+            name=ActivityLabel(str(activity.name)),  # plain: orjson takes no enum as the key of an object
+            on=activity.on,
+            seconds=total.seconds + sum(seconds for seconds, _ in current),
+            num_now=len(current),
+            longest_now_s=longest_s,
+            num_done=total.num_done,
+            longest_done_s=max(total.longest),
+            detail=detail,
+        )
+
+    # -- bookkeeping, under the lock ---------------------------------------------------------------------------------
+
+    def _open(self, lane: Lane, entry: _Entry) -> None:
+        entry.opened = self._clock()
+        self._settle(lane, entry.opened)
+        lane.entries.append(entry)
+
+    def _close(self, lane: Lane, entry: _Entry, now: float) -> None:
+        if lane.entries[-1] is entry:
+            self._settle(lane, now)
+            lane.entries.pop()
+        elif entry in lane.entries:
+            lane.entries.remove(entry)
+        else:
+            return  # the lane was released before this activity ended
+        self._ended(entry, now)
+
+    def _replace(self, lane: Lane, activity: Activity, now: float) -> None:
+        """The lowest entry becomes another one."""
+        lowest = lane.entries[0]
+        if lowest.activity == activity:
+            return
+        if len(lane.entries) == 1:
+            self._settle(lane, now)
+        self._ended(lowest, now)
+        lane.entries[0] = _Entry(activity, now)
+
+    def _settle(self, lane: Lane, now: float) -> None:
+        """Book the time since the last change on the counting activity."""
+        self._totals[lane.entries[-1].activity].seconds += now - lane.since
+        lane.since = now
+
+    def _ended(self, entry: _Entry, now: float) -> None:
+        self._roll(now)
+        total = self._totals[entry.activity]
+        total.num_done += 1
+        total.longest[0] = max(total.longest[0], now - entry.opened)
+
+    def _roll(self, now: float) -> None:
+        if now - self._window_since < LATELY_S:
+            return
+        self._window_since = now
+        for total in self._totals.values():
+            total.longest = [0.0, total.longest[0]]
+
+
+def during_here(name: AnyActivity, on: Component = NOBODY) -> AbstractContextManager[object]:
+    """Like ``during`` of the account with this task's lane; without a lane, no time is counted."""
+    lane = _LANE.get()
+    return nullcontext() if lane is None else lane.account.during(name, on, lane)
+
+
+Matrix = dict[tuple[Component, Component], float]
+
+
+def wait_shares(accounts: Iterable[AccountState]) -> Matrix:
+    """(component, component waited for) -> share of the first one's time; "" means its own work.
+
+    >>> waits = ActivityTime(name="waiting for a batch", on="orchestrator", seconds=3.0)
+    >>> wait_shares([AccountState(component="t", activities=(waits, ActivityTime(name="training", seconds=1.0)))])
+    {('t', 'orchestrator'): 0.75, ('t', ''): 0.25}
+    """
+    matrix: defaultdict[tuple[Component, Component], float] = defaultdict(float)
+    for account in accounts:
+        for activity, share in account.shares().items():
+            matrix[account.component, activity.on] += share
+    return dict(matrix)

@@ -1,0 +1,151 @@
+"""Logs: events with fields, readable on a terminal, JSON lines in the run directory.
+
+``log.info("batch.ready", step=7)``: machines count events, so their names are stable. Ids bound with ``bind`` (run,
+step, policy, task group) are on every later event of the same task. Secrets are not written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+from services.common import run_files
+from services.common.telemetry.redaction import redacted
+
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+MOST_CHARACTERS = 2000  # of one value
+# Control characters, directions of writing, and halves of surrogate pairs, which no file takes.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
+def configure(service: str, run_dir: Path | None = None, instance: str | None = None, level: str = "info") -> None:
+    """Send events to standard error and, with a run directory, to ``logs/<instance or service>.jsonl``.
+
+    The launcher's terminal belongs to its live view, so the terminal gets warnings and errors only.
+    """
+    global _sink
+    close()
+    name = instance or service
+    file: BinaryIO | None = None
+    if run_dir is not None:
+        run_files.logs(run_dir).mkdir(parents=True, exist_ok=True)
+        # Unbuffered: a line is one write, so lines of several threads do not mix and a killed process loses none.
+        file = (run_files.logs(run_dir) / f"{name}.jsonl").open("ab", buffering=0)
+    console_level = _LEVELS["warning"] if service == "launcher" else _LEVELS[level]
+    _sink = _Sink(file, {"service": service, "instance": name}, console_level)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.StackInfoRenderer(),
+            structlog.processors.format_exc_info,
+            _tamed,
+            _sink,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=_Terminal,
+        cache_logger_on_first_use=False,
+    )
+    logging.basicConfig(handlers=[_LibraryHandler()], level=logging.WARNING, force=True)
+
+
+def quiet_grpc() -> None:
+    """Limit grpc's own log to errors: we log failures ourselves, and handshakes of unknown clients could fill the disk.
+
+    Call this before the import of grpc, which reads the variable.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
+def close() -> None:
+    """Close the file; later events go to the terminal only."""
+    if _sink is not None:
+        _sink.close()
+
+
+def bind(**ids: Any) -> None:
+    """Put ids on every later event of this task. ``run`` and ``request`` also travel with every call."""
+    structlog.contextvars.bind_contextvars(**ids)
+
+
+def _tamed(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """Sanitise values, which may come from a peer: cut, without terminal control sequences and without lines that look
+    like events."""
+    for name, value in event.items():
+        if not isinstance(value, str):
+            continue
+        if name != "exception" and len(value) > MOST_CHARACTERS:
+            value = f"{value[:MOST_CHARACTERS]}... ({len(value)} characters)"
+        if not value.isprintable():
+            value = _OBEYED.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
+            if name != "exception":
+                value = value.replace("\n", "\n    ")
+        event[name] = value
+    return event
+
+
+class _Sink:
+    """The last processor: one JSON line to the file, one readable line to the terminal."""
+
+    def __init__(self, file: BinaryIO | None, identity: dict[str, str], console_level: int) -> None:
+        self._file = file
+        self._identity = identity
+        self._console_level = console_level
+        self._render = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
+
+    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> str:
+        if self._file is not None:
+            try:
+                line = orjson.dumps({**self._identity, **event}, default=str, option=_JSON)
+                self._file.write(redacted(line.decode()).encode())
+            except OSError:
+                pass  # a full disk must not stop a service; the terminal still gets the event
+        if _LEVELS.get(method, 40) < self._console_level:
+            raise structlog.DropEvent
+        return redacted(str(self._render(logger, method, event)))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class _Terminal:
+    """Writes events to standard error, which a launcher may have pointed at a file on a disk that is full."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def msg(self, message: str) -> None:
+        try:
+            sys.stderr.write(message + "\n")
+            sys.stderr.flush()
+        except OSError:
+            pass  # no log is left for the error, and a service must not end because of it
+
+    log = debug = info = warning = warn = error = critical = exception = fatal = failure = msg
+
+
+_sink: _Sink | None = None  # the one that is configured
+
+
+class _LibraryHandler(logging.Handler):
+    """Turns records of ``logging`` from libraries into events, so that the log file has all messages."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        method = "error" if record.levelno >= logging.ERROR else "warning"
+        getattr(structlog.get_logger(), method)(
+            "library.log", logger=record.name, message=record.getMessage(), exc_info=record.exc_info or None
+        )

@@ -1,0 +1,1 @@
+"""Chat templates, tokenizers, tool calls and programs in a policy's text."""

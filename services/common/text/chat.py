@@ -1,0 +1,256 @@
+"""Converts between messages and token ids: prompts, continuations after an assistant turn, supervised masks, stop
+tokens.
+
+Used by workflows while they sample and by the trainer's warm start, so that both see the same tokens. It works on
+any Hugging Face tokenizer with a chat template that is passed in, and imports neither transformers nor torch.
+
+The invariant: **sampled text is never tokenised again**. A conversation grows by concatenation,
+
+    prompt_ids(messages)  +  sampled ids  +  continuation_ids(tool result)  +  sampled ids  + ...
+
+and ``continuation_ids`` asks the chat template for the text after an assistant turn: renders a dummy turn and cuts
+behind the turn. Rendering the whole dialogue anew would be wrong twice: text does not tokenise back to the sampled ids,
+and templates such as Qwen3's drop the thinking of earlier turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import orjson
+
+from services.common.errors import ConfigError, DatasetError
+from services.common.text.special_text import SpecialText
+
+Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
+
+_DUMMY_USER: Message = {"role": "user", "content": "question"}
+_MARKER = "MILLRACE-TURN-"  # plain ASCII that no template looks for and no tokenizer holds as a special token
+_CACHE_SIZE = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedExample:
+    """A dialogue as token ids, and which of them the assistant is taught to write (its text and its stop token)."""
+
+    token_ids: tuple[int, ...]
+    is_assistant: tuple[bool, ...]  # as long as token_ids
+
+
+class Chat:
+    """A tokenizer with its chat template, for growing conversations.
+
+    Results are cached: the samples of a task group share their prompt and most of their tool results.
+    """
+
+    def __init__(
+        self, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None, assistant_prefill: str = ""
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError("the tokenizer has no chat template: save the model with one (chat_template.jinja)")
+        self._tokenizer = tokenizer
+        self._arguments = dict(template_arguments or {})
+        self._prefill = assistant_prefill
+        # The Rust tokenizer behind a transformers one: the same ids at a fraction of the wrapper's time.
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._cached_prompt = lru_cache(_CACHE_SIZE)(self._prompt_of_json)
+        self._cached_encode = lru_cache(_CACHE_SIZE)(self.encode)
+        self._pieces_of: dict[tuple[str, ...], tuple[str, ...] | None] = {}
+        self._by_thinking: dict[bool, Chat] = {}
+        self._by_prefill: dict[str, Chat] = {"": self}
+        self._special = SpecialText(
+            tokenizer, self._render([_DUMMY_USER, {"role": "assistant", "content": _MARKER}, _DUMMY_USER], invite=False)
+        )
+        self.end_of_turn_id = self._find_end_of_turn()
+        self.stop_token_ids = self._find_stop_tokens()
+        self.lists_tools = self._find_whether_tools_are_listed()
+
+    # -- text <-> ids -------------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of plain text; special tokens are recognised and none are added."""
+        if self._backend is not None:
+            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text with special tokens such as ``<tool_call>`` kept, but without stop tokens at the end."""
+        end = len(token_ids)
+        while end and token_ids[end - 1] in self.stop_token_ids:
+            end -= 1
+        ids = list(token_ids[:end])
+        source = self._backend if self._backend is not None else self._tokenizer
+        return str(source.decode(ids, skip_special_tokens=False))
+
+    # -- conversations ------------------------------------------------------------------------------------------
+
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[int, ...]:
+        """Ids of the messages and of the template's invitation to the assistant.
+
+        No text of a message or a schema becomes a control token (``special_text``); a tool's message writes no added
+        token at all. Raises ``InvalidRequestError`` for content that is neither text nor a list of text parts.
+        """
+        key = orjson.dumps([list(messages), list(tools) if tools else None])
+        return self._cached_prompt(key)
+
+    def continuation_ids(self, messages: Sequence[Message], last_sampled: int | None = None) -> tuple[int, ...]:
+        """Ids that follow an assistant turn: its end, ``messages``, and the invitation to the next turn.
+
+        ``last_sampled`` is the last id of the turn: when the policy ended its turn itself, the end of turn is there
+        already and is not repeated. Text of special tokens in a message stays text: the output of a program cannot end
+        a turn or begin one.
+        """
+        ids = self._cached_encode(self._continuation_text([self._special.of_stranger(m) for m in messages]))
+        return ids[1:] if last_sampled == self.end_of_turn_id and ids[:1] == (self.end_of_turn_id,) else ids
+
+    def supervised(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> SupervisedExample:
+        """A dialogue for supervised training, built from the same pieces as in a rollout."""
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns or turns[0] == 0:
+            raise DatasetError("a dialogue needs a user turn and then an assistant turn")
+        ids = list(self.prompt_ids(messages[: turns[0]], tools))
+        mask = [False] * len(ids)
+        for turn, following in zip(turns, [*turns[1:], len(messages)], strict=True):
+            content = messages[turn]["content"]
+            if not isinstance(content, str):
+                raise DatasetError(f"the content of assistant turn {turn} is {type(content).__name__}; it must be text")
+            written = (*self._cached_encode(content), self.end_of_turn_id)
+            ids += written
+            mask += [True] * len(written)
+            if following == len(messages):
+                break  # text after the last assistant turn has no target
+            between = messages[turn + 1 : following]
+            if not between:
+                raise DatasetError(f"assistant turns {turn} and {following} have no message between them")
+            read = self.continuation_ids(between, last_sampled=self.end_of_turn_id)
+            ids += read
+            mask += [False] * len(read)
+        return SupervisedExample(token_ids=tuple(ids), is_assistant=tuple(mask))
+
+    def as_text(self, text: str) -> str:
+        """The text with a space inside every match of a special token, so that no part of the text begins or ends a
+        turn."""
+        return self._special.as_text(text)
+
+    def with_thinking(self, thinking: bool | None) -> Chat:
+        """The same chat with the template's thinking on or off (its ``enable_thinking``); None leaves its default.
+
+        A template that knows no such switch gives the same chat back.
+        """
+        if thinking is None:
+            return self
+        if thinking not in self._by_thinking:
+            made = Chat(self._tokenizer, {**self._arguments, "enable_thinking": thinking}, self._prefill)
+            other = Chat(self._tokenizer, {**self._arguments, "enable_thinking": not thinking}, self._prefill)
+            differs = made._invitation() != other._invitation()
+            self._by_thinking |= {thinking: made, not thinking: other} if differs else {True: self, False: self}
+        return self._by_thinking[thinking]
+
+    def with_prefill(self, text: str) -> Chat:
+        """The same chat in which every invitation to the assistant ends with ``text``: the assistant goes on from there.
+
+        The text is part of the prompt or of the continuation, and tokenised together with it.
+        """
+        if self._prefill:
+            assert text == self._prefill, "a chat has one prefill"
+            return self
+        if text not in self._by_prefill:
+            self._by_prefill[text] = Chat(self._tokenizer, self._arguments, text)
+        return self._by_prefill[text]
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the template's invitation opens a thought, so that a turn begins within the thought."""
+        return self._invitation().rstrip().endswith("<think>")
+
+    def _invitation(self) -> str:
+        return self._render([_DUMMY_USER], invite=True)
+
+    # -- the template -------------------------------------------------------------------------------------------
+
+    def _render(self, messages: Sequence[Message], *, invite: bool, tools: Any = None) -> str:
+        text = self._tokenizer.apply_chat_template(
+            [dict(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=invite, **self._arguments
+        )
+        return f"{text}{self._prefill}" if invite else str(text)
+
+    def _prompt_of_json(self, key: bytes) -> tuple[int, ...]:
+        messages, tools = orjson.loads(key)
+        shown = [self._special.of_prompt(message) for message in messages]
+        return self.encode(self._render(shown, invite=True, tools=self._special.of_tools(tools)))
+
+    def _after_dummy_turn(self, messages: Sequence[Message], *, invite: bool) -> str:
+        """The text that the template writes after the content of an assistant turn."""
+        text = self._render([_DUMMY_USER, {"role": "assistant", "content": _MARKER}, *messages], invite=invite)
+        _, found, after = text.partition(_MARKER)
+        if not found:
+            raise ConfigError("the chat template does not show the content of assistant turns")
+        return after
+
+    def _continuation_text(self, messages: Sequence[Message]) -> str:
+        if all(m.keys() == {"role", "content"} and isinstance(m["content"], str) for m in messages):
+            roles = tuple(str(m["role"]) for m in messages)
+            if roles not in self._pieces_of:
+                self._pieces_of[roles] = self._cut_into_pieces(roles)
+            pieces = self._pieces_of[roles]
+            if pieces is not None:
+                contents = [str(m["content"]) for m in messages]
+                return pieces[0] + "".join(c + p for c, p in zip(contents, pieces[1:], strict=True))
+        return self._after_dummy_turn(messages, invite=True)
+
+    def _cut_into_pieces(self, roles: tuple[str, ...]) -> tuple[str, ...] | None:
+        """The template's text between the contents of messages with these roles.
+
+        None when the template changes contents (say, trims them): then every continuation is rendered in full.
+        """
+        plain = [f"{_MARKER}{i}." for i in range(len(roles))]
+        padded = [f" \n{marker}\n " for marker in plain]
+
+        def cut(contents: list[str]) -> tuple[str, ...] | None:
+            rest = self._after_dummy_turn(
+                [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)], invite=True
+            )
+            pieces = []
+            for content in contents:
+                piece, found, rest = rest.partition(content)
+                if not found:
+                    return None
+                pieces.append(piece)
+            return (*pieces, rest)
+
+        pieces = cut(plain)
+        return pieces if pieces is not None and pieces == cut(padded) else None
+
+    def _find_end_of_turn(self) -> int:
+        ids = self.encode(self._after_dummy_turn([], invite=False))
+        if ids and ids[0] in self._special_ids():
+            return ids[0]
+        eos = self._tokenizer.eos_token_id
+        if eos is None:
+            raise ConfigError(
+                "the chat template ends assistant turns with no special token and the tokenizer has no eos token: "
+                "a policy could never end its turn"
+            )
+        return int(eos)
+
+    def _find_stop_tokens(self) -> tuple[int, ...]:
+        eos = self._tokenizer.eos_token_id
+        ids = {self.end_of_turn_id} | ({int(eos)} if eos is not None else set())
+        return tuple(sorted(ids))
+
+    def _find_whether_tools_are_listed(self) -> bool:
+        """Whether the template shows the schemas of tools itself."""
+        schema = {"name": _MARKER, "description": "", "parameters": {"type": "object", "properties": {}}}
+        tools = [{"type": "function", "function": schema}]
+        return _MARKER in self._render([_DUMMY_USER], invite=True, tools=tools)
+
+    def _special_ids(self) -> set[int]:
+        added: Mapping[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return set(self._tokenizer.all_special_ids) | set(added)

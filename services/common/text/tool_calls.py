@@ -1,0 +1,166 @@
+"""Tool calls as text: the Hermes calls of an assistant turn, and the status, text and counts of their results.
+
+Independent of tools and gateways. The status of a result says whether a call failed, never a word in its output. A failure
+of the infrastructure has no status: it is an error.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A tool call of a policy, parsed; the arguments are not checked against a schema yet."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MalformedCall:
+    """A call that cannot be parsed; ``error`` is the message for the policy."""
+
+    error: str
+
+
+def find_call(text: str) -> str | MalformedCall | None:
+    """The text between the first pair of tags; None without a call."""
+    _, found, rest = text.partition(OPEN)
+    if not found:
+        return None
+    content, closed, _ = rest.partition(CLOSE)
+    if not closed:
+        return MalformedCall(error="a tool_call tag is opened and not closed")
+    return content
+
+
+def split_calls(text: str) -> tuple[str, list[str]]:
+    """The text without its calls, and the text between each pair of tags. A tag that is not closed stays text.
+
+    >>> split_calls("I look. <tool_call>a</tool_call><tool_call>b</tool_call>")
+    ('I look. ', ['a', 'b'])
+    """
+    said: list[str] = []
+    calls: list[str] = []
+    rest = text
+    while True:
+        before, found, after = rest.partition(OPEN)
+        content, closed, behind = after.partition(CLOSE)
+        if not (found and closed):
+            return "".join([*said, rest]), calls
+        said.append(before)
+        calls.append(content)
+        rest = behind
+
+
+def parse_json_call(content: str) -> ToolCall | MalformedCall:
+    """One JSON object ``{"name": ..., "arguments": {...}}``."""
+    try:
+        call = json.loads(content)
+    except ValueError as error:  # JSONDecodeError, and integers of absurd length
+        return MalformedCall(error=f"not valid JSON: {error}")
+    except RecursionError:
+        return MalformedCall(error="not valid JSON: nested too deeply")
+    if not isinstance(call, dict):
+        return MalformedCall(error="the call must be one JSON object with name and arguments")
+    if not isinstance(call.get("name"), str):
+        return MalformedCall(error='"name" is missing or no string')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return MalformedCall(error='"arguments" must be a JSON object')
+    return ToolCall(name=call["name"], arguments=arguments)
+
+
+Cut = Literal["start", "middle", "end"]
+_MARK = " ...(cut)... "
+
+
+def cut_text(text: str, max_chars: int, where: Cut = "middle") -> str:
+    """At most ``max_chars`` characters of a text, cut at its start, in its middle or at its end.
+
+    >>> cut_text("0123456789" * 3, 20), cut_text("0123456789" * 3, 20, "end"), cut_text("0123456789" * 3, 20, "start")
+    ('0123 ...(cut)... 789', '0123456 ...(cut)... ', ' ...(cut)... 3456789')
+    """
+    if len(text) <= max_chars:
+        return text
+    room = max_chars - len(_MARK)
+    if room < 2:
+        return text[-max_chars:] if where == "start" else text[:max_chars]
+    tail = {"start": room, "middle": room // 2, "end": 0}[where]
+    return text[: room - tail] + _MARK + text[len(text) - tail :]
+
+
+class ToolStatus(enum.StrEnum):
+    """The words under which calls are counted (``tool_errors_<status>``)."""
+
+    OK = "ok"
+    PROGRAM_ERROR = "program_error"  # the code raised, crashed or was no code
+    TIME_LIMIT = "time_limit"
+    MEMORY_LIMIT = "memory_limit"
+    OUTPUT_LIMIT = "output_limit"
+    TOOL_ERROR = "tool_error"  # the tool reports that it cannot do the task
+    MALFORMED_CALL = "malformed_call"  # no JSON object with name and arguments
+    UNKNOWN_TOOL = "unknown_tool"
+    INVALID_ARGUMENTS = "invalid_arguments"  # violates the tool's schema
+
+
+def shown_output(status: ToolStatus, stdout: str, stderr: str = "", *, wall_s: float = 0.0, detail: str = "") -> str:
+    """The text for a policy about code that was run: its output, then the error.
+
+    >>> shown_output(ToolStatus.PROGRAM_ERROR, "so far\\n", "NameError: boom\\n")
+    'so far\\nNameError: boom'
+    """
+    parts = [stdout.rstrip()]
+    match status:
+        case ToolStatus.OK:
+            pass
+        case ToolStatus.TIME_LIMIT:
+            parts.append(f"TimeoutError: stopped after {wall_s:.1f} s")
+        case ToolStatus.MEMORY_LIMIT:
+            parts.append("MemoryError: the program used too much memory")
+        case ToolStatus.OUTPUT_LIMIT:
+            parts.append("Error: the program printed too much")
+        case ToolStatus.INVALID_ARGUMENTS:
+            parts.append(f"Error: {detail or 'the program cannot be run'}")
+        case _:
+            parts.append(stderr.rstrip() or "the program failed")
+    return "\n".join(part for part in parts if part) or "(no output)"
+
+
+class ToolStatistics:
+    """The calls of one trajectory."""
+
+    def __init__(self) -> None:
+        self._kinds: Counter[str] = Counter()
+        self._tools: Counter[str] = Counter()
+        self._latency_s = 0.0
+        self._longest_s = 0.0
+
+    def count(self, kind: str, latency_s: float, tool: str = "") -> None:
+        """One call that ended as ``kind``: ``ok``, or a countable word for its failure."""
+        self._kinds[kind] += 1
+        if tool:
+            self._tools[tool] += 1
+        self._latency_s += latency_s
+        self._longest_s = max(self._longest_s, latency_s)
+
+    def metrics(self) -> dict[str, float]:
+        """``tool_calls``, ``tool_errors``, ``tool_errors_<kind>``, ``tool_calls_<tool>``, and seconds: their sum and the
+        longest."""
+        errors = {f"tool_errors_{kind}": float(n) for kind, n in self._kinds.items() if kind != ToolStatus.OK}
+        return {
+            "tool_calls": float(self._kinds.total()),
+            "tool_errors": sum(errors.values()),
+            "tool_latency_s": self._latency_s,
+            "tool_latency_max_s": self._longest_s,
+            **errors,
+            **{f"tool_calls_{tool}": float(n) for tool, n in self._tools.items()},
+        }

@@ -1,0 +1,1 @@
+"""Small generated models, tasks and texts, for trying a recipe."""

@@ -1,0 +1,286 @@
+"""Defines a tool: a name, a description, a JSON schema for its arguments, and a call.
+
+A tool is a decorated function, or a class with the same parts:
+
+    @tool
+    async def capital(country: str) -> str:
+        "The capital of a country."
+
+    class Capital:
+        name = "capital"
+        description = "The capital of a country."
+        parameters = {"type": "object", "properties": {"country": {"type": "string"}}, "required": ["country"]}
+
+        async def call(self, arguments: Mapping[str, Any]) -> ToolResult | str: ...
+
+One object serves all trajectories. A tool with a state per trajectory has ``open`` instead of ``call``; the object that
+``open`` returns has ``call`` and ``close``. A plain ``call`` runs in a thread. A tool may have ``timeout_s`` (seconds;
+None for no limit).
+
+A recipe names a tool by import path, at one of two places: ``envgateway.tools.paths`` (runs in the gateway), or
+``workflow.settings.tools`` (runs in the replica). In the replica ``call`` and ``close`` may also take ``gateway``, and
+``open`` may take ``task`` and ``seed``.
+
+    ToolError             the tool cannot do the request: shown to the policy, counted as its failure
+    InfrastructureError,  the machinery failed or is full: no result, the call did not happen and may be repeated
+    CapacityError
+    anything else         a fault of the tool: an infrastructure failure in the gateway, a failed rollout in the replica
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Union, overload, runtime_checkable
+
+from services.common.errors import ConfigError
+from services.common.importing import load_object
+from services.common.text.tool_calls import ToolStatus
+from services.common.text.tool_schema import check_schema
+from services.common.user_code import check_call, extras_of, place_of
+
+DEFAULT_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """The status of a call, and the text for the policy. ``status`` is a ``ToolStatus``, or a countable word of the
+    tool's own.
+
+    >>> ToolResult(text="42").status
+    <ToolStatus.OK: 'ok'>
+    """
+
+    text: str
+    status: str = ToolStatus.OK
+
+
+class ToolError(Exception):
+    """Raised by a tool that cannot do the request; the policy is shown its text."""
+
+
+class ToolDescription(Protocol):
+    """Name, description and parameters of a tool."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """JSON schema of an object, in the part that ``services.common.text.tool_schema`` checks."""
+        ...
+
+
+class Tool(ToolDescription, Protocol):
+    """One call is like another."""
+
+    @property
+    def call(self) -> Callable[..., Awaitable[ToolResult | str] | ToolResult | str]:
+        """``call(arguments)``; the arguments match the schema."""
+        ...
+
+
+class ToolState(Protocol):
+    """The state of a tool for one trajectory; made at the first call, closed with the trajectory."""
+
+    @property
+    def call(self) -> Callable[..., Awaitable[ToolResult | str] | ToolResult | str]: ...
+
+    @property
+    def close(self) -> Callable[..., Awaitable[None] | None]: ...
+
+
+@runtime_checkable
+class StatefulTool(Protocol):
+    """A tool with a state that lasts over the calls of a trajectory."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+    @property
+    def open(self) -> Callable[..., ToolState]: ...
+
+
+AnyTool = Tool | StatefulTool
+
+
+def schema_of(tool: ToolDescription) -> dict[str, Any]:
+    """The description for policies, in the style of OpenAI."""
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}
+
+
+class FunctionTool:
+    """A function as a tool. The schema comes from its annotations, the description from its docstring."""
+
+    def __init__(
+        self, function: Callable[..., Any], name: str, timeout_s: float | None, concurrency: int | None
+    ) -> None:
+        self.function = function
+        self.name = name
+        self.description = " ".join(inspect.cleandoc(function.__doc__ or "").split())
+        self.timeout_s = timeout_s
+        self.concurrency = concurrency
+        self.takes_gateway = "gateway" in inspect.signature(function).parameters
+        if not self.description:
+            raise TypeError(f"{place_of(function)}the tool {name} has no docstring: describe the tool there")
+        self.parameters = parameters_of(function)
+        is_async = inspect.iscoroutinefunction(function)
+        self.call: Callable[..., Any] = self._call_async if is_async else self._call_plain
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call the function itself."""
+        return self.function(*arguments, **named)
+
+    async def _call_async(self, arguments: Mapping[str, Any], gateway: Any = None) -> Any:
+        return await self.function(**arguments, **self._extras(gateway))
+
+    def _call_plain(self, arguments: Mapping[str, Any], gateway: Any = None) -> Any:
+        return self.function(**arguments, **self._extras(gateway))
+
+    def _extras(self, gateway: Any) -> dict[str, Any]:
+        return {"gateway": gateway} if self.takes_gateway else {}
+
+
+@overload
+def tool(function: Callable[..., Any]) -> FunctionTool: ...
+@overload
+def tool(
+    *, name: str | None = None, timeout_s: float | None = DEFAULT_TIMEOUT_S, concurrency: int | None = None
+) -> Callable[[Callable[..., Any]], FunctionTool]: ...
+def tool(
+    function: Callable[..., Any] | None = None,
+    *,
+    name: str | None = None,
+    timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    concurrency: int | None = None,
+) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
+    """Make a function a tool that policies can call: ``@tool``, or ``@tool(name=..., timeout_s=...)``.
+
+    Parameters are annotated with ``str``, ``int``, ``float``, ``bool``, ``list[...]``, ``dict``, ``Literal[...]`` or a
+    union of these; ``Annotated[str, "the description"]`` describes one. A parameter named ``gateway`` is not shown to
+    the policy; its value is the environment gateway, in a tool that ``workflow.settings.tools`` names.
+
+    Raises:
+        TypeError: no docstring, or a parameter whose annotation has no JSON schema, with file and line.
+    """
+
+    def make(function: Callable[..., Any]) -> FunctionTool:
+        return FunctionTool(function, name or function.__name__, timeout_s, concurrency)
+
+    return make if function is None else make(function)
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a function's arguments; raises ``TypeError`` for one that has none."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    properties: dict[str, Any] = {}
+    required = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name == "gateway":
+            continue
+        if name not in hints or parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+            parameter.POSITIONAL_ONLY,
+        ):
+            raise TypeError(
+                f"{place_of(function)}the parameter {parameter} of the tool {function.__name__} needs a name and a type: write "
+                f"`{name}: str`, or another of str, int, float, bool, list, dict, Literal"
+            )
+        try:
+            properties[name] = _schema(hints[name])
+        except TypeError as error:
+            raise TypeError(
+                f"{place_of(function)}the parameter {name} of the tool {function.__name__}: {error}"
+            ) from None
+        if parameter.default is parameter.empty:
+            required.append(name)
+    return {"type": "object", "properties": properties, "required": required}
+
+
+_PLAIN = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    dict: "object",
+    list: "array",
+}
+
+
+def _schema(hint: Any) -> dict[str, Any]:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        described = [text for text in inner[1:] if isinstance(text, str)]
+        return {**_schema(inner[0]), **({"description": described[0]} if described else {})}
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema(one) for one in inner]}
+    if origin is list:
+        return {"type": "array", "items": _schema(inner[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": True}
+    if hint not in _PLAIN:
+        raise TypeError(f"{hint} has no JSON schema here: write one of str, int, float, bool, list, dict, Literal")
+    return {"type": _PLAIN[hint], **({"additionalProperties": True} if hint is dict else {})}
+
+
+def load_tools(paths: Sequence[str], where: str, *, in_replica: bool) -> list[AnyTool]:
+    """The tools of import paths: one object of each class, and decorated functions as they are.
+
+    Raises:
+        ConfigError: with the path, the fault, and file and line.
+    """
+    tools: list[AnyTool] = []
+    for path in paths:
+        found: Any = load_object(path)
+        if inspect.isfunction(found):
+            raise ConfigError(f"{place_of(found)}{where}: {path} is a plain function: write `@millrace.tool` above it")
+        if inspect.isclass(found):
+            check_call(found, path, "def __init__(self)")
+        made: Any = found() if inspect.isclass(found) else found
+        check_tool(made, where, in_replica=in_replica)
+        tools.append(made)
+    return tools
+
+
+def check_tool(tool: AnyTool, where: str, *, in_replica: bool) -> None:
+    """Raises ``ConfigError``, with file and line, for an object that is no tool, or a tool that needs a parameter of
+    the replica."""
+    kind, place = type(tool).__name__, place_of(tool)
+    for attribute in ("name", "description"):
+        if not isinstance(getattr(tool, attribute, None), str):
+            raise ConfigError(f'{place}{where}: {kind}.{attribute} is missing or no text: write `{attribute} = "..."`')
+    call, opening = getattr(tool, "call", None), getattr(tool, "open", None)
+    if not callable(call) and not callable(opening):
+        raise ConfigError(
+            f"{place}{where}: {tool.name} has neither call() nor open(): write `async def call(self, arguments)`"
+        )
+    try:
+        check_schema(getattr(tool, "parameters", None))
+    except ValueError as error:
+        raise ConfigError(f"{place}{where}: {tool.name}: {error}") from error
+    if getattr(tool, "takes_gateway", False) and not in_replica:
+        raise ConfigError(
+            f"{place}{where}: {tool.name} takes `gateway`, which a tool of workflow.settings.tools gets: name it there"
+        )
+    if callable(opening) and not callable(call):
+        extras = extras_of(opening, ("task", "seed")) if in_replica else ()
+        check_call(opening, f"{tool.name}.open", "def open(self)", keywords=dict.fromkeys(extras))
+    else:
+        extras = extras_of(call, ("gateway",)) if in_replica and call is not None else ()
+        check_call(
+            call, f"{tool.name}.call", "async def call(self, arguments)", "arguments", keywords=dict.fromkeys(extras)
+        )

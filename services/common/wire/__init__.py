@@ -1,0 +1,1 @@
+"""Conversions between records and protobuf messages, in pairs."""

@@ -1,0 +1,78 @@
+"""Time accounts and states of peers, to and from protobuf, in pairs.
+
+They are for display, so an invalid time is dropped instead of being refused.
+"""
+
+from __future__ import annotations
+
+from services.common.pb import account_pb2
+from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
+from services.common.telemetry.activities import ActivityLabel
+from services.common.telemetry.components import Component
+from services.common.wire.records import finite
+
+
+def account_to_proto(state: AccountState) -> account_pb2.TimeAccount:
+    return account_pb2.TimeAccount(
+        component=state.component,
+        num_lanes=state.num_lanes,
+        activities=[
+            account_pb2.ActivityTime(
+                activity=a.name,
+                on=a.on,
+                seconds=a.seconds,
+                num_now=a.num_now,
+                longest_now_s=a.longest_now_s,
+                num_done=a.num_done,
+                longest_done_s=a.longest_done_s,
+                detail=a.detail,
+            )
+            for a in state.activities
+        ],
+        progress=state.progress,
+        cpu_s=state.cpu_s,
+    )
+
+
+def account_from_proto(proto: account_pb2.TimeAccount) -> AccountState:
+    return AccountState(
+        component=Component(proto.component),
+        num_lanes=proto.num_lanes,
+        activities=tuple(
+            ActivityTime(
+                name=ActivityLabel(a.activity),
+                on=Component(a.on),
+                seconds=finite(a.seconds),
+                num_now=a.num_now,
+                longest_now_s=finite(a.longest_now_s),
+                num_done=a.num_done,
+                longest_done_s=finite(a.longest_done_s),
+                detail=a.detail,
+            )
+            for a in proto.activities
+        ),
+        progress=proto.progress,
+        cpu_s=finite(proto.cpu_s),
+    )
+
+
+def peer_to_proto(peer: PeerState) -> account_pb2.PeerState:
+    return account_pb2.PeerState(
+        component=peer.component,
+        address=peer.address,
+        silent_s=peer.silent_s,
+        detail=peer.detail,
+        gauges=dict(peer.gauges),
+        accounts=[account_to_proto(account) for account in peer.accounts],
+    )
+
+
+def peer_from_proto(proto: account_pb2.PeerState) -> PeerState:
+    return PeerState(
+        component=Component(proto.component),
+        address=proto.address,
+        silent_s=finite(proto.silent_s),
+        detail=proto.detail,
+        gauges=dict(proto.gauges),
+        accounts=tuple(account_from_proto(account) for account in proto.accounts),
+    )

@@ -1,0 +1,1 @@
+"""Built-in environments without a world: single step, tool loop, tool calls."""

@@ -1,0 +1,284 @@
+"""Episodes: leases, expiry, capacity, and steps that may be repeated.
+
+Invariants
+- One create per request id: a repeated one gives the same episode.
+- One result per (episode, turn): a repeated turn gives the stored result, or joins the running step.
+- A step that failed for infrastructure did not happen: the same turn may be repeated. An environment that was lost,
+  raised anything else, or stalled, is closed.
+- An episode without a call for longer than the lease ends; a running step keeps the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import structlog
+
+from services.common.errors import (
+    CapacityError,
+    EpisodeNotFoundError,
+    InfrastructureError,
+    InvalidRequestError,
+    MillraceError,
+    StateError,
+)
+from services.envgateway.calls import call_plain_or_async
+from services.envgateway.envs.base import Environment, EpisodeLostError, Observation, StepResult
+from services.envgateway.envs.failures import short_text, trace_of
+from services.envgateway.envs.results import checked_observation, checked_result
+
+log = structlog.get_logger()
+
+STEP_TIMEOUT_S = 55.0  # less than callers wait, so that they get the reason
+_CLOSE_TIMEOUT_S = 5.0
+_CLOSED_AT_ONCE = 32
+_LONGEST_SWEEP_PAUSE_S = 5.0
+_REMEMBERED_LOSSES = 1024
+
+Result = TypeVar("Result")
+
+
+class Environments(Protocol):
+    """Builds environments; raises ``UnknownEnvironmentError``."""
+
+    def build(self, name: str) -> Environment: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeStart:
+    episode_id: str
+    observation: Observation
+    lease_s: float
+
+
+@dataclass(slots=True)
+class _Episode:
+    id: str
+    request_id: str
+    environment: Environment
+    expires: float
+    results: list[StepResult] = field(default_factory=list)  # by turn, from 1
+    running: asyncio.Task[StepResult] | None = None
+    running_action: str = ""
+
+
+class EpisodeManager:
+    """Holds every live episode. ``expire_forever`` runs in a task beside the calls."""
+
+    def __init__(
+        self,
+        environments: Environments,
+        *,
+        max_episodes: int,
+        lease_s: float,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._environments = environments
+        self._max_episodes = max_episodes
+        self._lease_s = lease_s
+        self._step_timeout_s = step_timeout_s
+        self._clock = clock
+        self._closed = False
+        self._episodes: dict[str, _Episode] = {}
+        self._starts: dict[str, asyncio.Task[EpisodeStart]] = {}  # by request id, while the episode lives
+        self._creating = 0
+        self._lost: OrderedDict[str, str] = OrderedDict()  # reasons, for callers that ask again
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._episodes)
+
+    async def create(self, request_id: str, environment: str, task: Mapping[str, Any], seed: int) -> EpisodeStart:
+        """Begin an episode, or give the one that this request id began.
+
+        Raises:
+            CapacityError: as many episodes as allowed are live.
+            InfrastructureError: the gateway is stopping; the one that is started in its place begins the episode.
+            UnknownEnvironmentError, InvalidRequestError, InfrastructureError: raised by the environment.
+        """
+        if self._closed:
+            raise InfrastructureError("the gateway is stopping")
+        key = request_id or uuid.uuid4().hex
+        start = self._starts.get(key)
+        if start is None:
+            if len(self._episodes) + self._creating >= self._max_episodes:
+                raise CapacityError(f"{self._max_episodes} episodes are live", retry_after_s=1.0)
+            self._creating += 1
+            # A task of its own: the caller may go, and ask again with the same id.
+            start = asyncio.create_task(self._begin(key, environment, task, seed), name=f"create {environment}")
+            self._starts[key] = start
+            start.add_done_callback(lambda done: self._begun(key, done))
+        return await _joined(start, "the gateway is stopping")
+
+    async def step(self, episode_id: str, turn: int, action: str) -> StepResult:
+        """Take one turn, counted from 1.
+
+        Raises:
+            EpisodeLostError: with this turn; asking again raises ``EpisodeNotFoundError``.
+            EpisodeNotFoundError: the episode was closed, was lost or has expired.
+            StateError: the episode is over, or another step runs.
+            InvalidRequestError: the turn is neither the next nor an earlier one.
+        """
+        episode = self._episodes.get(episode_id)
+        if episode is None:
+            why = self._lost.get(episode_id, "it was closed or has expired")
+            raise EpisodeNotFoundError(f"no episode {episode_id!r}: {why}")
+        episode.expires = self._clock() + self._lease_s
+        taken = len(episode.results)
+        if 1 <= turn <= taken:
+            return episode.results[turn - 1]
+        if turn != taken + 1:
+            raise InvalidRequestError(f"turn {turn} cannot follow turn {taken}; the next is {taken + 1}")
+        if episode.results and episode.results[-1].done:
+            raise StateError(f"the episode ended with turn {taken}")
+        if episode.running is None:
+            episode.running_action = action
+            episode.running = asyncio.create_task(self._take_turn(episode, action), name=f"step {episode_id}")
+            episode.running.add_done_callback(_look_at)
+        elif episode.running_action != action:
+            raise StateError(f"turn {turn} is being taken with another action")
+        return await _joined(episode.running, f"no episode {episode_id!r}: it was closed while a turn was being taken")
+
+    async def close(self, episode_id: str) -> None:
+        """End an episode; one that is unknown has ended already."""
+        episode = self._episodes.get(episode_id)
+        if episode is not None:
+            await self._end(episode, "closed")
+
+    async def close_all(self) -> None:
+        """End all episodes, including those that are starting; no new episode starts from here on."""
+        self._closed = True
+        beginning = [start for start in self._starts.values() if not start.done()]
+        for start in beginning:
+            start.cancel()
+        if beginning:
+            await asyncio.wait(beginning)
+        await self._end_some(list(self._episodes.values()), "closed")
+
+    async def expire_forever(self) -> None:
+        """Close episodes whose lease has ended. Ends by cancellation."""
+        while True:
+            await asyncio.sleep(min(_LONGEST_SWEEP_PAUSE_S, self._lease_s / 4))
+            await self.expire()
+
+    async def expire(self) -> None:
+        now = self._clock()
+        overdue = [e for e in self._episodes.values() if e.expires <= now and e.running is None]
+        await self._end_some(overdue, "expired")
+
+    async def _end_some(self, episodes: list[_Episode], why: str) -> None:
+        """A few at a time: thousands that close at once would wait for each other beyond the time they have."""
+        ending = iter(episodes)
+
+        async def end_in_turn() -> None:
+            for episode in ending:
+                await self._end(episode, why)
+
+        await asyncio.gather(*(end_in_turn() for _ in range(min(_CLOSED_AT_ONCE, len(episodes)))))
+
+    async def _begin(self, key: str, name: str, task: Mapping[str, Any], seed: int) -> EpisodeStart:
+        environment = self._environments.build(name)
+        try:
+            observation = await self._within_deadline(_reset(environment, task, seed), f"{name}.reset")
+        except BaseException:
+            await self._close_environment(environment)
+            raise
+        episode = _Episode(uuid.uuid4().hex, key, environment, self._clock() + self._lease_s)
+        self._episodes[episode.id] = episode
+        self.counts["created"] += 1
+        return EpisodeStart(episode.id, observation, self._lease_s)
+
+    def _begun(self, key: str, start: asyncio.Task[EpisodeStart]) -> None:
+        self._creating -= 1
+        if start.cancelled() or start.exception() is not None:
+            del self._starts[key]
+
+    async def _take_turn(self, episode: _Episode, action: str) -> StepResult:
+        try:
+            result = await self._within_deadline(_step(episode.environment, action), "step")
+        except EpisodeLostError as error:
+            self._lost[episode.id] = f"it was lost: {error.message}"
+            while len(self._lost) > _REMEMBERED_LOSSES:
+                self._lost.popitem(last=False)
+            await self._end(episode, "failed")
+            raise
+        finally:
+            episode.running = None
+            episode.expires = self._clock() + self._lease_s
+        episode.results.append(result)
+        self.counts["steps"] += 1
+        return result
+
+    async def _within_deadline(self, work: Coroutine[Any, Any, Result], what: str) -> Result:
+        """Our own errors pass; any other exception of an environment, or a timeout, is an infrastructure failure."""
+        try:
+            async with asyncio.timeout(self._step_timeout_s):
+                return await work
+        except MillraceError:
+            raise
+        except TimeoutError as error:
+            raise _EnvironmentFailed(f"{what} took longer than {self._step_timeout_s:g} s") from error
+        except Exception as error:  # a user's environment may raise any error: reported, counted, and never a reward
+            log.warning("environment.failed", what=what, error=short_text(error), trace=trace_of(error))
+            raise _EnvironmentFailed(f"{what} raised {short_text(error)}") from error
+
+    async def _end(self, episode: _Episode, why: str) -> None:
+        if self._episodes.pop(episode.id, None) is None:
+            return
+        self._starts.pop(episode.request_id, None)
+        self.counts[why] += 1
+        if episode.running is not None and episode.running is not asyncio.current_task():
+            episode.running.cancel()
+        await self._close_environment(episode.environment)
+
+    async def _close_environment(self, environment: Environment) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await call_plain_or_async(environment.close)
+        except Exception as error:  # the episode is gone in any case; its environment's owner should know
+            log.warning("environment.close_failed", exc_info=error)
+
+
+class _EnvironmentFailed(EpisodeLostError):
+    """The environment is in no state to go on."""
+
+
+async def _reset(environment: Environment, task: Mapping[str, Any], seed: int) -> Observation:
+    return checked_observation(await call_plain_or_async(environment.reset, task, seed))
+
+
+async def _step(environment: Environment, action: str) -> StepResult:
+    return checked_result(await call_plain_or_async(environment.step, action))
+
+
+async def _joined(work: asyncio.Task[Result], when_cancelled: str) -> Result:
+    """Wait for work that continues without its callers. The end of the episode does not cancel them: they get an error."""
+    if not work.done():
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def tell(_: object) -> None:
+            if not end.done():
+                end.set_result(None)
+
+        work.add_done_callback(tell)
+        try:
+            await end
+        finally:
+            work.remove_done_callback(tell)
+    if work.cancelled():
+        raise EpisodeNotFoundError(when_cancelled)
+    return work.result()
+
+
+def _look_at(turn: asyncio.Task[StepResult]) -> None:
+    """Read the task's result: when all callers have left, asyncio would log an exception that is never retrieved."""
+    if not turn.cancelled():
+        turn.exception()

@@ -1,0 +1,1 @@
+"""Task directories in the form of Harbor, played by commands of a shell in the sandbox."""

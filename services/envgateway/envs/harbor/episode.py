@@ -1,0 +1,222 @@
+"""One Harbor task: commands of a shell until a turn calls none, then the task's tests.
+
+    reset                 the files of the environment, in a process of the sandbox that lives as long as the episode
+    turn with a call      the command runs; its output is the observation
+    turn without a call   tests/ comes, tests/test.sh runs, the reward file is the reward; done
+
+The tests and the solution are not in the sandbox before the last turn. A verifier without a reward loses the episode; a
+sandbox that the agent's own command has ended is a task that it did not solve: reward 0, told in the metrics.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from services.common.config.processes.envgateway import LiveConfig
+from services.common.config.processes.harbor import HarborConfig
+from services.common.errors import DatasetError, InfrastructureError, InvalidRequestError
+from services.common.harbor.files import TaskFile, environment_files, verifier_files
+from services.common.harbor.places import LOGS, TESTS, WRITABLE
+from services.common.harbor.task import COLUMN, HarborTask, needs_programs, read_task
+from services.common.text.tool_calls import MalformedCall, cut_text, find_call, parse_json_call
+from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
+from services.envgateway.envs.harbor.reward import reward_of
+from services.envgateway.sandbox.bare.forkserver.fork_servers import SHELL
+from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots
+from services.envgateway.tools.python import STATUS
+
+TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Run a command in the task's shell and return what it prints. Files stay, variables do not.",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string", "description": "The command."}},
+            "required": ["command"],
+        },
+    },
+}
+_HOW = """
+
+You work in a shell without a network, in the directory {workdir}. To run a command, write
+
+<tool_call>{{"name": "bash", "arguments": {{"command": "ls"}}}}</tool_call>
+
+and its output comes back; one command in each reply. A reply without a command ends the task."""
+_LATE_S = 3600.0  # of a policy that answers slowly after the agent's time: never the reason of a reward
+_SPARE_S = 5.0  # between the time of a command and that of its turn
+_INSIDE = resources.files(__package__).joinpath("inside.py").read_text() if __package__ else ""
+
+
+class HarborEpisode:
+    def __init__(self, slots: LiveSlots, config: HarborConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._slots, self._config, self._clock = slots, config, clock
+        self._task: HarborTask
+        self._process: LiveProcess | None = None
+        self._deadline = 0.0
+        self._commands = 0
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        """Begin. Nothing is drawn, so the seed is not read.
+
+        Raises:
+            InvalidRequestError: no task directory, or one that cannot be played here.
+            CapacityError: all live processes of the sandbox are in use.
+        """
+        try:
+            self._task = _task_of(task, self._config)
+            files = environment_files(self._task, self._config.files_bytes)
+        except DatasetError as error:
+            raise InvalidRequestError(error.message) from error
+        dockerfile = self._task.dockerfile
+        self._process = await LiveProcess.start(self._slots, self._limits(), "", profile=SHELL, bounds=self._bounds())
+        await self._must(_INSIDE)
+        await self._must(_call("begin", WRITABLE, str(dockerfile.workdir), dockerfile.variables))
+        await self._must(_call("put", _packed(files)))
+        self._deadline = self._clock() + min(self._task.agent_s, self._config.agent_time_s)
+        text = self._task.instruction.rstrip() + _HOW.format(workdir=dockerfile.workdir)
+        return Observation(text=text, tools=(TOOL,))
+
+    async def step(self, action: str) -> StepResult:
+        assert self._process is not None, "stepped before reset, or after the end"
+        content = find_call(action)
+        late = self._clock() >= self._deadline
+        if content is None or late:
+            return await self._end({"agent_timeouts": float(late)})
+        command = _command_in(content)
+        if isinstance(command, MalformedCall):
+            return StepResult(observation=f"Error: {command.error}", metrics=self._metrics(invalid_commands=1.0))
+        self._commands += 1
+        result = await self._process.run(_call("command", command, self._config.command_time_s))
+        if not result.alive:
+            return self._ended_by_its_command(result)
+        said = (result.stdout + result.stderr).decode(errors="replace").rstrip()
+        if result.status is RunStatus.OUTPUT_LIMIT:
+            said += "\n(the command printed too much and was stopped)"
+        elif result.status is not RunStatus.OK:
+            raise EpisodeLostError(f"task {self._task.name}: a command ended as {result.status}: {result.error}")
+        return StepResult(observation=cut_text(said or "(no output)", self._config.max_chars), metrics=self._metrics())
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            await process.close()
+
+    async def _end(self, metrics: Mapping[str, float]) -> StepResult:
+        """Run the tests. Raises ``EpisodeLostError`` where they give no reward."""
+        name = self._task.name
+        try:
+            files = verifier_files(self._task, self._config.files_bytes)
+        except DatasetError as error:
+            raise EpisodeLostError(error.message) from error
+        limit_s = min(self._task.verifier_s, self._config.verifier_time_s)
+        given = _call("verify", limit_s, TESTS, LOGS, _packed(files), self._task.verifier_variables)
+        for question in (given, _call("reward", LOGS)):
+            result = await self._ask(question)
+            if result.status is not RunStatus.OK:
+                why = result.detail or result.error or result.stderr.decode(errors="replace")[-200:]
+                raise EpisodeLostError(f"task {name}: the tests ended as {result.status}: {why}")
+        try:
+            outcome = json.loads(result.stdout)
+        except ValueError:
+            raise EpisodeLostError(f"task {name}: the sandbox told no outcome of the tests") from None
+        if not outcome.pop("ended"):
+            raise EpisodeLostError(
+                f"task {name}: test.sh did not end within {limit_s:g} s (envgateway.harbor.verifier_time_s)"
+            )
+        reward, others = reward_of(outcome, name)
+        return StepResult(
+            reward=reward, done=True, status=EndStatus.COMPLETED, metrics={**self._metrics(), **others, **metrics}
+        )
+
+    def _ended_by_its_command(self, result: CellResult) -> StepResult:
+        """The process of the sandbox is gone. Raises ``EpisodeLostError`` where the machine is at fault."""
+        if result.status not in STATUS:
+            raise EpisodeLostError(f"task {self._task.name}: the sandbox was lost: {result.detail or result.status}")
+        return StepResult(
+            observation=f"(the command ended the sandbox: {result.status}: {result.detail})",
+            done=True,
+            status=EndStatus.INVALID_ACTION,
+            metrics=self._metrics(sandboxes_ended=1.0),
+        )
+
+    async def _ask(self, code: str) -> CellResult:
+        assert self._process is not None
+        return await self._process.run(code)
+
+    async def _must(self, code: str) -> None:
+        """Raises ``InfrastructureError`` where a part of the beginning fails."""
+        result = await self._ask(code)
+        if result.status is not RunStatus.OK:
+            why = result.stderr.decode(errors="replace")[-500:] or result.detail or result.error
+            raise InfrastructureError(
+                f"task {self._task.name}: its sandbox could not be prepared: {result.status}: {why}"
+            )
+
+    def _metrics(self, **more: float) -> dict[str, float]:
+        return {"commands": float(self._commands), **more}
+
+    def _limits(self) -> LiveConfig:
+        config = self._config
+        turn_s = max(config.command_time_s, config.verifier_time_s) + _SPARE_S
+        return LiveConfig.model_construct(
+            cell_time_s=turn_s,
+            cpu_time_s=config.cpu_time_s,
+            lifetime_s=min(self._task.agent_s, config.agent_time_s) + config.verifier_time_s + _LATE_S,
+            memory_bytes=min(self._task.memory_bytes or config.memory_bytes, config.memory_bytes),
+            output_bytes=config.output_bytes,
+        )
+
+    def _bounds(self) -> dict[str, float | int]:
+        config = self._config
+        return {
+            "processes": config.num_processes,
+            "disk_bytes": min(self._task.storage_bytes or config.disk_bytes, config.disk_bytes),
+            "file_bytes": config.disk_bytes,
+            "num_files": config.num_files,
+            "open_files": config.open_files,
+        }
+
+
+def _task_of(row: Mapping[str, Any], config: HarborConfig) -> HarborTask:
+    column = row.get(COLUMN)
+    if not isinstance(column, Mapping) or not isinstance(column.get("directory"), str):
+        raise InvalidRequestError(
+            f"the task has no column {COLUMN!r} with a directory: the environment harbor plays rows of data.train.harbor only"
+        )
+    task = read_task(Path(column["directory"]))
+    if task.run and not config.skip_run:
+        raise InvalidRequestError(needs_programs(task.name, task.run))
+    return task
+
+
+def _command_in(content: str | MalformedCall) -> str | MalformedCall:
+    call = content if isinstance(content, MalformedCall) else parse_json_call(content)
+    if isinstance(call, MalformedCall):
+        return call
+    command = call.arguments.get("command")
+    if call.name != "bash" or not isinstance(command, str):
+        return MalformedCall(error='write {"name": "bash", "arguments": {"command": "..."}}')
+    if "\0" in command or len(command) > 100_000:
+        return MalformedCall(error="the command has a zero byte, or more than 100,000 characters")
+    return command.encode(errors="replace").decode()
+
+
+def _call(name: str, *arguments: Any) -> str:
+    """A cell that calls a function of ``inside``; prints no value."""
+    packed = base64.b64encode(json.dumps(arguments).encode()).decode()
+    return f"_ = {name}(*json.loads(base64.b64decode('{packed}')))"
+
+
+def _packed(files: list[TaskFile]) -> str:
+    return json.dumps(
+        [[str(file.place), file.kind, file.mode, base64.b64encode(file.content).decode()] for file in files]
+    )

@@ -1,0 +1,1 @@
+"""Client of OpenEnv servers: reset, step and state over a WebSocket, one for each episode."""

@@ -1,0 +1,159 @@
+"""Compares an answer with the reference answer: Math-Verify, with checks before and after.
+
+Runs in the worker. A decimal that is merely near (``exactness``), an answer of another form and a chain of equations
+that does not hold are wrong although Math-Verify accepts them; inequalities for intervals, ``7=x`` for ``x=7`` and
+``i`` for a root of -1 are right although Math-Verify rejects them. A percent sign may be missing on either side, which
+is Math-Verify's rule: 50 and 50% are equal, and 50% is 0.5.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from services.common.records.dataset_rows import last_boxed
+from services.envgateway.rewards.math.boxed import num_boxes
+from services.envgateway.rewards.math.exactness import is_merely_near
+from services.envgateway.rewards.math.forms import (
+    Span,
+    equations,
+    intervals,
+    listed_values,
+    named_values,
+    other_form,
+    rewritten,
+)
+
+_MOST_SPANS = 4
+_Parsed = list[Any]
+
+
+class MathComparison:
+    """``gold`` and ``answer`` parse; ``wrong`` compares. Untrusted formulas may raise any error."""
+
+    def __init__(self) -> None:
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+        self._parse, self._verify = parse, verify
+        self._settings = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]  # boxed answers first
+
+    def gold(self, truth: str) -> _Parsed:
+        """The parsed reference answer; empty when the comparison is impossible."""
+        truth = rewritten(truth)
+        found = self._parsed(truth) if "$" in truth or "\\boxed" in truth else []
+        return found or self._parsed(f"${truth}$")
+
+    def answer(self, completion: str) -> _Parsed:
+        """Empty when no answer is found."""
+        return self._parsed(rewritten(completion))
+
+    def is_equal(self, gold: _Parsed, answer: _Parsed) -> bool:
+        """Whether Math-Verify alone finds them equal."""
+        return bool(self._verify(gold, answer, timeout_seconds=None, raise_on_error=True))
+
+    def wrong(self, truth: str, gold: _Parsed, completion: str, answer: _Parsed) -> str | None:
+        """Why the answer is wrong; empty when the answer is another value, None when the answer is right."""
+        wanted, given = _text(gold, truth), _text(answer, completion)
+        if wanted == given:
+            return None
+        if self.is_equal(gold, answer):
+            if is_merely_near(gold, answer):
+                return "near, and not equal"
+            if num_boxes(completion) > 1:  # together a set, by Math-Verify
+                return None
+            return other_form(wanted, given) or self._broken_chain(given) or self._exchanged(wanted, given) or None
+        if self._same_percent(wanted, given):
+            return None
+        if self._same_intervals(wanted, given) or self._same_turned(gold, given) or self._same_complex(gold, answer):
+            return None
+        return ""
+
+    def _parsed(self, text: str) -> _Parsed:
+        return list(self._parse(text, self._settings, parsing_timeout=None))
+
+    def _same(self, left: str, right: str) -> bool:
+        if left == right:
+            return True
+        first, second = self._parsed(f"${left}$"), self._parsed(f"${right}$")
+        return bool(first and second) and self.is_equal(first, second) and not is_merely_near(first, second)
+
+    def _broken_chain(self, given: str) -> str:
+        """A number of an equation that differs from the equation's last number, as in 8=7."""
+        for *sides, last in equations(given):
+            end = self._parsed(f"${last}$")
+            for side in sides:
+                found = self._parsed(f"${side}$")
+                if found and _is_number(found[0]) and end and _is_number(end[0]) and not self.is_equal(end, found):
+                    return "an equation that does not hold"
+        return ""
+
+    def _exchanged(self, wanted: str, given: str) -> str:
+        """2, 1 for x=1, y=2, as Math-Verify takes both for sets."""
+        if not named_values(wanted):
+            return ""
+        left, right = listed_values(wanted), listed_values(given)
+        if len(left) != len(right) or all(self._same(a, b) for a, b in zip(left, right, strict=True)):
+            return ""
+        return "values of names in another order"
+
+    def _same_turned(self, gold: _Parsed, given: str) -> bool:
+        """7=x for 7, or for x=7."""
+        found = equations(given)
+        if len(found) != 1 or len(found[0]) != 2 or not found[0][1].isalpha() or len(found[0][1]) > 1:
+            return False
+        side, name = found[0]
+        return self.is_equal(gold, self._parsed(f"${name}={side}$"))
+
+    def _same_percent(self, wanted: str, given: str) -> bool:
+        """Whether the numbers are the same, with a percent sign on one side only."""
+        left, right = (text.strip().rstrip(".").rstrip() for text in (wanted, given))
+        if left.endswith("%") is right.endswith("%"):
+            return False
+        return self._same(*(text.removesuffix("%").removesuffix("\\") for text in (left, right)))
+
+    def _same_complex(self, gold: _Parsed, answer: _Parsed) -> bool:
+        """Whether they are equal with ``i`` for the root of -1, where each side has another form."""
+        import sympy
+
+        if not (_has_i(gold[0]) or _has_i(answer[0])):
+            return False
+        pair = []
+        for found in (gold, answer):
+            value = found[0]
+            named = {symbol: sympy.I for symbol in value.free_symbols if symbol.name == "i"} if hasattr(value, "free_symbols") else {}  # fmt: skip
+            value = value.subs(named) if named else value
+            pair.append(value.doit() if hasattr(value, "doit") else value)
+        if any(getattr(value, "free_symbols", None) for value in pair):
+            return False
+        return self.is_equal([pair[0]], [pair[1]])
+
+    def _same_intervals(self, wanted: str, given: str) -> bool:
+        """Intervals, where one side writes them as inequalities."""
+        left, right = intervals(wanted), intervals(given)
+        if left is None or right is None or not (left[1] or right[1]) or len(left[0]) != len(right[0]):
+            return False
+        if len(left[0]) > _MOST_SPANS:
+            return False
+        return any(
+            all(self._same_span(a, b) for a, b in zip(left[0], order, strict=True))
+            for order in itertools.permutations(right[0])
+        )
+
+    def _same_span(self, a: Span, b: Span) -> bool:
+        if (a.has_low, a.has_high, not a.low, not a.high) != (b.has_low, b.has_high, not b.low, not b.high):
+            return False
+        return self._same(a.low, b.low) and self._same(a.high, b.high)
+
+
+def _text(parsed: _Parsed, source: str) -> str:
+    """The text that was read as the answer."""
+    boxed = last_boxed(source) if num_boxes(source) == 1 else None
+    return boxed or next((part for part in parsed if isinstance(part, str)), source)
+
+
+def _is_number(value: Any) -> bool:
+    return bool(getattr(value, "is_number", False))
+
+
+def _has_i(value: Any) -> bool:
+    return any(symbol.name == "i" for symbol in getattr(value, "free_symbols", ()))

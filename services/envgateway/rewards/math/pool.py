@@ -1,0 +1,198 @@
+"""Math-Verify in processes that can be killed: started on first use, replaced after an overrun or a crash.
+
+The cause of a failed grading decides its reward: a policy must neither drop a sample by an answer that cannot be
+graded, nor pay for a machine that is busy or broken:
+
+    the answer takes more than ``timeout_s`` of CPU time     unparsed, 0
+    the answer uses up memory or stack                       unparsed, 0
+    the answer crashes its worker, twice (SIGSEGV, ...)      unparsed, 0
+    the reference answer does any of these, also alone       grader failed: masked, for the row is unusable
+    a worker is killed from outside, or exits by itself      tried again; three times: grader failed
+    a worker gets no processor for long                      tried again; three times: grader failed
+
+Time is the worker's CPU time, so a loaded machine makes gradings slow and not wrong. Before an answer is blamed, its
+reference answer is compared with a harmless one, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import structlog
+
+from services.common.config.processes.envgateway import MathRewardConfig, ReasoningGymConfig
+from services.common.errors import CapacityError
+from services.envgateway.child import ChildFailed, ChildLost
+from services.envgateway.rewards.math.process import MathProcess, WorkerDied, WorkerOverdue, WorkerStarved
+from services.envgateway.rewards.math.progress import ANSWER
+from services.envgateway.rewards.result import RewardOutcome, RewardResult, grader_failed, unparsed
+from services.envgateway.sandbox.bare import wire
+
+log = structlog.get_logger()
+
+MAX_COMPLETION_CHARS = 50_000  # of the end, where the answer is
+_QUEUE_TIMEOUT_S = 60.0
+_MAX_WAITING = 4096
+_ATTEMPTS = 3
+_MOST_TRIES = 10  # including those that were lost to the answer before
+_DEPTH = 3  # questions at one worker: the current one and the next two, so that the worker never waits for us
+_MAX_SOUND = 4096
+_HARMLESS = "$\\frac{355}{113}$"  # no verdict by a text comparison
+_SURE_AFTER = 2  # crashes on the same answer, until the answer is at fault
+# Signals that a process causes itself; SIGKILL and SIGTERM come from outside.
+_OWN_DOING = {
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGABRT,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGXCPU,
+    signal.SIGSYS,
+}
+
+
+class _Seat:
+    """A worker's place; empty until first use, and again after its worker has failed."""
+
+    def __init__(self, cpu_s: float, grader: str) -> None:
+        self._cpu_s = cpu_s
+        self._grader = grader
+        self._starting = asyncio.Lock()
+        self.process: MathProcess | None = None
+        self.num_asked = 0
+
+    async def ask(self, frame: bytes) -> dict[str, Any]:
+        """Raises ``ChildFailed``, and ``InfrastructureError`` when no worker starts."""
+        self.num_asked += 1
+        try:
+            async with self._starting:
+                if self.process is None or self.process.failure is not None:
+                    self.empty()
+                    process = MathProcess(self._cpu_s, self._grader)
+                    await process.start(f"the grader {self._grader or 'math'}")
+                    self.process = process
+                process = self.process
+            answer = await process.ask(frame)
+            if answer["worn"] and self.process is process:
+                self.empty()
+            return answer
+        finally:
+            self.num_asked -= 1
+
+    def empty(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+
+
+class MathPool:
+    """Pool of math workers. ``grade`` is the only entry; an unused pool holds no process."""
+
+    def __init__(self, config: MathRewardConfig | ReasoningGymConfig, grader: str = "") -> None:
+        """``grader``: another than Math-Verify."""
+        self._config = config
+        self._seats = [_Seat(config.timeout_s, grader) for _ in range(config.num_workers)]
+        self._room = asyncio.Semaphore(config.num_workers * _DEPTH)
+        self._waiting = 0
+        self._sound: OrderedDict[str, bool] = OrderedDict()  # by reference answer
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of live workers."""
+        return [seat.process.pid for seat in self._seats if seat.process is not None]
+
+    async def grade(self, truth: str, completion: str) -> RewardResult:
+        """Grade one completion.
+
+        Raises:
+            CapacityError: too many are waiting.
+            InfrastructureError: no worker can be started.
+        """
+        result, is_blamed = await self._grade(truth, completion)
+        if is_blamed and not await self._is_sound(truth):
+            return grader_failed(f"the reference answer cannot be compared with anything: {result.detail}")
+        return result
+
+    async def close(self) -> None:
+        for seat in self._seats:
+            seat.empty()
+
+    async def _is_sound(self, truth: str) -> bool:
+        if truth not in self._sound:
+            alone, _ = await self._grade(truth, _HARMLESS)
+            if alone.outcome is RewardOutcome.GRADER_FAILED:
+                return False  # of no use now, perhaps for the machine's sake: not remembered
+            self._sound[truth] = alone.outcome is not RewardOutcome.UNPARSED
+            if len(self._sound) > _MAX_SOUND:
+                self._sound.popitem(last=False)
+        return self._sound[truth]
+
+    async def _grade(self, truth: str, completion: str) -> tuple[RewardResult, bool]:
+        """And whether the answer is blamed for a failure."""
+        frame = wire.encode(
+            {"kind": "grade"},
+            [truth.encode(errors="replace"), completion[-MAX_COMPLETION_CHARS:].encode(errors="replace")],
+        )
+        failed, crashes, why = 0, 0, ""
+        for _ in range(_MOST_TRIES):
+            async with self._place():
+                seat = min(self._seats, key=lambda seat: (seat.num_asked, seat.process is None))
+                try:
+                    answer = await seat.ask(frame)
+                except ChildLost:
+                    continue
+                except ChildFailed as failure:
+                    failed += 1
+                    crashes += isinstance(failure, WorkerDied) and failure.signal in _OWN_DOING
+                    result, why = self._judged(failure, crashes), str(failure)
+                    if result is not None:
+                        return result, result.outcome is RewardOutcome.UNPARSED
+                    if failed == _ATTEMPTS:
+                        return grader_failed(f"a worker {why}, {_ATTEMPTS} times"), False
+                    continue
+            self.counts["worn"] += answer["worn"]
+            return _result(answer), answer["exhausted"]
+        return grader_failed(f"{_MOST_TRIES} workers were lost to other answers; {why}"), False
+
+    def _judged(self, failure: ChildFailed, crashes: int) -> RewardResult | None:
+        """The result of a grading that did not end well; None when the grading should be tried again."""
+        if isinstance(failure, WorkerOverdue):
+            self.counts["timeouts"] += 1
+            return _blamed(failure.stage, f"grading took more than {self._config.timeout_s:g} s")
+        self.counts["starved" if isinstance(failure, WorkerStarved) else "crashes"] += 1
+        log.warning("math_worker.lost", why=str(failure))
+        if isinstance(failure, WorkerDied) and crashes == _SURE_AFTER:
+            return _blamed(failure.stage, f"the worker {failure}, {_SURE_AFTER} times")
+        return None
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        if self._waiting >= _MAX_WAITING:
+            raise CapacityError(f"{self._waiting} answers wait to be graded", retry_after_s=1.0)
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(_QUEUE_TIMEOUT_S):
+                await self._room.acquire()
+        except TimeoutError:
+            raise CapacityError(f"no grader came free within {_QUEUE_TIMEOUT_S:g} s", retry_after_s=1.0) from None
+        finally:
+            self._waiting -= 1
+        try:
+            yield
+        finally:
+            self._room.release()
+
+
+def _blamed(stage: int, what: str) -> RewardResult:
+    return unparsed(what) if stage == ANSWER else grader_failed(f"{what}, on the reference answer")
+
+
+def _result(answer: dict[str, Any]) -> RewardResult:
+    outcome = RewardOutcome(answer["outcome"])
+    return RewardResult(outcome=outcome, reward=answer["reward"], detail=answer["detail"])

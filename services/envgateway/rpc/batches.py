@@ -1,0 +1,52 @@
+"""Batched calls: each call of a message runs separately and is answered as soon as it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from typing import TypeVar
+
+from services.common.errors import InvalidRequestError, MillraceError
+
+MOST_CALLS = 256  # of one message
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+async def answered(
+    requests: Iterable[Request], answer: Callable[[Request], Awaitable[Response]]
+) -> AsyncGenerator[list[tuple[int, Response | None]], None]:
+    """Places and answers, those that came together in one list; None for a call that failed, which its caller makes again
+    alone, to be told why. Leaving ends the calls that run.
+
+    Raises ``InvalidRequestError`` for more than ``MOST_CALLS``.
+    """
+    todo = list(requests)
+    if len(todo) > MOST_CALLS:
+        raise InvalidRequestError(f"{len(todo)} calls in one message; at most {MOST_CALLS} are taken")
+    ended: asyncio.Queue[int] = asyncio.Queue()
+    tasks: list[asyncio.Task[Response | None]] = []
+    try:
+        for place, request in enumerate(todo):
+            task = asyncio.create_task(_told(answer(request)), name=f"call {place} of a message")
+            task.add_done_callback(lambda _, place=place: ended.put_nowait(place))  # type: ignore[misc]
+            tasks.append(task)
+        left = len(tasks)
+        while left:
+            places = [await ended.get()]  # each call has its deadline
+            while not ended.empty():
+                places.append(ended.get_nowait())
+            left -= len(places)
+            yield [(place, tasks[place].result()) for place in places]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _told(answer: Awaitable[Response]) -> Response | None:
+    try:
+        return await answer
+    except MillraceError:
+        return None

@@ -1,0 +1,1 @@
+"""Confinement of a child: namespaces, seccomp, Landlock, memory cgroups, disk quota."""

@@ -1,0 +1,206 @@
+"""Confines a new child before untrusted code runs, per tier.
+
+    2   tier 1 and mount, pid, network, ipc and uts namespaces, a sized tmpfs as work dir (root with CAP_SYS_ADMIN)
+    1   slot user, hard rlimits, seccomp, Landlock where the kernel has it        (root; uid keeps slots apart)
+    U   user, network, ipc and uts namespaces, rlimits, seccomp, Landlock         (not root; Landlock keeps files apart)
+    0   rlimits; seccomp and Landlock where they work, without any guarantee
+
+The supervisor's own limits (wall time, CPU and memory over the tree, output) come on top and trust none of this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import struct
+
+from .. import messages
+from ..messages import Start
+from . import landlock, seccomp
+from .jail import WORK_PARENT, Jail
+
+_PR_SET_PDEATHSIG, _SIGKILL = 1, 9
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
+_HOSTS_UID = 65_002  # no program is ever started as this user, nor may one become this user
+_NEW_USER, _NEW_NET, _NEW_IPC, _NEW_UTS = 0x10000000, 0x40000000, 0x08000000, 0x04000000
+_CAPABILITY_VERSION_3 = 0x20080522
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+RLIMIT_MSGQUEUE = 12  # a constant that the resource module lacks
+
+# Shared libraries and data that an import may need; the interpreter's own tree is added by the fork server.
+_SYSTEM_READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo",
+                    "/etc/ld.so.cache", "/etc/localtime")  # fmt: skip
+# A compiled program's start needs the dynamic loader, named by its real directory.
+_LOADERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+
+_PER_RUN = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE,
+            resource.RLIMIT_NPROC)  # fmt: skip
+
+
+class Confinement:
+    """Prepared once per fork server and slot; ``apply`` runs in the child and cannot be undone."""
+
+    def __init__(
+        self,
+        tier: str,
+        slot_dirs: list[str],
+        readable: list[str],
+        tools: list[str],
+        accounted: bool,
+        links: list[str] | None = None,
+    ) -> None:
+        """``readable``: trees that any program may read; ``tools``: those that only a compiler may read and execute;
+        ``accounted``: a cgroup counts all memory; ``links``: of a shell, which executes the tools and its own files:
+        names below the root that lead into the work dir."""
+        self._tier = tier
+        self._slot_dirs = slot_dirs
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        for name in ("prctl", "unshare", "syscall"):  # found here, and not by each child
+            getattr(self._libc, name)
+        self._libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)  # likewise the set-up of the first call
+        # root in a container may not raise limits either
+        hard = {what: resource.getrlimit(what)[1] for what in _PER_RUN}
+        self._hard = {what: 1 << 62 if value == resource.RLIM_INFINITY else value for what, value in hard.items()}
+        self._filtered = seccomp.is_supported()
+        self._may_execute = bool(tools)
+        self._accounted = accounted
+        self._parent = -1  # the fork server's pid, as its children see the server
+        # a shared mapping of zeros is memory that is in no resident set
+        devices = _DEVICES if accounted else tuple(device for device in _DEVICES if device != "/dev/zero")
+        if not self._filtered and tier != "0":
+            raise OSError(f"tier {tier} needs seccomp, whose numbers are not known for {os.uname().machine}")
+        abi = landlock.abi_version()
+        if links is not None and tier != "2":
+            raise OSError(f"a shell needs a root of its own, which tier 2 has and tier {tier} has not")
+        if tier == "U" and not abi:
+            raise OSError("tier U needs Landlock, which this kernel does not offer")
+        readable = [*_SYSTEM_READABLE, *readable]
+        self._jail: Jail | None = None
+        if tier == "2":
+            self._jail = Jail()
+            self._jail.enter(os.path.join(os.path.dirname(slot_dirs[0]), "root"), [*readable, *tools], devices,
+                             links or [])  # fmt: skip
+        # one rule set per slot: the slot's directory is never removed, only its work dir
+        places = [WORK_PARENT] if self._jail is not None else slot_dirs
+        executable: list[str] = [*_LOADERS] if tools else []
+        if links is not None:
+            readable, executable = [*readable, *tools], [*executable, *tools, *places]
+        self._rulesets, self._compiler_rulesets = [], []
+        if abi:
+            self._rulesets = [landlock.create_ruleset(abi, readable, [p], devices, executable) for p in places]
+        if abi and tools:
+            self._compiler_rulesets = [
+                landlock.create_ruleset(abi, [*readable, *tools], [place], ["/dev/null"], [*executable, *tools])
+                for place in places
+            ]
+
+    def prepare_parent(self) -> None:
+        """In the fork server, as the last step: the server and its children lose rights that none of them needs."""
+        for what in (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK):
+            resource.setrlimit(what, (0, 0))
+        if not self._filtered:
+            return
+        try:
+            seccomp.refuse_common(self._tier, self._may_execute, self._accounted)
+        except OSError:
+            if self._tier != "0":
+                raise
+            self._filtered = False
+
+    def fork(self, namespace_fd: int | None) -> int:
+        """``os.fork``; at tier 2 into the pid namespace of the slot."""
+        if self._jail is None or namespace_fd is None:
+            return os.fork()
+        return self._jail.fork_into(namespace_fd)
+
+    def slot_dir(self, run: Start) -> str | None:
+        """The directory that holds all files a run's program may write; None where the work dir is the only one."""
+        return self._slot_dirs[run.slot] if self._tier in ("U", "0") else None
+
+    def apply(self, run: Start, parent: int) -> None:
+        """Confine the child; called in the child. The work dir is the current directory afterwards."""
+        hosting = run.mode == messages.CASES
+        if self._jail is not None:
+            self._jail.enter_own_mounts(run.uid, run.disk_bytes, run.num_files)
+        else:
+            os.chdir(self._slot_dirs[run.slot] + "/work")
+        if self._tier == "U":
+            self._enter_namespaces()
+        self._set_limits(run)
+        if self._tier in ("1", "2"):
+            os.setgroups([])
+            os.setresgid(run.uid, run.uid, run.uid)
+            # real and saved user decide about signals, limits and traces: in a host's cases they differ from the host's
+            own = _HOSTS_UID if hosting else run.uid
+            os.setresuid(own, run.uid, own)
+        # after the change of uid, which clears the flag; the fork server may have died in between
+        # a parent outside of the pid namespace shows as pid 0 while alive; after adoption the parent is pid 1
+        self._parent = parent if self._jail is None else 0
+        self._die_with(self._parent)
+        if self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+        rulesets = self._compiler_rulesets if run.mode == messages.COMPILE else self._rulesets
+        if rulesets:
+            landlock.restrict_self(rulesets[run.slot if self._jail is None else 0])
+        if hosting:
+            self._set_dumpable(False)
+        else:
+            self._filter_child()
+
+    def enter_case(self, run: Start, host: int | None = None) -> None:
+        """Drop the rights that only a host needs: in a child of a host, or in a child that is not a host."""
+        self._limit_children(run)
+        if self._tier in ("1", "2"):
+            os.setresuid(run.uid, run.uid, run.uid)
+        else:
+            self._set_dumpable(True)  # as any program of our own user
+        self._die_with(host if host is not None else self._parent)
+        self._filter_child()
+
+    def _die_with(self, parent: int) -> None:
+        self._libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    def _set_dumpable(self, dumpable: bool) -> None:
+        if self._libc.prctl(_PR_SET_DUMPABLE, int(dumpable), 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
+
+    def _filter_child(self) -> None:
+        if self._filtered and self._tier in ("U", "0"):
+            # RLIMIT_NPROC does not bind root, whom a container may force on tier 0
+            seccomp.refuse_for_child(processes=self._tier == "0" and os.getuid() == 0)
+
+    def _set_limits(self, run: Start) -> None:
+        # These back up the supervisor's limits and are never the only ones.
+        self._limit(resource.RLIMIT_CPU, int(run.cpu_s) + 2)
+        # Address space is not memory: a generous backstop for growth between two checks of the supervisor.
+        self._limit(resource.RLIMIT_AS, 4 * run.memory_bytes + (1 << 30))
+        self._limit(resource.RLIMIT_FSIZE, run.file_bytes)
+        if self._tier in ("U", "0"):
+            resource.setrlimit(RLIMIT_MSGQUEUE, (0, run.mark))
+        if run.mode != messages.CASES:  # a host holds the input of many, and is counted with the hosts of other slots
+            self._limit_children(run)
+
+    def _limit_children(self, run: Start) -> None:
+        self._limit(resource.RLIMIT_NOFILE, run.open_files)
+        self._limit(resource.RLIMIT_NPROC, run.processes)
+
+    def _limit(self, what: int, value: int) -> None:
+        value = min(value, self._hard[what])
+        resource.setrlimit(what, (value, value))
+
+    def _enter_namespaces(self) -> None:
+        uid, gid = os.getuid(), os.getgid()
+        if self._libc.unshare(_NEW_USER | _NEW_NET | _NEW_IPC | _NEW_UTS):
+            raise OSError(ctypes.get_errno(), "unshare")
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+        # A new user namespace starts with every capability over itself.
+        header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+        if self._libc.syscall(_CAPSET[os.uname().machine], header, b"\0" * 24):
+            raise OSError(ctypes.get_errno(), "capset")

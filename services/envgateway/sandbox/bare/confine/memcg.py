@@ -1,0 +1,226 @@
+"""A memory cgroup per slot, where the machine grants one: the kernel counts all memory that a program causes.
+
+The count includes memory that /proc does not show: shared memory that is mapped and not resident, buffers of sockets
+and pipes, page tables, files in memory. Found by trying, version 2 or 1.
+
+Moving a process into a cgroup may wait for every core to pass a quiet point, some 15 ms, so a helper process moves
+them, and only for runs that live long enough to be looked at. Memory from before the move is counted in the resident set
+only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterable
+
+_PREFIX = "millrace-sandbox-"
+_PR_SET_PDEATHSIG = 1
+_LONGEST_ORDER = 64
+
+
+class SlotMemory:
+    """The cgroup of one slot. ``limit`` before its first process; numbers are of all its processes together."""
+
+    def __init__(self, directory: str, version: int, orders: socket.socket) -> None:
+        os.mkdir(directory)
+        self.directory = directory
+        self._orders = orders  # to the helper, which knows this cgroup by the end of its name
+        self._version = version
+        self._limit = 0
+        self._usage_fd = self._open("memory.current" if version == 2 else "memory.usage_in_bytes")
+        self._kills_fd = self._open("memory.events" if version == 2 else "memory.oom_control")
+
+    def _open(self, name: str) -> int:
+        return os.open(f"{self.directory}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def limit(self, limit_bytes: int) -> None:
+        """Bound memory, and thereby swap. Raises ``OSError`` where the kernel refuses the limit."""
+        if limit_bytes == self._limit:
+            return
+        if self._version == 2:
+            _write(f"{self.directory}/memory.max", str(limit_bytes))
+            _write_if_there(f"{self.directory}/memory.swap.max", "0")
+            _write_if_there(f"{self.directory}/memory.oom.group", "1")
+        else:
+            with_swap = f"{self.directory}/memory.memsw.limit_in_bytes"
+            _write_if_there(with_swap, "-1")  # never below the other, in either direction
+            _write(f"{self.directory}/memory.limit_in_bytes", str(limit_bytes))
+            _write_if_there(with_swap, str(limit_bytes))
+        self._limit = limit_bytes
+
+    def move(self, pid: int) -> bool:
+        """Order a process into the cgroup, soon. False when the helper is behind: ask again."""
+        try:
+            self._orders.send(f"{os.path.basename(self.directory)} {pid}".encode())
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):  # the helper is gone; its end is the supervisor's
+            return True
+        return True
+
+    def usage_bytes(self) -> int:
+        """Bytes that the kernel counts now; 0 when unknown."""
+        try:
+            return int(os.pread(self._usage_fd, 64, 0))
+        except (OSError, ValueError):
+            return 0
+
+    def num_kills(self) -> int:
+        """Processes that the kernel has killed here for want of memory, since the cgroup was made."""
+        try:
+            found = re.search(rb"^oom_kill (\d+)", os.pread(self._kills_fd, 1024, 0), re.MULTILINE)
+        except OSError:
+            return 0
+        return int(found[1]) if found else 0
+
+    def close(self) -> None:
+        for fd in (self._usage_fd, self._kills_fd):
+            os.close(fd)
+        _remove(self.directory)
+
+
+class MemoryGroups:
+    """The cgroups of all slots below one of this process's own, and the helper that moves processes there."""
+
+    def __init__(self, directory: str, version: int, num_slots: int) -> None:
+        self._directory = directory
+        self.version = version
+        if version == 2:  # refused where a cgroup has processes of its own, unless enabled before
+            _write_if_there(f"{os.path.dirname(directory)}/cgroup.subtree_control", "+memory")
+        os.mkdir(directory)
+        if version == 2:
+            _write(f"{directory}/cgroup.subtree_control", "+memory")
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.setblocking(False)
+        self.slots = [SlotMemory(f"{directory}/slot-{index}", version, self._channel) for index in range(num_slots)]
+        for slot in self.slots[:1]:
+            slot.limit(1 << 30)  # the kernel takes a limit, or there is no bound
+        self.mover_pid = os.fork()
+        if self.mover_pid == 0:
+            _be_mover(theirs, [slot.directory for slot in self.slots])
+        theirs.close()
+
+    def close(self) -> None:
+        self._channel.close()
+        try:
+            os.waitpid(self.mover_pid, 0)
+        except ChildProcessError:  # reaped with the strays
+            pass
+        for slot in self.slots:
+            slot.close()
+        _remove(self._directory)
+
+
+def _be_mover(orders: socket.socket, directories: list[str]) -> None:
+    """Never returns."""
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        kept = orders.fileno()
+        os.closerange(0, kept)
+        os.closerange(kept + 1, 1 << 16)
+        targets = {
+            os.path.basename(directory): os.open(f"{directory}/cgroup.procs", os.O_WRONLY) for directory in directories
+        }
+        while order := orders.recv(_LONGEST_ORDER):
+            slot, pid = order.split()
+            try:
+                os.write(targets[slot.decode()], pid)
+            except OSError:  # the process has ended
+                pass
+    finally:
+        os._exit(0)
+
+
+def grant(num_slots: int) -> MemoryGroups | str:
+    """Cgroups for these slots, or why the machine grants none."""
+    reasons = []
+    for version, base in _candidates():
+        _sweep(base)
+        try:
+            return MemoryGroups(f"{base}/{_PREFIX}{os.getpid()}", version, num_slots)
+        except OSError as error:
+            _sweep(base, os.getpid())
+            reasons.append(f"version {version}: {error}")
+    return "; ".join(reasons) or "no memory controller is mounted for this process"
+
+
+def _candidates() -> list[tuple[int, str]]:
+    """(version, directory) of this process's cgroups that have the memory controller."""
+    own: dict[str, str] = {}
+    for line in _lines("/proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        own |= dict.fromkeys(controllers.split(","), path)
+    found = []
+    for line in _lines("/proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        root, mounted = before.split()[3:5]
+        kind, _, options = after.split()[:3]
+        if kind == "cgroup2" and "" in own:
+            path = _below(mounted, root, own[""])
+            if "memory" in " ".join(_lines(f"{path}/cgroup.controllers")).split():
+                found.append((2, path))
+        elif kind == "cgroup" and "memory" in options.split(",") and "memory" in own:
+            found.append((1, _below(mounted, root, own["memory"])))
+    return found
+
+
+def _below(mounted: str, root: str, path: str) -> str:
+    """A cgroup's directory; ``root`` is the part of the hierarchy that is mounted."""
+    inner = path.removeprefix(root) if root != "/" and path.startswith(root) else path
+    return os.path.join(mounted, inner.lstrip("/")).rstrip("/")
+
+
+def _sweep(base: str, pid: int | None = None) -> None:
+    """Remove cgroups of supervisors that were killed, or of this one."""
+    for name in _names(base):
+        owner = name.removeprefix(_PREFIX)
+        if name.startswith(_PREFIX) and (owner == str(pid) or (pid is None and not os.path.exists(f"/proc/{owner}"))):
+            for slot in _names(f"{base}/{name}"):
+                if slot.startswith("slot-"):
+                    _remove(f"{base}/{name}/{slot}")
+            _remove(f"{base}/{name}")
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path) as file:
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _write_if_there(path: str, text: str) -> None:
+    try:
+        _write(path, text)
+    except OSError:  # a kernel without this limit; the main limit is set
+        pass
+
+
+def _remove(directory: str) -> None:
+    try:
+        os.rmdir(directory)
+    except OSError:  # a process is still in the cgroup: the next supervisor sweeps
+        pass
+
+
+def missing(procs: Iterable[int], slot: SlotMemory) -> list[int]:
+    """Processes that are not in the slot's cgroup."""
+    inside = {int(line) for line in _lines(f"{slot.directory}/cgroup.procs")}
+    return [pid for pid in procs if pid not in inside]

@@ -1,0 +1,1 @@
+"""Code that runs programs and tests inside a confined child."""

@@ -1,0 +1,72 @@
+"""One output stream of a program, read up to a cap: by the supervisor, and by a host that watches its cases."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+_READ_BYTES = 1 << 16  # at once: a buffer below the size from which each is a mapping of its own
+_MOST_DISCARDED = 1 << 20  # in one look
+_USUAL_PIPE, _LARGEST_PIPE = 1 << 16, 1 << 20
+
+
+class CappedPipe:
+    """The read end of a pipe. ``truncated`` says that more than ``cap`` bytes came."""
+
+    def __init__(self, fd: int, cap: int) -> None:
+        """``fd`` does not block; it is closed at the end of the stream or by ``close``."""
+        self.fd = fd
+        self.data = bytearray()
+        self.truncated = False
+        self.open = True
+        self._cap = self._whole_cap = cap
+        if cap > _USUAL_PIPE:
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, min(cap, _LARGEST_PIPE))
+            except OSError:  # a smaller pipe is only slower
+                pass
+
+    def drain(self) -> None:
+        """Read the available output. Data past the cap is dropped, and one read shows the overflow."""
+        while self.open and not self.truncated:
+            try:
+                chunk = os.read(self.fd, _READ_BYTES)
+            except BlockingIOError:
+                return
+            if not chunk:
+                self.close()
+                return
+            room = self._cap - len(self.data)
+            self.data += chunk[:room]
+            self.truncated = len(chunk) > room
+
+    def discard(self) -> None:
+        """Past the cap: read and drop output, so that the writer can stop."""
+        left = _MOST_DISCARDED
+        while self.open and left > 0:
+            try:
+                chunk = os.read(self.fd, _READ_BYTES)
+            except BlockingIOError:
+                return
+            if not chunk:
+                self.close()
+            left -= len(chunk)
+
+    def take(self) -> bytes:
+        """Output since the last call; all output counts towards the cap."""
+        data = bytes(self.data)
+        self.data.clear()
+        self._cap -= len(data)
+        return data
+
+    def renew(self) -> None:
+        """Free the whole cap again. Output that was not taken stays, unless the cap was exceeded already."""
+        if self.truncated:
+            self.data.clear()
+        self._cap = self._whole_cap
+        self.truncated = False
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            os.close(self.fd)

@@ -1,0 +1,43 @@
+"""How a run ended, and the verdict on it: one enumeration for the supervisor, the gateway, the judge and the queues.
+
+The values are the names of the protos' ``ExecutionStatus`` and ``Verdict`` without their prefix.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class RunStatus(enum.StrEnum):
+    """Status of an ended run, of one case, or of a whole judgement."""
+
+    OK = "OK"  # exit code 0; of a case: the answer is right, too
+    RUNTIME_ERROR = "RUNTIME_ERROR"  # another exit code, or a signal
+    COMPILE_ERROR = "COMPILE_ERROR"  # the source is no program
+    TIME_LIMIT = "TIME_LIMIT"
+    MEMORY_LIMIT = "MEMORY_LIMIT"
+    OUTPUT_LIMIT = "OUTPUT_LIMIT"
+    INVALID_REQUEST = "INVALID_REQUEST"
+    CANCELLED = "CANCELLED"
+    INFRA_ERROR = "INFRA_ERROR"  # retry the run
+    WRONG_ANSWER = "WRONG_ANSWER"  # of a case or a judgement, never of a run
+    INVALID_TESTS = "INVALID_TESTS"  # the tests can judge no program; never of a run
+
+    @property
+    def is_about_the_program(self) -> bool:
+        """False for a status that may change in a second run, and never becomes a reward."""
+        return self not in _ABOUT_OTHERS
+
+
+_ABOUT_OTHERS = (RunStatus.INFRA_ERROR, RunStatus.CANCELLED, RunStatus.INVALID_TESTS)
+STATUSES_OF_RUNS: tuple[RunStatus, ...] = tuple(
+    status for status in RunStatus if status not in (RunStatus.WRONG_ANSWER, RunStatus.INVALID_TESTS)
+)
+
+
+def status_of_run(name: str) -> RunStatus:
+    """Raises ``ValueError`` for a name that is not the status of a run."""
+    status = RunStatus(name)
+    if status not in STATUSES_OF_RUNS:
+        raise ValueError(f"{name!r} is the verdict on a case, not the status of a run")
+    return status

@@ -1,0 +1,1 @@
+"""The process that starts runs, enforces their limits and empties their slots."""

@@ -1,0 +1,327 @@
+"""One run in the supervisor: pipes, used resources, reason of a stop, and verdict."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from .. import messages, procfs
+from ..confine import memcg
+from ..confine.quota import DiskQuota
+from ..endings import Ending, ending
+from ..forkserver.fork_servers import ForkServer
+from ..pipes import CappedPipe
+from ..statuses import RunStatus
+from .live_turn import LiveTurn
+from .slots import Slot
+
+_FIRST_LOOK_S = 0.010
+_LOOK_EVERY_S = 0.010
+_LATER_LOOK_EVERY_S = 0.020
+_IDLE_LOOK_EVERY_S = 0.250  # of an idle live process
+_START_TIMEOUT_S = 30.0  # a fork server that is still importing; the run's own time begins with its process
+_BUFFERS_EVERY_S = 0.1
+_SHARES_PAUSE = 5  # multiple of the time that the last read of the shares took: many mappings make the read slow
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a run, from the gateway; the supervisor enforces all but ``file_bytes`` and ``open_files``."""
+
+    wall_s: float
+    cpu_s: float
+    memory_bytes: int
+    processes: int
+    output_bytes: int  # of each of stdout and stderr
+    answer_bytes: int  # of a harness's answers
+    file_bytes: int
+    open_files: int
+    disk_bytes: int
+    num_files: int
+    turn_s: float = 0.0  # of one question to a process that lives on between them; 0 for all others
+
+
+class Run:
+    """One run. Between Start and Ended the supervisor checks limits; between Ended and the answer the slot is emptied."""
+
+    def __init__(self, run_id: int, slot: Slot, limits: Limits, fds: tuple[int, int, int, int], now: float) -> None:
+        self.id = run_id
+        self.slot = slot
+        self.limits = limits
+        self.stdout = CappedPipe(fds[0], limits.output_bytes)
+        self.stderr = CappedPipe(fds[1], limits.output_bytes)
+        self.answer = CappedPipe(fds[3], limits.answer_bytes)
+        self.may_host = False  # whether its harness may report that cases run as its children
+        self.fork_server: ForkServer  # set by the supervisor before anything is asked of the run
+        self._note_fd = fds[2]
+        self._note = b""
+        self.pid: int | None = None
+        self.started = now
+        self._start_deadline = now + _START_TIMEOUT_S
+        self.next_look = now + min(_FIRST_LOOK_S, limits.wall_s)
+        self.stop_status: RunStatus | None = None  # reason of the supervisor's kill
+        self.detail = ""
+        self.ended: float | None = None
+        self.wait_status = 0
+        self.cpu_s = 0.0
+        self.strays_cpu_s = 0.0
+        self.adopted_before_s = 0.0  # CPU time that the slot's first process had reaped before this run
+        self.peak_memory_bytes = 0
+        self._group = _InGroup(slot) if slot.memory is not None else None
+        self._buffer_bytes = 0  # kernel memory of its sockets and pipes, where no cgroup counts them
+        self._next_buffers = now + _BUFFERS_EVERY_S
+        self._next_shares = now
+        self._seen_ticks: dict[int, int] = {}
+        self.turn: LiveTurn | None = None  # of a live process, during a question
+        self._quota = None if slot.has_own_disk else DiskQuota(slot.directory, limits.disk_bytes, limits.num_files, now)
+
+    def begin(self, pid: int, now: float) -> None:
+        """The fork server has forked the child: the run's time starts."""
+        self.pid = pid
+        self.started = now
+        self.next_look = now + min(_FIRST_LOOK_S, self.limits.wall_s)
+        if self.turn is not None:
+            self.turn.begin(now)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the process stays between questions, each with a time and an output of its own."""
+        return self.limits.turn_s > 0
+
+    def ask(self, now: float) -> None:
+        """A question goes to a live process."""
+        self.turn = LiveTurn(self.limits.turn_s, now)
+        self.next_look = now + _FIRST_LOOK_S
+        for stream in (self.stdout, self.stderr, self.answer):
+            stream.renew()
+
+    def end_turn(self) -> tuple[dict[str, Any], list[bytes]]:
+        """A live process has answered: the status and the rest of the turn."""
+        for stream in (self.stdout, self.stderr):
+            stream.drain()
+            if stream.truncated:
+                stream.discard()
+        head = {"interrupted": self.turn.why if self.turn is not None else None, "truncated": self.is_flooded}
+        self.turn = None
+        return head, [self.stdout.take(), self.stderr.take()]
+
+    @property
+    def is_flooded(self) -> bool:
+        return self.stdout.truncated or self.stderr.truncated
+
+    @property
+    def deadline(self) -> float:
+        return self.started + self.limits.wall_s if self.pid is not None else self._start_deadline
+
+    def drain(self) -> None:
+        self.stdout.drain()
+        self.stderr.drain()
+        self.answer.drain()
+
+    def check_limits(self, now: float, strays: list[int]) -> RunStatus | None:
+        """Read output and measure; a status when a limit is passed."""
+        self.drain()
+        if self.answer.truncated or (self.is_flooded and not self.is_live):
+            return self._printed_too_much()
+        if self.is_flooded:
+            self.stdout.discard()
+            self.stderr.discard()
+        if self.turn is not None and self.turn.is_beyond_grace(now):
+            self.detail = "it could not be interrupted"
+            return self.turn.why
+        self.read_note()
+        if now >= self.deadline:
+            return self._out_of_time()
+        self.next_look = self._after(now)
+        if self.pid is None:
+            return None
+        family = procfs.descendants([self.pid, *strays])
+        everybody = family
+        if self.is_host:
+            family = self._case_of(family)
+        used = procfs.usage(family, self._seen_ticks)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, used.resident_bytes if len(family) == 1 else 0)
+        if self._group is not None and self._group.exceeds(everybody, self.limits.memory_bytes):
+            return RunStatus.MEMORY_LIMIT
+        self.cpu_s = max(self.cpu_s, used.cpu_s + self.strays_cpu_s)
+        if used.processes > self.limits.processes:
+            self.detail = "more processes than allowed"
+            return RunStatus.RUNTIME_ERROR
+        if self.takes_too_much(family, used.resident_bytes, now):
+            return RunStatus.MEMORY_LIMIT
+        if self.cpu_s > self.limits.cpu_s:
+            self.detail = "CPU time"
+            return RunStatus.TIME_LIMIT
+        return self.check_disk(now, family)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its limits but the wall time are those of each of its cases."""
+        return self.may_host and self._note[1:2] == messages.HOST_NOTE
+
+    def _case_of(self, family: list[int]) -> list[int]:
+        """The processes of the case that a host runs now: limits are of each case, and the host has no part in them."""
+        case = [pid for pid in family if pid != self.pid]
+        if not self._seen_ticks.keys() & set(case):
+            self._seen_ticks.clear()
+            self.cpu_s = 0.0
+        return case
+
+    def _after(self, now: float) -> float:
+        """Time of the next check: soon at first, seldom for an idle live process."""
+        if self.is_live and self.turn is None:
+            return min(now + _IDLE_LOOK_EVERY_S, self.deadline)
+        began = self.turn.asked if self.turn is not None else self.started
+        event = self.turn.next_event if self.turn is not None else self.deadline
+        return min(now + (_LOOK_EVERY_S if now - began < 0.2 else _LATER_LOOK_EVERY_S), max(event, now), self.deadline)
+
+    def check_disk(self, now: float, family: list[int], last: bool = False) -> RunStatus | None:
+        over = self._quota.exceeded(now, family, last) if self._quota is not None else ""
+        if over:
+            self.detail = f"disk quota: {over}"
+            return RunStatus.RUNTIME_ERROR
+        return None
+
+    def _out_of_time(self) -> RunStatus:
+        if self.pid is None:
+            self.detail = "the fork server did not fork"
+        elif not self._note:  # the program has not begun, and can neither remove nor write the note
+            self.detail = "confinement took all of the program's time"
+        else:
+            self.detail = "wall time"
+            return RunStatus.TIME_LIMIT
+        return RunStatus.INFRA_ERROR
+
+    def takes_too_much(self, family: list[int], resident_bytes: int, now: float) -> bool:
+        """The sum of resident sets counts a page that children share once for each: decide by the shares.
+
+        Asking for the shares takes the kernel a step for each mapping, so the supervisor does so seldom where the call
+        is slow; in between, and where a cgroup holds the limit, the largest process decides.
+        """
+        if self._group is None and now >= self._next_buffers:
+            self._buffer_bytes = procfs.buffer_bytes(family)
+            self._next_buffers = now + _BUFFERS_EVERY_S
+        resident_bytes += self._buffer_bytes
+        if resident_bytes <= self.limits.memory_bytes:
+            return False
+        if len(family) > 1:
+            resident_bytes = procfs.least_bytes(family) + self._buffer_bytes
+            in_doubt = resident_bytes <= self.limits.memory_bytes and self._group is None
+            if in_doubt and now >= self._next_shares:
+                began = time.monotonic()
+                resident_bytes = procfs.proportional_bytes(family) + self._buffer_bytes
+                self._next_shares = now + _SHARES_PAUSE * (time.monotonic() - began)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, resident_bytes)
+        return resident_bytes > self.limits.memory_bytes
+
+    def _printed_too_much(self) -> RunStatus | None:
+        if self.answer.truncated:
+            self.detail = "the answer is too large"
+        return RunStatus.OUTPUT_LIMIT if self.is_flooded or self.answer.truncated else None
+
+    def read_note(self) -> None:
+        """The child's own channel: ready or failed, then events with a verdict of their own.
+
+        A socket, which unlike a pipe cannot be opened by name: the program cannot read written notes back.
+        """
+        if len(self._note) > 64:
+            return
+        try:
+            self._note += os.read(self._note_fd, 4096)
+        except (BlockingIOError, ConnectionResetError):
+            pass
+
+    def left_its_process(self) -> None:
+        """The first process has ended: a last check of resources that are gone with the process."""
+        if self._group is not None and self._group.has_killed() and self.stop_status is None:
+            self.stop_status = RunStatus.MEMORY_LIMIT
+
+    def close(self) -> None:
+        self.drain()
+        self.read_note()
+        for stream in (self.stdout, self.stderr, self.answer):
+            stream.close()
+        os.close(self._note_fd)
+
+    def result(self, tier: str) -> tuple[dict[str, Any], list[bytes]]:
+        """The answer's head and blobs. The supervisor's own reason comes before the exit status."""
+        end = ending(self.wait_status, self._note[1:64], self.cpu_s, self.limits.cpu_s)
+        status = self._status(end)
+        head = {
+            "kind": "result",
+            "id": self.id,
+            "status": status,
+            "exit_code": end.exit_code,
+            "signal": end.signal,
+            "truncated": self.is_flooded,
+            "wall_s": (self.ended or self.started) - self.started,
+            "cpu_s": self.cpu_s,
+            "peak_memory_bytes": max(self.peak_memory_bytes, self._group.peak_bytes if self._group is not None else 0),
+            "tier": tier,
+            "detail": self.detail,
+            "slot_s": time.monotonic() - self.started if self.pid is not None else 0.0,
+        }
+        return head, [bytes(self.stdout.data), bytes(self.stderr.data), bytes(self.answer.data)]
+
+    def _status(self, end: Ending) -> RunStatus:
+        if self.stop_status is not None:
+            return self.stop_status
+        if self._printed_too_much() and not self.is_live:
+            return RunStatus.OUTPUT_LIMIT
+        if not self._note.startswith(messages.READY_NOTE):
+            failed = self._note.startswith(messages.FAILED_NOTE)
+            reason = self._note[1:].decode(errors="replace") if failed else "never became ready"
+            self.detail = f"confinement failed: {reason}"
+            return RunStatus.INFRA_ERROR
+        if self.peak_memory_bytes > self.limits.memory_bytes:
+            return RunStatus.MEMORY_LIMIT
+        self.detail = end.detail or self.detail
+        return end.status
+
+
+class _InGroup:
+    """A run in its slot's cgroup: moved there at its first look, killed when the kernel kills one of its processes."""
+
+    def __init__(self, slot: Slot) -> None:
+        assert slot.memory is not None
+        self._memory: memcg.SlotMemory = slot.memory
+        self._moved: set[int] = set()
+        self._kills_before = 0
+        self._bytes_before = 0
+        self.peak_bytes = 0
+
+    def exceeds(self, family: list[int], limit_bytes: int) -> bool:
+        """Whether the limit was passed."""
+        if not self._moved:
+            self._begin(limit_bytes)
+        new = [pid for pid in family if pid not in self._moved]
+        for pid in new if not self._moved else memcg.missing(new, self._memory):
+            if not self._memory.move(pid):
+                new.remove(pid)
+        self._moved.update(new)
+        return self.has_killed()
+
+    def _begin(self, limit_bytes: int) -> None:
+        try:
+            self._memory.limit(limit_bytes)
+        except OSError:  # memory that the kernel cannot free yet; the old limit stays
+            pass
+        self._kills_before = self._memory.num_kills()
+        self._bytes_before = self._memory.usage_bytes()  # files that are read stay there until they are in the way
+
+    def has_killed(self) -> bool:
+        if not self._moved:
+            return False
+        self.peak_bytes = max(self.peak_bytes, self._memory.usage_bytes() - self._bytes_before)
+        return self._memory.num_kills() > self._kills_before
+
+
+def result_without_run(run_id: int, status: RunStatus, tier: str) -> tuple[dict[str, Any], list[bytes]]:
+    """The answer's head and blobs for a run that had no process."""
+    head = {
+        "kind": "result", "id": run_id, "status": status, "exit_code": None, "signal": None, "truncated": False,
+        "wall_s": 0.0, "cpu_s": 0.0, "peak_memory_bytes": 0, "tier": tier, "detail": "", "slot_s": 0.0,
+    }  # fmt: skip
+    return head, [b"", b"", b""]

@@ -1,0 +1,276 @@
+"""Slots: one user, one work directory, one program at a time; found empty before the next begins.
+
+Finds and kills all processes of a slot, and clears its files. Limits and verdicts are other modules' part.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import shutil
+import signal
+
+from .. import procfs
+from ..confine.jail import PidNamespace
+from ..confine.memcg import SlotMemory
+
+
+class Slot:
+    """``uid`` is the slot's own user at tiers 2 and 1 and the gateway's elsewhere."""
+
+    def __init__(self, index: int, uid: int, mark: int, tier: str, base_dir: str) -> None:
+        self.index = index
+        self.uid = uid
+        self.mark = mark
+        self.own_user = tier in ("2", "1")
+        self.has_own_disk = tier == "2"
+        self.memory: SlotMemory | None = None  # where the machine grants cgroups
+        self._pid_namespace: PidNamespace | None = None
+        self._wipes = 0
+        self.remover: int | None = None  # the process that removes moved trees
+        self._has_retried = False  # whether a second process removes the rest
+        self._clean_state: tuple[tuple[int, ...], ...] | None = None  # of both directories; None is unknown
+        self.directory = os.path.join(base_dir, f"slot-{index}")
+        self.work_dir = os.path.join(self.directory, "work")
+        os.makedirs(self.directory, mode=0o711, exist_ok=True)
+        self.wipe(at_once=True)
+
+    def _make_work_dir(self) -> None:
+        os.mkdir(self.work_dir, 0o700)
+        if self.own_user:
+            os.chown(self.work_dir, self.uid, self.uid)
+
+    def pid_namespace(self) -> PidNamespace:
+        """Tier 2: the slot's pid namespace, created at first use and again when its first process died."""
+        if self.lost_its_namespace():
+            self.close()
+        if self._pid_namespace is None:
+            self._pid_namespace = PidNamespace()
+        return self._pid_namespace
+
+    def lost_its_namespace(self) -> bool:
+        """Whether the namespace's first process has died, which kills every process of the namespace."""
+        return self._pid_namespace is not None and not self._pid_namespace.is_alive
+
+    def adopted_cpu_s(self) -> float:
+        """CPU time of dead orphans that the namespace's first process has reaped since its start."""
+        return self._pid_namespace.waited_cpu_s() if self._pid_namespace is not None else 0.0
+
+    def close(self) -> None:
+        if self._pid_namespace is not None:
+            self._pid_namespace.close()
+            self._pid_namespace = None
+
+    def wipe(self, at_once: bool = False) -> None:
+        """Leave an empty work dir as the only file of the slot, after any change by the program.
+
+        A directory that was changed in any way is replaced or cleared, so that its times, modes and attributes carry no
+        message to the next program. Raises ``OSError`` while no work dir can be made: the slot is not given to a
+        program. A large tree is removed by a process of its own, because the caller serves other slots; ``at_once``
+        waits for that process.
+        """
+        if self.has_own_disk and self._clean_state is not None:  # the last process took its mount along
+            return
+        if self._clean_state is not None and self._clean_state == self._state():
+            return
+        if self.remover is not None:
+            if procfs.is_live_child(self.remover):
+                raise BlockingIOError(errno.EAGAIN, "files of the last program are being removed", self.directory)
+            self.remover = None
+            left = [os.path.join(self.directory, name) for name in os.listdir(self.directory) if name != "work"]
+            if left and not self._has_retried:  # the first process may have been killed
+                self._has_retried = True
+                self._remove(left, at_once)
+        else:
+            self._has_retried = False
+            self._remove(self._moved_away(), at_once)
+        self._make_work_dir()
+        os.chmod(self.directory, 0o711)
+        self._clean_state = self._state()
+
+    def _moved_away(self) -> list[str]:
+        """Rename all entries of the slot's directory: a tree that cannot be removed costs disk, never the next
+        program's clean start."""
+        os.chmod(self.directory, 0o700)
+        _clear_attributes(self.directory)
+        moved = []
+        for name in os.listdir(self.directory):
+            self._wipes += 1
+            old = os.path.join(self.directory, f".old-{os.getpid()}-{self._wipes}")
+            try:
+                os.rename(os.path.join(self.directory, name), old)
+            except OSError:  # a mount, or a name that exists: then remove the tree at its place
+                old = os.path.join(self.directory, name)
+            moved.append(old)
+        return moved
+
+    def _remove(self, trees: list[str], at_once: bool) -> None:
+        if at_once or all(_is_small(tree) for tree in trees):
+            for tree in trees:
+                remove_tree(tree)
+            return
+        remover = os.fork()
+        if remover == 0:
+            try:
+                gc.disable()  # a finalizer may wait for a thread that exists only in the parent
+                os.closerange(0, 1 << 16)  # others wait for the ends of these
+                for tree in trees:
+                    remove_tree(tree)
+            finally:
+                os._exit(0)
+        self.remover = remover
+        raise BlockingIOError(errno.EAGAIN, "files of the last program are being removed", self.directory)
+
+    def _state(self) -> tuple[tuple[int, ...], ...] | None:
+        """State of the slot's directory and an empty work dir; None when the work dir is not empty, or not alone."""
+        try:
+            if os.listdir(self.directory) != ["work"] or os.listdir(self.work_dir):
+                return None
+            states = (os.lstat(self.directory), os.lstat(self.work_dir))
+        except OSError:  # renamed, removed or closed
+            return None
+        return tuple((s.st_mode, s.st_uid, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for s in states)
+
+    def strays(self, among: list[int]) -> list[int]:
+        """Processes that belong to this slot; at tier 2 the children of its namespace's first process."""
+        if self._pid_namespace is not None:
+            return self._pid_namespace.children()
+        if self.own_user:
+            return [pid for pid in among if procfs.user(pid) == self.uid]
+        return [pid for pid in among if procfs.mark(pid) == self.mark]
+
+    def kill(self, strays: list[int]) -> None:
+        """Kill the strays and all below them; at tiers 2 and 1 everything of the slot's user, in one call."""
+        if self.own_user:
+            kill_user(self.uid)
+            return
+        family = procfs.descendants(strays)
+        for sign in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none forks while others die
+            for pid in family:
+                if procfs.mark(pid) == self.mark:
+                    _kill_if_there(pid, sign)
+
+    def sweep(self) -> None:
+        """Kill processes that an earlier supervisor left in this slot: checks every process."""
+        if self.own_user:
+            kill_user(self.uid)
+        else:
+            for pid in self.strays(procfs.all_pids()):
+                _kill_if_there(pid, signal.SIGKILL)
+
+
+def _kill_if_there(pid: int, sign: signal.Signals) -> None:
+    try:
+        os.kill(pid, sign)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _clear_attributes(path: str) -> None:
+    """Extended attributes, which a program may have left there for the next."""
+    try:
+        for name in os.listxattr(path, follow_symlinks=False):
+            if name.startswith("user."):
+                os.removexattr(path, name, follow_symlinks=False)
+    except OSError:  # a file system without them
+        pass
+
+
+_FEW_FILES = 64
+_NOBODYS_UID = 65_001  # after the last slot user; no process is ever started as this one
+
+
+def kill_user(uid: int) -> None:
+    """SIGKILL to every process of a slot user, from a helper that may signal that user and no other.
+
+    The helper's real and saved user belongs to no slot, so no process of the slot can stop or kill the helper; the
+    caller waits for its end. Without effect on a machine that is out of processes: the caller checks and tries again.
+    """
+    try:
+        helper = os.fork()
+    except OSError:
+        return
+    if helper == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(_NOBODYS_UID, uid, _NOBODYS_UID)
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:  # no process was left
+            pass
+        finally:
+            os._exit(0)
+    os.waitpid(helper, 0)
+
+
+def _is_small(top: str) -> bool:
+    """Whether the tree can be removed in a moment."""
+    left, pending = _FEW_FILES, [top]
+    try:
+        while pending:
+            path = pending.pop()
+            if os.path.islink(path) or not os.path.isdir(path):
+                continue
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    left -= 1
+                    if left < 0:
+                        return False
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+    except OSError:  # closed, or too deep for a name
+        return False
+    return True
+
+
+def remove_tree(path: str) -> None:
+    """Remove a tree that untrusted code has made: closed directories, any depth, links not followed."""
+
+    def open_up_and_retry(function: object, failed: str, _: object) -> None:
+        if failed == path:  # the directory above is not ours to open: for example /tmp
+            return
+        try:
+            os.chmod(os.path.dirname(failed), 0o700)
+            if not os.path.islink(failed):
+                os.chmod(failed, 0o700)
+            function(failed)  # type: ignore[operator]
+        except OSError:
+            pass
+
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            os.chmod(path, 0o700)
+            _flatten(path)
+            shutil.rmtree(path, onerror=open_up_and_retry)
+        else:
+            os.unlink(path)
+    except (OSError, RecursionError):  # left for the removal of the directory above
+        pass
+
+
+def _flatten(top: str) -> None:
+    """Pull nested directories up, level by level: a tree deeper than a path name or a stack can hold."""
+    counter, unused = 0, os.urandom(8).hex()  # an existing name would keep the rest as deep as before
+    pending = os.listdir(top)
+    while pending:
+        name = pending.pop()
+        path = os.path.join(top, name)
+        if os.path.islink(path) or not os.path.isdir(path):
+            continue
+        try:
+            os.chmod(path, 0o700)
+            inner = os.listdir(path)
+        except OSError:  # rmtree will try again
+            continue
+        for child in inner:
+            inside = os.path.join(path, child)
+            if os.path.isdir(inside) and not os.path.islink(inside):
+                counter += 1
+                moved = f".flat-{unused}-{counter}"
+                try:
+                    os.chmod(inside, 0o700)
+                    os.rename(inside, os.path.join(top, moved))
+                    pending.append(moved)
+                except OSError:
+                    continue

@@ -1,0 +1,377 @@
+"""The supervisor: enforces every limit, decides every verdict, and empties every slot.
+
+One thread, one epoll loop, started before the gateway has any thread. The process is the child subreaper, so an orphan
+of a program becomes its child (at tier 2 the child of the slot's first process) and is found. The supervisor answers
+one gateway and ends, with all runs, when that gateway ends.
+
+Invariant: an answer is sent only when the run's slot has no process and an empty work dir.
+"""
+
+from __future__ import annotations
+
+import _socket
+import ctypes
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import messages, procfs
+from ..confine import memcg
+from ..forkserver.fork_servers import ForkServer, ForkServers
+from ..messages import Start
+from ..slot_queue import SlotQueue
+from ..statuses import RunStatus
+from .gateway_end import GatewayEnd
+from .interactive_channel import InteractiveChannel
+from .orphans import Orphans
+from .places import PROGRAM, Places
+from .run import Limits, Run, result_without_run
+from .sealed import sealed
+
+_PR_SET_CHILD_SUBREAPER = 36
+_CLEANING_LOOK_S = 0.002
+_KILL_TAKES_S = 0.05  # before a run that was stopped is looked at again
+
+
+@dataclass(slots=True)
+class Request:
+    """A run that the gateway requested; later messages to a waiting run are appended to ``payload``."""
+
+    head: dict[str, Any]
+    limits: Limits
+    source: bytes
+    stdin: bytes
+    payload: bytes
+
+
+class Supervisor:
+    """Runs programs for the probe (``run_alone``) and then for the gateway (``serve``)."""
+
+    def __init__(
+        self,
+        gateway: socket.socket,
+        tier: str,
+        places: Places,
+        batch_slots: int,
+        fork_settings: dict[str, Any],
+        memory: memcg.MemoryGroups | None = None,
+    ) -> None:
+        """``batch_slots``: the most that batch programs use; ``memory``: a cgroup for each slot, where the machine grants
+        them."""
+        self._tier = tier
+        self._places = places
+        self._slots = places.slots
+        if memory is not None:
+            for slot in self._slots:
+                slot.memory = memory.slots[slot.index]
+        self._queue = SlotQueue[Request](places.num(PROGRAM), batch_slots)
+        self._runs: dict[int, Run] = {}
+        self._cleaning: dict[int, Run] = {}
+        self._channels: dict[int, InteractiveChannel] = {}
+        self._epoll = select.epoll()
+        self._gateway = GatewayEnd(self._epoll, gateway)
+        self._forks = ForkServers(
+            self._epoll, {**fork_settings, "tier": tier, "slot_dirs": [slot.directory for slot in self._slots],
+                          "accounted": memory is not None},
+        )  # fmt: skip
+        self._orphans = Orphans(tier, self._forks, {memory.mover_pid} if memory is not None else set())
+        self._forks.start("plain")
+
+    def start_profiles(self, profiles: list[str]) -> None:
+        """Start their fork servers now rather than at the first run that asks for them."""
+        for profile in profiles:
+            self._forks.start(profile)
+
+    def _fork_server_died(self, server: ForkServer) -> None:
+        """A fork server died, and its children with the server (parent-death signal); the machine is at fault for their
+        runs."""
+        for run_id in self._forks.died(server):
+            if run_id in self._runs:
+                run = self._runs[run_id]
+                if run.stop_status is None:
+                    run.stop_status, run.detail = RunStatus.INFRA_ERROR, "the fork server died"
+                self._begin_cleaning(run, time.monotonic())
+        self._forks.get(server.profile)
+
+    # -- loop ---------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Serve until the gateway closes its end."""
+        while self._turn():
+            pass
+        for slot in self._slots:
+            slot.sweep()
+            slot.close()
+
+    def run_alone(self, source: bytes, limits: Limits) -> tuple[dict[str, Any], list[bytes]]:
+        """One run without a gateway: the start-up probe."""
+        self._gateway.hide()
+        self._start({"id": 0, "mode": "program", "profile": "plain", "interactive": False, "place": PROGRAM,
+                     "inputs": ()}, limits, source, b"", b"")  # fmt: skip
+        while not self._gateway.unsent:
+            self._turn()
+        self._gateway.show()
+        return self._gateway.take_back()
+
+    def close(self) -> None:
+        self._forks.close()
+        for slot in self._slots:
+            slot.close()
+
+    def _turn(self) -> bool:
+        now = time.monotonic()
+        wait = -1.0
+        if self._cleaning:
+            wait = _CLEANING_LOOK_S
+        elif self._runs:
+            wait = max(0.0, min(run.next_look for run in self._runs.values()) - now)
+        for fd, event in self._epoll.poll(wait):
+            server = self._forks.of_fd(fd)
+            if server is not None:
+                self._receive_from(server)
+            elif fd == self._gateway.fd:
+                if event & select.EPOLLOUT:
+                    self._gateway.flush()
+                if event & ~select.EPOLLOUT and not self._receive_requests():
+                    return False
+            else:
+                self._serve_channel(fd)
+        now = time.monotonic()
+        due = [run for run in self._runs.values() if run.next_look <= now]
+        if due:
+            orphans = self._orphans.found()
+            for run in due:
+                self._check_limits(run, now, orphans)
+        for run in list(self._cleaning.values()):
+            self._clean(run, now)
+        return True
+
+    def _check_limits(self, run: Run, now: float, orphans: list[int]) -> None:
+        run.strays_cpu_s = max(run.strays_cpu_s, run.slot.adopted_cpu_s() - run.adopted_before_s)
+        status = run.check_limits(now, run.slot.strays(orphans))
+        if run.id in self._channels:
+            self._send_output(self._channels[run.id])
+        if status is not None:
+            self._stop(run, status)
+        elif run.turn is not None and run.pid is not None and run.turn.check(now, run.is_flooded):
+            run.fork_server.send(messages.order(messages.INTERRUPT, run.id))
+
+    def _stop(self, run: Run, status: RunStatus) -> None:
+        if run.stop_status is None:
+            run.stop_status = status
+        # sent to the fork server, which alone knows that the kernel has not reused the pid
+        run.fork_server.send(messages.order(messages.KILL, run.id))
+        run.next_look = time.monotonic() + _KILL_TAKES_S
+
+    # -- the gateway's side -------------------------------------------------------------------------------------
+
+    def _receive_requests(self) -> bool:
+        """Handle requests. Returns False when the gateway has gone."""
+        requests = self._gateway.receive()
+        if requests is None:
+            return False
+        for head, blobs in requests:
+            if head["kind"] == "run":
+                self._begin_or_wait(Request(head, Limits(**head["limits"]), *blobs))
+            elif head["kind"] == "say":
+                self._write_to(head["id"], blobs[0])
+            elif head["kind"] == "cancel":
+                self._cancel(head["id"])
+            elif head["kind"] == "age":
+                self._tell_age(head["id"])
+        return True
+
+    def _begin_or_wait(self, request: Request) -> None:
+        if request.head["place"] == PROGRAM:
+            self._queue.add(request.head["id"], request, request.head["batch"])
+            self._begin_next()
+        else:
+            self._start(request.head, request.limits, request.source, request.stdin, request.payload)
+
+    def _begin_next(self) -> None:
+        while (request := self._queue.take()) is not None:
+            self._start(request.head, request.limits, request.source, request.stdin, request.payload)
+
+    def _cancel(self, run_id: int) -> None:
+        if run_id in self._runs:
+            self._stop(self._runs[run_id], RunStatus.CANCELLED)
+        elif self._queue.remove(run_id):
+            self._gateway.send(*result_without_run(run_id, RunStatus.CANCELLED, self._tier))
+
+    def _tell_age(self, run_id: int) -> None:
+        """How long a run has had its slot; None for a run that waits for one. An ended run needs no answer."""
+        run = self._runs.get(run_id) or self._cleaning.get(run_id)
+        if run is not None or self._queue.find(run_id) is not None:
+            age_s = time.monotonic() - run.started if run is not None else None
+            self._gateway.send({"kind": "age", "id": run_id, "age_s": age_s}, [])
+
+    def _serve_channel(self, fd: int) -> None:
+        for channel in list(self._channels.values()):
+            if fd == channel.ask_fd:
+                channel.flush()
+            elif fd == channel.answer_fd:
+                self._send_output(channel)
+
+    def _write_to(self, run_id: int, data: bytes) -> None:
+        waiting = self._queue.find(run_id)
+        if waiting is not None:
+            waiting.payload += data
+        if run_id not in self._channels:
+            return
+        channel = self._channels[run_id]
+        if channel.run.is_live:
+            channel.run.ask(time.monotonic())
+        channel.write(data)
+
+    def _send_output(self, channel: InteractiveChannel, last: bool = False) -> None:
+        run = channel.run
+        channel.read()
+        held_back = run.turn is not None and run.turn.awaits_signal and not last
+        if not channel.received or held_back:
+            return
+        if run.is_live and not last:
+            whole = channel.is_whole_frame(run.limits.answer_bytes)
+            if whole is False or run.turn is None:
+                run.detail = "the code wrote to the process's own channel"
+                self._stop(run, RunStatus.RUNTIME_ERROR)
+                return
+            if whole is None:  # the turn, and with the turn the time limit, continues
+                return
+        said = channel.take()
+        if run.is_live:
+            told, output = run.end_turn()
+            self._gateway.send({"kind": "said", "id": run.id, **told}, [said, *output])
+        else:
+            self._gateway.send({"kind": "said", "id": run.id}, [said])
+
+    # -- runs ---------------------------------------------------------------------------------------------------
+
+    def _start(self, head: dict[str, Any], limits: Limits, source: bytes, stdin: bytes, payload: bytes) -> None:
+        slot = self._places.take(head["place"])
+        source_fd = sealed(source)
+        inputs = _inputs(stdin, head["inputs"])
+        stdin_fd = sealed(stdin) if stdin and not inputs else _empty_input()
+        pipes = [os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC), _no_pipe(), os.pipe2(os.O_CLOEXEC)]
+        for read_end, _ in pipes:
+            os.set_blocking(read_end, False)
+        out, err, note, answer = (read_end for read_end, _ in pipes)
+        run = Run(head["id"], slot, limits, (out, err, note, answer), time.monotonic())
+        run.may_host = head["mode"] == "cases"
+        run.fork_server = self._forks.get(head["profile"])
+        run.adopted_before_s = slot.adopted_cpu_s()
+        self._runs[run.id] = run
+        if head["interactive"]:
+            ask_fd, say_fd = os.pipe2(os.O_CLOEXEC)
+            self._channels[run.id] = InteractiveChannel(self._epoll, run, say_fd, payload)
+        else:
+            ask_fd = sealed(payload) if payload else _empty_input()
+        message = messages.START_STRUCT.pack(
+            *Start(messages.START, run.id, messages.MODES[head["mode"]], slot.index, slot.uid, limits.cpu_s,
+                   limits.memory_bytes, limits.processes + self._orphans.num_others_of_user(), limits.file_bytes,
+                   limits.open_files, limits.disk_bytes, limits.num_files, slot.mark)
+        )  # fmt: skip
+        write_ends = [write_end for _, write_end in pipes]
+        if slot.own_user:
+            for write_end in write_ends[:2]:  # so that a program may open them by name, as /dev/stdout
+                os.fchown(write_end, slot.uid, slot.uid)
+        fds = [source_fd, stdin_fd, *write_ends[:3], ask_fd, write_ends[3]]
+        namespace = [slot.pid_namespace().namespace_fd] if slot.has_own_disk else [source_fd] if inputs else []
+        run.fork_server.runs.add(run.id)
+        run.fork_server.send(message, [*fds, *namespace, *inputs])
+        for fd in (*fds, *inputs):
+            os.close(fd)
+
+    def _receive_from(self, server: ForkServer) -> None:
+        message = self._forks.receive(server)
+        if message is None:
+            self._fork_server_died(server)
+            return
+        kind, run_id, pid, wait_status, cpu_s, peak = message
+        run = self._runs.get(run_id)
+        if run is None:
+            return
+        now = time.monotonic()
+        if kind == messages.STARTED:
+            run.begin(pid, now)
+            return
+        if kind == messages.INTERRUPTED:
+            if run.turn is not None:
+                run.turn.awaits_signal = False
+            if run.id in self._channels:
+                self._send_output(self._channels[run.id])
+            return
+        run.wait_status = wait_status
+        if run.slot.lost_its_namespace() and run.stop_status is None:
+            run.stop_status, run.detail = RunStatus.INFRA_ERROR, "the slot's first process died"
+        run.cpu_s = max(run.cpu_s, cpu_s + run.strays_cpu_s)
+        run.peak_memory_bytes = max(run.peak_memory_bytes, peak)
+        run.left_its_process()
+        self._begin_cleaning(run, now)
+        self._clean(run, now)
+
+    def _begin_cleaning(self, run: Run, now: float) -> None:
+        del self._runs[run.id]
+        self._cleaning[run.id] = run
+        run.ended = now
+        channel = self._channels.pop(run.id, None)
+        if channel is not None:
+            self._send_output(channel, last=True)
+            channel.close()
+        if run.stop_status is None:
+            run.stop_status = run.check_disk(now, [], last=True)
+
+    def _clean(self, run: Run, now: float) -> None:
+        """Answer if the slot is empty; else kill the remaining processes and check again soon."""
+        self._orphans.reap([*self._runs.values(), *self._cleaning.values()])
+        strays = run.slot.strays(self._orphans.found())
+        if strays:
+            used = procfs.usage(procfs.descendants(strays))
+            run.cpu_s = max(run.cpu_s, used.cpu_s + run.strays_cpu_s)
+            run.slot.kill(strays)
+            return
+        try:
+            run.slot.wipe()
+        except OSError:  # the disk is full for a moment, or a process still writes: checked again
+            return
+        del self._cleaning[run.id]
+        run.close()
+        self._places.give_back(run.slot)
+        self._queue.ended(run.id)
+        self._begin_next()
+        self._gateway.send(*run.result(self._tier))
+
+
+def _inputs(stdin: bytes, sizes: Sequence[int]) -> list[int]:
+    """The stdin of each of a host's cases, which came in one piece."""
+    found, position = [], 0
+    for size in sizes:
+        found.append(sealed(stdin[position : position + size]) if size else _empty_input())
+        position += size
+    return found
+
+
+def _empty_input() -> int:
+    """An empty input. Opened anew for each run: flags and owner of one opening would be a message to the next program."""
+    return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _no_pipe() -> tuple[int, int]:
+    """A socket pair for the note: where programs run as our own user they could open a pipe by name, and read written
+    notes."""
+    ours, theirs = _socket.socketpair(
+        socket.AF_UNIX, socket.SOCK_STREAM
+    )  # without the wrapper's questions about each end
+    return ours.detach(), theirs.detach()
+
+
+def become_supervisor() -> None:
+    """Process attributes: adopt orphans, survive a terminal's Ctrl-C until the gateway ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,86 @@
+"""Builds an engine over servers: stage, processes, fleet. A program's ``build`` gives the commands and the transfer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from services.common.config.processes.services import InferenceConfig
+from services.common.errors import ConfigError
+from services.inference.engine.base import KvPolicy
+from services.inference.engine.served.engine import ServedEngine
+from services.inference.engine.served.process import ServerCommand, ServerProcess
+from services.inference.engine.served.server import Server
+from services.inference.engine.served.stage import Stage, place_stage, size_of
+from services.inference.engine.served.transfer import Transfer
+
+
+def engine_of(
+    config: InferenceConfig,
+    commands: Sequence[ServerCommand],
+    transfer: Callable[[Stage], Transfer],
+    *,
+    name: str,
+    model_path: str,
+    context_length: int,
+    tensors: Mapping[str, Any],
+    directory: Path,
+    version: int,
+    on_tokens: Callable[[int, float], None] | None,
+) -> ServedEngine:
+    """An engine over the servers of ``commands``; ``name`` is in the name of the stage. ``tensors`` are the host tensors of
+    ``version`` by Hugging Face name, in the published type. Logs go to ``directory``/logs.
+
+    Starts no process. Raises ``ConfigError`` if no place has room for the stage.
+    """
+    settings = config.servers
+    assert settings is not None
+    size_bytes = size_of(tensors)
+    place = place_stage(settings.stage_directory, directory / "stage", name, size_bytes)
+    stage = Stage(place, tensors, version)
+    kv_policy = KvPolicy(config.kv_policy)
+    slots = config.engine_slots or config.num_slots
+    ceiling = min(settings.max_running_requests or slots, slots)
+    servers = [
+        Server(
+            index,
+            ServerProcess(command, directory / "logs" / f"{command.name}.log", settings.loading_timeout_s(size_bytes)),
+            kv_policy,
+            ceiling,
+        )
+        for index, command in enumerate(commands)
+    ]
+    return ServedEngine(
+        servers,
+        stage,
+        transfer(stage),
+        context_length=context_length,
+        vocab_size=_vocab_size(model_path),
+        kv_policy=kv_policy,
+        restarts=settings.restarts,
+        stall_timeout_s=settings.stall_timeout_s,
+        chunk_tokens=settings.chunk_tokens,
+        on_tokens=on_tokens,
+    )
+
+
+def read_model_config(model_path: str) -> Mapping[str, Any]:
+    """The part of a model's ``config.json`` that describes its text; empty if the file is not on this disk.
+
+    ``ConfigError`` for a directory without a readable file.
+    """
+    path = Path(model_path)
+    if not path.is_absolute() and not path.is_dir():
+        return {}
+    try:
+        read = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model_path}: no model that can be read there: {error}") from error
+    return {**read.get("text_config", {}), **read}
+
+
+def _vocab_size(model_path: str) -> int | None:
+    found = read_model_config(model_path).get("vocab_size")
+    return found if isinstance(found, int) else None

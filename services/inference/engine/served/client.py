@@ -1,0 +1,204 @@
+"""The interface of a server's client, and the HTTP that the clients of all programs share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import aiohttp
+import orjson
+
+from services.common.aio import deadline
+from services.common.errors import InfrastructureError
+from services.inference.engine.served.calls import CallRequest, Chunk
+
+PauseMode = Literal["retract", "in_place"]
+Reader = Callable[[dict[str, Any]], Chunk | None]  # one message of a stream; None if it completes no chunk
+
+CONNECT_TIMEOUT_S = 5.0
+QUESTION_TIMEOUT_S = 15.0  # for calls that a server answers beside its work
+CONTROL_TIMEOUT_S = 60.0  # for calls that wait for the running decoding step
+_JSON = {"Content-Type": "application/json"}
+
+
+class Refused(InfrastructureError):
+    """The server answered, with a status that is no success. ``status`` is HTTP's."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message, status=str(status))
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The load that a server reports."""
+
+    running: int
+    waiting: int
+    used_share: float  # of its KV cache
+
+
+class TokenStream:
+    """The chunks of one server call. ``next`` may be cancelled and called again without loss."""
+
+    def __init__(self, response: aiohttp.ClientResponse, read: Reader) -> None:
+        self._response = response
+        self._read = read
+        self._buffer = bytearray()
+
+    async def next(self) -> Chunk:
+        """The next chunk. ``InfrastructureError`` when the stream breaks or makes no sense; ``InvalidRequestError``."""
+        while True:
+            end = self._buffer.find(b"\n\n")
+            if end >= 0:
+                line = bytes(self._buffer[:end])
+                del self._buffer[: end + 2]
+                if line.startswith(b"data: ") and (chunk := self._chunk(line[6:])) is not None:
+                    return chunk
+                continue
+            try:
+                more = await self._response.content.readany()
+            except (aiohttp.ClientError, OSError) as error:
+                raise InfrastructureError(f"the stream of tokens broke: {error!r}") from error
+            if not more:
+                raise InfrastructureError("the stream of tokens ended in the middle")
+            self._buffer += more
+
+    def _chunk(self, data: bytes) -> Chunk | None:
+        try:
+            return self._read(orjson.loads(data))
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise InfrastructureError(f"a chunk that makes no sense ({error!r}): {data[:200]!r}") from error
+
+
+class ServerClient(ABC):
+    """Client of one server at ``address`` (``http://host:port``), which requires ``key``.
+
+    Calls raise ``InfrastructureError`` or ``DeadlineError`` without an answer, ``Refused`` after an answer that is no success.
+    """
+
+    program: ClassVar[str]
+    generate_path: ClassVar[str]
+
+    def __init__(self, address: str, key: str) -> None:
+        self.address = address
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)  # deadlines stand at the calls
+        self._session = aiohttp.ClientSession(
+            timeout=timeout,
+            connector=aiohttp.TCPConnector(limit=0),
+            headers={"Authorization": f"Bearer {key}"},
+        )
+        self._streaming: set[aiohttp.ClientResponse] = set()
+
+    @property
+    def closed(self) -> bool:
+        return self._session.closed
+
+    async def close(self) -> None:
+        """Close the session; open streams break."""
+        for response in self._streaming:
+            # Closing the session alone would drop the connections and leave the readers waiting for ever.
+            response.content.set_exception(aiohttp.ClientConnectionError("the connection was closed here"))
+        await self._session.close()
+
+    @asynccontextmanager
+    async def generate(self, call: CallRequest) -> AsyncIterator[TokenStream]:
+        """Leaving the context before the end drops the connection, which ends the call at the server too."""
+        try:
+            response = await self._session.post(
+                f"{self.address}{self.generate_path}", data=orjson.dumps(self.body(call)), headers=_JSON
+            )
+        except (aiohttp.ClientError, OSError) as error:
+            raise InfrastructureError(f"{self.address} does not answer: {error!r}") from error
+        self._streaming.add(response)
+        try:
+            if response.status >= 400:
+                raise await self._refusal(response, self.generate_path)
+            yield TokenStream(response, self.reader(call))
+        finally:
+            self._streaming.discard(response)
+            response.close()
+
+    # -- a program's own ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def body(self, call: CallRequest) -> dict[str, Any]:
+        """The body of a request for tokens."""
+
+    @abstractmethod
+    def reader(self, call: CallRequest) -> Reader:
+        """Reads the messages of one call's stream."""
+
+    @abstractmethod
+    async def abort(self, rid: str) -> None:
+        """End a call; its stream delivers the tokens so far."""
+
+    @abstractmethod
+    async def abort_all(self) -> None:
+        """End every call; their streams deliver the tokens so far."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode) -> None:
+        """Return when no decoding step runs. ``retract`` frees the KV cache of running requests, ``in_place`` keeps the cache."""
+
+    @abstractmethod
+    async def resume(self) -> None: ...
+
+    @abstractmethod
+    async def flush(self) -> None:
+        """Forget every cached prefix. Called while paused with ``retract``."""
+
+    @abstractmethod
+    async def update_from_disk(self, directory: str, version: int, *, flush: bool) -> None:
+        """Read every tensor of a directory's safetensors files. After a failure the weights may have changed or not."""
+
+    @abstractmethod
+    async def weight_version(self) -> int | None:
+        """The version that the server reports; None if the report is not a number."""
+
+    @abstractmethod
+    async def load(self) -> Load: ...
+
+    @abstractmethod
+    async def is_ready(self) -> bool:
+        """Whether the server has started and takes requests; False while its port is closed."""
+
+    @abstractmethod
+    async def is_generating(self, timeout_s: float) -> bool:
+        """Whether the server generates; an idle server is asked for one token. False for a paused server too."""
+
+    # -- HTTP ---------------------------------------------------------------------------------------------------
+
+    async def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        return _as_object(await self._ask("POST", path, timeout_s, orjson.dumps(body)))
+
+    async def _get(self, path: str, timeout_s: float) -> dict[str, Any]:
+        return _as_object(await self._ask("GET", path, timeout_s))
+
+    async def _ask(self, method: str, path: str, timeout_s: float, data: bytes | None = None) -> bytes:
+        headers = _JSON if data is not None else {}
+        try:
+            async with deadline(timeout_s, f"{path} of the {self.program} server at {self.address}"):
+                async with self._session.request(
+                    method, f"{self.address}{path}", data=data, headers=headers
+                ) as response:
+                    if response.status >= 400:
+                        raise await self._refusal(response, path)
+                    return await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise InfrastructureError(f"{self.address} does not answer {path}: {error!r}") from error
+
+    async def _refusal(self, response: aiohttp.ClientResponse, path: str) -> Refused:
+        text = (await response.text(errors="replace"))[:500]
+        return Refused(f"{self.program} refused {path} with {response.status}: {text}", response.status)
+
+
+def _as_object(text: bytes) -> dict[str, Any]:
+    try:
+        answer = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {}  # some answers are plain text or empty
+    return answer if isinstance(answer, dict) else {}

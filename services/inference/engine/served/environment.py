@@ -1,0 +1,109 @@
+"""Finds the interpreter, GPUs, cores and arguments of servers. Imports no heavy modules."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import services
+from services.common.config.processes.services import InferenceConfig
+from services.common.errors import ConfigError
+from services.common.system.visible_gpus import mapped_gpus, visible_gpus
+
+Argument = str | int | float | bool
+
+_REPOSITORY = Path(services.__file__).resolve().parents[1]
+
+
+def python_variable(engine: str) -> str:
+    """The variable that names the interpreter of an engine's package.
+
+    >>> python_variable("sglang")
+    'MILLRACE_SGLANG_PYTHON'
+    """
+    return f"MILLRACE_{engine.upper()}_PYTHON"
+
+
+def interpreter(engine: str, setting: str | None, environment: Mapping[str, str] = os.environ) -> str:
+    """The interpreter that has the package of an engine (``sglang`` or ``vllm``): the setting, the variable, the environment beside the sources, or our own.
+
+    ``ConfigError`` if the named interpreter does not exist.
+    """
+    beside = _REPOSITORY / f".venv-{engine}" / "bin" / "python"
+    found = setting or environment.get(python_variable(engine)) or (str(beside) if beside.exists() else sys.executable)
+    if shutil.which(found) is None:
+        where = f"{engine}.python" if setting else python_variable(engine)
+        raise ConfigError(
+            f"{where}: there is no interpreter {found}; name the one of the environment that holds {engine}"
+        )
+    return found
+
+
+def own_gpus(config: InferenceConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The GPUs of a service, in CUDA's notation; empty without a choice.
+
+    Where the environment shows as many GPUs as the service takes, they are its own: the launcher has mapped them.
+    """
+    shown = visible_gpus(environment)
+    if not config.gpus or (shown is not None and len(shown) == len(config.gpus)):
+        return shown or []
+    return mapped_gpus(config.gpus, environment, "inference.*.gpus")
+
+
+def seen_device(gpu: str | int, environment: Mapping[str, str] = os.environ) -> str:
+    """A GPU in torch's notation, as this process sees it: by name in CUDA's notation, or by number among the visible ones.
+
+    >>> seen_device("5", {"CUDA_VISIBLE_DEVICES": "4,5"})
+    'cuda:1'
+    """
+    shown = visible_gpus(environment)
+    if isinstance(gpu, int) or shown is None:
+        return f"cuda:{gpu}"
+    return f"cuda:{shown.index(gpu)}"
+
+
+def runs_on_cpu(config: InferenceConfig) -> bool:
+    """Whether the device is the CPU; ``auto`` checks for NVIDIA's driver, without initialising a GPU."""
+    if config.device != "auto":
+        return config.device == "cpu"
+    return not (os.path.exists("/proc/driver/nvidia/gpus") or shutil.which("nvidia-smi"))
+
+
+def own_arguments(engine: str, extra: Mapping[str, Argument], ours: Collection[str]) -> dict[str, Argument]:
+    """The recipe's arguments of a program, with underscores. ``ConfigError`` for one of ``ours``."""
+    if mistaken := [key for key in extra if _plain(key) in ours]:
+        raise ConfigError(
+            f"{engine}.extra_arguments names {', '.join(mistaken)}, which Millrace sets itself: remove them"
+        )
+    return {_plain(key): value for key, value in extra.items()}
+
+
+def spelled(arguments: Mapping[str, Argument], *, negated: bool = False) -> list[str]:
+    """Arguments as words of a command line; a false one is left out, or negated (``--no-x``).
+
+    >>> spelled({"tp_size": 2, "sleep_on_idle": True, "async_scheduling": False}, negated=True)
+    ['--tp-size', '2', '--sleep-on-idle', '--no-async-scheduling']
+    """
+    words: list[str] = []
+    for key, value in arguments.items():
+        option = key.replace("_", "-")
+        if not isinstance(value, bool):
+            words += [f"--{option}", str(value)]
+        elif value or negated:
+            words.append(f"--{option}" if value else f"--no-{option}")
+    return words
+
+
+def bound_cores(index: int, num_ranks: int, threads: int, cores: Sequence[int]) -> str:
+    """Cores of each rank of a server, from the last one down: SGLang and vLLM want them named, and they must exist."""
+    per_rank = min(threads, len(cores))
+    ranks = range(index * num_ranks, (index + 1) * num_ranks)
+    groups = [[cores[-1 - (rank * per_rank + i) % len(cores)] for i in range(per_rank)] for rank in ranks]
+    return "|".join(",".join(map(str, sorted(group))) for group in groups)
+
+
+def _plain(key: str) -> str:
+    return key.lstrip("-").replace("-", "_")

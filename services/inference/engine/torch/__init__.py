@@ -1,0 +1,1 @@
+"""The torch engine: continuous batching over a slot KV cache, on the CPU or one GPU."""

@@ -1,0 +1,281 @@
+"""A decoder-only transformer (Llama, Qwen2, Qwen3) over a KV cache, with few and large operations.
+
+The decoder owns the tensors; ``blocks`` defines their layout. The original Hugging Face model keeps working on views of the
+tensors, so both always agree. Independent of requests, sampling and versions: callers name the slots to read and write.
+
+Entry points: ``extend`` computes the KV of many tokens of some slots (no logits: the last token of a
+sequence is always left to ``decode``), ``decode`` feeds one token to each slot of a leading range, ``score`` computes the
+log-probabilities of given tokens without the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from services.common.errors import ModelMismatchError
+from services.common.system.parking import Released
+from services.common.text.huggingface import named_weights
+from services.inference.engine.in_place import PreparedUpdate, prepare
+from services.inference.engine.torch.adapter import Adapter
+from services.inference.engine.torch.blocks import Sizes, build_blocks
+from services.inference.engine.torch.kv.block_cache import BlockCache, Layout, build_cache
+from services.inference.engine.torch.kv.cache import Bucket, KvShape, Reach
+from services.inference.engine.torch.kv.ledger import Ints
+from services.inference.engine.torch.static_step import Capture, CudaCapture, StaticStep
+from services.inference.engine.weight_update import WeightUpdate
+
+Stepping = Literal["eager", "graph", "compiled"]
+
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+SCORED_AT_ONCE = 512  # positions whose logits exist at once while a sequence is scored
+_STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class Decoder:
+    """Forward passes for one model on one device; all calls from one thread."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_slots: int,
+        context_length: int,
+        device: str | torch.device = "cpu",
+        adapter: Adapter | None = None,
+        kv_bytes: int | None = None,
+        layout: Layout = "auto",
+        stepping: Stepping = "eager",
+        capture: Capture | None = None,
+    ) -> None:
+        """With ``adapter`` only its tensors change, and several decoders may share the model. The KV cache takes at most
+        ``kv_bytes``; without this limit, as many as all slots can fill. ``stepping`` beside ``eager`` is for a GPU; ``capture``
+        is for tests (see ``static_step``).
+
+        Raises:
+            ModelMismatchError: the model is none that this forward pass computes.
+            ConfigError: ``kv_bytes`` holds no sequence of the context's length.
+        """
+        check_supported(model)
+        config = model.config
+        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.device = torch.device(device)
+        model.to(self.device)
+        dtype = model.get_input_embeddings().weight.dtype
+        own = None if adapter is None else adapter.to(self.device, dtype)
+        with torch.no_grad():
+            sizes = Sizes(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, eps=config.rms_norm_eps)
+            self._blocks = build_blocks(model, sizes, context_length, own, compiled=stepping == "compiled")
+            self._embedding = model.get_input_embeddings().weight.data
+        changing = named_weights(model) if own is None else own.tensors
+        self.weights = {name: tensor.data for name, tensor in changing.items()}
+        self._owns_weights = own is None
+        self._released: Released | None = None
+        self.dtype = self._embedding.dtype
+        self.context_length = context_length
+        shape = KvShape(
+            num_layers=self._blocks.num_layers,
+            num_slots=num_slots,
+            kv_heads=self.kv_heads,
+            context_length=context_length,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.cache = build_cache(shape, kv_bytes, layout)
+        self._slots = np.arange(num_slots)
+        self._static: StaticStep | None = None
+        if stepping != "eager":
+            capture = capture or CudaCapture()
+            assert isinstance(self.cache, BlockCache)
+            self._static = StaticStep(self, self.cache, num_slots, capture)
+        self._position_index = torch.arange(context_length, device=self.device)
+
+    def release(self) -> None:
+        """Free the memory of cache and weights, whose contents are lost. The base of an adapter stays: others may compute on it."""
+        if self._static is not None:
+            self._static.forget()
+        weights = self.weights.values() if self._owns_weights else ()
+        self._released = Released([*weights, *self.cache.tensors])
+
+    def restore(self) -> None:
+        """Take the memory again. The weights must be loaded next; the cache is empty."""
+        if self._released is not None:
+            self._released.restore()
+            self._released = None
+        if self.device.type != "cpu":  # fresh pages of the host are zeros, and untouched ones take no memory
+            for tensor in self.cache.tensors:
+                tensor.zero_()  # what is masked must be finite
+
+    def prepare(self, update: WeightUpdate) -> PreparedUpdate:
+        """Prepare an update, in any thread. ``ModelMismatchError`` if the update is for another model."""
+        return prepare(update, self.weights)
+
+    def load(self, prepared: PreparedUpdate) -> None:
+        """Write an update into the existing tensors; ``prepare`` has validated the update."""
+        prepared.apply()
+        self._blocks.refresh()
+
+    def decode(self, tokens: Ints, positions: Ints, buckets: Sequence[Bucket]) -> torch.Tensor:
+        """Feed ``tokens`` [num_rows] at ``positions`` [num_rows] to slots 0…num_rows-1; logits [num_rows, vocabulary].
+
+        Position p of a slot attends to its positions 0…p. ``buckets`` cover the rows in order. The logits are valid until
+        the next call.
+        """
+        if self._static is not None:
+            return self._static.decode(tokens, positions, max(bucket.width for bucket in buckets))
+        places = self.cache.places(self._slots[: len(positions)], positions)
+        buckets = self.cache.split(buckets)
+        reaches = [self.cache.reach(slice(b.start, b.stop), b.width) for b in buckets]
+        fed, at = (torch.from_numpy(numbers).to(self.device) for numbers in (tokens, positions))
+        return self.step(fed, at, places, buckets, reaches)
+
+    def step(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        places: torch.Tensor,
+        buckets: Sequence[Bucket],
+        reaches: Sequence[Reach],
+    ) -> torch.Tensor:
+        """The operations of ``decode`` on the device alone: no value comes back to the host, so a graph can hold them."""
+        heads, kv_heads, head_dim = self.heads, self.kv_heads, self.head_dim
+        blocks = self._blocks
+        rotation = blocks.rotation(positions)
+        masks = [
+            mask if reach.trunk is None else mask[..., reach.trunk_width :]
+            for mask, reach in zip((self._decode_mask(positions, b) for b in buckets), reaches, strict=True)
+        ]
+        x = F.embedding(tokens, self._embedding)  # [num_rows, hidden]
+        for index in range(blocks.num_layers):
+            qkv = blocks.project(index, x, rotation)
+            self.cache.write(index, places, qkv[:, heads:])
+            # The query heads of one KV head sit where query positions usually do: no repetition of keys and values.
+            query = qkv[:, :heads].unflatten(1, (kv_heads, heads // kv_heads))
+            parts = []
+            for bucket, mask, reach in zip(buckets, masks, reaches, strict=True):
+                rows, own = query[bucket.start : bucket.stop], self.cache.read(index, reach)
+                if reach.trunk is None:
+                    attended = F.scaled_dot_product_attention(rows, *own, attn_mask=mask)
+                else:
+                    attended = _attend_to_trunk(rows, self.cache.read_trunk(index, reach.trunk), own, mask)
+                parts.append(attended.reshape(bucket.stop - bucket.start, heads * head_dim))
+            blocks.finish(index, x, parts[0] if len(parts) == 1 else torch.cat(parts))
+        return blocks.logits(x)
+
+    def extend(self, slots: Ints, tokens: torch.Tensor, starts: Ints, *, fresh: bool) -> None:
+        """Compute the KV of ``tokens`` [rows, width] at positions ``starts`` [rows] onward of ``slots`` [rows].
+
+        Rows are padded on the right with any token; the KV written for padding lies behind the row's last token
+        and is overwritten before any token attends to that position. ``fresh``: all starts are 0, so the cache is not read.
+        """
+        rows, width = tokens.shape
+        heads, head_dim = self.heads, self.head_dim
+        at = np.minimum(starts[:, None] + np.arange(width), self.context_length - 1)  # [rows, width]
+        positions = torch.from_numpy(at).to(self.device)
+        blocks = self._blocks
+        places = self.cache.places(slots.repeat(width), at.reshape(-1))
+        rotation = blocks.rotation(positions.reshape(-1))
+        longest = 0 if fresh else int(at[:, -1].max()) + 1
+        mask = None if fresh else (self._position_index[:longest] <= positions[:, :, None])[:, None]
+        reach = self.cache.reach(slots, longest)
+        x = F.embedding(tokens.reshape(-1), self._embedding)  # [rows * width, hidden]
+        for index in range(blocks.num_layers):
+            qkv = blocks.project(index, x, rotation)
+            self.cache.write(index, places, qkv[:, heads:])
+            if index == blocks.num_layers - 1:
+                return  # the last layer's output would only feed logits
+            query, new_keys, new_values = (
+                part.unflatten(0, (rows, width)).transpose(1, 2)
+                for part in qkv.split((heads, self.kv_heads, self.kv_heads), dim=1)
+            )
+            if fresh:
+                attended = F.scaled_dot_product_attention(query, new_keys, new_values, is_causal=True, enable_gqa=True)
+            else:
+                keys, values = self.cache.read(index, reach)
+                attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+            blocks.finish(index, x, attended.transpose(1, 2).reshape(rows * width, heads * head_dim))
+
+    def score(self, tokens: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities [num_scored] in float32 of ``tokens`` [num_tokens] at ``positions``, each at its temperature.
+
+        A causal pass over one sequence, apart from the cache; logits exist for SCORED_AT_ONCE positions at a time.
+        """
+        num_tokens = len(tokens)
+        heads, head_dim = self.heads, self.head_dim
+        blocks = self._blocks
+        rotation = blocks.rotation(torch.arange(num_tokens, device=self.device))
+        x = F.embedding(tokens, self._embedding)  # [num_tokens, hidden]
+        for index in range(blocks.num_layers):
+            qkv = blocks.project(index, x, rotation).transpose(0, 1)[None]
+            query, key, value = qkv.split((heads, self.kv_heads, self.kv_heads), dim=1)
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            blocks.finish(index, x, attended[0].transpose(0, 1).reshape(num_tokens, heads * head_dim))
+        x = x[positions - 1]
+        found = []
+        for rows in range(0, len(positions), SCORED_AT_ONCE):
+            part = slice(rows, rows + SCORED_AT_ONCE)
+            logits = blocks.logits(x[part]).float().div_(temperatures[part, None])
+            wanted = logits.gather(1, tokens[positions[part], None])
+            found.append((wanted - logits.logsumexp(dim=-1, keepdim=True))[:, 0])
+        return torch.cat(found) if found else torch.zeros(0, device=self.device)
+
+    def _decode_mask(self, positions: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+        """Additive [rows, 1, 1, width]; made once per step, where a boolean one is converted in every layer."""
+        hidden = self._position_index[: bucket.width] > positions[bucket.start : bucket.stop, None]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        return mask[:, None, None, :]
+
+
+def _attend_to_trunk(
+    query: torch.Tensor,
+    trunk: tuple[torch.Tensor, torch.Tensor],
+    own: tuple[torch.Tensor, torch.Tensor],
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of ``query`` [rows, kv heads, heads per kv head, dim] to keys and values that all rows have in common, read
+    once as one matrix, and to each row's own: one softmax over both. As in Juravsky et al. 2024, "Hydragen".
+
+    ``trunk``: [1, kv heads, positions, dim]; ``own``: [rows, kv heads, positions, dim] under ``mask``.
+    """
+    rows, kv_heads, per_head, dim = query.shape
+    (far_keys, far_values), (keys, values) = trunk, own
+    width = far_keys.shape[2]
+    query = query * dim**-0.5
+    far = torch.matmul(query.transpose(0, 1).reshape(kv_heads, rows * per_head, dim), far_keys[0].transpose(1, 2))
+    near = torch.matmul(query, keys.transpose(2, 3)).add_(mask)
+    scores = torch.cat([far.view(kv_heads, rows, per_head, width), near.transpose(0, 1)], dim=-1).softmax(dim=-1)
+    far = torch.matmul(scores[..., :width].reshape(kv_heads, rows * per_head, width), far_values[0])
+    return far.view(kv_heads, rows, per_head, dim).transpose(0, 1) + torch.matmul(
+        scores[..., width:].transpose(0, 1), values
+    )
+
+
+def check_supported(model: Any) -> None:
+    """Raise ``ModelMismatchError``, naming the supported models, if this forward pass differs from the model's."""
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    problem = ""
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        problem = f"model_type is {config.model_type!r}"
+    elif config.hidden_act not in ("silu", "swish"):
+        problem = f"hidden_act is {config.hidden_act!r}"
+    elif getattr(config, "use_sliding_window", False):
+        problem = "use_sliding_window is true"
+    elif rope.get("rope_type", "default") not in _STATIC_ROPE_TYPES:
+        problem = f"rope_type is {rope['rope_type']!r}"
+    elif getattr(model.get_output_embeddings(), "bias", None) is not None:
+        problem = "the output head has a bias"
+    if problem:
+        raise ModelMismatchError(
+            f"the torch engine cannot run this model: {problem}. It supports model types "
+            f"{', '.join(SUPPORTED_MODEL_TYPES)} with SiLU, full attention and rope types {', '.join(_STATIC_ROPE_TYPES)}; "
+            "use the sglang engine for others"
+        )

@@ -1,0 +1,245 @@
+"""Keeps the KV of the slots: joins prompts with cached prefixes, computes the rest, and makes room where memory is bounded.
+
+A row needs blocks for its tokens. When none is free, the caches of ended requests go first, the one unused for longest
+before others. Then the row that joined last is parked: it keeps its slot and tokens, gives up its KV, and is revived, with its
+KV computed again under the weights of that time, before any new request joins. The row that joined first is never parked,
+and the cache holds at least one sequence of the whole context, so every request ends. In a cache of rows (``KvCache``)
+nothing is ever short, and none of this happens.
+
+Independent of requests and sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.common.config.processes.kv_cache import BLOCK_TOKENS, blocks_of
+from services.inference.engine.base import KvUse
+from services.inference.engine.torch.decoder import Decoder
+from services.inference.engine.torch.kv.ledger import Ints
+from services.inference.engine.torch.prefill import Span, plan_passes, plan_sharing
+from services.inference.engine.torch.slots import SlotTable, worth_sharing
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since start. ``prefilled`` counts positions computed, ``reused`` positions taken from a cache or a sibling."""
+
+    generated: int = 0
+    prefilled: int = 0
+    reused: int = 0
+    steps: int = 0
+    evicted: int = 0  # caches of ended requests that were given up for their memory
+    parked: int = 0  # rows that gave up their KV for memory, and computed it again later
+
+
+class KvKeeper:
+    def __init__(self, decoder: Decoder, table: SlotTable, counters: Counters) -> None:
+        self._decoder = decoder
+        self._table = table
+        self._counters = counters
+        self._cache = decoder.cache
+
+    @property
+    def use(self) -> KvUse | None:
+        """The state of the pool of blocks; None where each slot has its row."""
+        ledger = self._cache.ledger
+        if ledger is None:
+            return None
+        return KvUse(
+            blocks=ledger.num_blocks,
+            used=ledger.num_blocks - ledger.num_free,
+            shared=ledger.num_shared,
+            evicted=self._counters.evicted,
+            parked=self._counters.parked,
+        )
+
+    # -- joining ------------------------------------------------------------------------------------------------
+
+    def room(self) -> int | None:
+        """Blocks for requests that join now, with one left for each row that decodes; None without a bound."""
+        ledger = self._cache.ledger
+        if ledger is None:
+            return None
+        live = self._table.live
+        return ledger.num_blocks - ledger.num_held_by(live) - int(np.count_nonzero(live))
+
+    def price(self, tokens: npt.NDArray[np.int32]) -> int:
+        """Blocks that a row of these tokens takes beside those of the live rows, with its next token. At most."""
+        source, shared = self._table.longest_prefix(tokens)
+        is_shared = worth_sharing(shared, len(tokens) - 1) and bool(self._table.live[source])
+        return blocks_of(len(tokens) + 1) - (shared // BLOCK_TOKENS if is_shared else 0)
+
+    def attach(self, slot: int, source: int, num_positions: int) -> None:
+        """The leading positions of ``source`` become the slot's; other ones of the slot are dropped."""
+        if num_positions:
+            self._cache.share(source, [slot], num_positions)
+        else:
+            self._cache.cut(slot, 0)
+
+    def revive(self) -> list[int]:
+        """Rows that were parked and have room again, live from now on; the caller computes them."""
+        table = self._table
+        revived: list[int] = []
+        parked = table.parked.nonzero()[0]
+        room = self.room() if len(parked) else None
+        for slot in parked[np.argsort(table.last_used[parked])].tolist():
+            tokens = table.tokens[slot, : table.length[slot]]
+            price = self.price(tokens)
+            assert room is not None
+            # A row that decodes alone has the whole pool.
+            if price > room and (table.num_live or revived):
+                break
+            room -= price + 1
+            source, shared = table.longest_prefix(tokens)
+            shared = shared if worth_sharing(shared, len(tokens) - 1) else 0
+            self.attach(slot, source, shared)
+            table.cached[slot] = shared
+            self._counters.reused += shared
+            table.parked[slot] = False
+            table.live[slot] = True
+            revived.append(slot)
+        return revived
+
+    # -- computing ----------------------------------------------------------------------------------------------
+
+    def compute(self, slots: Sequence[int]) -> None:
+        """Compute the KV of these slots for all but their last token; a prefix shared by several is computed once.
+
+        Rows for which there is no room are parked.
+        """
+        table = self._table
+        slots = list(slots)
+        plan = self._plan(slots)
+        while not self._make_room(plan):
+            parked = self._park_last()
+            slots = [slot for slot in slots if slot != parked]
+            plan = self._plan(slots)
+        self._extend(plan.leaders)
+        for (leader, shared), members in plan.followers.items():
+            self._cache.share(leader, members, shared)
+            self._counters.reused += int((shared - table.cached[members]).sum())
+            table.cached[members] = shared
+        self._extend([slot for members in plan.followers.values() for slot in members])
+
+    def grow(self) -> None:
+        """Make the last position of every live row writable; rows for which there is no room are parked."""
+        if self._cache.ledger is None:
+            return
+        live, last, end = self._ends()
+        while not self._find(live, last, end):
+            self._park_last()
+            live, last, end = self._ends()
+        self._cache.own(live, last, end)
+
+    # -- dropping -----------------------------------------------------------------------------------------------
+
+    def released(self, slot: int) -> None:
+        """A request has left the slot: keep the valid positions as a cache."""
+        self._cache.cut(slot, int(self._table.cached[slot]))
+
+    def forget(self) -> None:
+        """Drop the caches of all slots without a request."""
+        self._table.forget()
+        if self._cache.ledger is not None:
+            for slot in (~self._table.live).nonzero()[0].tolist():
+                self._cache.cut(slot, 0)
+
+    def invalidate(self, slots: Ints) -> None:
+        """Drop the KV of live rows, which other weights computed."""
+        self._table.cached[slots] = 0
+        for slot in slots.tolist():
+            self._cache.cut(slot, 0)
+
+    def clear(self, slot: int) -> None:
+        """Drop the KV of a slot whose values are not finite, because NaN would pass the mask."""
+        self._cache.clear(slot)
+        self._table.cached[slot] = 0
+        self._cache.cut(slot, 0)
+
+    # -- room ---------------------------------------------------------------------------------------------------
+
+    def _ends(self) -> tuple[Ints, Ints, Ints]:
+        live = self._table.live.nonzero()[0]
+        end = self._table.length[live]
+        return live, end - 1, end
+
+    def _plan(self, slots: Sequence[int]) -> _Plan:
+        table = self._table
+        rows = [table.tokens[slot, : table.length[slot] - 1] for slot in slots]
+        followers: dict[tuple[int, int], list[int]] = {}
+        leaders = list(slots)
+        for row, (leader, shared) in plan_sharing(rows).items():
+            if shared > table.cached[slots[row]]:
+                followers.setdefault((slots[leader], shared), []).append(slots[row])
+                leaders.remove(slots[row])
+        return _Plan(leaders, followers)
+
+    def _make_room(self, plan: _Plan) -> bool:
+        """Whether the plan has room, after evictions. Counts at most one block too many for each follower."""
+        if self._cache.ledger is None:
+            return True
+        table = self._table
+        more = sum(
+            blocks_of(int(table.length[slot])) - shared // BLOCK_TOKENS
+            for (_, shared), members in plan.followers.items()
+            for slot in members
+        )
+        leaders = np.asarray(plan.leaders, dtype=np.int64)
+        return self._find(leaders, table.cached[leaders], table.length[leaders] - 1, more)
+
+    def _find(self, slots: Ints, starts: Ints, stops: Ints, more: int = 0) -> bool:
+        """Evict caches until positions [start, stop) of the slots, and ``more`` blocks, have room; False if they lack it."""
+        while self._cache.shortage(slots, starts, stops, more) > 0:
+            victim = self._table.oldest_cache()
+            if victim is None:
+                return False
+            self._cache.cut(victim, 0)
+            self._table.cached[victim] = 0
+            self._counters.evicted += 1
+        return True
+
+    def _park_last(self) -> int:
+        """Park the live row that joined last."""
+        table = self._table
+        live = table.live.nonzero()[0]
+        assert len(live) > 1, "the cache holds less than one sequence"
+        slot = int(live[table.last_used[live].argmax()])
+        table.park(slot)
+        self._cache.cut(slot, 0)
+        self._counters.parked += 1
+        return slot
+
+    def _extend(self, slots: Sequence[int]) -> None:
+        table, decoder = self._table, self._decoder
+        spans = [Span(slot, int(table.cached[slot]), int(table.length[slot]) - 1) for slot in slots]
+        spans = [span for span in spans if span.num_tokens > 0]
+        if not spans:
+            return
+        self._cache.own(*np.asarray([(span.slot, span.start, span.stop) for span in spans], dtype=np.int64).T)
+        for batch in plan_passes(spans):
+            tokens = np.zeros((len(batch), batch[0].num_tokens), dtype=np.int64)
+            for row, span in enumerate(batch):
+                tokens[row, : span.num_tokens] = table.tokens[span.slot, span.start : span.stop]
+            decoder.extend(
+                np.asarray([span.slot for span in batch]),
+                torch.from_numpy(tokens).to(decoder.device),
+                np.asarray([span.start for span in batch]),
+                fresh=batch[0].start == 0,
+            )
+            for span in batch:
+                table.cached[span.slot] = span.stop
+                self._counters.prefilled += span.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    leaders: list[int]  # computed first
+    followers: dict[
+        tuple[int, int], list[int]
+    ]  # (leader, shared positions) -> slots that take them, then compute the rest

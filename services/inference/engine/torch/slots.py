@@ -1,0 +1,240 @@
+"""The table of slots: tokens, log-probabilities, the valid length of the KV, and the sampling of the request.
+
+Numpy columns indexed by slot, so that a decoding step reads them without a loop. A free slot keeps its tokens and KV as a
+cache until another request takes the slot: the next turn of a conversation finds its prefix there.
+
+Invariant: the first ``cached[s]`` positions of slot s in the KV cache were computed from ``tokens[s]`` by the
+current weights (or, under ``KvPolicy.KEEP``, by older ones for a live slot with ``mixed[s]``; those are never reused).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from services.common.records.types import Sampling
+from services.inference.engine.torch.sampler import SamplingRows, uniform_noise
+
+MIN_SHARED = 16  # positions from which a common prefix pays for its copy
+# The same if the prefix is half of the row, whose rest is computed apart from rows without a common prefix.
+MIN_SHARED_HALF = 4
+
+
+def worth_sharing(num_shared: int, num_tokens: int) -> bool:
+    """Whether a row of so many tokens takes ``num_shared`` positions from another one instead of computing them."""
+    return num_shared >= MIN_SHARED or num_shared >= max(MIN_SHARED_HALF, num_tokens / 2)
+
+
+class SlotTable:
+    """Columns over slots. Slots are physical places: rows move (``moved``) to keep the live ones in front."""
+
+    def __init__(self, num_slots: int, context_length: int) -> None:
+        self.num_slots = num_slots
+        self.context_length = context_length
+        self.tokens = np.zeros((num_slots, context_length), dtype=np.int32)
+        self.logprobs = np.zeros((num_slots, context_length), dtype=np.float32)
+        self.length = np.zeros(num_slots, dtype=np.int64)
+        self.cached = np.zeros(num_slots, dtype=np.int64)
+        self.live = np.zeros(num_slots, dtype=np.bool_)
+        self.mixed = np.zeros(num_slots, dtype=np.bool_)
+        # Requests that gave up their KV for memory (``keeper``): neither live nor free.
+        self.parked = np.zeros(num_slots, dtype=np.bool_)
+        self.last_used = np.zeros(num_slots, dtype=np.int64)
+        self._min_length = np.zeros(num_slots, dtype=np.int64)
+        self.max_length = np.zeros(num_slots, dtype=np.int64)
+        self._prompt_length = np.zeros(num_slots, dtype=np.int64)
+        self._temperature = np.ones(num_slots, dtype=np.float32)
+        self._top_p = np.ones(num_slots, dtype=np.float32)
+        self._top_k = np.zeros(num_slots, dtype=np.int64)
+        self._min_p = np.zeros(num_slots, dtype=np.float32)
+        self._record = np.zeros(num_slots, dtype=np.bool_)
+        self._seed = np.zeros(num_slots, dtype=np.uint64)
+        self._stop_ids = np.full((num_slots, 1), -1, dtype=np.int64)
+        # [num_slots, context_length] tokens to say at the positions where they will stand, -1 where one is drawn; made
+        # when the first request forces any.
+        self._forced: npt.NDArray[np.int32] | None = None
+        self._clock = 0
+        # Live rows whose sampling needs more than a draw at temperature 1 from the whole vocabulary.
+        self._shaped = np.zeros(num_slots, dtype=np.bool_)
+
+    # -- choosing -------------------------------------------------------------------------------------------
+
+    def longest_prefix(self, prompt: npt.NDArray[np.int32]) -> tuple[int, int]:
+        """The slot, live or free, with the longest valid KV for a proper prefix of ``prompt``, and that length."""
+        usable = np.where(self.mixed, 0, np.minimum(self.cached, len(prompt) - 1))
+        candidates = usable.nonzero()[0]
+        if not len(candidates):
+            return -1, 0
+        width = int(usable.max())
+        same = self.tokens[candidates, :width] == prompt[:width]
+        agreed = np.where(same.all(axis=1), same.shape[1], same.argmin(axis=1))
+        shared = np.minimum(agreed, usable[candidates])
+        # Among equals prefer the slot with the fewest other tokens: taking that slot loses the least.
+        best = (shared * (self.context_length + 1) - self.cached[candidates]).argmax()
+        return int(candidates[best]), int(shared[best])
+
+    def holds(self, slot: int, prefix: npt.NDArray[np.int32]) -> bool:
+        """Whether the slot has valid KV for ``prefix``."""
+        if self.mixed[slot] or self.cached[slot] < len(prefix):
+            return False
+        return bool((self.tokens[slot, : len(prefix)] == prefix).all())
+
+    def free_slot(self) -> int | None:
+        """An empty slot, lowest first; else the free one unused for longest; None when all are live."""
+        free = (~self.live & ~self.parked).nonzero()[0]
+        if not len(free):
+            return None
+        empty = free[self.cached[free] == 0]
+        return int(empty[0]) if len(empty) else int(free[self.last_used[free].argmin()])
+
+    @property
+    def num_live(self) -> int:
+        return int(np.count_nonzero(self.live))
+
+    @property
+    def num_parked(self) -> int:
+        return int(np.count_nonzero(self.parked))
+
+    @property
+    def num_free(self) -> int:
+        return self.num_slots - self.num_live - self.num_parked
+
+    def oldest_cache(self) -> int | None:
+        """The slot without a request whose cached positions were unused for longest; None without any."""
+        caches = (~self.live & (self.cached > 0)).nonzero()[0]
+        return int(caches[self.last_used[caches].argmin()]) if len(caches) else None
+
+    @property
+    def extent(self) -> int:
+        """One more than the highest live slot."""
+        live = self.live.nonzero()[0]
+        return int(live[-1]) + 1 if len(live) else 0
+
+    # -- the life of a row ----------------------------------------------------------------------------------
+
+    def occupy(
+        self,
+        slot: int,
+        prompt: npt.NDArray[np.int32],
+        cached: int,
+        sampling: Sampling,
+        stops: tuple[int, ...],
+        seed: int,
+        forced: tuple[int, ...] | None = None,
+        record: bool = True,
+    ) -> None:
+        num_prompt = len(prompt)
+        self._clock += 1
+        self.tokens[slot, :num_prompt] = prompt
+        self.length[slot] = num_prompt
+        self.cached[slot] = cached
+        self.live[slot] = True
+        self.mixed[slot] = False
+        self.last_used[slot] = self._clock
+        self._prompt_length[slot] = num_prompt
+        self._min_length[slot] = num_prompt + sampling.min_new_tokens
+        self.max_length[slot] = min(num_prompt + sampling.max_new_tokens, self.context_length)
+        self._temperature[slot] = sampling.temperature
+        self._top_p[slot] = sampling.top_p
+        self._top_k[slot] = sampling.top_k
+        self._min_p[slot] = sampling.min_p
+        self._record[slot] = record
+        plain = (sampling.temperature, sampling.top_p, sampling.min_p) == (1, 1, 0) and sampling.top_k <= 0
+        self._shaped[slot] = not plain or sampling.min_new_tokens > 0 or forced is not None
+        self._seed[slot] = np.uint64(seed & 0xFFFF_FFFF_FFFF_FFFF)
+        if len(stops) > self._stop_ids.shape[1]:
+            wider = np.full((self.num_slots, len(stops)), -1, dtype=np.int64)
+            wider[:, : self._stop_ids.shape[1]] = self._stop_ids
+            self._stop_ids = wider
+        self._stop_ids[slot] = -1
+        self._stop_ids[slot, : len(stops)] = stops
+        if forced is not None and self._forced is None:
+            self._forced = np.full((self.num_slots, self.context_length), -1, dtype=np.int32)
+        if self._forced is not None:
+            self._forced[slot] = -1
+        if forced is not None and self._forced is not None:
+            end = self.max_length[slot] = min(int(self.max_length[slot]), num_prompt + len(forced))
+            self._forced[slot, num_prompt:end] = forced[: end - num_prompt]
+
+    def release(self, slot: int) -> None:
+        """Free the slot of an ended request; its tokens stay as a cache, unless older weights computed part of them."""
+        self._clock += 1
+        self.last_used[slot] = self._clock
+        self.live[slot] = self.parked[slot] = False
+        self._shaped[slot] = False
+        if self.mixed[slot]:
+            self.cached[slot] = 0
+        self.mixed[slot] = False
+
+    def park(self, slot: int) -> None:
+        """Take a live row out of the decoding steps, without its KV."""
+        self.live[slot] = self.mixed[slot] = False
+        self.parked[slot] = True
+        self.cached[slot] = 0
+
+    def forget(self) -> None:
+        """Drop the caches of all free slots."""
+        self.cached[~self.live] = 0
+
+    def moved(self, sources: list[int], targets: list[int]) -> None:
+        """Rows ``sources`` are now at ``targets``; the two are permutations of each other."""
+        for column in (
+            *(() if self._forced is None else (self._forced,)),
+            *(self.tokens, self.logprobs, self.length, self.cached, self.live, self.mixed, self.parked, self.last_used),
+            *(self._min_length, self.max_length, self._prompt_length, self._temperature, self._top_p, self._top_k),
+            *(self._seed, self._stop_ids, self._min_p, self._record, self._shaped),
+        ):
+            column[targets] = column[sources]
+
+    # -- a decoding step over slots 0…num_rows-1 -------------------------------------------------------------
+
+    def last_tokens(self, num_rows: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Token and position to feed per row. A free row repeats its stored token, behind its valid KV."""
+        positions = np.maximum(self.length[:num_rows] - 1, 0)
+        return self.tokens[np.arange(num_rows), positions].astype(np.int64), positions
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every live row draws at temperature 1 from the whole vocabulary."""
+        return not self._shaped.any()
+
+    def uniform(self, num_rows: int) -> npt.NDArray[np.float64]:
+        """The numbers that the rows draw their next token with."""
+        return uniform_noise(self._seed[:num_rows], self.length[:num_rows] - self._prompt_length[:num_rows])
+
+    def sampling_rows(self, num_rows: int) -> SamplingRows:
+        live = self.live[:num_rows]
+        length = self.length[:num_rows]
+        return SamplingRows(
+            temperature=np.where(live, self._temperature[:num_rows], np.float32(1)),
+            top_p=np.where(live, self._top_p[:num_rows], np.float32(1)),
+            top_k=np.where(live, self._top_k[:num_rows], 0),
+            min_p=np.where(live, self._min_p[:num_rows], np.float32(0)),
+            suppress_stop=live & (length < self._min_length[:num_rows]),
+            stop_ids=self._stop_ids[:num_rows],
+            uniform=self.uniform(num_rows),
+            record=live & self._record[:num_rows],
+            forced=self._forced_next(live, length),
+        )
+
+    def _forced_next(self, live: npt.NDArray[np.bool_], length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+        if self._forced is None:
+            return None
+        # A free row may be full; a live one always has room for its next token.
+        place = np.minimum(length, self.context_length - 1)
+        return np.where(live, self._forced[np.arange(len(live)), place], -1).astype(np.int64)
+
+    def append(
+        self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Add one token to each live row; returns the rows that end by a stop token, and those out of length."""
+        num_rows = len(tokens)
+        rows = self.live[:num_rows].nonzero()[0]
+        at = self.length[rows]
+        self.tokens[rows, at] = tokens[rows]
+        self.logprobs[rows, at] = logprobs[rows]
+        self.cached[rows] = at
+        self.length[rows] = at + 1
+        stopped = (self._stop_ids[rows] == tokens[rows, None]).any(axis=1)
+        full = at + 1 >= self.max_length[rows]
+        return rows[stopped], rows[full & ~stopped]

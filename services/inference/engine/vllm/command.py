@@ -1,0 +1,130 @@
+"""Builds the command line and environment of vLLM servers from an inference service's settings. Starts no process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from services.common.config.processes.servers import MASK_TOKENS
+from services.common.config.processes.services import InferenceConfig
+from services.common.errors import ConfigError
+from services.inference.engine import vllm_server
+from services.inference.engine.served.environment import (
+    Argument,
+    bound_cores,
+    interpreter,
+    own_arguments,
+    spelled,
+)
+from services.inference.engine.served.process import ServerCommand
+from services.inference.engine.vllm.program import vllm_program
+
+LAUNCHER = Path(vllm_server.__file__).resolve().with_name("launch.py")
+CPU_BLOCK_TOKENS = 128  # of vLLM's KV cache on a CPU
+CPU_CACHE_BYTES = 1 << 30  # most of a KV cache in host memory, and all of one whose model's shape is unknown
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+OURS = (
+    "model",
+    "host",
+    "port",
+    "uds",
+    "api_key",
+    "middleware",
+    "tensor_parallel_size",
+    "tokens_only",
+    "logprobs_mode",
+    "max_logprobs",
+    "max_model_len",
+    "weight_transfer_config",
+    "worker_extension_cls",
+    "enable_prompt_tokens_details",
+)
+"""Arguments that are never taken from `extra_arguments`: the engine relies on its own values."""
+
+
+def server_commands(
+    config: InferenceConfig,
+    *,
+    name: str,
+    model_path: str,
+    model_config: Mapping[str, Any],
+    context_length: int,
+    number: int,
+    gpus: Sequence[str],
+    on_cpu: bool,
+    environment: Mapping[str, str] = os.environ,
+) -> list[ServerCommand]:
+    """Commands of ``number`` data-parallel servers of one policy; ``gpus`` are theirs alone, empty for all visible GPUs.
+    ``model_config``: the model's ``config.json``, empty if unknown.
+
+    Raises:
+        ConfigError: an extra argument that is not the recipe's to set, or fewer GPUs than the servers need.
+    """
+    settings = config.vllm
+    parallel = settings.tensor_parallel
+    if gpus and len(gpus) < number * parallel:
+        raise ConfigError(f"{number} vLLM engines of {parallel} GPUs need {number * parallel}, but have {len(gpus)}")
+    most_running = settings.max_running_requests or config.engine_slots or config.num_slots
+    most_kept = min(MASK_TOKENS, int(model_config.get("vocab_size", MASK_TOKENS)))
+    arguments: dict[str, Argument] = {
+        "model": model_path,
+        "tensor_parallel_size": parallel,
+        "dtype": config.dtype,
+        "max_model_len": context_length,
+        "max_num_seqs": most_running + 1,  # and a request that checks the server
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": most_kept,
+        "tokens_only": True,
+        "enable_prompt_tokens_details": True,
+        "worker_extension_cls": "staged.Extension",
+        "weight_transfer_config": json.dumps({"backend": "millrace_stage"}),
+        "middleware": "guard.KeyRequired",
+        "host": "127.0.0.1",
+        "uvicorn_log_level": "warning",
+    }
+    if on_cpu:
+        arguments["enforce_eager"] = True
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config, model_config, most_running, context_length)
+    else:
+        arguments["gpu_memory_utilization"] = settings.memory_share
+        # Log-probabilities of bf16 logits are off by up to .03, which the ratio of a loss would take for staleness.
+        arguments["hf_overrides"] = json.dumps({"head_dtype": "float32"})
+    arguments |= own_arguments("vllm", settings.extra_arguments, OURS)
+    argv = (
+        interpreter("vllm", settings.python, environment),
+        str(LAUNCHER),
+        *spelled(arguments, negated=True),
+    )
+    cores = sorted(os.sched_getaffinity(0))
+    commands = []
+    for index in range(number):
+        env = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if Path(model_path).is_dir():
+            env["HF_HUB_OFFLINE"] = "1"
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index * parallel : (index + 1) * parallel])
+        if on_cpu:
+            bound = bound_cores(index, parallel, config.threads, cores)
+            env |= {"OMP_NUM_THREADS": str(config.threads), "VLLM_CPU_OMP_THREADS_BIND": bound}
+        commands.append(ServerCommand(name=f"{name}-{index}", argv=argv, program=vllm_program(most_kept), env=env))
+    return commands
+
+
+def _cpu_cache_bytes(
+    config: InferenceConfig, model_config: Mapping[str, Any], most_running: int, context_length: int
+) -> int:
+    """Keys and values of all requests at full context, in whole blocks."""
+    try:
+        num_heads = int(model_config["num_attention_heads"])
+        width = int(model_config.get("num_key_value_heads") or num_heads) * int(
+            model_config.get("head_dim") or int(model_config["hidden_size"]) // num_heads
+        )
+        num_layers = int(model_config["num_hidden_layers"])
+    except KeyError:
+        return CPU_CACHE_BYTES
+    num_blocks = (most_running + 1) * (-(-context_length // CPU_BLOCK_TOKENS) + 1)
+    token_bytes = 2 * num_layers * width * _ELEMENT_BYTES[config.dtype]
+    return min(CPU_CACHE_BYTES, num_blocks * CPU_BLOCK_TOKENS * token_bytes)

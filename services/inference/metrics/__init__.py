@@ -1,0 +1,1 @@
+"""Gauges of a replica, their Prometheus names, and times of sampled tokens."""

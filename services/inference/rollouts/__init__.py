@@ -1,0 +1,1 @@
+"""Plays task groups: slots, attempts, policies, scores of teachers, phases."""

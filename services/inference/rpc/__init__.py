@@ -1,0 +1,1 @@
+"""Clients of the orchestrator and of the environment gateway."""

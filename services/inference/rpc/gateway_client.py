@@ -1,0 +1,246 @@
+"""Client of the environment gateway for workflows: converts types, applies deadlines, retries while the gateway is full.
+
+An unreachable gateway, a failed grader and a broken sandbox are ``InfrastructureError``, never an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import grpc
+import orjson
+
+from services.common.aio import TaskOwner, deadline
+from services.common.errors import CapacityError, ConfigError, GraderFailedError, InfrastructureError
+from services.common.pb import environment_pb2, environment_pb2_grpc, judge_pb2_grpc
+from services.common.pb.environment_pb2 import (
+    ComputeRewardRequest,
+    ComputeRewardResponse,
+    ExecuteCodeRequest,
+    ExecuteCodeResponse,
+)
+from services.common.records.types import Task
+from services.common.rpc.client.channel import DEADLINES, channel, translated_errors
+from services.common.security.roles import Peer
+from services.common.telemetry.accounts import TimeAccount
+from services.common.telemetry.activities import ActivityName
+from services.common.telemetry.components import GATEWAY
+from services.inference.rpc.call_batches import CallBatcher
+from services.inference.rpc.judge_messages import judge_request, outcomes_from_proto
+from services.inference.workflows.base import (
+    CaseOutcome,
+    Episode,
+    Execution,
+    JudgeCase,
+    Reward,
+    RunStatus,
+    Step,
+)
+
+T = TypeVar("T")
+
+EXECUTION_MARGIN_S = 60.0  # queueing and the gateway's own limits, beyond the table's 10 s
+CAPACITY_WAIT_S = 120.0
+JUDGING_S = 600.0  # of one program: a hundred cases that each run into their limit; the gateway has its own limit
+DEFAULT_RETRY_S = 0.5
+MOST_TEXT_BYTES = 3 << 20  # of an action, a program or a completion; a message may have 4 MiB
+
+_STATUS = {
+    environment_pb2.EXECUTION_STATUS_OK: RunStatus.OK,
+    environment_pb2.EXECUTION_STATUS_RUNTIME_ERROR: RunStatus.RUNTIME_ERROR,
+    environment_pb2.EXECUTION_STATUS_COMPILE_ERROR: RunStatus.RUNTIME_ERROR,  # the policy's text is the same
+    environment_pb2.EXECUTION_STATUS_TIME_LIMIT: RunStatus.TIME_LIMIT,
+    environment_pb2.EXECUTION_STATUS_MEMORY_LIMIT: RunStatus.MEMORY_LIMIT,
+    environment_pb2.EXECUTION_STATUS_OUTPUT_LIMIT: RunStatus.OUTPUT_LIMIT,
+    environment_pb2.EXECUTION_STATUS_INVALID_REQUEST: RunStatus.INVALID_REQUEST,
+}
+
+
+class GatewayClient:
+    """One channel for all rollouts of a replica. The replica calls ``connect`` with the address from the orchestrator."""
+
+    def __init__(self, account: TimeAccount) -> None:
+        self._account = account
+        self._channels: list[grpc.aio.Channel] = []
+        self._environments: environment_pb2_grpc.EnvironmentServiceAsyncStub | None = None
+        self._executions: CallBatcher[ExecuteCodeRequest, ExecuteCodeResponse] | None = None
+        self._rewards: CallBatcher[ComputeRewardRequest, ComputeRewardResponse] | None = None
+        self._judge: judge_pb2_grpc.JudgeServiceAsyncStub | None = None
+        self._tasks = TaskOwner()
+        self.address = ""
+
+    def connect(self, address: str) -> None:
+        """Use the gateway at ``address``; calls in flight at another one go on there."""
+        if address == self.address or not address:
+            return
+        self.address = address
+        connection = channel(address, Peer.ENVGATEWAY)
+        self._channels.append(connection)
+        self._environments = environment_pb2_grpc.EnvironmentServiceStub(connection)
+        self._executions = _executions(self._tasks, environment_pb2_grpc.CodeExecutionServiceStub(connection))
+        self._rewards = _rewards(self._tasks, environment_pb2_grpc.RewardServiceStub(connection))
+        self._judge = judge_pb2_grpc.JudgeServiceStub(connection)
+
+    async def execute_code(
+        self, code: str, *, stdin: bytes = b"", print_trailing_expression: bool = False
+    ) -> Execution:
+        calls = self._connected(self._executions)
+        request = ExecuteCodeRequest(
+            request_id=uuid.uuid4().hex,
+            language="python",
+            code=_encodable(code),
+            stdin=stdin,
+            print_trailing_expression=print_trailing_expression,
+        )
+        timeout = (DEADLINES["ExecuteCode"] or 0.0) + EXECUTION_MARGIN_S
+        response = await self._call("execution", timeout, lambda: calls.call(request, timeout))
+        status = _STATUS.get(response.status)
+        if status is None:
+            name = environment_pb2.ExecutionStatus.Name(response.status)
+            raise InfrastructureError(f"code execution ended with {name}: {response.detail}")
+        return Execution(
+            status=status,
+            stdout=response.stdout,
+            stderr=response.stderr,
+            truncated=response.truncated,
+            wall_time_s=response.wall_time.seconds + response.wall_time.nanos * 1e-9,
+            detail=response.detail,
+        )
+
+    async def create_episode(self, environment: str, task: Task, seed: int) -> Episode:
+        stub = self._connected(self._environments)
+        request = environment_pb2.CreateEpisodeRequest(
+            request_id=uuid.uuid4().hex, environment=environment, task_json=orjson.dumps(task.data), seed=seed
+        )
+        timeout = DEADLINES["CreateEpisode"] or 0.0
+        response = await self._call("environment", timeout, lambda: stub.CreateEpisode(request, timeout=timeout))
+        return Episode(
+            episode_id=response.episode_id,
+            observation=response.observation,
+            admissible_actions=tuple(response.admissible_actions),
+            tools=tuple(orjson.loads(response.tools_json)) if response.tools_json else (),
+        )
+
+    async def step(self, episode_id: str, turn: int, action: str) -> Step:
+        stub = self._connected(self._environments)
+        request = environment_pb2.StepEpisodeRequest(episode_id=episode_id, turn=turn, action=_encodable(action))
+        timeout = DEADLINES["StepEpisode"] or 0.0
+        response = await self._call("environment", timeout, lambda: stub.StepEpisode(request, timeout=timeout))
+        return Step(
+            observation=response.observation,
+            reward=response.reward,
+            done=response.done,
+            admissible_actions=tuple(response.admissible_actions),
+            metrics=dict(response.metrics),
+        )
+
+    async def close(self, episode_id: str) -> None:
+        stub = self._connected(self._environments)
+        request = environment_pb2.CloseEpisodeRequest(episode_id=episode_id)
+        timeout = DEADLINES["CloseEpisode"] or 0.0
+        await self._call("environment", timeout, lambda: stub.CloseEpisode(request, timeout=timeout))
+
+    async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
+        calls = self._connected(self._rewards)
+        request = ComputeRewardRequest(
+            request_id=uuid.uuid4().hex,
+            reward=reward,
+            task_json=orjson.dumps(task.data),
+            completion=_encodable(completion),
+        )
+        timeout = JUDGING_S if reward == "code" else DEADLINES["ComputeReward"] or 0.0
+        response = await self._call("reward", timeout, lambda: calls.call(request, timeout))
+        if response.outcome in (
+            environment_pb2.REWARD_OUTCOME_GRADER_FAILED,
+            environment_pb2.REWARD_OUTCOME_UNSPECIFIED,
+        ):
+            raise GraderFailedError(f"the grader of reward {reward!r} failed: {response.detail}")
+        return Reward(
+            value=response.reward,
+            unparsed=response.outcome == environment_pb2.REWARD_OUTCOME_UNPARSED,
+            detail=response.detail,
+        )
+
+    async def judge(
+        self, code: str, cases: Sequence[JudgeCase], *, entry_point: str = "", case_time_s: float = 6.0
+    ) -> tuple[CaseOutcome, ...]:
+        stub = self._connected(self._judge)
+        request = judge_request(
+            _encodable(code), cases, entry_point=entry_point, case_time_s=case_time_s, request_id=uuid.uuid4().hex
+        )
+        timeout = (DEADLINES["Judge"] or 0.0) + EXECUTION_MARGIN_S + len(cases) * case_time_s
+        response = await self._call("judge", timeout, lambda: stub.Judge(request, timeout=timeout))
+        return outcomes_from_proto(response, len(cases))
+
+    async def stop(self) -> None:
+        await self._tasks.close()
+        for connection in self._channels:
+            await connection.close()
+
+    async def _call(self, what: str, timeout: float, call: Callable[[], Awaitable[T]]) -> T:
+        """Call with a deadline; while the gateway is full, wait as long as its answer asks and call again."""
+        with self._account.during(ActivityName.WAITING_FOR_GATEWAY.of(what), on=GATEWAY) as wait:
+            async with deadline(CAPACITY_WAIT_S + timeout, f"{what} at the environment gateway {self.address}"):
+                while True:
+                    try:
+                        with translated_errors(f"environment gateway {self.address}"):
+                            return await call()
+                    except CapacityError as error:
+                        wait.note(error.message)
+                        await asyncio.sleep(error.retry_after_s or DEFAULT_RETRY_S)
+        raise AssertionError("unreachable: the loop returns or raises")
+
+    def _connected(self, stub: T | None) -> T:
+        if stub is None:
+            raise ConfigError(
+                "this run has no environment gateway, but its workflow asks for one: "
+                "remove `envgateway: null` from the recipe, or write a reward by import path (package.module:function)"
+            )
+        return stub
+
+
+def _executions(
+    tasks: TaskOwner, stub: environment_pb2_grpc.CodeExecutionServiceAsyncStub
+) -> CallBatcher[ExecuteCodeRequest, ExecuteCodeResponse]:
+    def alone(request: ExecuteCodeRequest, timeout_s: float) -> Awaitable[ExecuteCodeResponse]:
+        return stub.ExecuteCode(request, timeout=timeout_s)
+
+    async def batch(
+        requests: list[ExecuteCodeRequest], timeout_s: float
+    ) -> AsyncIterator[list[tuple[int, ExecuteCodeResponse | None]]]:
+        message = environment_pb2.ExecuteCodesRequest(requests=requests)
+        async for some in stub.ExecuteCodes(message, timeout=timeout_s):
+            yield [(one.index, one.response if one.HasField("response") else None) for one in some.answers]
+
+    return CallBatcher(tasks, alone, batch, ExecuteCodeRequest.ByteSize)
+
+
+def _rewards(
+    tasks: TaskOwner, stub: environment_pb2_grpc.RewardServiceAsyncStub
+) -> CallBatcher[ComputeRewardRequest, ComputeRewardResponse]:
+    def alone(request: ComputeRewardRequest, timeout_s: float) -> Awaitable[ComputeRewardResponse]:
+        return stub.ComputeReward(request, timeout=timeout_s)
+
+    async def batch(
+        requests: list[ComputeRewardRequest], timeout_s: float
+    ) -> AsyncIterator[list[tuple[int, ComputeRewardResponse | None]]]:
+        message = environment_pb2.ComputeRewardsRequest(requests=requests)
+        async for some in stub.ComputeRewards(message, timeout=timeout_s):
+            yield [(one.index, one.response if one.HasField("response") else None) for one in some.answers]
+
+    return CallBatcher(tasks, alone, batch, ComputeRewardRequest.ByteSize)
+
+
+def _encodable(text: str) -> str:
+    """Text that a message can carry, from any text of a policy. An error here would give the policy a second attempt.
+
+    A policy can write lone surrogates (through JSON escapes), which are not Unicode text: they are replaced. Text beyond
+    ``MOST_TEXT_BYTES`` is cut.
+    """
+    encoded = text.encode(errors="replace")
+    if len(encoded) > MOST_TEXT_BYTES:
+        return encoded[:MOST_TEXT_BYTES].decode(errors="ignore")
+    return encoded.decode()

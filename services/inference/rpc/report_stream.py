@@ -1,0 +1,120 @@
+"""Sends the reports of a replica over one stream, and opens another stream after a failure.
+
+Each report waits for its answer, so at most one is on its way. A stream instead of calls: a call costs the orchestrator
+about twice as much as a message of a stream, and of a large pool reports are the largest cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+
+from services.common.aio import deadline
+from services.common.errors import InfrastructureError
+from services.common.pb import pool_pb2
+from services.common.records.types import WeightTransfer, WeightVersion
+from services.common.rpc.client.channel import DEADLINES, translated_errors
+from services.common.telemetry.accounts import AccountState, PeerState
+from services.common.wire.accounts import account_to_proto, peer_to_proto
+from services.common.wire.records import interval_to_proto
+from services.common.wire.transfers import weight_transfer_to_proto
+
+Call = grpc.aio.StreamStreamCall[pool_pb2.StreamReportsRequest, pool_pb2.StreamReportsResponse]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaIdentity:
+    """Identity of the joining replica. ``incarnation`` is new for every start of the process."""
+
+    replica_id: str
+    incarnation: str
+    num_slots: int
+    labels: Mapping[str, str] = field(default_factory=dict)
+    weights_address: str = ""  # where the replica relays weights; empty: no relay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """Versions, load and health of a replica."""
+
+    num_free_slots: int
+    held_versions: tuple[WeightVersion, ...]
+    running_task_group_ids: tuple[str, ...]
+    num_generated_tokens: int
+    emission_intervals: tuple[tuple[float, float], ...]  # since the last report
+    gauges: Mapping[str, float]
+    weight_transfers: tuple[WeightTransfer, ...] = ()  # since the last report
+    accounts: tuple[AccountState, ...] = ()
+    peers: tuple[PeerState, ...] = ()
+    device_turn: int = 0  # that it has carried out last
+
+
+def held_to_proto(version: WeightVersion) -> pool_pb2.HeldVersion:
+    return pool_pb2.HeldVersion(policy=version.policy, number=version.number, digest=version.digest)
+
+
+def report_to_proto(
+    identity: ReplicaIdentity,
+    report: ReplicaReport,
+    intervals: Iterable[tuple[float, float]],
+    transfers: Iterable[WeightTransfer],
+) -> pool_pb2.ReportReplicaRequest:
+    """``intervals`` and ``transfers``: those since the last answered report, instead of the report's own."""
+    return pool_pb2.ReportReplicaRequest(
+        replica_id=identity.replica_id,
+        incarnation=identity.incarnation,
+        num_free_slots=report.num_free_slots,
+        held_versions=[held_to_proto(v) for v in report.held_versions],
+        running_task_group_ids=report.running_task_group_ids,
+        num_generated_tokens=report.num_generated_tokens,
+        emission_intervals=[interval_to_proto(interval) for interval in intervals],
+        gauges=report.gauges,
+        weight_transfers=[weight_transfer_to_proto(transfer) for transfer in transfers],
+        accounts=[account_to_proto(account) for account in report.accounts],
+        peers=[peer_to_proto(peer) for peer in report.peers],
+        device_turn=report.device_turn,
+    )
+
+
+class ReportStub(Protocol):
+    """The part of ``PoolServiceStub`` that is used here."""
+
+    def StreamReports(self, *, wait_for_ready: bool) -> Call: ...
+
+
+class ReportStream:
+    def __init__(self, stub: ReportStub) -> None:
+        self._stub = stub
+        self._call: Call | None = None  # without an unanswered report
+
+    async def send(self, report: pool_pb2.ReportReplicaRequest) -> pool_pb2.ReportReplicaResponse:
+        """The answer to a report.
+
+        Raises:
+            MillraceError: the orchestrator's refusal, such as ``LeaseLostError``; ``InfrastructureError`` for a broken
+                stream; ``DeadlineError`` without an answer in time.
+        """
+        call, self._call = self._call, None
+        if call is None or call.done():  # broken or ended since the last answer
+            call = self._stub.StreamReports(wait_for_ready=True)
+        try:
+            with translated_errors("orchestrator", "StreamReports"):
+                async with deadline(DEADLINES["ReportReplica"], "the orchestrator's answer to a report"):
+                    await call.write(pool_pb2.StreamReportsRequest(report=report))
+                    response = await call.read()
+            if not isinstance(response, pool_pb2.StreamReportsResponse):
+                raise InfrastructureError("the orchestrator has ended the stream of reports")
+        except BaseException:
+            call.cancel()
+            raise
+        self._call = call
+        return response.answer
+
+    def close(self) -> None:
+        """End the stream."""
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None

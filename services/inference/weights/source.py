@@ -1,0 +1,195 @@
+"""One peer that serves weights, publisher or relay: its manifest, and its transports.
+
+The transports are tried in the receiver's order, gRPC last; after a failure the next goes on at the same offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import structlog
+
+from services.common.errors import (
+    BaseUnavailableError,
+    CorruptDataError,
+    DeadlineError,
+    InfrastructureError,
+    NotFoundError,
+)
+from services.common.net.hosts import bracketed, host_identity, host_of
+from services.common.net.loopback import is_loopback
+from services.common.pb import weights_pb2, weights_pb2_grpc
+from services.common.records.types import WeightVersion
+from services.common.rpc.client.channel import DEADLINES, call_metadata, channel, translated_errors
+from services.common.security.roles import Peer
+from services.common.telemetry.log_events import LogEvent
+from services.common.transfer.bulk_socket import KEY_BYTES
+from services.common.weights.manifest import BaseVersion, Encoding, Payload, PayloadRequest, ReceiverRates, align
+from services.common.wire.weights import not_ready_from_proto, payload_from_proto, payload_request_to_proto
+from services.inference.weights.transports import (
+    BulkTransport,
+    ByteRange,
+    GrpcTransport,
+    MappedTransport,
+    Transport,
+)
+
+log = structlog.get_logger()
+
+MANIFEST_WAIT_S = 2.0  # at the source, for a delta that is being made; below the deadline of GetManifest
+TRANSPORTS = ("mapped", "bulk", "grpc")
+
+_ANOTHER_WAY_MAY_DO = (InfrastructureError, DeadlineError, NotFoundError)
+
+
+class WeightSource:
+    """Use as ``async with WeightSource(address, run_id) as source``."""
+
+    def __init__(
+        self,
+        address: str,
+        run_id: str,
+        *,
+        transports: Sequence[str] = TRANSPORTS,
+        rates: ReceiverRates = ReceiverRates(),
+    ) -> None:
+        self.address = address
+        self.transport = "grpc"  # that brought the last bytes
+        self._run_id = run_id
+        self._rates = rates
+        self._transports = tuple(transports)
+        self._channel = channel(address, Peer.WEIGHTS)
+        self._stub: weights_pb2_grpc.WeightServiceAsyncStub = weights_pb2_grpc.WeightServiceStub(self._channel)
+        self._offers: dict[str, Transport] = {}
+        self._offered_payload = ""
+
+    async def __aenter__(self) -> WeightSource:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def payload(self, version: WeightVersion, base: BaseVersion | None) -> Payload:
+        """The payload for ``version``: a delta against ``base`` when the source has one, else the snapshot.
+
+        Raises:
+            PayloadNotReadyError: the source is still making the payload.
+            InfrastructureError, DeadlineError: the source does not answer.
+            VersionUnavailableError: the source does not hold the version.
+            CorruptDataError: the source offers another version than the ledger's, or a delta from another base.
+        """
+        response = await self._manifest(version, base)
+        not_ready = not_ready_from_proto(response, f"version {version.number} of {version.policy} at {self.address}")
+        if not_ready is not None:
+            raise not_ready
+        payload = payload_from_proto(response)
+        if payload.target.digest != version.digest or payload.target.version != version.number:
+            raise CorruptDataError(
+                f"{self.address} offers version {payload.target.version} with digest {payload.target.digest}, "
+                f"the ledger says {version.number} with {version.digest}"
+            )
+        if payload.encoding is Encoding.DELTA and payload.base != base:
+            raise CorruptDataError(f"{self.address} offers a delta from {payload.base}, this replica holds {base}")
+        whole = sum(align(entry.size_bytes) for entry in payload.target.tensors)
+        if not 0 <= payload.size_bytes <= whole:  # the buffer is allocated before the first byte comes
+            raise CorruptDataError(f"{self.address} offers {payload.size_bytes} bytes for a version of {whole}")
+        self._offered_payload = payload.payload_id
+        self._offers = {}
+        if response.HasField("mapped"):
+            self._offers["mapped"] = MappedTransport(response.mapped.path, response.mapped.offset)
+        if response.HasField("bulk"):
+            endpoint = _reachable(response.bulk.endpoint, self.address)
+            if endpoint and _is_acceptable(endpoint, response.bulk.server_key, is_secure=self._channel.who is not None):
+                self._offers["bulk"] = BulkTransport(
+                    endpoint, response.bulk.ticket, self.address, server_key=response.bulk.server_key
+                )
+        return payload
+
+    def mapped(self, payload: Payload) -> memoryview | None:
+        """The whole payload mapped, if mapping is this receiver's first choice among the offered transports."""
+        first = next(self._ways(payload))
+        if not isinstance(first, MappedTransport):
+            return None
+        try:
+            data = first.whole(payload)
+        except InfrastructureError as error:
+            log.warning(LogEvent.TRANSPORT_FAILED, source=self.address, transport="mapped", error=error.message)
+            del self._offers["mapped"]
+            return None
+        self.transport = first.name
+        return data
+
+    async def fetch(self, payload: Payload, wanted: ByteRange) -> None:
+        """Fill the range. Raises the last transport's error, or ``CorruptDataError`` at once."""
+        if wanted.end > payload.size_bytes:
+            raise ValueError(f"bytes up to {wanted.end} of a payload of {payload.size_bytes}")
+        for way in self._ways(payload):
+            try:
+                await way.fetch(payload, wanted)
+            except _ANOTHER_WAY_MAY_DO as error:
+                if way.name == "grpc":
+                    raise
+                log.warning(
+                    LogEvent.TRANSPORT_FAILED,
+                    source=self.address,
+                    transport=way.name,
+                    offset=wanted.offset,
+                    reason=error.reason,
+                    error=error.message,
+                )
+                continue
+            self.transport = way.name
+            return
+
+    def _ways(self, payload: Payload) -> Iterator[Transport]:
+        """In the receiver's order, as far as offered for this payload; gRPC is always offered, and always the last."""
+        if payload.payload_id == self._offered_payload:
+            for name in self._transports:
+                if name == "grpc":
+                    break
+                if name in self._offers:
+                    yield self._offers[name]
+        yield GrpcTransport(self._stub, self.address)
+
+    async def _manifest(self, version: WeightVersion, base: BaseVersion | None) -> weights_pb2.GetManifestResponse:
+        request = PayloadRequest(
+            run_id=self._run_id,
+            policy=version.policy,
+            version=version.number,
+            base=base,
+            wait_s=MANIFEST_WAIT_S,
+            rates=self._rates,
+        )
+        try:
+            with translated_errors(f"weights at {self.address}"):
+                return await self._stub.GetManifest(
+                    payload_request_to_proto(request, self._transports, host_identity()),
+                    timeout=DEADLINES["GetManifest"],
+                    metadata=call_metadata(self._run_id),
+                    # No wait for an absent source: another source, or another attempt, comes sooner.
+                    wait_for_ready=False,
+                )
+        except BaseUnavailableError:
+            if base is None:
+                raise
+            return await self._manifest(version, None)
+
+
+def _reachable(endpoint: str, source: str) -> str:
+    """The address of the source's bulk socket; empty if not a TCP address. A wildcard host becomes the host of the source's
+    known address."""
+    scheme, _, place = endpoint.partition("://")
+    host, port = host_of(place), place.rpartition(":")[2]
+    if scheme != "tcp" or not port.isdigit():  # other kinds of ZeroMQ addresses are not supported
+        return ""
+    return f"tcp://{bracketed(host_of(source))}:{port}" if host in ("0.0.0.0", "::") else endpoint
+
+
+def _is_acceptable(endpoint: str, server_key: bytes, *, is_secure: bool) -> bool:
+    """Whether the bulk socket is secure: encrypted with a key that came over TLS, or plain on loopback without keys."""
+    if is_secure:
+        return len(server_key) == KEY_BYTES
+    return not server_key and is_loopback(host_of(endpoint.removeprefix("tcp://")))

@@ -1,0 +1,1 @@
+"""Rollouts of external agents: captured conversations, stop texts, messages, the workflow."""

@@ -1,0 +1,80 @@
+"""Runs an agent that is a separate program: starts the program, passes the task, waits for the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from services.common.security.bundle import without_keys
+from services.common.system.children import process_group
+
+_KEPT_BYTES = 64 * 1024  # of the end of each output
+_LINE_BYTES = 16 * 1024
+_SHOWN_CHARACTERS = 2000
+
+
+class AgentFailedError(RuntimeError):
+    """The agent failed, not the infrastructure: the rollout is a failure without a retry."""
+
+
+async def run_command(
+    command: Sequence[str], task: Mapping[str, Any], base_url: str, session: str, seeds: Mapping[str, int]
+) -> float | None:
+    """The reward that the program prints as its last line, ``{"reward": 1.0}``, or None. Raises ``AgentFailedError``.
+
+    Cancellation ends the program and all its child processes.
+    """
+    environment = {
+        **without_keys(os.environ),
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": session,  # the session, for clients that send no other header
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # its client adds /v1
+        "ANTHROPIC_API_KEY": session,
+        "MILLRACE_SESSION": session,
+        **{f"MILLRACE_{name.upper()}": str(seed) for name, seed in seeds.items()},
+    }
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            process = await stack.enter_async_context(process_group(*command, env=environment, **pipes))
+        except OSError as error:
+            raise AgentFailedError(f"the agent {command[0]} cannot be started: {error.strerror}") from None
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_tell(process.stdin, orjson.dumps(dict(task)) + b"\n"))
+            out = group.create_task(_end_of(process.stdout))
+            err = group.create_task(_end_of(process.stderr))
+        code = await process.wait()
+    if code:
+        said = err.result().decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
+        raise AgentFailedError(f"the agent {command[0]} ended with code {code}: {said or 'no error output'}")
+    return _reward_in(out.result())
+
+
+def _reward_in(output: bytes) -> float | None:
+    lines = output.strip().splitlines()
+    try:
+        last = orjson.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    reward = last.get("reward") if isinstance(last, dict) else None
+    return float(reward) if isinstance(reward, (int, float)) else None
+
+
+async def _tell(pipe: asyncio.StreamWriter, text: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a program may ignore its task
+        pipe.write(text)
+        await pipe.drain()
+        pipe.close()
+
+
+async def _end_of(pipe: asyncio.StreamReader) -> bytes:
+    kept = b""
+    while piece := await pipe.read(_LINE_BYTES):
+        kept = (kept + piece)[-_KEPT_BYTES:]
+    return kept

@@ -1,0 +1,158 @@
+"""``external_agent``: an agent of any framework plays the rollout, with the endpoint as its model.
+
+    open a session -> agent(task, base_url, session) -> the agent's reward, or one computed on the last answer
+                          |  ^
+                          v  | chat completions, responses, messages: captured, exactly as sampled
+                        endpoint -> policies
+
+The agent is a function by import path, in this process, or a command. An agent that fails, sends no request or takes too
+long makes the rollout a failure. After an infrastructure failure the rollout is played again, whatever the agent returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError
+from services.common.importing import load_object
+from services.common.records.types import Task
+from services.common.system.threads import DaemonThreads
+from services.common.user_code import check_call
+from services.inference.workflows.agents.agent_command import AgentFailedError, run_command
+from services.inference.workflows.agents.captured import CapturedSession
+from services.inference.workflows.agents.conversation_rewards import conversation_grader
+from services.inference.workflows.agents.session import (
+    SessionSettings,
+    captured_outcome,
+    check_endpoint,
+    in_session,
+)
+from services.inference.workflows.base import Outcome, WorkflowContext
+from services.inference.workflows.rewards import build_grader
+
+_THREADS = DaemonThreads(256)  # for agents that are plain functions, which mostly wait
+
+
+class ExternalAgentSettings(SessionSettings):
+    agent: str | None = None
+    """Import path (`package.module:function`) of `async def agent(task, base_url, session, ...) -> float | None`. Parameters
+    `seed` (this rollout's) and `episode_seed` (the task group's) are passed if the function has them."""
+    command: list[str] = []
+    """Instead of `agent`: a program and its arguments. The program reads the task as JSON from stdin, and OPENAI_BASE_URL,
+    OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, MILLRACE_SESSION, MILLRACE_SEED and MILLRACE_EPISODE_SEED from its environment; `{"reward": ...}` as its
+    last line is its reward."""
+    arguments: dict[str, Any] = {}
+    """Further keyword arguments of the function."""
+    reward: str | None = None
+    """Reward of the last answer when the agent neither returns nor posts one: a reward of the gateway (`math`, `boxed`), or
+    the import path of a function."""
+    conversation_reward: str | None = None
+    """Instead of `reward`: the import path of `def reward(task, conversations) -> float | list[float]`, which reads all
+    conversations of the rollout, and returns one number or one for each of them."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """An agent that takes longer has failed; left out, `rollout.timeout_s` alone bounds it."""
+
+    @model_validator(mode="after")
+    def _one_agent(self) -> ExternalAgentSettings:
+        if self.agent and self.command:
+            raise ValueError("set `agent` (module:function) or `command`, not both")
+        if self.reward and self.conversation_reward:
+            raise ValueError("set `reward` or `conversation_reward`, not both")
+        return self
+
+
+class ExternalAgent:
+    Settings: ClassVar[type[ExternalAgentSettings]] = ExternalAgentSettings
+
+    def __init__(self, settings: ExternalAgentSettings) -> None:
+        self._settings = settings
+        self._agent: Any = load_object(settings.agent) if settings.agent else None
+        self._takes = _parameters(self._agent) if self._agent is not None else frozenset()
+        if self._agent is not None:
+            seeds: dict[str, Any] = {name: 0 for name in ("seed", "episode_seed") if name in self._takes}
+            given: dict[str, Any] = {"base_url": "", "session": "", **seeds, **settings.arguments}
+            wanted = f"async def agent(task, {', '.join(given)})"
+            check_call(self._agent, f"workflow.settings.agent: {settings.agent}", wanted, "task", keywords=given)
+        self._grade = build_grader(settings.reward) if settings.reward is not None else None
+        path = settings.conversation_reward
+        self._grade_all = conversation_grader(path) if path is not None else None
+
+    def policies(self) -> tuple[str, ...]:
+        return () if self._settings.policy is None else (self._settings.policy,)
+
+    def check(self, recipe: Recipe) -> None:
+        """Check that a recipe has an endpoint for its agents; ``ConfigError`` names the remedy."""
+        self._check_agent()
+        check_endpoint(recipe, "the agents of external_agent")
+
+    def _check_agent(self) -> None:
+        if self._agent is None and not self._settings.command:
+            raise ConfigError("external_agent has no agent: set workflow.settings.agent or workflow.settings.command")
+
+    async def run(self, task: Task, context: WorkflowContext) -> Outcome:
+        self._check_agent()
+        seeds = {"seed": context.seed, "episode_seed": context.episode_seed}
+        session, given = await in_session(
+            self._settings,
+            context,
+            lambda base_url, session_id: self._in_time(task.data, base_url, session_id, seeds),
+        )
+        if session.last is None:
+            raise AgentFailedError("the agent ended without an answer of the model: no tokens to train on")
+        told = session.reward if given is None else given
+        reward, unparsed = await self._reward(told, task, context, session)
+        return captured_outcome(session, reward, {"reward_unparsed": float(unparsed)})
+
+    async def _in_time(self, task: Mapping[str, Any], base_url: str, session: str, seeds: Mapping[str, int]) -> Any:
+        limit = asyncio.timeout(self._settings.timeout_s)
+        try:
+            async with limit:
+                if self._agent is None:
+                    return await run_command(self._settings.command, task, base_url, session, seeds)
+                wanted = {name: seed for name, seed in seeds.items() if name in self._takes}
+                call = {"base_url": base_url, "session": session, **wanted, **self._settings.arguments}
+                if inspect.iscoroutinefunction(self._agent):
+                    return await self._agent(task, **call)
+                # In a thread: a blocking client must not stop the endpoint that serves its request.
+                given = await _THREADS.run(lambda: self._agent(task, **call))
+                return await given if inspect.isawaitable(given) else given
+        except TimeoutError:
+            if limit.expired():
+                raise AgentFailedError(
+                    f"the agent took longer than {self._settings.timeout_s:g} s (workflow.settings.timeout_s)"
+                ) from None
+            raise
+
+    async def _reward(
+        self, given: Any, task: Task, context: WorkflowContext, session: CapturedSession
+    ) -> tuple[float, bool]:
+        if given is not None:
+            reward = float(given)
+            if not math.isfinite(reward):
+                raise AgentFailedError(f"the agent returned the reward {reward}; must be a finite number")
+            return reward, False
+        if self._grade_all is not None:
+            rewards = await self._grade_all(task, session.conversations())
+            if rewards.each is not None:
+                session.reward_each(rewards.each)
+            return rewards.rollout, False
+        if self._grade is None or session.last is None:
+            raise ConfigError(
+                "the agent returned no reward, posted none to /v1/rewards, and workflow.settings.reward names none"
+            )
+        graded = await self._grade(context.gateway, task, session.last.text)
+        return graded.value, graded.unparsed
+
+
+def _parameters(agent: Any) -> frozenset[str]:
+    try:
+        return frozenset(inspect.signature(agent).parameters)
+    except ValueError:  # a callable written in C has no signature
+        return frozenset()

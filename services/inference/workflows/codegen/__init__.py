@@ -1,0 +1,1 @@
+"""Programs and generated test cases: the workflow ``codegen_verifier`` and its parts."""

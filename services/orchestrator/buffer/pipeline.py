@@ -1,0 +1,428 @@
+"""Turns resolved slots into statistics, filtered advantage groups, and one buffer and quota account per policy.
+
+    slot resolved -> quota
+    last slot -> advantage groups -> dynamic sampling -> resampling -> shaping, statistics -> buffer -> batch
+              -> version published
+
+Live operation and recovery call the same methods in journal order, so a restarted orchestrator has the same state as
+the earlier one. Independent of replicas, grpc and the writing of records.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Literal
+
+import structlog
+
+from services.common.config.data import SourceConfig
+from services.common.config.training.policy import BatchConfig, OverlongPenaltyConfig
+from services.common.finite import finite
+from services.common.records import fates
+from services.common.records.types import Trajectory
+from services.orchestrator.buffer.experience import ExperienceBuffer, ReplayStore, sizes_by_source
+from services.orchestrator.buffer.late import LateRule
+from services.orchestrator.buffer.member_fates import member_fates
+from services.orchestrator.buffer.resample import resample_group
+from services.orchestrator.buffer.rewards import RewardRules, without_masked
+from services.orchestrator.buffer.shaping import shape_group
+from services.orchestrator.buffer.step_statistics import StepStatistics, of_sources
+from services.orchestrator.journal.records import BatchRecord, GroupVerdict
+from services.orchestrator.state.admission import Admission, Limits
+from services.orchestrator.state.groups import (
+    AdvantageGroup,
+    Member,
+    Outcome,
+    TaskGroup,
+    UnfinishedGroups,
+    dynamic_sampling,
+)
+from services.orchestrator.state.mixture import Mixture
+
+log = structlog.get_logger()
+
+_NOTHING_LEARNT = {fates.GroupFate.EQUAL_REWARDS, fates.GroupFate.RESAMPLED_AWAY, fates.GroupFate.TRUNCATED}
+
+
+class ExperiencePipeline:
+    def __init__(
+        self,
+        policies: Mapping[str, BatchConfig],
+        num_steps: int,
+        counters: Counter[str],
+        on_closed: Callable[[str, fates.ClosedReason], None] = lambda group_id, reason: None,
+        admit: Literal["all", "any"] = "all",
+        rules: RewardRules | None = None,
+        seed: int = 0,
+        on_judged: Callable[[str, list[GroupVerdict]], None] = lambda group_id, verdicts: None,
+        deterministic: bool = False,
+        sources: Mapping[str, SourceConfig] = MappingProxyType({}),
+        exhausted_after: int = 100,
+        issuable: Callable[[str], bool] | None = None,
+    ) -> None:
+        """``sources``: of a mixture, by name; without one, tasks come from one dataset. ``issuable``: whether another task
+        group for a policy may be issued now; left out, whether its quota has room. ``on_closed`` receives (task group, reason) when a training group ends, ``on_judged`` the fates of its
+        advantage groups before that. ``seed``: of the run. ``deterministic``: contents and order of a batch do not
+        depend on the time at which rollouts end."""
+        self._rules = rules or RewardRules(group_by={name: batch.group_by for name, batch in policies.items()})
+        self._policies = policies
+        self._seed = seed
+        self._counters = counters
+        self._on_closed = on_closed
+        self._on_judged = on_judged
+        self._sources = sources
+        self._issuable = issuable
+        weights = {name: source.weight for name, source in sources.items()} or {"": 1.0}
+        self.mixtures = {policy: Mixture(weights, exhausted_after) for policy in policies}
+        self.buffers = {
+            name: ExperienceBuffer(
+                batch.fresh_size, LateRule.of(batch), "issued" if deterministic else batch.order, self.mixtures[name],
+                partial(self._may_come, name),
+            )
+            for name, batch in policies.items()
+        }  # fmt: skip
+        self.admission = Admission(
+            {
+                name: Limits(
+                    batch_size=batch.fresh_size,
+                    max_staleness=batch.max_staleness,
+                    num_steps=num_steps,
+                    counts_unfinished=batch.late in ("mask", "drop"),
+                    exact=deterministic,
+                )
+                for name, batch in policies.items()
+            },
+            admit,
+        )
+        self.replay = {name: ReplayStore(name, batch.replay, seed) for name, batch in policies.items()}
+        self._fresh: dict[tuple[str, int], list[AdvantageGroup]] = {}  # of batches in training, where they are replayed
+        self._since_batch = {name: StepStatistics() for name in policies}
+        self._of_sources = {(name, source): StepStatistics() for name in policies for source in sources}
+        self._in_training: dict[tuple[str, int], int] = {}  # (policy, step) -> sequences the trainer holds
+        self.num_kept: Counter[str] = Counter()  # sequences that were kept for training, by policy
+        self.num_filtered_in_a_row: Counter[str] = Counter()  # dropped for equal rewards since one was kept
+        self._buffered: Counter[str] = Counter()  # task group -> advantage groups in buffers
+        self.unfinished = UnfinishedGroups()
+        # In a recovery: judged task groups -> which (policy, role, attempt) of them the earlier process had no use for.
+        self.surplus_before: Mapping[str, set[tuple[str, str, int]]] = {}
+
+    def policies_of(self, group: TaskGroup) -> tuple[str, ...]:
+        """The trained policies that a task group may have sequences for."""
+        named = group.order.policies
+        return tuple(policy for policy in self._policies if not named or policy in named)
+
+    def next_source(self, policies: Iterable[str]) -> str:
+        """The source of the next task group for these policies: the one that is furthest behind its share."""
+        trained = [policy for policy in policies if self.admission.accounts[policy].steps_left > 0]
+
+        def level(source: str) -> float:
+            return sum(
+                self.mixtures[policy].level(
+                    source, self.buffers[policy].num_of_source[source] + self.mixtures[policy].expected(source)
+                )
+                for policy in trained
+            )
+
+        return min(self._sources or ("",), key=level)
+
+    def _may_come(self, policy: str, source: str) -> bool:
+        """Whether a group of the source may come before a batch of the policy is taken."""
+        if self.mixtures[policy].is_running(source):
+            return True
+        return self.admission.has_room(policy) if self._issuable is None else self._issuable(policy)
+
+    def issued(self, group: TaskGroup) -> None:
+        """Count an issued training group; ``group.born`` has the start versions of its slots."""
+        self.unfinished.add(group)
+        self.admission.issued(len(group.unresolved), self.policies_of(group))
+        for policy in self.policies_of(group):
+            self.mixtures[policy].issued(group.order.source, len(group.order.indices))
+
+    def reissued(self, group: TaskGroup, born: Mapping[str, int]) -> None:
+        """Note that open slots of a training group begin again, on these versions."""
+        self.unfinished.remove(group)
+        group.born = dict(born)
+        self.unfinished.add(group)
+
+    def due(self, policy: str) -> list[TaskGroup]:
+        """Unfinished groups whose open slots began on a version that only the policy's next step can train."""
+        return self.unfinished.begun_before(policy, self._oldest_allowed(policy) + 1)
+
+    def is_due_everywhere(self, group: TaskGroup) -> bool:
+        """The same for every policy of the group with remaining steps and a trainer, if all of these drop late tokens:
+        with another ``batch.late`` a policy can still train the results of its open slots."""
+        return all(
+            self._policies[policy].late == "drop"
+            and group.born.get(policy, self._oldest_allowed(policy) + 1) <= self._oldest_allowed(policy)
+            for policy in self.policies_of(group)
+            if self.admission.accounts[policy].steps_left > 0 and policy not in self.admission.absent
+        )
+
+    def _oldest_allowed(self, policy: str) -> int:
+        return self.buffers[policy].version - self._policies[policy].max_staleness
+
+    def cancelled(self, group: TaskGroup) -> None:
+        """Cancel a running training group."""
+        self.unfinished.remove(group)
+        self.admission.given_up(len(group.unresolved), self.policies_of(group))
+        self.admission.ended(len(group.order.indices), self.policies_of(group))
+        for policy in self.policies_of(group):
+            self.mixtures[policy].ended(group.order.source, len(group.order.indices))
+        for policy, count in self._sequences_per_policy(group.trajectories).items():
+            self.admission.finished(policy, count)
+            self.admission.returned(policy, count)
+
+    def resolved(self, group: TaskGroup, outcome: Outcome) -> list[GroupVerdict]:
+        """Handle the outcome of a slot of a training group (the group holds the outcome). The last slot judges the
+        advantage groups."""
+        policies = self.policies_of(group)
+        if isinstance(outcome, Trajectory):
+            self.admission.resolved(self._sequences_per_policy([outcome]), policies)
+        else:
+            self.admission.given_up(1, policies)
+        for policy in policies:
+            for statistics in self._statistics(policy, group.order.source):
+                statistics.note(policy, outcome)
+        return self._completed(group) if group.complete else []
+
+    def _statistics(self, policy: str, source: str) -> list[StepStatistics]:
+        """Those of the policy, and those of the source where there are several."""
+        own = self._of_sources.get((policy, source))
+        return [self._since_batch[policy], *([] if own is None else [own])]
+
+    def _completed(self, group: TaskGroup) -> list[GroupVerdict]:
+        self.unfinished.remove(group)
+        policies, source, num_slots = self.policies_of(group), group.order.source, len(group.order.indices)
+        self.admission.ended(num_slots, policies)
+        found_of = self._sequences_per_policy(group.trajectories)
+        for policy in policies:
+            self.mixtures[policy].ended(source, num_slots, found_of.get(policy, 0))
+        for policy, count in found_of.items():
+            self.admission.finished(policy, count)
+        verdicts = [
+            self._take_in(found, group.order.seed)
+            for found in self._rules.groups(group)
+            if found.policy in self._policies
+        ]
+        for policy in policies:
+            self._note_use(
+                policy, source, [verdict.outcome for verdict in verdicts if verdict.policy == policy], num_slots
+            )
+        if verdicts:
+            self._on_judged(group.id, verdicts)
+        if not self._buffered[group.id]:
+            del self._buffered[group.id]
+            self._on_closed(group.id, fates.ClosedReason.NOTHING_TO_TRAIN)
+        return verdicts
+
+    def _note_use(self, policy: str, source: str, outcomes: list[fates.GroupFate], num_slots: int) -> None:
+        """Note whether a complete task group has anything that its policy can train, now or if it were in time."""
+        if not set(outcomes) <= _NOTHING_LEARNT:
+            self.mixtures[policy].kept(source)
+        elif self.mixtures[policy].dropped(source, num_slots) and self.mixtures[policy].is_mixed:
+            log.warning(
+                "source.exhausted", policy=policy, source=source, task_groups=self.mixtures[policy].exhausted[source],
+                effect="batches no longer wait for it (data.exhausted_after)",
+            )  # fmt: skip
+
+    def _take_in(self, group: AdvantageGroup, seed: int) -> GroupVerdict:
+        scaled = self._sources.get(group.source)
+        if scaled is not None and scaled.advantage_scale != 1.0:
+            group = replace(group, advantage_scale=scaled.advantage_scale)
+        outcome, kept, num_expired = self._judge(group, seed)
+        return GroupVerdict(
+            policy=group.policy,
+            role=group.role,
+            attempt=group.attempt,
+            num_sequences=group.size,
+            num_kept=kept.size if kept else 0,
+            mean=kept.mean if kept else group.mean,
+            std=kept.std if kept else group.std,
+            outcome=outcome,
+            members=member_fates(group, kept, outcome, self._policies[group.policy].resample, seed),
+            num_expired=num_expired,
+        )
+
+    def _judge(self, group: AdvantageGroup, seed: int) -> tuple[fates.GroupFate, AdvantageGroup | None, int]:
+        """Put a complete advantage group into its buffer, or drop the group. Returns the fate, the buffered part, and
+        the number of members that are too old. ``seed``: of its task group."""
+        policy = group.policy
+        config = self._policies[policy]
+        judged, num_clipped = self._rules.transformed(group)  # a clip can make rewards equal, and never unequal
+        self._note_rewards(judged, num_clipped)
+        _, dropped = dynamic_sampling([judged], config.dynamic_sampling)
+        if dropped:
+            for statistics in self._statistics(policy, group.source):
+                statistics.num_groups_equal += 1
+            self.num_filtered_in_a_row[policy] += group.size
+            self._drop(group, "sequences_filtered_equal_rewards")
+            return fates.GroupFate.EQUAL_REWARDS, None, 0
+        if config.resample is not None:
+            kept = resample_group(group, config.resample, seed)
+            left_out = group.size - (kept.size if kept else 0)
+            self.admission.returned(policy, left_out)
+            self._counters["sequences_resampled_away"] += left_out
+            if kept is None:
+                self._since_batch[policy].num_groups_equal += 1
+                return fates.GroupFate.RESAMPLED_AWAY, None, 0
+            group = kept
+        if config.overlong_penalty is not None:
+            group = self._shaped(group, config.overlong_penalty)
+        trained = without_masked(self._rules.transformed(group)[0])
+        num_masked = group.size - (trained.size if trained else 0)
+        self._since_batch[policy].num_truncated_masked += num_masked
+        self.admission.returned(policy, num_masked)
+        self._counters[fates.StepFact.TRUNCATED_MASKED.value] += num_masked
+        if trained is None:
+            return fates.GroupFate.TRUNCATED, None, 0
+        group = trained
+        if self._is_surplus(group):
+            self._drop(group, "sequences_surplus")
+            return fates.GroupFate.SURPLUS, None, 0
+        kept, old = self.buffers[policy].add(group)
+        self._expire(policy, old)
+        if kept is None:
+            return fates.GroupFate.EXPIRED, None, len(old)
+        self._buffered[group.task_group_id] += 1
+        self.num_kept[policy] += kept.size
+        self.num_filtered_in_a_row[policy] = 0
+        return fates.GroupFate.KEPT, kept, len(old)
+
+    def _is_surplus(self, group: AdvantageGroup) -> bool:
+        """Whether no batch has room for the group. The verdict keeps the answer: a recovery does not know which
+        trainers were absent, nor the outstanding slots of closed task groups."""
+        before = self.surplus_before.get(group.task_group_id)
+        if before is not None:
+            return (group.policy, group.role, group.attempt) in before
+        return self.admission.is_surplus(group.policy, group.size)
+
+    def _expire(self, policy: str, members: list[Member]) -> None:
+        """Count members that are too old to be trained."""
+        num_tokens = sum(member.sequence.num_trained_tokens for member in members)
+        self._since_batch[policy].num_expired += len(members)
+        self._since_batch[policy].num_tokens_expired += num_tokens
+        self._counters["sequences_expired"] += len(members)
+        self._counters["tokens_expired"] += num_tokens
+        self.admission.returned(policy, len(members))
+
+    def _note_rewards(self, judged: AdvantageGroup, num_clipped: int) -> None:
+        since = self._since_batch[judged.policy]
+        since.num_clipped += num_clipped
+        since.trained_sum = finite(since.trained_sum + judged.mean * judged.num_compared)
+        since.num_transformed += judged.num_compared
+        self._counters[fates.StepFact.REWARDS_CLIPPED.value] += num_clipped
+
+    def _shaped(self, group: AdvantageGroup, config: OverlongPenaltyConfig) -> AdvantageGroup:
+        shaped, penalties = shape_group(group, config)
+        since = self._since_batch[group.policy]
+        since.num_shaped += len(penalties)
+        since.num_overlong += sum(penalty > 0 for penalty in penalties)
+        since.penalty_sum += sum(penalties)
+        return shaped
+
+    def _drop(self, group: AdvantageGroup, counter: str) -> None:
+        self.admission.returned(group.policy, group.size)
+        self._counters[counter] += group.size
+
+    def buffered_groups(self) -> set[str]:
+        """Task groups with sequences that wait for a batch, or may be in another one."""
+        replayable = (group.task_group_id for store in self.replay.values() for group in store.groups)
+        return set(self._buffered) | set(replayable)
+
+    def take_batch(self, policy: str, training_step: int) -> tuple[list[AdvantageGroup], dict[str, float]]:
+        """Groups for the next batch, and the statistics since the previous batch."""
+        groups = self.buffers[policy].take()
+        statistics = self._since_batch[policy].summary() | self.mixtures[policy].facts(sizes_by_source(groups))
+        statistics |= of_sources({source: self._of_sources[policy, source] for source in self._sources})
+        self._begin_statistics(policy)
+        self._given_to_trainer(policy, training_step, sum(group.size for group in groups))
+        if self.replay[policy].enabled:
+            self._fresh[policy, training_step] = groups
+        return groups, statistics
+
+    def _begin_statistics(self, policy: str) -> None:
+        self._since_batch[policy] = StepStatistics()
+        for source in self._sources:
+            self._of_sources[policy, source] = StepStatistics()
+
+    def _given_to_trainer(self, policy: str, training_step: int, num_sequences: int) -> None:
+        self._in_training[policy, training_step] = num_sequences
+        self.admission.taken(policy, num_sequences)
+
+    def draw_replayed(self, policy: str, training_step: int, num_fresh: int) -> list[AdvantageGroup]:
+        """Trained groups that fill up a batch with this many fresh sequences, as far as young enough groups exist."""
+        if not self.replay[policy].enabled:
+            return []
+        drawn = self.replay[policy].draw(training_step, self._policies[policy].size - num_fresh)
+        self._counters["sequences_replayed"] += sum(group.size for group in drawn)
+        return drawn
+
+    def refill_replay(self, policy: str, first_step: int, fresh: Iterable[list[AdvantageGroup]]) -> None:
+        """Refill the replay store with the groups that an earlier process trained first in the steps from
+        ``first_step`` on."""
+        version = self.replay[policy].version
+        self.replay[policy] = ReplayStore(policy, self._policies[policy].replay, self._seed)
+        for training_step, groups in enumerate(fresh, start=first_step):
+            if training_step <= version:
+                self.replay[policy].trained(groups, training_step)
+            else:
+                self._fresh[policy, training_step] = groups
+
+    def batch_recorded(self, groups: Iterable[AdvantageGroup]) -> None:
+        """Note that a batch of these groups is durable."""
+        for group in groups:
+            self._left_buffer(group, fates.ClosedReason.TRAINED)
+
+    def recover_batch(self, record: BatchRecord) -> None:
+        """Apply a batch that an earlier process recorded: its sequences leave the buffer."""
+        policy = record.policy
+        fresh = [entry for entry in record.entries if not entry.replayed]
+        groups = self.buffers[policy].take_named({entry.sequence_id for entry in fresh})
+        self._begin_statistics(policy)
+        missing = len(fresh) - sum(group.size for group in groups)  # of task groups closed long ago
+        self.admission.accounts[policy].accepted += missing
+        self._given_to_trainer(policy, record.training_step, len(fresh))
+        self.batch_recorded(groups)
+
+    def note_lost(self, num_sequences: int) -> None:
+        """Count sequences of a recorded batch that the journal cannot read; the batch is served without them."""
+        self._counters["sequences_lost"] += num_sequences
+
+    def lose_batch(self, policy: str, named: Collection[str]) -> None:
+        """Handle the lost record of a batch: drop the waiting groups that no later batch names, as they may have been
+        in the lost batch and must not be trained twice."""
+        self._begin_statistics(policy)
+        for group in self.buffers[policy].take_unnamed(named):
+            self._drop(group, "sequences_set_aside")
+            self._left_buffer(group, fates.ClosedReason.SET_ASIDE)
+
+    def advanced(self, policy: str, version: int) -> None:
+        """Handle a published version: its batch is trained, and groups that are too old leave."""
+        self.admission.advanced(policy, version)
+        for key in [k for k in self._in_training if k[0] == policy and k[1] <= version]:
+            self.admission.trained(policy, self._in_training.pop(key))
+        self.replay[policy].trained(self._fresh.pop((policy, version), []), version)
+        for group, old in self.buffers[policy].advance(version):
+            self._expire(policy, old)
+            if len(old) == group.size:
+                self._left_buffer(group, fates.ClosedReason.EXPIRED)
+
+    def _left_buffer(self, group: AdvantageGroup, reason: fates.ClosedReason) -> None:
+        name = group.task_group_id
+        self._buffered[name] -= 1
+        if self._buffered[name] <= 0:
+            del self._buffered[name]
+            self._on_closed(name, reason)
+
+    def _sequences_per_policy(self, trajectories: Iterable[Trajectory]) -> dict[str, int]:
+        """Number of sequences per trained policy."""
+        found: dict[str, int] = {}  # a Counter takes longer to make than to fill
+        for trajectory in trajectories:
+            for sequence in trajectory.sequences:
+                if sequence.policy in self._policies:
+                    found[sequence.policy] = found.get(sequence.policy, 0) + 1
+        return found

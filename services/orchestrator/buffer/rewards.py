@@ -1,0 +1,176 @@
+"""Computes rewards: from the scores of workflows to the values that groups compare and train.
+
+    outcome -> time-outs and truncation (rollout.on_timeout, on_truncation) -> advantage group
+            -> filters -> overlong penalty -> clip((R + bias) * scale) -> statistics
+
+All readers of rewards use this module, so training, curation and evaluation give an unfinished rollout the same reward.
+The statistics of a group are of transformed rewards, so a clip that binds changes mean and deviation. An infrastructure
+failure has no reward and enters no statistics. Pure functions of records and settings.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from services.common.config.processes.services import RolloutConfig
+from services.common.config.recipe import Recipe
+from services.common.errors import RolloutTimeoutError
+from services.common.finite import finite
+from services.common.records.types import RolloutFailure, Sequence, StopReason, Trajectory
+from services.orchestrator.state.groups import (
+    AdvantageGroup,
+    GroupBy,
+    Member,
+    Outcome,
+    TaskGroup,
+    compared_sequences,
+    rewarded,
+    stamped,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTransform:
+    """clip((R + bias) * scale, -clip, clip); without ``clip`` no clip."""
+
+    bias: float = 0.0
+    scale: float = 1.0
+    clip: float | None = None
+
+    def __call__(self, reward: float) -> float:
+        """
+        >>> RewardTransform(bias=-0.5, scale=10.0, clip=4.0)(1.0)
+        4.0
+        """
+        value = finite((reward + self.bias) * self.scale)
+        return value if self.clip is None else min(max(value, -self.clip), self.clip)
+
+    def clips(self, reward: float) -> bool:
+        """Whether the clip changes the value."""
+        return self.clip is not None and abs((reward + self.bias) * self.scale) > self.clip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRules:
+    """Reward settings of the recipe, by policy where a policy has its own; other policies use the defaults."""
+
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    transforms: Mapping[str, RewardTransform] = field(default_factory=lambda: MappingProxyType({}))
+    group_by: Mapping[str, GroupBy] = field(default_factory=lambda: MappingProxyType({}))
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RewardRules:
+        return cls(
+            rollout=recipe.rollout,
+            transforms={
+                name: RewardTransform(
+                    bias=policy.algorithm.reward_bias,
+                    scale=policy.algorithm.reward_scale,
+                    clip=policy.algorithm.reward_clip,
+                )
+                for name, policy in recipe.policies.items()
+            },
+            group_by={name: policy.batch.group_by for name, policy in recipe.policies.items()},
+        )
+
+    def groups(self, group: TaskGroup) -> list[AdvantageGroup]:
+        """The advantage groups of a complete task group with the rewards that filters judge.
+
+        A rollout that ran out of time has no sequence and hence no known role, so every group of first attempts
+        compares its reward.
+        """
+        timeouts = sum(is_timeout(outcome) for outcome in group.outcomes.values())
+        return [self._with_unfinished(found, timeouts) for found in compared_sequences(group, self.group_by)]
+
+    def transformed(self, group: AdvantageGroup) -> tuple[AdvantageGroup, int]:
+        """The group with transformed rewards and their statistics, and the number of clipped rewards. Returns
+        ``judged`` itself when no reward changes."""
+        transform = self.transforms.get(group.policy, RewardTransform())
+        rewards = [member.sequence.reward for member in group.members]
+        num_clipped = sum(map(transform.clips, [*rewards, *group.silent]))
+        members = tuple(rewarded(m, transform(r)) for m, r in zip(group.members, rewards, strict=True))
+        silent = tuple(map(transform, group.silent))
+        if group.num_compared and silent == group.silent and all(map(operator.is_, members, group.members)):
+            return group, num_clipped
+        return stamped(replace(group, members=members, silent=silent)), num_clipped
+
+    def outcome_rewards(self, outcomes: Iterable[Outcome]) -> list[float]:
+        """Rewards of the rollouts of one task without failures, for the curation."""
+        kept = [outcome for outcome in outcomes if isinstance(outcome, Trajectory) or self._counts_timeout(outcome)]
+        return filled([self.outcome_reward(outcome) for outcome in kept])
+
+    def outcome_reward(self, outcome: Outcome) -> float | None:
+        """Reward of one rollout; None for a failure and where the settings name no number (``filled`` computes one)."""
+        if not isinstance(outcome, Trajectory):
+            return self.rollout.timeout_reward if self._counts_timeout(outcome) else None
+        penalised = self.rollout.on_truncation == "penalise" and bool(outcome.sequences)
+        return self.rollout.truncation_reward if penalised and is_truncated(outcome.sequences[-1]) else outcome.reward
+
+    def _counts_timeout(self, outcome: Outcome) -> bool:
+        return is_timeout(outcome) and self.rollout.on_timeout != "as_scored"
+
+    def _with_unfinished(self, group: AdvantageGroup, num_timeouts: int) -> AdvantageGroup:
+        """The group with rewards for unfinished rollouts, and marks on the untrained sequences."""
+        config = self.rollout
+        scores: list[float | None] = [m.sequence.reward for m in group.members]
+        cut = [is_truncated(member.sequence) for member in group.members]
+        if config.on_truncation == "penalise":
+            scores = [config.truncation_reward if c else s for s, c in zip(scores, cut, strict=True)]
+        compares = config.on_timeout != "as_scored" and group.attempt == 0
+        timeouts = [config.timeout_reward] * (num_timeouts if compares else 0)
+        masks = config.on_truncation == "mask"
+        members = tuple(
+            _marked(rewarded(member, reward), masks and truncated)
+            for member, reward, truncated in zip(group.members, filled([*scores, *timeouts]), cut, strict=False)
+        )
+        # A time-out is compared with rewards of rollouts, where groups compare rollouts.
+        group = stamped(replace(group, members=members))
+        if not timeouts:
+            return group
+        rewards = filled([*(member.sequence.reward for member in group.members), *timeouts])
+        return stamped(replace(group, silent=tuple(rewards[group.size :])))
+
+
+def is_timeout(outcome: Outcome) -> bool:
+    """Whether the policy alone was slower than ``rollout.timeout_s``."""
+    return isinstance(outcome, RolloutFailure) and outcome.reason == RolloutTimeoutError.reason
+
+
+def is_truncated(sequence: Sequence) -> bool:
+    """Whether its token budget or the context ran out."""
+    return sequence.stop_reason is StopReason.LENGTH
+
+
+def filled(scores: Iterable[float | None]) -> list[float]:
+    """Replaces each missing score with 0, or with the lowest score where that is lower.
+
+    So a rollout without a score never beats one with a score.
+
+    >>> filled([1.0, None]), filled([-3.0, -1.0, None]), filled([None])
+    ([1.0, 0.0], [-3.0, -1.0, -3.0], [0.0])
+    """
+    found = list(scores)
+    lowest = min([0.0, *(score for score in found if score is not None)])
+    return [lowest if score is None else score for score in found]
+
+
+def filled_rows(rows: Seq[Seq[float | None]]) -> list[list[float]]:
+    """``filled`` over all items of a dataset, each with the scores of its samples."""
+    flat = iter(filled(score for row in rows for score in row))
+    return [[next(flat) for _ in row] for row in rows]
+
+
+def without_masked(group: AdvantageGroup) -> AdvantageGroup | None:
+    """The trained members, with the statistics of all; None without any."""
+    trained = tuple(member for member in group.members if member.trained)
+    if len(trained) == group.size:
+        return group
+    return replace(group, members=trained) if trained else None
+
+
+def _marked(member: Member, masked: bool) -> Member:
+    return replace(member, trained=False) if masked else member

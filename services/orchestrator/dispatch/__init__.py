@@ -1,0 +1,1 @@
+"""Gives task groups, evaluations and weight versions to replicas."""

@@ -1,0 +1,1 @@
+"""Checks records of replicas and makes them durable."""

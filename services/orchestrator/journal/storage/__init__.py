@@ -1,0 +1,1 @@
+"""Files of the journal: segments of records, and the index that finds them."""

@@ -1,0 +1,1 @@
+"""Metrics of the run as files: rows, TensorBoard events and the summary."""

@@ -1,0 +1,1 @@
+"""Monitoring for people and tools: periodic checks, progress, gauges and stalls."""

@@ -1,0 +1,1 @@
+"""Restores the parts of the orchestrator from the journal."""

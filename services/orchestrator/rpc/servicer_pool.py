@@ -1,0 +1,276 @@
+"""gRPC service for replicas and their gateway: converts messages and calls the parts behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+import grpc
+import structlog
+
+from services.common.aio import deadline
+from services.common.errors import InvalidRequestError
+from services.common.pb import pool_pb2, pool_pb2_grpc
+from services.common.records.device_turn import DeviceTurn
+from services.common.records.refusals import Refusal, RefusalReason
+from services.common.records.types import RolloutFailure
+from services.common.rpc.limits import Rates, limit_of
+from services.common.rpc.messages import peer_of
+from services.common.wire import records as serde
+from services.common.wire.accounts import account_from_proto, peer_from_proto
+from services.common.wire.refusals import refusal_reason_to_proto
+from services.common.wire.transfers import weight_transfer_from_proto
+from services.orchestrator.ingest.ingest import INVALID_RECORD, Answer, Ingest, RecordOutcome
+from services.orchestrator.members.commands import (
+    AnnounceVersion,
+    CancelGroup,
+    LeavePool,
+    PlayGroup,
+    ReplicaCommand,
+    UseGateway,
+)
+from services.orchestrator.members.pool import ReplicaPool
+from services.orchestrator.members.replica import Held, Hello
+from services.orchestrator.metrics.run_metrics import RunMetrics
+from services.orchestrator.rpc import report_bounds as bounds
+from services.orchestrator.rpc.acks import AckQueue
+from services.orchestrator.rpc.gateway_api import GatewayApi
+from services.orchestrator.rpc.replica_api import ReplicaApi
+from services.orchestrator.state.groups import Outcome
+from services.orchestrator.state.run_control import RunControl
+from services.orchestrator.state.versions import VersionLedger
+
+log = structlog.get_logger()
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Sent = pool_pb2.StreamTrajectoriesRequest | pool_pb2.NumberedRecord
+
+LAST_ACKS_S = 4.0  # below the server's grace
+MOST_DETAIL = 512  # characters of an acknowledgement
+
+_OUTCOME = {
+    RecordOutcome.ACCEPTED: pool_pb2.RECORD_OUTCOME_ACCEPTED,
+    RecordOutcome.DUPLICATE: pool_pb2.RECORD_OUTCOME_DUPLICATE,
+    RecordOutcome.UNKNOWN: pool_pb2.RECORD_OUTCOME_UNKNOWN,
+    RecordOutcome.INVALID: pool_pb2.RECORD_OUTCOME_INVALID,
+    RecordOutcome.REFUSED: pool_pb2.RECORD_OUTCOME_REFUSED,
+}
+
+
+class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        replicas: ReplicaApi,
+        gateway: GatewayApi,
+        pool: ReplicaPool,
+        ledgers: Mapping[str, VersionLedger],
+        control: RunControl,
+        ingest: Ingest,
+        metrics: RunMetrics,
+    ) -> None:
+        self._run_id = run_id
+        self._api, self._gateway = replicas, gateway
+        self._pool, self._ledgers, self._control = pool, ledgers, control
+        self._ingest, self._metrics = ingest, metrics
+        self._rates = Rates()  # of the messages of streams; gRPC's calls are counted before they come here
+        self.closing = asyncio.Event()
+
+    async def JoinPool(
+        self, request: pool_pb2.JoinPoolRequest, context: Context
+    ) -> AsyncIterator[pool_pb2.JoinPoolResponse]:
+        bounds.check_id("replica_id", request.replica_id)
+        bounds.check_id("incarnation", request.incarnation)
+        replica = self._api.join(
+            Hello(
+                replica_id=request.replica_id,
+                incarnation=request.incarnation,
+                num_slots=bounds.check_number("num_slots", request.num_slots, 1, bounds.MOST_SLOTS),
+                held=self._held(request.held_versions),
+                running=tuple(request.running_task_group_ids),
+                labels=bounds.texts(request.labels),
+                weights_address=request.weights_address[: bounds.MOST_TEXT],
+            )
+        )
+        mailbox = replica.mailbox
+        assert mailbox is not None
+        try:
+            yield self._welcome(self._gateway.address)
+            while (command := await mailbox.get()) is not None:
+                yield self._command(command)
+        finally:
+            self._pool.stream_ended(replica, mailbox)
+            log.info("replica.stream_ended", replica=request.replica_id)
+
+    def _held(self, versions: Iterable[pool_pb2.HeldVersion]) -> dict[str, Held]:
+        held = {version.policy: Held(version.number, version.digest) for version in versions}
+        return bounds.check_held(held, self._ledgers)
+
+    def _welcome(self, gateway: str) -> pool_pb2.JoinPoolResponse:
+        return pool_pb2.JoinPoolResponse(
+            welcome=pool_pb2.Welcome(
+                run_id=self._run_id,
+                lease=serde.duration_to_proto(self._pool.lease_s),
+                envgateway_address=gateway,
+            )
+        )
+
+    def _command(self, command: ReplicaCommand) -> pool_pb2.JoinPoolResponse:
+        match command:
+            case PlayGroup(order):
+                return pool_pb2.JoinPoolResponse(run_task_group=serde.order_to_proto(order))
+            case CancelGroup(task_group_id, reason):
+                cancel = pool_pb2.CancelTaskGroup(task_group_id=task_group_id, reason=reason)
+                return pool_pb2.JoinPoolResponse(cancel_task_group=cancel)
+            case AnnounceVersion(version, plan):
+                announced = pool_pb2.NewVersion(
+                    version=serde.weight_version_to_proto(version, self._run_id),
+                    plan=serde.fetch_plan_to_proto(plan) if plan is not None else None,
+                )
+                return pool_pb2.JoinPoolResponse(new_version=announced)
+            case DeviceTurn():
+                return pool_pb2.JoinPoolResponse(device_turn=serde.device_turn_to_proto(command))
+            case LeavePool(reason):
+                return pool_pb2.JoinPoolResponse(drain=pool_pb2.Drain(reason=reason))
+            case UseGateway(address):
+                return self._welcome(address)
+
+    async def JoinGateway(
+        self, request: pool_pb2.JoinGatewayRequest, context: Context
+    ) -> AsyncIterator[pool_pb2.JoinGatewayResponse]:
+        number = self._gateway.join(request.address)
+        try:
+            yield pool_pb2.JoinGatewayResponse(welcome=pool_pb2.GatewayWelcome(run_id=self._run_id))
+            # Without a deadline: until this process ends, when replicas, which may still call the gateway, have left.
+            await self.closing.wait()
+            if self._control.ended:
+                reason = f"the run has {self._control.phase.value}"
+                yield pool_pb2.JoinGatewayResponse(leave=pool_pb2.Drain(reason=reason))
+        finally:
+            self._gateway.left(number)
+
+    async def ReportReplica(
+        self, request: pool_pb2.ReportReplicaRequest, context: Context
+    ) -> pool_pb2.ReportReplicaResponse:
+        return self._note_report(request)
+
+    async def StreamReports(  # type: ignore[override]  # a coroutine that writes, so that no write is cancelled
+        self, request_iterator: AsyncIterator[pool_pb2.StreamReportsRequest], context: Context
+    ) -> None:
+        writing = asyncio.Lock()
+        reader = asyncio.ensure_future(self._answer_reports(request_iterator, context, writing))
+        closing = asyncio.ensure_future(self.closing.wait())
+        try:
+            await asyncio.wait({reader, closing}, return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                reader.result()
+            async with writing:  # gRPC cannot end a call in the middle of a write
+                reader.cancel()
+        finally:
+            for task in (reader, closing):
+                task.cancel()
+            await asyncio.gather(reader, closing, return_exceptions=True)
+
+    async def _answer_reports(
+        self, requests: AsyncIterator[pool_pb2.StreamReportsRequest], context: Context, writing: asyncio.Lock
+    ) -> None:
+        limited = peer_of(context), "ReportReplica"
+        async for request in requests:
+            self._rates.take(limited, limit_of("ReportReplica"))
+            answer = pool_pb2.StreamReportsResponse(answer=self._note_report(request.report))
+            async with writing:
+                await context.write(answer)
+
+    def _note_report(self, request: pool_pb2.ReportReplicaRequest) -> pool_pb2.ReportReplicaResponse:
+        self._api.report(
+            request.replica_id,
+            request.incarnation,
+            held=self._held(request.held_versions),
+            num_tokens=bounds.check_number("num_generated_tokens", request.num_generated_tokens, 0, bounds.MOST_TOKENS),
+            emission=bounds.intervals(serde.interval_from_proto(interval) for interval in request.emission_intervals),
+            gauges=bounds.gauges(request.gauges),
+            running=request.running_task_group_ids if request.accounts else None,
+            accounts=bounds.accounts(account_from_proto(account) for account in request.accounts),
+            peers=bounds.peers(peer_from_proto(peer) for peer in request.peers),
+            device_turn=request.device_turn,
+            num_free_slots=request.num_free_slots,
+        )
+        for proto in request.weight_transfers:
+            transfer = bounds.transfer(weight_transfer_from_proto(proto))
+            if transfer.policy in self._ledgers:
+                self._metrics.weight_transfer(request.replica_id, transfer)
+        return pool_pb2.ReportReplicaResponse(
+            lease=serde.duration_to_proto(self._pool.lease_s),
+            next_report=serde.duration_to_proto(self._pool.report_every_s),
+        )
+
+    async def StreamTrajectories(  # type: ignore[override]  # a coroutine that writes acknowledgements beside reading
+        self, request_iterator: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], context: Context
+    ) -> None:
+        acks: AckQueue[Answer] = AckQueue()
+        reader = asyncio.ensure_future(self._read(request_iterator, acks))
+        writer = asyncio.ensure_future(_send_acks(acks, context))
+        closing = asyncio.ensure_future(self.closing.wait())
+        try:
+            await asyncio.wait({reader, writer, closing}, return_when=asyncio.FIRST_COMPLETED)
+            # The peer has ended the stream or sent an unreadable record, or the service stops: acknowledge the records
+            # read so far. Report the peer's mistake only after that: gRPC cannot end a call in the middle of a write.
+            reader.cancel()
+            acks.end()
+            async with deadline(LAST_ACKS_S, f"the last acknowledgements to {context.peer()}"):
+                await writer
+            if reader.done() and not reader.cancelled():
+                reader.result()
+        finally:
+            for task in (reader, writer, closing):
+                task.cancel()
+            await asyncio.gather(reader, writer, closing, return_exceptions=True)
+
+    async def _read(self, requests: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], acks: AckQueue[Answer]) -> None:
+        async for request in requests:
+            sender = request.replica_id, request.incarnation
+            # A message with no record at all is read as one, and refused.
+            sent_records: list[Sent] = list(request.records)
+            if request.WhichOneof("record") is not None or not request.records:
+                sent_records.insert(0, request)
+            for sent in sent_records:
+                record, fault = _record(sent, request.replica_id)  # one that is none has no acknowledgement to wait for
+                self._ingest.submit(record, acks.open(sent.record_number), sender, fault)
+                if acks.full:
+                    await acks.room()
+
+
+async def _send_acks(acks: AckQueue[Answer], context: Context) -> None:
+    while ready := await acks.next():
+        await context.write(
+            pool_pb2.StreamTrajectoriesResponse(acks=[_ack(number, answer) for number, answer in ready])
+        )
+
+
+def _ack(number: int, answer: Answer) -> pool_pb2.RecordAck:
+    ack = pool_pb2.RecordAck(record_number=number, outcome=_OUTCOME[answer.outcome])
+    if answer.refusal is not None:
+        ack.reason = refusal_reason_to_proto(answer.refusal.reason)
+        ack.detail = answer.refusal.detail[:MOST_DETAIL]
+    return ack
+
+
+def _record(sent: Sent, replica_id: str) -> tuple[Outcome, Refusal | None]:
+    """The received records; for an unreadable one, its slot and the reason."""
+    kind = sent.WhichOneof("record")
+    if kind == "failure":
+        return serde.failure_from_proto(sent.failure, replica_id), None
+    if kind != "trajectory":
+        raise InvalidRequestError(f"record {sent.record_number} holds neither a trajectory nor a failure")
+    try:
+        return serde.trajectory_from_proto(sent.trajectory, replica_id), None
+    except InvalidRequestError as error:
+        slot = RolloutFailure(
+            task_group_id=sent.trajectory.task_group_id,
+            index=sent.trajectory.index,
+            reason=INVALID_RECORD,
+            replica_id=replica_id,
+        )
+        return slot, Refusal(reason=RefusalReason.UNREADABLE, detail=error.message)

@@ -1,0 +1,200 @@
+"""Limits the number of started rollouts, so that no result is too old to be trained.
+
+The rule, per policy: the dispatcher issues a task group only while
+
+    accepted and not yet trained + expected from running  <  min(max_staleness + 1 - lag, steps left) * batch
+
+where lag is the number of versions that the chosen replica is behind: its samples start that much older. "Trained"
+means that the version of the training step is published: the batch of a running step still counts. Filtered, failed and
+expired sequences return their share. The buffer never evicts a group to make room.
+
+Accepted sequences that wait for a running sibling cannot be trained yet: a straggler would hold the places of its
+finished siblings while the trainer is idle. So they do not count while the buffer lacks a batch, up to UNFINISHED_SHARE
+of the quota: less than 1 + UNFINISHED_SHARE quotas are ever outstanding when a group is issued. They count again when
+the buffer has a batch, so a slow trainer does not increase staleness. Where late tokens are not trained (``mask``,
+``drop``) they always count: groups beyond the quota would lose their oldest tokens.
+
+With ``Limits.exact`` the dispatcher issues a group only if the batch would lack that group even if all running ones are
+kept:
+
+    no batch in training,  and  buffered + slots of groups that are not complete  <  batch
+
+Then the batch of a step consists of the first groups whose sequences fill the batch, by the order of their issue. The
+number of filtered groups and the order in which groups end do not matter, as long as a slot brings at most one
+sequence. Works on counts only, independent of task groups and replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+
+def quota(*, batch_size: int, max_staleness: int, steps_left: int, lag: int = 0) -> int:
+    """Sequences that may be outstanding; excludes those that the last steps cannot use."""
+    return max(0, min(max_staleness + 1 - lag, steps_left)) * batch_size
+
+
+UNFINISHED_SHARE = 0.5  # of the quota: accepted sequences without a complete group that need not count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Quota settings of one policy."""
+
+    batch_size: int
+    max_staleness: int
+    num_steps: int
+    counts_unfinished: bool = False  # always: accepted sequences that wait for a running sibling
+    exact: bool = False  # issue only groups that the next batch may need
+
+
+@dataclass(slots=True)
+class Account:
+    """Use of one policy's quota."""
+
+    limits: Limits
+    version: int = -1
+    accepted: int = 0  # and not yet trained
+    unfinished: int = 0  # of these, those that wait for a running sibling
+    in_training: int = 0  # of these, those in a batch that the trainer holds
+    running_slots: int = 0  # slots of issued training groups that are not resolved yet
+    group_slots: int = 0  # all slots of issued training groups that are not complete
+    num_trajectories: int = 0  # resolved ones, to learn how many sequences one brings
+    num_sequences: int = 0
+
+    @property
+    def steps_left(self) -> int:
+        return self.limits.num_steps - max(self.version, 0)
+
+    @property
+    def sequences_per_trajectory(self) -> float:
+        return self.num_sequences / self.num_trajectories if self.num_trajectories else 1.0
+
+    @property
+    def expected(self) -> float:
+        """Expected sequences of the running rollouts, from the mean of earlier ones."""
+        return self.running_slots * self.sequences_per_trajectory
+
+    @property
+    def buffered(self) -> int:
+        """Sequences that a batch can be made of."""
+        return self.accepted - self.unfinished - self.in_training
+
+    @property
+    def counted(self) -> float:
+        """Sequences that count against the quota."""
+        outstanding = self.accepted + self.expected
+        if self.limits.counts_unfinished or self.buffered >= self.limits.batch_size:
+            return outstanding
+        return outstanding - min(self.unfinished, UNFINISHED_SHARE * self.quota)
+
+    @property
+    def quota(self) -> int:
+        return self.quota_at(lag=0)
+
+    def quota_at(self, lag: int) -> int:
+        """Sequences that may be outstanding at a replica with this lag."""
+        limits = self.limits
+        return quota(
+            batch_size=limits.batch_size, max_staleness=limits.max_staleness, steps_left=self.steps_left, lag=lag
+        )
+
+    def has_room(self, lag: int = 0) -> bool:
+        """Apply the rule of this module."""
+        if self.limits.exact:
+            started = self.buffered + self.group_slots < self.limits.batch_size
+            return started and not self.in_training and not lag and self.steps_left > 0
+        return self.counted < self.quota_at(lag)
+
+    @property
+    def fullness(self) -> float:
+        """Share of the quota in use; 1 for an empty quota."""
+        return self.counted / self.quota if self.quota else 1.0
+
+
+class Admission:
+    """Accounts of all policies; decides whether the dispatcher may issue a task group."""
+
+    def __init__(self, limits: Mapping[str, Limits], admit: Literal["all", "any"] = "all") -> None:
+        self.accounts = {policy: Account(limit) for policy, limit in limits.items()}
+        self._admit = admit
+        # Policies without a trainer: the other policies do not wait for them, and excess sequences are surplus.
+        self.absent: set[str] = set()
+
+    def open(self, policies: Iterable[str], lags: Mapping[str, int] = MappingProxyType({})) -> bool:
+        """Whether all of the still trained policies (``all``), or one (``any``), have room at a replica with these
+        lags."""
+        rooms = [
+            self.has_room(policy, lags.get(policy, 0))
+            for policy in policies
+            if self.accounts[policy].steps_left > 0 and policy not in self.absent
+        ]
+        return bool(rooms) and (all(rooms) if self._admit == "all" else any(rooms))
+
+    def has_room(self, policy: str, lag: int = 0) -> bool:
+        return self.accounts[policy].has_room(lag)
+
+    def is_surplus(self, policy: str, num_sequences: int) -> bool:
+        """Whether the policy cannot use these sequences, which are already accepted."""
+        account = self.accounts[policy]
+        if account.steps_left == 0:
+            return True
+        outrun = self._admit == "any" or policy in self.absent
+        return outrun and account.accepted - account.unfinished - num_sequences >= account.quota
+
+    def issued(self, num_slots: int, policies: Iterable[str]) -> None:
+        """Count a new training group of these policies."""
+        for policy in policies:
+            self.accounts[policy].running_slots += num_slots
+            self.accounts[policy].group_slots += num_slots
+
+    def ended(self, num_slots: int, policies: Iterable[str]) -> None:
+        """Return the slots of a complete or cancelled training group."""
+        for policy in policies:
+            self.accounts[policy].group_slots -= num_slots
+            assert self.accounts[policy].group_slots >= 0
+
+    def given_up(self, num_slots: int, policies: Iterable[str]) -> None:
+        """Return the slots of failed or cancelled rollouts."""
+        for policy in policies:
+            self.accounts[policy].running_slots -= num_slots
+            assert self.accounts[policy].running_slots >= 0
+
+    def resolved(self, num_sequences: Mapping[str, int], policies: Iterable[str]) -> None:
+        """Count a trajectory of these policies, with its number of sequences per policy."""
+        for policy in policies:
+            account, count = self.accounts[policy], num_sequences.get(policy, 0)
+            account.running_slots -= 1
+            assert account.running_slots >= 0
+            account.accepted += count
+            account.unfinished += count
+            account.num_trajectories += 1
+            account.num_sequences += count
+
+    def finished(self, policy: str, num_sequences: int) -> None:
+        """Count the end of the last running slot of these sequences' group."""
+        account = self.accounts[policy]
+        account.unfinished -= num_sequences
+        assert account.unfinished >= 0
+
+    def taken(self, policy: str, num_sequences: int) -> None:
+        """Count sequences that the trainer received."""
+        self.accounts[policy].in_training += num_sequences
+
+    def trained(self, policy: str, num_sequences: int) -> None:
+        """Count sequences whose training step has a published version."""
+        self.accounts[policy].in_training -= num_sequences
+        self.returned(policy, num_sequences)
+
+    def returned(self, policy: str, num_sequences: int) -> None:
+        """Return sequences that are trained, filtered or expired."""
+        account = self.accounts[policy]
+        account.accepted -= num_sequences
+        assert account.accepted >= 0
+
+    def advanced(self, policy: str, version: int) -> None:
+        """Note a published version."""
+        self.accounts[policy].version = version

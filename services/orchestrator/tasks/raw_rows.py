@@ -1,0 +1,180 @@
+"""Raw rows of a file, a Hugging Face dataset or a list: read by position, on demand.
+
+Independent of tasks: ``datasets`` decides about usable rows.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import orjson
+
+from services.common.errors import DatasetError
+from services.common.records.dataset_rows import PROMPT_FIELDS, TRUTH_FIELDS
+
+
+class RawRows(Protocol):
+    """``rows[place]`` raises ``DatasetError`` with the row's number for a row that cannot be read."""
+
+    @property
+    def name(self) -> str:
+        """The dataset's name in error messages."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def number(self, place: int) -> int:
+        """The row's number for users: from 1, as lines of a file are counted."""
+        ...
+
+    def __getitem__(self, place: int) -> Mapping[str, Any]: ...
+
+
+class JsonlRows:
+    """One JSON object per line, empty lines passed over; only line offsets stay in memory."""
+
+    def __init__(self, path: Path, limit: int | None, name: str) -> None:
+        self.name = name
+        offsets: list[int] = []
+        lengths: list[int] = []
+        numbers: list[int] = []
+        try:
+            with path.open("rb") as file:
+                offset = 0
+                for number, line in enumerate(file, start=1):
+                    if limit is not None and len(offsets) >= limit:
+                        break
+                    if line.strip():
+                        offsets.append(offset)
+                        lengths.append(len(line))
+                        numbers.append(number)
+                    offset += len(line)
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # stays readable even when the file is replaced
+        except OSError as error:
+            raise DatasetError(f"{name} cannot be read: {error.strerror}") from error
+        weakref.finalize(self, os.close, self._fd)
+        self._offsets = np.asarray(offsets, dtype=np.int64)
+        self._lengths = np.asarray(lengths, dtype=np.int64)
+        self._numbers = np.asarray(numbers, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def number(self, place: int) -> int:
+        return int(self._numbers[place])
+
+    def __getitem__(self, place: int) -> Mapping[str, Any]:
+        line = os.pread(self._fd, int(self._lengths[place]), int(self._offsets[place])).removeprefix(codecs.BOM_UTF8)
+        where = f"row {self.number(place)}"
+        try:
+            data = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise DatasetError(f"{where}: not valid JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise DatasetError(f"{where}: a row must be a JSON object, not {type(data).__name__}")
+        return data
+
+
+class ListRows:
+    """Rows held in memory, or those of a Hugging Face dataset, which stays on disk."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+        self.name = name
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def number(self, place: int) -> int:
+        return place + 1
+
+    def __getitem__(self, place: int) -> Mapping[str, Any]:
+        return self._rows[place]
+
+
+class HarborRows(ListRows):
+    """Task directories: rows, or the errors of those that cannot be played."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any] | DatasetError], name: str) -> None:
+        super().__init__([{} if isinstance(row, DatasetError) else row for row in rows], name)
+        self._errors = {place: row for place, row in enumerate(rows) if isinstance(row, DatasetError)}
+
+    def __getitem__(self, place: int) -> Mapping[str, Any]:
+        if place in self._errors:
+            raise self._errors[place]
+        return super().__getitem__(place)
+
+
+class HeldOutRows:
+    """Every ``every``-th row of another source, or all the others; each keeps its number.
+
+    >>> rows = ListRows([{"n": n} for n in range(1, 8)], "rows")
+    >>> [HeldOutRows(rows, 3, held_out=True)[place]["n"] for place in range(2)]
+    [3, 6]
+    """
+
+    def __init__(self, rows: RawRows, every: int, *, held_out: bool) -> None:
+        self.name = rows.name
+        self._rows, self._every, self._held_out = rows, every, held_out
+
+    def __len__(self) -> int:
+        num_held_out = len(self._rows) // self._every
+        return num_held_out if self._held_out else len(self._rows) - num_held_out
+
+    def number(self, place: int) -> int:
+        return self._rows.number(self._place(place))
+
+    def __getitem__(self, place: int) -> Mapping[str, Any]:
+        return self._rows[self._place(place)]
+
+    def _place(self, place: int) -> int:
+        if self._held_out:
+            return (place + 1) * self._every - 1
+        return place + place // (self._every - 1)
+
+
+class RenamedRows:
+    """The rows of another source with some columns under further names.
+
+    ``columns``: name -> column; a column within another one is written with dots.
+    """
+
+    def __init__(self, rows: RawRows, columns: Mapping[str, str]) -> None:
+        self.name = rows.name
+        self._rows, self._columns = rows, dict(columns)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def number(self, place: int) -> int:
+        return self._rows.number(place)
+
+    def __getitem__(self, place: int) -> Mapping[str, Any]:
+        row, where = self._rows[place], f"row {self.number(place)}"
+        found = {name: _column(row, column, f"{where}: columns.{name}") for name, column in self._columns.items()}
+        for fields in (PROMPT_FIELDS, TRUTH_FIELDS):
+            mapped = next((name for name in fields if name in found), None)
+            read = next((name for name in fields if name in found or name in row), None)
+            if mapped is not None and read != mapped:
+                raise DatasetError(
+                    f"{where} has a column {read!r}, which is read before {mapped!r}: write columns.{read} instead of "
+                    f"columns.{mapped}"
+                )
+        return {**row, **found}
+
+
+def _column(row: Mapping[str, Any], column: str, where: str) -> Any:
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise DatasetError(f"{where} is {column!r}, which the row lacks; it has {', '.join(map(str, row))}")
+        value = value[part]
+    return value

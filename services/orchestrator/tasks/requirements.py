@@ -1,0 +1,71 @@
+"""Checks dataset rows against the built-in workflows and rewards of a recipe at the start of the run.
+
+Covers the workflows that read a prompt and the rewards ``math`` and ``code``; tests that run as code must be able to
+judge (``services.common.text.assert_tests``). Does not check rows for the workflows and rewards of users, which may
+read any field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from services.common.config.recipe import Recipe
+from services.common.errors import DatasetError
+from services.common.harbor import task as harbor
+from services.common.reasoning_gym import COLUMN
+from services.common.records.dataset_rows import TEST_KINDS, TRUTH_FIELDS, BuiltInReward, prompt_in, truth_in
+from services.common.text.assert_tests import UnusableTestsError, names_of
+
+_WITH_PROMPT = ("single_turn", "tool_use", "tool_math", "actor_verifier", "codegen_verifier")
+
+
+def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], str], None]:
+    """A check of one row; raises ``DatasetError`` for a row that the section's workflow or its reward cannot use."""
+    workflow = recipe.workflow_of(section)
+    field = workflow.settings.get("prompt_field")
+    reward = workflow.settings.get("reward", "code" if workflow.name == "codegen_verifier" else None)
+
+    skips_run = recipe.envgateway is not None and recipe.envgateway.harbor.skip_run
+
+    def check(row: Mapping[str, Any], where: str) -> None:
+        if harbor.COLUMN in row and (run := row[harbor.COLUMN]["run"]) and not skips_run:
+            raise DatasetError(harbor.needs_programs(row[harbor.TASK_FIELD], run))
+        if workflow.name not in _WITH_PROMPT:
+            return
+        prompt_in(row, field, where)
+        if reward in (BuiltInReward.MATH, BuiltInReward.BOXED) and truth_in(row) is None:
+            fields = ", ".join(TRUTH_FIELDS)
+            raise DatasetError(
+                f"{where} has no answer: looked for {fields} and reward_model.ground_truth in {sorted(row)}"
+            )
+        if reward == BuiltInReward.REASONING_GYM and COLUMN not in row:
+            raise DatasetError(
+                f"{where} is no task of reasoning-gym, which alone the reward reasoning_gym scores: name another reward, or "
+                "rows with data.train.reasoning_gym"
+            )
+        tests = row.get("tests")
+        if reward == BuiltInReward.CODE and not (isinstance(tests, Mapping) and tests.get("kind") in TEST_KINDS):
+            raise DatasetError(
+                f"{where} has no tests with a kind of {', '.join(TEST_KINDS)}; rows of other layouts are read with form: code"
+            )
+        if reward == BuiltInReward.CODE and isinstance(tests, Mapping) and (why := why_tests_are_unusable(tests)):
+            raise DatasetError(f"{where}: {why}")
+
+    return check
+
+
+def why_tests_are_unusable(tests: Mapping[str, Any]) -> str:
+    """Reason for which a row's tests cannot judge a program; empty for usable tests, as far as their text shows."""
+    if tests.get("kind") != "assert":
+        cases = tests.get("cases")
+        return "" if isinstance(cases, list) and cases else "its tests have no cases"
+    parts = [tests.get("tests"), tests.get("entry_point", ""), tests.get("preamble", "")]
+    names = tests.get("names", ())
+    if not all(isinstance(part, str) for part in parts) or not all(isinstance(name, str) for name in names):
+        return "tests, entry_point, preamble and each of names must be text"
+    try:
+        names_of(*parts, tuple(names))
+    except UnusableTestsError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,239 @@
+"""Converts programming problems into one form: ``{"problem": text, "tests": {...}}``.
+
+    {"kind": "stdin",  "cases": [{"stdin": text, "expected": text}, ...]}
+    {"kind": "call",   "entry_point": name, "cases": [{"args": [...], "expected": value}, ...]}
+    {"kind": "assert", "tests": code, "entry_point": name, "preamble": code, "names": [name, ...]}
+
+Input layouts: lists of ``input``/``output`` pairs, ``inputs``/``outputs``, both also as JSON text or a Python literal
+and inside ``verification_info``; ``functional`` test code, HumanEval's columns, and MBPP's lists of asserts. Pairs may
+have a ``type`` (``stdin_stdout``; ``function_call`` or ``functional``) and the name of the called function (``fn_name``
+or ``metadata.func_name``, in the pair or in the row); without a type, a pair that names a function calls it. Arguments
+of a call are a list, or a text with one JSON value per line. ``names`` are other names that the tests use and the
+reference solution defines. A reference solution is kept under ``solution``, several also under ``solutions``. Refuses
+every other layout, without guesses.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from services.common.errors import DatasetError
+from services.common.text.assert_tests import defined_by
+from services.common.text.programs import program_of
+
+Row = Mapping[str, Any]
+Tests = dict[str, Any]
+
+_PROBLEM_COLUMNS = ("problem", "question", "text", "prompt")
+_TESTS_COLUMNS = ("tests", "input_output", "test_cases", "verification_info")
+_IS_CALL = {"stdin_stdout": False, "stdin": False, "function_call": True, "functional": True}  # by the type of a pair
+
+
+def code_row(row: Row, where: str) -> dict[str, Any]:
+    """The row in one form; ``DatasetError`` names ``where`` and what is missing.
+
+    >>> code_row({"problem": "Add.", "tests": [{"input": "1 2", "output": "3"}]}, "row 1")["tests"]
+    {'kind': 'stdin', 'cases': [{'stdin': '1 2', 'expected': '3'}]}
+    """
+    normal: dict[str, Any] = {"problem": _problem(row, where), "tests": _tests(row, where)}
+    solution = _solution(row)
+    if solution is not None:
+        normal["solution"] = solution
+    if isinstance(row.get("solutions"), list) and len(row["solutions"]) > 1:
+        normal["solutions"] = [text for text in row["solutions"] if isinstance(text, str) and text.strip()]
+    if isinstance(row.get("starter_code"), str) and row["starter_code"].strip():
+        normal["starter_code"] = row["starter_code"]
+    if normal["tests"]["kind"] == "call":
+        normal["tests"]["entry_point"] = _called(normal["tests"]["entry_point"], normal)
+    if normal["tests"]["kind"] == "assert" and solution is not None:
+        names = defined_by(solution, normal["tests"]["tests"])
+        if len(names) > 1 or (names and normal["tests"]["entry_point"] not in ("", *names)):
+            normal["tests"]["names"] = list(names)
+    return normal
+
+
+def _called(name: str, normal: Row) -> str:
+    r"""The entry point: a method of ``Solution`` where the problem, its starter code or its solution has that class.
+
+    >>> _called("add", {"starter_code": "class Solution:\n    def add(self, a, b):"})
+    'Solution().add'
+    """
+    method = re.compile(rf"^\s*class Solution\b.*?^\s+def {re.escape(name)}\(", re.MULTILINE | re.DOTALL)
+    is_method = any(method.search(normal.get(column, "")) for column in ("problem", "starter_code", "solution"))
+    return f"Solution().{name}" if is_method else name
+
+
+def _problem(row: Row, where: str) -> str:
+    for name in _PROBLEM_COLUMNS:
+        if isinstance(row.get(name), str) and row[name].strip():
+            # HumanEval's prompt is the beginning of the program: its indentation counts.
+            return str(row[name]).strip("\n") if "entry_point" in row else str(row[name]).strip()
+    raise DatasetError(f"{where}: no problem: looked for {', '.join(_PROBLEM_COLUMNS)} in {sorted(row)}")
+
+
+def _tests(row: Row, where: str) -> Tests:
+    if "entry_point" in row and isinstance(row.get("test"), str):
+        return {
+            "kind": "assert",
+            "tests": row["test"],
+            "entry_point": str(row["entry_point"]),
+            "preamble": str(row.get("prompt", "")),
+        }
+    if isinstance(row.get("test_list"), list):
+        code = "\n".join([str(row.get("test_setup_code") or ""), *map(str, row["test_list"])]).strip()
+        return {"kind": "assert", "tests": code, "entry_point": "", "preamble": ""}
+    for name in _TESTS_COLUMNS:
+        if row.get(name) is not None:
+            return _of_any_shape(_parsed(row[name], f"{where}, {name}"), f"{where}, {name}", _named_by(row))
+    raise DatasetError(
+        f"{where}: no tests: looked for {', '.join(_TESTS_COLUMNS)}, test and test_list in {sorted(row)}"
+    )
+
+
+def _of_any_shape(found: Any, where: str, name: str) -> Tests:
+    """``name``: the function that the row calls, if named outside its tests."""
+    if isinstance(found, list) and found:
+        return _of_pairs(found, where, name)
+    if isinstance(found, Mapping):
+        if isinstance(found.get("functional"), str):
+            return {"kind": "assert", "tests": found["functional"], "entry_point": "", "preamble": ""}
+        if "inputs" in found and "outputs" in found:
+            return _of_columns(found, where, name)
+        if "test_cases" in found:
+            language = found.get("language", "python")
+            if language != "python":
+                raise DatasetError(f"{where}: the programs are {language}; only python is judged")
+            return _of_any_shape(_parsed(found["test_cases"], where), where, name)
+    raise DatasetError(f"{where}: neither pairs of input and output, nor inputs and outputs, nor functional test code")
+
+
+def _of_pairs(pairs: list[Any], where: str, name: str) -> Tests:
+    names, kinds = set(), set()
+    for number, pair in enumerate(pairs, start=1):
+        if not isinstance(pair, Mapping) or "input" not in pair or "output" not in pair:
+            raise DatasetError(f"{where}, case {number}: needs input and output")
+        named = _named_by(pair)
+        kind = str(pair.get("type") or pair.get("testtype") or "")
+        if kind and kind not in _IS_CALL:
+            raise DatasetError(f"{where}, case {number}: type {kind!r}; there are {', '.join(_IS_CALL)}")
+        is_call = _IS_CALL[kind] if kind else bool(named or name)
+        kinds.add(is_call)
+        names.add(named or name if is_call else "")
+    if len(kinds) > 1:
+        raise DatasetError(f"{where}: some cases read stdin and others call a function")
+    if len(names) > 1:
+        raise DatasetError(f"{where}: the cases call different functions: {', '.join(sorted(names))}")
+    inputs, outputs = [pair["input"] for pair in pairs], [pair["output"] for pair in pairs]
+    if not kinds.pop():
+        return _stdin(inputs, outputs, where)
+    if not (called := names.pop()):
+        raise DatasetError(f"{where}: the cases call a function and do not name it: no fn_name, no metadata.func_name")
+    return _calls(called, inputs, outputs, where)
+
+
+def _of_columns(found: Mapping[str, Any], where: str, name: str) -> Tests:
+    inputs, outputs = found["inputs"], found["outputs"]
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
+        raise DatasetError(f"{where}: inputs and outputs must be lists of one length, not empty")
+    called = _named_by(found) or name
+    return _calls(called, inputs, outputs, where) if called else _stdin(inputs, outputs, where)
+
+
+def _named_by(part: Row) -> str:
+    """The function that a pair, a pair of columns or a row names; empty when none is named."""
+    metadata = part.get("metadata")
+    if isinstance(metadata, str):
+        try:
+            metadata = _json(metadata)
+        except ValueError:  # free text about the row
+            metadata = None
+    nested = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    return str(part.get("fn_name") or nested or "")
+
+
+def _stdin(inputs: list[Any], outputs: list[Any], where: str) -> Tests:
+    cases = [
+        {"stdin": _text(given, where, number), "expected": _text(expected, where, number)}
+        for number, (given, expected) in enumerate(zip(inputs, outputs, strict=True), start=1)
+    ]
+    return {"kind": "stdin", "cases": cases}
+
+
+def _text(value: Any, where: str, number: int) -> str:
+    """Text, or a list of lines."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    raise DatasetError(
+        f"{where}, case {number}: input and output of a program must be text, not {type(value).__name__}"
+    )
+
+
+def _calls(name: str, inputs: list[Any], outputs: list[Any], where: str) -> Tests:
+    args = [_args(given, f"{where}, case {number}") for number, given in enumerate(inputs, start=1)]
+    # APPS and its descendants put every returned value into a list of one; a row in which not all are such lists does not.
+    wrapped = all(isinstance(expected, list) and len(expected) == 1 for expected in outputs)
+    values = [expected[0] if wrapped else _value(expected) for expected in outputs]
+    cases = [{"args": given, "expected": expected} for given, expected in zip(args, values, strict=True)]
+    return {"kind": "call", "entry_point": name, "cases": cases}
+
+
+def _args(given: Any, where: str) -> list[Any]:
+    if isinstance(given, list):
+        return given
+    if not isinstance(given, str):
+        raise DatasetError(f"{where}: the arguments are a {type(given).__name__}; they must be a list or text")
+    try:
+        return [_json(line) for line in given.split("\n") if line.strip()]
+    except ValueError as error:
+        raise DatasetError(f"{where}: the arguments are not one JSON value per line: {error}") from None
+
+
+def _value(expected: Any) -> Any:
+    if not isinstance(expected, str):
+        return expected
+    try:
+        return _json(expected)
+    except ValueError:
+        return expected  # a function that returns text
+
+
+def _parsed(value: Any, where: str) -> Any:
+    """The value of a text with JSON or a Python literal; returns other values unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return _json(value)
+    except ValueError as error:
+        try:
+            return ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise DatasetError(f"{where}: not valid JSON: {error}") from None
+
+
+def _json(text: str) -> Any:
+    """Raises ``ValueError`` also for values that other JSON parsers refuse: NaN, infinities and bottomless nesting."""
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _solution(row: Row) -> str | None:
+    if isinstance(row.get("canonical_solution"), str):
+        return str(row.get("prompt", "")) + str(row["canonical_solution"])
+    solutions = row.get("solutions")
+    first = solutions[0] if isinstance(solutions, list) and solutions else solutions
+    for found in (row.get("solution"), row.get("code"), row.get("gold_standard_solution"), first):
+        if isinstance(found, str) and found.strip():
+            return program_of(found)
+    return None

@@ -1,0 +1,1 @@
+"""Advantages of sequences and of single tokens."""

@@ -1,0 +1,121 @@
+"""Computes one advantage per sequence from rewards and stamped group statistics. numpy, float64.
+
+    grpo       (R - mean) / (std + eps)
+    dr_grpo    R - mean                       (arXiv 2503.20783: no std; use with a constant denominator)
+    rloo       (R - mean) * N / (N - 1)       (equals R minus the mean of the others; 0 for a singleton)
+    reinforce  R
+    gae        R                              (the reward that ``credit`` spreads over tokens)
+    pass_at_k, max_rl                         from binary rewards, in their own files
+
+With ``deviation: batch`` grpo divides by the deviation of all rewards of the global batch instead (arXiv 2508.08221).
+A group whose rewards differ by no more than rounding has advantage 0 exactly, in all but ``reinforce``: .1, .1, .1 have a
+mean of .10000000000000002, which a division by their std would turn into -.8.
+
+R is the reward after all shaping, clip((R + bias) * scale) included; mean, std (N - 1; 1 for a singleton) and N were
+stamped over the R of the *whole* advantage group when it completed, because minibatches and ranks may cut groups. Every
+trained token of a sequence gets the sequence's advantage (outcome reward: GAE with gamma = lambda = 1 and no values).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from services.common.config.training.algorithm import AlgorithmConfig
+from services.common.finite import MOST
+from services.common.records.types import TrainingSequence
+from services.trainer.algorithms.advantages.max_rl import max_rl_advantages
+from services.trainer.algorithms.advantages.pass_at_k import pass_at_k_advantages
+
+Floats = npt.NDArray[np.float64]
+
+EQUAL = 1e-12  # deviation of a group, relative to its mean, that counts as rounding
+LARGEST = 2.0**480  # larger numbers are mistakes; the sum of 2**60 such squares is finite
+
+
+@np.errstate(over="ignore")  # ``_finite`` replaces overflows by the nearest float
+def sequence_advantages(sequences: Seq[TrainingSequence], config: AlgorithmConfig) -> Floats:
+    """One advantage per sequence, before any batch normalisation; finite for all finite rewards. [num_sequences]"""
+    rewards = np.array([s.sequence.reward for s in sequences], dtype=np.float64)
+    means = np.array([s.group_mean for s in sequences], dtype=np.float64)
+    size = np.array([s.group_size for s in sequences], dtype=np.float64)
+    if config.advantage == "pass_at_k":
+        assert config.pass_k is not None
+        return pass_at_k_advantages(rewards, means, size, config.pass_k, config.advantage_eps)
+    if config.advantage == "max_rl":
+        return max_rl_advantages(rewards, means)
+    if config.advantage in ("reinforce", "gae"):
+        return rewards
+    deviations = np.array([s.group_std for s in sequences], dtype=np.float64)
+    centred = _finite(rewards - means)
+    centred[deviations <= EQUAL * np.abs(means)] = 0.0
+    if config.advantage == "dr_grpo" or config.deviation == "batch":
+        return centred
+    if config.advantage == "rloo":
+        return _finite(centred * size / np.maximum(size - 1.0, 1.0))
+    return _finite(centred / (deviations + config.advantage_eps))
+
+
+def _finite(values: Floats) -> Floats:
+    """Each number, or the nearest finite float."""
+    return np.clip(values, -MOST, MOST)
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Sums that ranks add up to get the mean and the deviation of all their numbers."""
+
+    count: float
+    total: float
+    total_squares: float
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    def deviation(self, kind: Literal["population", "sample"] = "population") -> float:
+        """Standard deviation over n, or over n - 1; 0 of fewer than two numbers."""
+        spread = max(self.total_squares - self.count * self.mean**2, 0.0)
+        return math.sqrt(spread / max(self.count - (kind == "sample"), 1.0))
+
+    def divisor(self, config: AlgorithmConfig) -> float:
+        """The divisor of ``batch_normalize_advantages``."""
+        return self.deviation(config.normalize_deviation) + config.advantage_eps
+
+    @classmethod
+    def of(cls, values: Floats, weights: Floats) -> Moments:
+        """The moments of values, each repeated ``weights`` times (for the tokens of a sequence). Values are limited so that the
+        sum of squares is finite."""
+        values = np.clip(values, -LARGEST, LARGEST)
+        return cls(float(weights.sum()), float((values * weights).sum()), float((values**2 * weights).sum()))
+
+
+def normalize(advantages: Floats, moments: Moments, config: AlgorithmConfig) -> Floats:
+    """(A - mean) / (std + eps) with the moments of the global batch. [num_sequences]"""
+    if not moments.count:
+        return advantages
+    with np.errstate(over="ignore"):
+        return _finite((advantages - moments.mean) / moments.divisor(config))
+
+
+def scaled_by_source(advantages: Floats, sequences: Seq[TrainingSequence]) -> Floats:
+    """Each advantage times the factor of its source of tasks (``advantage_scale``). [num_sequences]"""
+    with np.errstate(over="ignore"):
+        return _finite(advantages * np.array([s.advantage_scale for s in sequences], dtype=np.float64))
+
+
+def reward_moments(sequences: Seq[TrainingSequence]) -> Moments:
+    """The moments of the rewards of these sequences. Added up over ranks, they are the input of ``over_batch_deviation``."""
+    rewards = np.array([s.sequence.reward for s in sequences], dtype=np.float64)
+    return Moments.of(rewards, np.ones_like(rewards))
+
+
+def over_batch_deviation(centred: Floats, rewards: Moments, config: AlgorithmConfig) -> Floats:
+    """R - mean of the group, over the deviation (n - 1) of all rewards of the global batch. [num_sequences]"""
+    with np.errstate(over="ignore"):
+        return _finite(centred / (rewards.deviation("sample") + config.advantage_eps))

@@ -1,0 +1,1 @@
+"""Masks: tokens that a loss leaves out."""

@@ -1,0 +1,1 @@
+"""Packs training sequences into rows, and checks batches."""

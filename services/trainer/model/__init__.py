@@ -1,0 +1,1 @@
+"""The model being trained and its optimizer."""

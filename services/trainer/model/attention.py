@@ -1,0 +1,251 @@
+"""Causal attention over packed documents, registered with transformers under one name per kernel.
+
+Tokens see only earlier tokens of their own document, some of which may lie in rows that other documents see too
+(``documents``). The layout travels as the keyword argument ``documents`` through the model's forward pass, not in a
+global or a context variable: gradient checkpointing recomputes layers on autograd's own threads, where a context
+variable of the caller does not exist.
+
+* CPU: one ``is_causal`` SDPA call per run of equally long neighbours that share nothing. Attention treats batch rows
+  alone, so every such document's result is bit-equal to the same document alone. One masked call per batch of blocks for
+  documents that share their beginning.
+* GPU, 16-bit: torch's varlen flash attention, or the ``flash_attn`` package; else the CPU path, which also runs there.
+  The queries of a branch are the last of its keys: both kernels align the causal mask at the lower right. A kernel that
+  the recipe names is used or refused, never replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from services.common.errors import ConfigError, ModelMismatchError
+from services.trainer.model.documents import Blocks, Documents
+
+Kernel = Literal["auto", "varlen", "flash_attn", "sdpa"]
+
+_PACKAGES = {"varlen": "torch.nn.attention.varlen", "flash_attn": "flash_attn"}
+# The function of each, and its keyword arguments that are relied on. An older version has the module and not the arguments:
+# torch 2.9 no window, flash_attn before 2.3 another alignment of the causal mask.
+_FUNCTIONS = {
+    "varlen": ("varlen_attn", {"scale", "window_size"}),
+    "flash_attn": ("flash_attn_varlen_func", {"softmax_scale", "causal", "window_size"}),
+}
+_AMPERE = (8, 0)  # the least compute capability for flash attention
+
+# Arguments that change the result and that the functions here do not implement: refuse, never ignore.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+
+VarlenKernel = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "Documents", float | None], torch.Tensor]
+
+
+def register_attention(kernel: Kernel = "auto") -> str:
+    """Register packed attention with this kernel in transformers; returns its name there. Idempotent.
+
+    Raises ``ConfigError`` when the kernel is not installed.
+    """
+    if kernel in _PACKAGES and (reason := why_unusable(kernel)):
+        raise ConfigError(f"trainer.attention: {kernel} {reason}, or write auto")
+    name = f"millrace_documents_{kernel}"
+    AttentionInterface.register(name, partial(documents_attention, kernel=kernel))
+    return name
+
+
+def documents_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    documents: Documents | None = None,
+    kernel: Kernel = "auto",
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The signature transformers calls; returns [1, num_tokens, num_heads, head_dim]."""
+    name = type(module).__name__
+    if documents is None:
+        raise ModelMismatchError(f"{name} was not given documents=; its model does not pass keyword arguments through")
+    unsupported = [k for k in _UNSUPPORTED if kwargs.get(k) is not None]
+    if unsupported or attention_mask is not None or dropout:
+        raise ModelMismatchError(f"{name} asks for {unsupported or 'a mask or dropout'}, which packed attention lacks")
+    if sliding_window is not None and documents.max_length > sliding_window:
+        raise ModelMismatchError(
+            f"{name} has a sliding window of {sliding_window}; a document of {documents.max_length} tokens exceeds it"
+        )
+    varlen = _varlen_kernel(kernel, query)
+    if varlen is None:
+        return attend_by_calls(query, key, value, documents, scaling), None
+    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # [num_tokens, heads, head_dim]
+    return varlen(q, k, v, documents, scaling).unsqueeze(0), None
+
+
+def attend_by_calls(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scaling: float | None
+) -> torch.Tensor:
+    """SDPA with one call per run and batch of blocks. [1, heads, num_tokens, head_dim] -> [1, num_tokens, heads, head_dim]"""
+    blocks = documents.blocks
+    if blocks is None:
+        return _attend_by_runs(query, key, value, documents, scaling).unsqueeze(0)
+    of_blocks = _attend_by_blocks(query, key, value, blocks, scaling)
+    if not documents.runs:
+        return of_blocks.unsqueeze(0)
+    at = [query.shape[2] - len(of_blocks), len(of_blocks)]
+    q, k, v = (t.split(at, dim=2)[0] for t in (query, key, value))
+    return torch.cat([_attend_by_runs(q, k, v, documents, scaling), of_blocks]).unsqueeze(0)
+
+
+def _attend_by_runs(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, scaling: float | None
+) -> torch.Tensor:
+    """Attention of the rows in runs. [1, heads, rows, head_dim] -> [rows, heads, head_dim]"""
+    grouped = key.shape[1] != query.shape[1]
+    sizes = [count * length for count, length in documents.runs]
+    outputs = []
+    # split, not slices: the backward of a split is one concatenation, that of each slice a zero-filled full row.
+    for (count, length), q, k, v in zip(
+        documents.runs, *(t.squeeze(0).split(sizes, dim=1) for t in (query, key, value)), strict=True
+    ):
+        # [count, heads, length, head_dim]
+        q, k, v = (t.unflatten(1, (count, length)).transpose(0, 1) for t in (q, k, v))
+        output = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))  # [count * length, heads, head_dim]
+    return torch.cat(outputs)
+
+
+def _attend_by_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks, scaling: float | None
+) -> torch.Tensor:
+    """Attention of the rows behind the runs. [1, heads, num_tokens, head_dim] -> [rows, heads, head_dim]"""
+    grouped = key.shape[1] != query.shape[1]
+    query_sizes = [b.num_blocks * b.num_queries for b in blocks.batches]
+    key_sizes = [b.num_blocks * b.num_keys for b in blocks.batches]
+    pieces = (
+        _Repeated.apply(t.squeeze(0).transpose(0, 1), rows).split(sizes)
+        for t, rows, sizes in (
+            (query, blocks.query_rows, query_sizes),
+            (key, blocks.key_rows, key_sizes),
+            (value, blocks.key_rows, key_sizes),
+        )
+    )
+    outputs = []
+    for batch, q, k, v in zip(blocks.batches, *pieces, strict=True):
+        # [blocks, heads, queries or keys, head_dim]
+        q, k, v = (t.unflatten(0, (batch.num_blocks, -1)).transpose(1, 2) for t in (q, k, v))
+        output = scaled_dot_product_attention(
+            q, k, v, attn_mask=batch.mask, is_causal=batch.mask is None, scale=scaling, enable_gqa=grouped
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))  # [blocks * queries, heads, head_dim]
+    return torch.cat(outputs).index_select(0, blocks.places)
+
+
+def _varlen_kernel(kernel: Kernel, query: torch.Tensor) -> VarlenKernel | None:
+    """The kernel for variable lengths; None means SDPA."""
+    if kernel == "sdpa":
+        return None
+    fits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    if kernel == "auto":
+        return _best_kernel(query.device) if fits else None
+    if not fits:
+        raise ConfigError(
+            f"trainer.attention: {kernel} runs on a GPU in 16 bits, not on {query.device.type} in {query.dtype}: "
+            "write auto, or trainer.compute_dtype: bfloat16"
+        )
+    return KERNELS[kernel]
+
+
+@cache
+def _best_kernel(device: torch.device) -> VarlenKernel | None:
+    """The first installed kernel; None when none is installed or the GPU is too old."""
+    if torch.cuda.get_device_capability(device) < _AMPERE:
+        return None
+    return next((function for name, function in KERNELS.items() if not why_unusable(name)), None)
+
+
+def why_unusable(kernel: str) -> str:
+    """What the installed version of a kernel lacks, told by the signature of its function; empty when it can be used."""
+    package, (function, needed) = _PACKAGES[kernel], _FUNCTIONS[kernel]
+    if importlib.util.find_spec(package) is None:
+        return f"needs the package {package}, which is not installed here; install it"
+    try:
+        missing = needed - _arguments(package, function)
+    except (ImportError, AttributeError) as error:
+        return f"needs {package}.{function}, which cannot be imported here ({error}); install it again"
+    if missing:
+        return f"needs {package}.{function} with the argument {min(missing)}; install a newer version"
+    return ""
+
+
+@cache
+def _arguments(package: str, function: str) -> frozenset[str]:
+    return frozenset(inspect.signature(getattr(importlib.import_module(package), function)).parameters)
+
+
+def _torch_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scaling: float | None
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped: dict[str, Any] = {}
+    if k.shape[1] != q.shape[1]:
+        if "enable_gqa" in _arguments(_PACKAGES["varlen"], "varlen_attn"):
+            grouped = {"enable_gqa": True}
+        else:
+            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    k, v = _keys_of_branches(documents, k, v)
+    output = varlen_attn(
+        q.contiguous(), k.contiguous(), v.contiguous(),
+        documents.offsets, documents.key_offsets, documents.max_branch, documents.max_length,
+        scale=scaling, window_size=(-1, 0), **grouped,
+    )  # fmt: skip
+    assert isinstance(output, torch.Tensor)  # a pair only where the log-sum-exp is asked for
+    return output
+
+
+def _flash_attn_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scaling: float | None
+) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+    k, v = _keys_of_branches(documents, k, v)
+    output: torch.Tensor = flash_attn_varlen_func(
+        q, k, v,
+        documents.offsets, documents.key_offsets, documents.max_branch, documents.max_length,
+        softmax_scale=scaling, causal=True,
+    )  # fmt: skip
+    return output
+
+
+def _keys_of_branches(documents: Documents, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The prefix and the rows of each branch, end to end. [num_tokens, ...] -> [key_offsets[-1], ...]"""
+    rows = documents.key_rows
+    return tensors if rows is None else tuple(_Repeated.apply(t, rows) for t in tensors)
+
+
+class _Repeated(torch.autograd.Function):
+    """Selects rows, with repetition; the backward pass sums their gradients in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,), (rows,) = grads, ctx.saved_tensors
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        total = torch.zeros((ctx.num_rows, *grad.shape[1:]), dtype=dtype, device=grad.device)
+        return total.index_add_(0, rows, grad.to(dtype)).to(grad.dtype), None
+
+
+KERNELS: dict[str, VarlenKernel] = {"varlen": _torch_varlen, "flash_attn": _flash_attn_varlen}  # best first

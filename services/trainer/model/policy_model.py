@@ -1,0 +1,195 @@
+"""The model being trained: a Hugging Face causal LM that returns log-probabilities of chosen tokens instead of logits.
+
+Independent of losses, optimizers and batches. Attention runs over packed documents (``attention``), the head in blocks
+(``logprobs``). Dropout is off: the ratio of the policy to itself must be 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from services.common.errors import ModelMismatchError
+from services.common.lora import adapter_weights, attach
+from services.common.text.huggingface import load_model, named_weights
+from services.common.weights.adapter import AdapterIdentity
+from services.trainer.model.adapter import AdapterSetup, Base, reset_adapter
+from services.trainer.model.attention import Kernel, register_attention
+from services.trainer.model.documents import Documents, Targets
+from services.trainer.model.drawn import Drawn
+from services.trainer.model.logprobs import CHUNK_TOKENS, token_logprobs
+from services.trainer.model.norms import speed_up_norms
+from services.trainer.model.sharded_load import open_by_shards
+from services.trainer.model.value_head import ValueHead, value_head_for
+from services.trainer.ranks.sharding import Ranks, shard
+
+log = structlog.get_logger()
+
+Scorer = Callable[..., tuple[torch.Tensor, ...]]  # a policy model, or another with its arguments and results
+
+
+class PolicyModel(torch.nn.Module):
+    """Wraps a causal LM. The root of sharding, so that embedding, final norm and head are gathered during ``forward``."""
+
+    def __init__(
+        self,
+        causal_lm: Any,
+        logprob_chunk_tokens: int = CHUNK_TOKENS,
+        attention: Kernel = "auto",
+        value_head: ValueHead | None = None,
+    ) -> None:
+        super().__init__()
+        self._logprob_chunk_tokens = logprob_chunk_tokens
+        _check_head(causal_lm)
+        causal_lm.set_attn_implementation(register_attention(attention))
+        _disable_dropout(causal_lm)
+        self.causal_lm = causal_lm
+        self.value_head = value_head
+        # Of a model with an adapter, set once the base has its values.
+        self.adapter: AdapterIdentity | None = None
+        self.base: Base | None = None
+        names = set(causal_lm._no_split_modules or ())
+        # The repeated blocks: the unit of sharding and of gradient checkpointing. Found now: sharding renames classes.
+        self.layers: list[torch.nn.Module] = [m for m in causal_lm.modules() if type(m).__name__ in names]
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # [num_tokens] int64, branches end to end
+        position_ids: torch.Tensor,  # [num_tokens] int64, from 0 in every document
+        documents: Documents,
+        targets: Targets,
+        temperature: float,
+        drawn: Drawn | None = None,  # the targets' sampling distributions; if given, each target is scored alone
+    ) -> tuple[torch.Tensor, ...]:
+        """Log-probability and entropy of each target under its sampling distribution. [num_targets] each
+
+        With a value head also the value of the state before the target. [num_targets]
+        """
+        hidden = self.causal_lm.base_model(
+            input_ids=token_ids[None], position_ids=position_ids[None], documents=documents, use_cache=False
+        ).last_hidden_state[0]  # [num_tokens, hidden]
+        # Only states that predict a trained token pass a head.
+        predicting = hidden.index_select(0, targets.predecessors)
+        logprobs, entropy = token_logprobs(
+            predicting,
+            self.causal_lm.get_output_embeddings().weight,
+            targets.token_ids,
+            temperature,
+            self._logprob_chunk_tokens,
+            drawn=drawn,
+        )
+        scores = (logprobs, entropy) if self.value_head is None else (logprobs, entropy, self.value_head(predicting))
+        return tuple(targets.each(score) for score in scores)
+
+    def published(self) -> Mapping[str, torch.Tensor]:
+        """The tensors of a version, by name: those of the adapter if there is one, else all weights."""
+        return adapter_weights(self.causal_lm) or named_weights(self.causal_lm)
+
+
+def build_policy_model(
+    causal_lm: Any,
+    ranks: Ranks,
+    *,
+    trainable: bool = True,
+    gradient_checkpointing: bool = False,
+    compute_dtype: torch.dtype | None = None,
+    offload: bool = False,
+    attention: Kernel = "auto",
+    logprob_chunk_tokens: int = CHUNK_TOKENS,
+    value_head: bool = False,
+    adapter: AdapterSetup | None = None,
+) -> PolicyModel:
+    """Prepare a model for training (or as a frozen reference) on these ranks.
+
+    A model on the meta device gets the memory of its weights later. ``offload`` keeps the weights on the host. With
+    ``adapter`` only the adapter is trained, and the value head.
+
+    Raises:
+        ConfigError: a target of the adapter is no linear module of the model.
+    """
+    if adapter is not None:
+        attach(causal_lm, adapter.config, adapter.dtype)
+    head = value_head_for(causal_lm) if value_head else None
+    model = PolicyModel(causal_lm, logprob_chunk_tokens, attention, head)
+    if trainable:
+        model.train()
+        if gradient_checkpointing:
+            # transformers renamed it in 5.x and warns about the old name.
+            new_name = getattr(causal_lm, "activation_checkpointing_enable", None)
+            (new_name or causal_lm.gradient_checkpointing_enable)({"use_reentrant": False})
+    else:
+        model.eval().requires_grad_(False)
+    if not causal_lm.get_input_embeddings().weight.is_meta:
+        model.to(ranks.device)
+        if adapter is not None:
+            reset_adapter(causal_lm, adapter)
+    if trainable:
+        speed_up_norms(model, ranks.device)
+    shard(model, model.layers, ranks, compute_dtype, offload, exact=[] if head is None else [head])
+    return model
+
+
+def load_policy_model(
+    path: str | Path,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trainable: bool = True,
+    gradient_checkpointing: bool = False,
+    compute_dtype: torch.dtype | None = None,
+    offload: bool = False,
+    attention: Kernel = "auto",
+    logprob_chunk_tokens: int = CHUNK_TOKENS,
+    value_head: bool = False,
+    adapter: AdapterSetup | None = None,
+) -> PolicyModel:
+    """Load from a directory or hub name, with master weights in ``dtype``; each rank reads only its own rows.
+
+    Raises the errors of ``services.common.text.huggingface.load_model``.
+    """
+    by_shards = open_by_shards(path, dtype)
+    model = build_policy_model(
+        by_shards.causal_lm if by_shards is not None else load_model(path, dtype),
+        ranks,
+        trainable=trainable,
+        gradient_checkpointing=gradient_checkpointing,
+        compute_dtype=compute_dtype,
+        offload=offload,
+        attention=attention,
+        logprob_chunk_tokens=logprob_chunk_tokens,
+        value_head=value_head,
+        adapter=adapter,
+    )
+    if by_shards is not None:
+        began = time.monotonic()
+        read = by_shards.materialize(model, ranks.device, offload)
+        if model.value_head is not None:
+            model.value_head.reset()
+        if adapter is not None:
+            reset_adapter(model.causal_lm, adapter)
+        log.info("model.loaded", path=str(path), bytes=read, seconds=round(time.monotonic() - began, 3))
+    return model
+
+
+def _check_head(causal_lm: Any) -> None:
+    """Refuse heads with more than a matrix product: their log-probabilities would be silently wrong."""
+    name, config = type(causal_lm).__name__, causal_lm.config
+    if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
+        raise ModelMismatchError(f"{name} has a bias on its LM head, which the trainer does not support")
+    for field in ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale"):
+        value = getattr(config, field, None)
+        if value not in (None, 1, 1.0):
+            raise ModelMismatchError(f"{name} has {field}={value}, which the trainer does not support")
+
+
+def _disable_dropout(causal_lm: torch.nn.Module) -> None:
+    for module in causal_lm.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]

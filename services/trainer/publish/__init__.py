@@ -1,0 +1,1 @@
+"""Publishes weight versions: snapshots, deltas, and the process that serves them."""

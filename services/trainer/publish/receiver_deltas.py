@@ -1,0 +1,223 @@
+"""Makes the delta that a receiver needs: from the chain, merged from the chain's links, or coded from the base's snapshot.
+
+    receiver at v6, wants v7   the chain's link, coded in advance
+    receiver at v4, wants v7   three links, merged into one delta at the first request
+    receiver at a version that the chain does not have, but whose snapshot is held: coded at the first request
+
+Requests for one delta share its computation, in a thread that goes on when a request ends before it. Base versions are
+compared by digest, so no snapshot of the base is needed for the first two.
+
+Independent of gRPC and of which versions are served: ``PublisherStore`` owns it and its lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from services.common.errors import BaseUnavailableError, DeadlineError
+from services.common.weights.manifest import BaseVersion, Manifest, same_tensors
+from services.common.weights.not_ready import PayloadNotReadyError, making_deadline_s
+from services.common.weights.snapshot_file import Snapshot
+from services.trainer.publish.delta_queue import DeltaQueue
+from services.trainer.publish.deltas import Delta, DeltaLink, base_of
+from services.trainer.publish.single_flight import SingleFlightCache
+
+log = structlog.get_logger()
+
+
+class Maker(Protocol):
+    """Codes and merges deltas; ``DeltaMaker`` is one."""
+
+    def encode(self, old: Snapshot, new: Snapshot) -> Delta: ...
+
+    def merge(self, deltas: Sequence[Delta], newest: Snapshot) -> Delta: ...
+
+    def stop(self) -> None: ...
+
+
+class ReceiverDeltas:
+    """The deltas of one policy, by base and version."""
+
+    def __init__(
+        self,
+        maker: Maker,
+        keep: int,
+        lock: threading.Condition,
+        *,
+        on_coded: Callable[[Delta, Manifest], None],
+        on_unused: Callable[[], None],
+    ) -> None:
+        """``on_coded`` is called with every delta that is coded from two snapshots; ``on_unused`` when a snapshot may be
+        dropped. Both are called with ``lock`` held, which is reentrant."""
+        self._maker = maker
+        self._lock = lock
+        self._on_coded = on_coded
+        self._on_unused = on_unused
+        self._queue = DeltaQueue(self._coded, keep, lock, on_unused)
+        self._made: SingleFlightCache[_MadeDelta] = SingleFlightCache()
+        self._needed: dict[tuple[BaseVersion, int], tuple[Snapshot, ...]] = {}  # leased by threads of ``_made``
+
+    def gauges(self) -> dict[str, float]:
+        """For GetStatus. With the lock held, like the next four."""
+        return {
+            "deltas": float(len(self._queue.chain)),
+            "delta_bytes": float(self._queue.chain.size_bytes + self._made.size_bytes),
+            "deltas_in_progress": float(self._queue.is_coding),
+            "deltas_skipped": float(self._queue.num_skipped),
+        }
+
+    def append(self, before: Snapshot, newest: Snapshot) -> None:
+        """Code the delta to a new version in advance."""
+        self._queue.append(before, newest)
+
+    def bound(self, max_bytes: int) -> None:
+        """Keep at most so many bytes of merged deltas."""
+        self._made.max_bytes = max_bytes
+
+    def is_made(self, base: BaseVersion, version: int) -> bool:
+        """Whether a request for this delta has no coding to wait for."""
+        links = self._queue.chain.path(base, version)
+        return links is not None and all(link.delta.done() for link in links)
+
+    def needs(self, snapshot: Snapshot) -> bool:
+        """Whether a delta in progress is of this snapshot."""
+        used = (self._queue.used, *self._needed.values())
+        return any(snapshot is one for snapshots in used for one in snapshots)
+
+    def find(self, payload_id: str) -> Delta | None:
+        """A finished delta; None when it was dropped."""
+        with self._lock:
+            made = [*self._queue.chain.made(), *(kept.delta for kept in self._made if kept.delta is not None)]
+        return next((delta for delta in made if delta.payload.payload_id == payload_id), None)
+
+    def close(self) -> None:
+        """Cancel coding."""
+        self._queue.stop()
+        self._maker.stop()
+        self._queue.join()
+        self._made.close()
+        with self._lock:
+            for key in list(self._needed):  # of deltas that were cancelled before they began
+                self._not_needed(key)
+
+    def get(self, base: BaseVersion, target: Snapshot, old: Snapshot | None, wait_s: float | None) -> Delta | None:
+        """One delta from the base; None when the full snapshot is no larger. ``old``: the base's snapshot if that is held.
+
+        Raises:
+            BaseUnavailableError: no delta leads from that base, or its number has another digest.
+            PayloadNotReadyError: the delta is not made after ``wait_s``.
+            DeadlineError: ``wait_s`` is None, and the delta is not made after ``making_deadline_s``.
+        """
+        longest_s = making_deadline_s(target.manifest.size_bytes)
+        until = time.monotonic() + (longest_s if wait_s is None else min(longest_s, wait_s))
+        try:
+            links = self._path(base, target, until)
+            if links is None:
+                return self._from_snapshot(base, target, old, until)
+            steps = [link.wait(max(0.0, until - time.monotonic())) for link in links]
+            deltas = [delta for delta in steps if delta is not None]
+            if len(deltas) < len(steps):
+                return None
+            if len(deltas) == 1:
+                return deltas[0]
+            return self._once(base, target, partial(self._merged, deltas, target), until, target)
+        except DeadlineError as error:
+            if wait_s is None or isinstance(error, PayloadNotReadyError):
+                raise
+            raise self._not_ready(base, target, started=True) from None
+
+    def _path(self, base: BaseVersion, target: Snapshot, until: float) -> list[DeltaLink] | None:
+        """The links from the base to the target, which may be in progress; None when the chain will not have them.
+
+        While another delta is in progress, waits for the chain to reach the target.
+        """
+        with self._lock:
+            while (links := self._queue.chain.path(base, target.manifest.version)) is None:
+                if not (self._queue.is_coding and self._queue.leads_from(base)):
+                    return None
+                if (remaining := until - time.monotonic()) <= 0 or not self._lock.wait(remaining):
+                    raise self._not_ready(base, target, started=False)
+            return links
+
+    def _not_ready(self, base: BaseVersion, target: Snapshot, *, started: bool) -> PayloadNotReadyError:
+        with self._lock:
+            retry_after_s = self._queue.retry_after_s(target.manifest.size_bytes)
+        name = f"the delta from version {base.number} to {target.manifest.version}"
+        return PayloadNotReadyError(name, retry_after_s, started=started, size_bytes=target.manifest.size_bytes)
+
+    def _from_snapshot(self, base: BaseVersion, target: Snapshot, old: Snapshot | None, until: float) -> Delta | None:
+        if (base, target.manifest.version) in self._made:
+            old = target  # not used: the delta is there, or in progress
+        elif old is None or base_of(old.manifest) != base:
+            raise BaseUnavailableError(
+                f"no delta leads here from version {base.number} with digest {base.digest}; ask for the full snapshot"
+            )
+        return self._once(base, target, partial(self._coded, old, target), until, old, target)
+
+    def _once(
+        self, base: BaseVersion, target: Snapshot, make: Callable[[], Delta | None], until: float, *needed: Snapshot
+    ) -> Delta | None:
+        """Make the delta in a thread, once. The thread holds the needed snapshots: it may outlive this request."""
+        key = base, target.manifest.version
+        with self._lock:
+            if key not in self._made and key not in self._needed:
+                for snapshot in needed:
+                    snapshot.lease()
+                self._needed[key] = needed
+
+        def made() -> _MadeDelta:
+            try:
+                return _MadeDelta(make())
+            finally:
+                self._not_needed(key)
+
+        wait = f"the delta from version {base.number} to {key[1]}"
+        return self._made.get(key, made, wait, max(0.0, until - time.monotonic())).delta
+
+    def _not_needed(self, key: tuple[BaseVersion, int]) -> None:
+        with self._lock:
+            for snapshot in self._needed.pop(key, ()):
+                snapshot.release()
+            self._on_unused()
+
+    def _coded(self, old: Snapshot, new: Snapshot) -> Delta | None:
+        if not same_tensors(old.manifest.tensors, new.manifest.tensors):
+            return None
+        delta = self._maker.encode(old, new)
+        with self._lock:
+            self._on_coded(delta, new.manifest)
+        return _if_smaller(delta, new.manifest, num_merged=1)
+
+    def _merged(self, deltas: list[Delta], target: Snapshot) -> Delta | None:
+        return _if_smaller(self._maker.merge(deltas, target), target.manifest, num_merged=len(deltas))
+
+
+@dataclass(frozen=True, slots=True)
+class _MadeDelta:
+    """The result of a request for a delta; None when the full snapshot is no larger."""
+
+    delta: Delta | None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.delta.size_bytes if self.delta is not None else 0
+
+
+def _if_smaller(delta: Delta, target: Manifest, *, num_merged: int) -> Delta | None:
+    """The delta; None when the full snapshot is no larger."""
+    log.info(
+        "delta.made",
+        payload=delta.payload.payload_id,
+        size_bytes=delta.size_bytes,
+        full_bytes=target.size_bytes,
+        num_merged=num_merged,
+        seconds=round(delta.payload.encode_s, 3),
+    )
+    return delta if delta.size_bytes < target.size_bytes else None

@@ -1,0 +1,241 @@
+"""Writes the current weights into snapshot files: cast from the master weights, tied weights once.
+
+The only place where torch tensors become published bytes. Ranks of one host map one file and each writes its own rows,
+without communication:
+
+    first rank reserves the file | all: its name | every rank copies its rows | every rank digests a share of the tensors
+    | first rank seals
+
+Ranks on several hosts cannot map one file: there the first rank gathers one whole tensor at a time and writes alone.
+Either way ``write`` succeeds or fails on all ranks alike, and only a complete file is visible. The trainer blocks for the
+copy and the digests; the publisher process serves the file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+import torch
+
+from services.common.net.hosts import host_identity
+from services.common.weights.manifest import DEFAULT_ALGORITHM, DigestAlgorithm, Manifest, TensorEntry, TensorSpec
+from services.common.weights.snapshot_file import (
+    DEFAULT_DIRECTORIES,
+    SnapshotPart,
+    SnapshotSpaceError,
+    SnapshotWriter,
+)
+from services.trainer.model.policy_model import PolicyModel
+from services.trainer.ranks.host_group import HostGroup
+from services.trainer.ranks.sharding import Ranks, own_part, whole_tensors
+
+_STAGED_BYTES = 64 << 20  # of each of two pinned buffers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenSnapshot:
+    """A sealed snapshot file, and the time until every rank was done."""
+
+    path: Path
+    manifest: Manifest
+    copy_s: float  # reserving the file, casting and copying
+    digest_s: float
+
+
+class Snapshots:
+    """Writes snapshots of one policy's model. The constructor and ``write`` are collectives."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        ranks: Ranks,
+        *,
+        run_id: str,
+        policy: str,
+        dtype: str,
+        algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
+        directories: Sequence[Path] = DEFAULT_DIRECTORIES,
+    ) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._run_id = run_id
+        self._policy = policy
+        self._dtype = dtype
+        self._kind: torch.dtype = getattr(torch, dtype)
+        self._algorithm = algorithm
+        self._directories = directories
+        self._copier = HostCopier(ranks.device)
+        self._hosts = HostGroup(ranks)
+        identities = self._hosts.gather(host_identity(), "learning which hosts the ranks are on")
+        self.is_one_host = ranks.world_size == 1 or (len(set(identities)) == 1 and identities[0] != "")
+
+    def write(self, version: int) -> WrittenSnapshot | None:
+        """Write and seal a version; None except on the first rank.
+
+        Raises, on every rank alike:
+            SnapshotSpaceError: no directory has enough space.
+            InfrastructureError: a rank could not write its part.
+            DeadlineError: a rank did not join.
+        """
+        began = time.monotonic()
+        writer, path = self._reserve(version)
+        try:
+            written = self._write_together(version, writer, path) if self.is_one_host else self._write_alone(writer)
+            if writer is None:
+                return None
+            manifest = writer.seal(written.digests)
+        except BaseException:
+            if writer is not None:
+                writer.abandon()
+            raise
+        return WrittenSnapshot(
+            path=path,
+            manifest=manifest,
+            copy_s=written.copied_at - began,
+            digest_s=time.monotonic() - written.copied_at,
+        )
+
+    def _reserve(self, version: int) -> tuple[SnapshotWriter | None, Path]:
+        """The file, and on the first rank its writer."""
+        made: list[SnapshotWriter] = []
+
+        def create() -> str:
+            if not self._ranks.is_first:
+                return ""
+            made.append(
+                SnapshotWriter.create(
+                    run_id=self._run_id,
+                    policy=self._policy,
+                    version=version,
+                    specs=[
+                        TensorSpec(name=name, dtype=self._dtype, shape=tuple(weight.shape))
+                        for name, weight in self._model.published().items()
+                    ],
+                    directories=self._directories,
+                    algorithm=self._algorithm,
+                    adapter=self._model.adapter,
+                )
+            )
+            return str(made[0].path)
+
+        paths = self._hosts.agree(f"reserving room for version {version}", create, SnapshotSpaceError)
+        return next(iter(made), None), Path(paths[0])
+
+    def _write_together(self, version: int, writer: SnapshotWriter | None, path: Path) -> _Written:
+        joined: list[SnapshotPart] = []
+
+        def copy() -> str:
+            joined.append(writer if writer is not None else SnapshotPart.join(path))
+            self._copier.copy(self._own_rows(joined[0]))
+            return ""
+
+        def digest() -> str:
+            mine = _share(joined[0].tensors, self._ranks)
+            return orjson.dumps(joined[0].digests(mine, torch.get_num_threads())).decode()
+
+        try:
+            self._hosts.agree(f"writing version {version}", copy)
+            copied_at = time.monotonic()
+            answers = self._hosts.agree(f"digesting version {version}", digest)
+        finally:
+            for part in joined:
+                if part is not writer:
+                    part.close()
+        return _Written({name: value for answer in answers for name, value in orjson.loads(answer).items()}, copied_at)
+
+    def _write_alone(self, writer: SnapshotWriter | None) -> _Written:
+        entries = {entry.name: entry for entry in writer.tensors} if writer is not None else {}
+        for name, whole in whole_tensors(self._model.published(), self._ranks, self._kind):
+            if writer is not None and whole is not None:  # the other ranks take part in gathering
+                self._target(writer, entries[name]).copy_(whole.view(-1))
+        copied_at = time.monotonic()
+        if writer is None:
+            return _Written({}, copied_at)
+        return _Written(writer.digests(writer.tensors, torch.get_num_threads()), copied_at)
+
+    def _own_rows(self, part: SnapshotPart) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's part of every tensor, with its target in the file."""
+        entries = {entry.name: entry for entry in part.tensors}
+        for name, weight in self._model.published().items():
+            rows, begin = own_part(weight, self._ranks)
+            if len(rows):
+                yield rows, self._target(part, entries[name])[begin : begin + len(rows)]
+
+    def _target(self, part: SnapshotPart, entry: TensorEntry) -> torch.Tensor:
+        bits = part.bits(entry)
+        signed = bits.view(f"i{bits.dtype.itemsize}")  # torch knows few operations on unsigned integers
+        return torch.from_numpy(signed).view(self._kind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Digests and copy time of a version whose bytes are all in the file."""
+
+    digests: dict[str, str]  # by tensor name; on the first rank
+    copied_at: float
+
+
+def _share(entries: Sequence[TensorEntry], ranks: Ranks) -> list[TensorEntry]:
+    """The tensors that this rank digests: the largest first, each to the rank with the fewest bytes."""
+    loads = [0] * ranks.world_size
+    mine = []
+    for entry in sorted(entries, key=lambda tensor: (-tensor.length, tensor.name)):
+        owner = loads.index(min(loads))
+        loads[owner] += entry.length
+        if owner == ranks.rank:
+            mine.append(entry)
+    return mine
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    ready: torch.cuda.Event
+    data: torch.Tensor
+    target: torch.Tensor
+
+    def land(self) -> None:
+        self.ready.synchronize()
+        self.target.copy_(self.data)
+
+
+class HostCopier:
+    """Copies and casts tensors of one device into host memory: directly from the CPU, through pinned buffers from a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[torch.Tensor] = []
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy each flat source on the device into its flat target on the CPU, of the same number of elements.
+
+        All copies are complete on return. From a GPU, one buffer is filled while the other is emptied.
+        """
+        if self._device.type == "cpu":
+            for source, target in pairs:
+                target.copy_(source)
+            return
+        previous: _Staged | None = None
+        turn = 0
+        for source, target in pairs:
+            step = _STAGED_BYTES // target.element_size()
+            for start in range(0, len(source), step):
+                staged = self._stage(source[start : start + step], target[start : start + step], turn)
+                turn = 1 - turn
+                if previous is not None:
+                    previous.land()
+                previous = staged
+        if previous is not None:
+            previous.land()
+
+    def _stage(self, source: torch.Tensor, target: torch.Tensor, turn: int) -> _Staged:
+        if not self._buffers:
+            self._buffers = [torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        data = self._buffers[turn].view(target.dtype)[: len(target)]
+        data.copy_(source.to(target.dtype), non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self._device))
+        return _Staged(ready, data, target)

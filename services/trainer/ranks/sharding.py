@@ -1,0 +1,189 @@
+"""Ranks of a trainer: the process group, its reductions, and the sharding of parameters.
+
+One rank needs no process group and no FSDP; several ranks shard every layer and the root with FSDP2 over gloo (CPU)
+or NCCL (GPU). Independent of losses, batches and files.
+
+Gradients: FSDP2 *averages* over ranks, while a minibatch's loss is a *sum* of the ranks' shares. ``Ranks.backward``
+compensates the difference for all callers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from services.common.text.huggingface import named_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The training process group, or a single process without a group. Every method is a collective."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> Ranks:
+        return cls(rank=0, world_size=1, device=torch.device(device))
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum over ranks, the same on each."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise maximum over ranks, the same on each."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """All ranks' values end to end, in rank order; the lengths may differ. [n_rank] -> [sum of n_rank]"""
+        if self.world_size == 1:
+            return values
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = len(values)
+        counts = self.sum(sizes).tolist()
+        padded = values.new_zeros(max(counts))
+        padded[: len(values)] = values
+        rows = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(rows, padded)
+        return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
+
+    def backward(self, loss_share: torch.Tensor) -> None:
+        """Accumulate the gradient of the *sum* of all ranks' shares."""
+        (loss_share * self.world_size if self.world_size > 1 else loss_share).backward()
+
+    def _reduce(self, values: torch.Tensor, op: Any) -> torch.Tensor:
+        if self.world_size == 1:
+            return values
+        result = values.to(self.device, copy=True)
+        dist.all_reduce(result, op=op)
+        return result
+
+
+def init_ranks(*, timeout_s: float, device: str | None = None, always_group: bool = False) -> Ranks:
+    """Join the group that torchrun's environment describes. A single rank gets a group only with ``always_group``.
+
+    ``timeout_s`` bounds every later collective. FSDP, and so mixed precision, needs a group even on one rank.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    target = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+    backend = "nccl" if target.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if world_size > 1:
+        dist.init_process_group(backend, timeout=timeout)
+    elif always_group:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
+    return Ranks(rank=rank, world_size=world_size, device=target)
+
+
+def leave_ranks() -> None:
+    """Leave the group, if there is one: the runtime aborts a process that exits with threads of the group alive."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(
+    root: torch.nn.Module,
+    layers: list[torch.nn.Module],
+    ranks: Ranks,
+    compute_dtype: torch.dtype | None = None,
+    offload: bool = False,
+    exact: Seq[torch.nn.Module] = (),
+) -> None:
+    """Shard each layer, then the rest with the root, in place. No change for one rank in its own precision.
+
+    ``compute_dtype`` gathers parameters in that type for forward and backward; gradients are reduced in float32 and
+    the sharded (master) parameters keep their own type. ``offload`` keeps the shards on the host (in pinned memory for a
+    GPU) and copies each layer to the device when the layer is gathered. ``exact`` modules are sharded separately and
+    compute in the type of their own parameters.
+    """
+    if ranks.world_size == 1 and compute_dtype is None and not offload:
+        return
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    policy = MixedPrecisionPolicy()
+    if compute_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # Pinned memory has no use without a GPU.
+    where = CPUOffloadPolicy(pin_memory=ranks.device.type != "cpu") if offload else OffloadPolicy()
+    for module in exact:
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), offload_policy=where)
+    for module in layers:
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=where)
+    # By default the root stays gathered after its forward pass, for the backward pass. A frozen model has none: embedding
+    # and head would stay whole on every rank.
+    trained = any(parameter.requires_grad for parameter in root.parameters())
+    fully_shard(
+        root, mesh=mesh, mp_policy=policy, offload_policy=where, reshard_after_forward=None if trained else True
+    )
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a sharded tensor (a collective); returns any other tensor unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This process's rows of a tensor, sharing its memory, and the index of the first of these rows.
+
+    A sharded tensor is cut along dimension 0 like ``torch.chunk``: equal shares of rows, rounded up, the last ones
+    shorter or empty. Any other tensor is whole on each rank. No communication.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    mesh = tensor.device_mesh
+    assert mesh.ndim == 1 and tuple(tensor.placements) == (Shard(0),), f"sharded in another way: {tensor.placements}"
+    num_rows = tensor.shape[0]
+    share = -(-num_rows // mesh.size())
+    first = min(mesh.get_local_rank() * share, num_rows)
+    rows = tensor.to_local()
+    assert rows.shape[0] == min(share, num_rows - first), f"a shard of {rows.shape[0]} rows of {num_rows}"
+    return rows, first
+
+
+def own_part(tensor: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, int]:
+    """``local_rows``, flat, and the offset of the first element in the flat tensor.
+
+    The first rank owns a tensor that every rank holds whole.
+    """
+    rows, first = local_rows(tensor)
+    flat = rows.reshape(-1)
+    if not isinstance(tensor, DTensor) and not ranks.is_first:
+        flat = flat[:0]
+    return flat, first * math.prod(tensor.shape[1:])
+
+
+def full_weights(model: torch.nn.Module, ranks: Ranks, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """``whole_tensors`` of a model. Tied weights appear once, under their first name."""
+    return whole_tensors(named_weights(model), ranks, dtype)
+
+
+def whole_tensors(
+    tensors: Mapping[str, torch.Tensor], ranks: Ranks, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield (name, whole tensor in ``dtype`` on the CPU) on rank 0, (name, None) on other ranks, which must iterate too.
+
+    Peak extra memory is one tensor.
+    """
+    for name, weight in tensors.items():
+        whole = full(weight)
+        # A copy even without a cast: the publisher may hold the copy during the next update.
+        yield name, whole.to(device="cpu", dtype=dtype, copy=True) if ranks.is_first else None

@@ -1,0 +1,163 @@
+"""Sums values over micro-batches and ranks, and computes the metrics of a training step from the sums."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from services.common.errors import ConfigError
+from services.common.records.types import RankBatch
+from services.trainer.algorithms.base import RESERVED_COUNTS
+from services.trainer.model.optimizer import Update
+from services.trainer.ranks.sharding import Ranks
+
+
+class Sums:
+    """Named float64 sums. They stay on the device until ``reduce``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._values: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, value: torch.Tensor | float) -> None:
+        term = torch.as_tensor(value, dtype=torch.float64, device=self._device).detach()
+        self._values[name] = self._values[name] + term if name in self._values else term
+
+    def reduce(self, ranks: Ranks) -> dict[str, float]:
+        """Sums over all ranks.
+
+        Raises:
+            ConfigError: on every rank, when one did not add the same names as the others (zeros count).
+        """
+        names = sorted(self._values)
+        mark = zlib.crc32("\n".join(names).encode())
+        largest, smallest = ranks.max(torch.tensor([mark, -mark], dtype=torch.int64, device=self._device)).tolist()
+        if largest != -smallest:
+            counts = ", ".join(name for name in names if name.endswith("_tokens"))
+            raise ConfigError(
+                f"the ranks of a training step have different counts, this one {counts}: a policy loss must return the same "
+                "counts for every micro-batch, zeros for one without tokens"
+            )
+        if not names:
+            return {}
+        total = ranks.sum(torch.stack([self._values[n] for n in names]))
+        return dict(zip(names, total.tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """Metrics of one training step over all ranks, the same on each. Means are over trained tokens if not stated."""
+
+    training_step: int
+    loss: float  # mean over the minibatches whose gradient was computed
+    grad_norm: float  # mean over updates, before clipping
+    grad_norm_max: float
+    learning_rate: float  # of the last update
+    updates_applied: int
+    updates_skipped: int  # gradient not finite, nothing to train, or stopped early
+    entropy: float  # of the distribution that the token was drawn from, in nats
+    kl_reference: float  # by kl_estimator, by k1 when it is in the reward; 0 without a reference model
+    mismatch_abs: float  # mean |l - b| in the first minibatch, before any update
+    mismatch_kl: float  # KL(behaviour || trainer) there, by k3
+    mismatch_fresh_abs: float  # the same over fresh tokens only: engine against trainer, no staleness, no kept cache
+    mismatch_fresh_kl: float
+    fresh_share: (
+        float  # of the first minibatch's trained tokens, those that the newest version alone computed (not mixed_cache)
+    )
+    batch_reward_mean: float  # over the sequences of the batch, as they are trained on: shaped, replayed ones included
+    advantage_abs_mean: float
+    staleness_mean: float  # over sequences
+    num_sequences: int
+    num_tokens: int  # of the sequences whose gradient was computed, prompts included
+    num_computed_tokens: int  # of these, tokens in the forward pass: common beginnings count once
+    num_trained_tokens: int
+    num_micro_batches: int  # on this rank, dummies included
+    seconds: float
+    tokens_per_second: float
+    tflops: float | None = None  # 10^12 operations per second and rank, of a forward and a backward pass
+    mfu: float | None = None  # tflops as a share of the device's peak; None for an unknown device
+    memory_peak_gib: float = 0.0  # of the rank that took most: tensors on a GPU, else the process
+    algorithm: Mapping[str, float] = field(default_factory=dict)  # e.g. clipped_share, m2po_eps_low
+
+    def as_dict(self) -> dict[str, float]:
+        """Flat, for metrics files: ``algorithm`` entries keep their own names, unknown values are absent."""
+        values = {k: v for k, v in asdict(self).items() if k != "algorithm" and v is not None}
+        return {**values, **self.algorithm}
+
+
+def step_metrics(
+    batch: RankBatch,
+    total: Mapping[str, float],
+    updates: Sequence[Update],
+    *,
+    num_computed: int,
+    num_micro_batches: int,
+    seconds: float,
+    usage: Mapping[str, float | None],
+    audit: Mapping[str, float],
+) -> StepMetrics:
+    """The metrics of one training step.
+
+    ``total`` has the sums over all ranks. ``usage`` comes from ``Usage.metrics``, ``audit`` from ``audit.shares``.
+    ``num_computed`` counts the minibatches whose gradient was computed, with or without an update.
+    """
+    applied = [u for u in updates if u.applied]
+    algorithm = {
+        name.removesuffix("_tokens") + "_share": _mean_of(total, name, "trained_tokens")
+        for name in total
+        if name.endswith("_tokens") and name not in RESERVED_COUNTS
+    } | {name: total[name] / max(num_computed, 1) for name in total if name.startswith("m2po_")}
+    algorithm |= _credit_metrics(total, num_computed)
+    return StepMetrics(
+        training_step=batch.training_step,
+        loss=total.get("loss", 0.0) / max(num_computed, 1),
+        grad_norm=sum(u.grad_norm for u in updates) / max(len(updates), 1),
+        grad_norm_max=max((u.grad_norm for u in updates), default=0.0),
+        learning_rate=updates[-1].learning_rate if updates else 0.0,
+        updates_applied=len(applied),
+        updates_skipped=len(batch.minibatches) - len(applied),
+        entropy=_mean_of(total, "entropy", "trained_tokens"),
+        kl_reference=_mean_of(total, "kl_reference", "trained_tokens"),
+        mismatch_abs=_mean_of(total, "first_abs", "first_tokens"),
+        mismatch_kl=_mean_of(total, "first_kl", "first_tokens"),
+        mismatch_fresh_abs=_mean_of(total, "fresh_abs", "fresh_tokens"),
+        mismatch_fresh_kl=_mean_of(total, "fresh_kl", "fresh_tokens"),
+        fresh_share=_mean_of(total, "fresh_tokens", "first_tokens"),
+        batch_reward_mean=_mean_of(total, "reward", "sequences"),
+        advantage_abs_mean=_mean_of(total, "advantage_abs", "trained_tokens"),
+        staleness_mean=_mean_of(total, "staleness", "sequences"),
+        num_sequences=int(total["sequences"]),
+        num_tokens=int(total.get("tokens", 0)),
+        num_computed_tokens=int(total.get("computed", 0)),
+        num_trained_tokens=int(total.get("trained_tokens", 0)),
+        num_micro_batches=num_micro_batches,
+        seconds=seconds,
+        tokens_per_second=total.get("tokens", 0.0) / max(seconds, 1e-9),
+        **usage,  # type: ignore[arg-type]
+        algorithm={**algorithm, **audit},
+    )
+
+
+def _credit_metrics(total: Mapping[str, float], num_computed: int) -> dict[str, float]:
+    """Metrics of the value head and the teacher, if present, with values and returns at the start of the step."""
+    found: dict[str, float] = {}
+    count = total.get("credited", 0.0)  # tokens of the whole batch, those of minibatches that were left out too
+    if "distillation_kl" in total:
+        found["distillation_kl"] = _mean_of(total, "distillation_kl", "credited")
+    if "value_error_squared" in total and count:
+        found["value_mean"], found["return_mean"] = total["value"] / count, total["return"] / count
+        unexplained = total["value_error_squared"] / count - (total["value_error"] / count) ** 2
+        variance = total["return_squared"] / count - found["return_mean"] ** 2
+        # Equal returns have no variance to explain.
+        found["explained_variance"] = 1.0 - unexplained / variance if variance > 1e-12 else 0.0
+        found["value_loss"] = total.get("value_loss", 0.0) / max(num_computed, 1)
+    return found
+
+
+def _mean_of(total: Mapping[str, float], name: str, count: str) -> float:
+    """total[name] / total[count]; 0 when the count is 0."""
+    number = total.get(count, 0.0)
+    return total.get(name, 0.0) / number if number else 0.0

@@ -1,0 +1,148 @@
+"""Traces that cases of one program must not leave to each other, though they share a slot: rows 66 to 69, at every
+tier.
+
+66  changes by a case of its process, its place, its parent and its descriptors
+67  state that a harmless-looking program keeps from one execution to the next
+68  traces that the next case could find
+69  a case that ends its own process, or is ended: the others are judged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from services.envgateway.judge.records import CallCase, CallTests, JudgeResult, StdinCase, StdinTests
+from services.envgateway.sandbox.bare.statuses import RunStatus
+
+from .model import ML, OK, OL, RE, TL, WA, Bad, bad
+
+_NUMBERS = range(3)
+_SUMS = StdinTests(cases=tuple(StdinCase(stdin=f"{n} {n}", expected=f"{2 * n}") for n in _NUMBERS))
+_FIRST = CallTests(entry_point="f", cases=tuple(CallCase(args=(n,), expected=1) for n in _NUMBERS))
+_NOTHING = StdinTests(cases=tuple(StdinCase(stdin=f"{n}", expected="nothing") for n in _NUMBERS))
+
+
+def _verdicts(*expected: RunStatus) -> Callable[[JudgeResult], bool]:
+    return lambda result: [case.verdict for case in result.cases] == list(expected)
+
+
+def _alike(result: JudgeResult) -> bool:
+    """Whether every case has the same result as the first."""
+    return len(result.cases) == len(_NUMBERS) and len({(case.verdict, case.detail) for case in result.cases}) == 1
+
+
+_SPOILED = """
+import atexit, builtins, ctypes, fcntl, gc, os, resource, signal, socket, sys, threading, time
+def attempt(function):
+    try: function()
+    except (OSError, ValueError): pass
+parent = os.getppid()
+SPOIL
+sys.__stdout__.write(str(sum(map(int, sys.__stdin__.readline().split()))))
+"""
+_SPOILERS = {
+    "modules": "sys.modules.clear()",
+    "builtins": "builtins.print = builtins.sum = builtins.int\ndef sum(x): return 0 + __import__('functools').reduce(int.__add__, x)",
+    "a-collector": "gc.disable(); gc.set_threshold(1, 1, 1)",
+    "its-place": "os.chdir('/'); os.environ.clear(); os.umask(0o777)",
+    "recursion": "sys.setrecursionlimit(60)",
+    "signals": "[attempt(lambda: signal.signal(n, signal.SIG_IGN)) for n in range(1, 65)]; signal.pthread_sigmask(0, range(1, 65))",
+    "limits": "[attempt(lambda: resource.setrlimit(n, (0, 0))) for n in (1, 4, 6, 7, 8)]",
+    "its-parents-limits": "[attempt(lambda: resource.prlimit(parent, n, (0, 0))) for n in range(16)]",
+    "its-parent-killed": "attempt(lambda: os.kill(parent, 9)); attempt(lambda: os.kill(parent, 15))",
+    "its-parent-stopped": "attempt(lambda: os.kill(parent, 19)); attempt(lambda: os.kill(parent, 20))",
+    "its-parents-memory": "attempt(lambda: open(f'/proc/{parent}/mem', 'r+b'))\nattempt(lambda: os.listdir(f'/proc/{parent}/fd'))",
+    "its-parents-cores": "attempt(lambda: os.sched_setaffinity(parent, [min(os.sched_getaffinity(0))]))",
+    "everybody-killed": "signal.signal(15, signal.SIG_IGN); attempt(lambda: os.kill(-1, 15)); attempt(lambda: os.killpg(os.getpgid(parent), 15))",
+    "a-thread": "threading.Thread(target=time.sleep, args=(30,), daemon=True).start()",
+    "at-exit": "atexit.register(lambda: os.closerange(3, 64))",
+    "descriptors": "os.closerange(3, 64)",
+    "flags-of-pipes": "[attempt(lambda: os.set_blocking(fd, False)) for fd in range(8)]; attempt(lambda: fcntl.fcntl(1, 1031, 4096))",
+    "a-child": "os.fork() or (time.sleep(30), os._exit(0))",
+    "a-daemon-that-writes": "os.fork() or (os.setsid(), os.fork() and os._exit(0), time.sleep(.25), os.write(1, b'9' * 9), os._exit(0))",
+    "many-children": "[os.fork() or (time.sleep(30), os._exit(0)) for _ in range(3)]",
+    "files": "[open(f'file-{n}', 'w').write('x') for n in range(20)]; os.mkdir('d'); os.chmod('.', 0o500)",
+    "a-file-come-and-gone": "open('x', 'w').close(); os.unlink('x')",
+    "attributes": "attempt(lambda: os.setxattr('.', 'user.x', b'x'))",
+    "an-own-socket": "a, b = socket.socketpair(); socket.send_fds(a, [b'x'], [a.fileno(), b.fileno(), 1])",
+    "memory": "hog = bytearray(64 << 20)",
+    "a-subreaper": "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)",
+}  # fmt: skip
+
+# each f(n) counts its executions in a way of its own, and says 1 when it has found none before
+_KEPT = {
+    "a-list": "seen = []\ndef f(n):\n    seen.append(n)\n    return len(seen)",
+    "a-default": "def f(n, seen=[]):\n    seen.append(n)\n    return len(seen)",
+    "a-number": "seen = 0\ndef f(n):\n    global seen\n    seen += 1\n    return seen",
+    "an-attribute": "def f(n):\n    f.seen = getattr(f, 'seen', 0) + 1\n    return f.seen",
+    "of-a-class": "class Solution:\n    seen = []\n    def f(self, n):\n        self.seen.append(n)\n        return len(self.seen)",
+    "a-generator": "def count():\n    n = 0\n    while True:\n        n += 1\n        yield n\nseen = count()\ndef f(n): return next(seen)",
+    "itertools": "import itertools\nseen = itertools.count(1)\ndef f(n): return next(seen)",
+    "a-cache": "from functools import lru_cache\nseen = []\n@lru_cache\ndef g(k):\n    seen.append(k)\n    return len(seen)\ndef f(n): return g(1)",
+    "a-module": "import math\ndef f(n):\n    math.seen = getattr(math, 'seen', 0) + 1\n    return math.seen",
+    "sys.modules": "import sys\ndef f(n):\n    sys.modules['seen'] = sys.modules.get('seen', 0) + 1\n    return sys.modules['seen']",
+    "builtins": "def f(n):\n    g = (i for i in ()).gi_frame.f_builtins\n    g['seen'] = g.get('seen', 0) + 1\n    return g['seen']",
+    "a-pattern": "def f(n):\n    g = (i for i in ())\n    match g:\n        case object(gi_frame=frame):\n            b = frame.f_builtins\n    b['seen'] = b.get('seen', 0) + 1\n    return b['seen']",
+    "a-name-for-a-frame": "def gi_frame(): pass\ndef f(n):\n    b = (i for i in ()).gi_frame.f_builtins\n    b['seen'] = b.get('seen', 0) + 1\n    return b['seen']",
+    "recursion": "import sys\ndef f(n):\n    if sys.getrecursionlimit() != 1000: return 2\n    sys.setrecursionlimit(5000)\n    return 1",
+    "its-own-builtins": "import math as __builtins__\ndef f(n): return 1",
+    "a-subclass": "class A(list): pass\ndef f(n):\n    return len([kind for kind in list.__subclasses__() if kind.__name__ == 'A' and setattr(kind, 'seen', getattr(kind, 'seen', 0) + 1) is None and kind.seen == 1])",
+}  # fmt: skip
+
+_LEFT = {
+    "a-file": ("try: found = open('left').read()\nexcept OSError: found = ''", "open('left', 'w').write('42')"),
+    "a-name": ("import os\nfound = ''.join(os.listdir('.'))", "os.mkdir('42')"),
+    "a-file-without-a-name": (
+        "import os\nfound = ''\nfor fd in range(3, 200):\n    try: found += os.pread(fd, 9, 0).decode('latin1')\n    except OSError: pass",
+        "os.write(os.open('.', os.O_TMPFILE | os.O_RDWR), b'42')",
+    ),
+    "a-process": (
+        "import os\nfound = ''\nfor pid in range(2, 40):\n    try: found += open(f'/proc/{pid}/comm').read() if pid != os.getpid() else ''\n    except OSError: pass",
+        "os.fork() or (__import__('time').sleep(30), os._exit(0))",
+    ),
+    "a-mode": ("import os\nfound = '' if os.stat('.').st_mode & 0o777 == 0o700 else 'mode'", "os.chmod('.', 0o777)"),
+    "an-attribute": (
+        "import os\ntry: found = ''.join(os.listxattr('.'))\nexcept OSError: found = ''",
+        "try: os.setxattr('.', 'user.left', b'42')\nexcept OSError: pass",
+    ),
+}  # fmt: skip
+
+
+def _leaving(look: str, leave: str) -> str:
+    return f"input()\n{look}\nprint(found or 'nothing')\n{leave}\n"
+
+
+def _second(statement: str) -> str:
+    return f"import os, signal, sys, time\na, b = map(int, input().split())\nif a == 1:\n    {statement}\nprint(a + b)"
+
+
+def _ended(name: str, statement: str, verdicts: Sequence[RunStatus], **limits: object) -> Bad:
+    return bad(
+        69, name, _second(statement), *verdicts, tests=_SUMS,
+        check=lambda result: (
+            [case.verdict for case in result.cases][::2] == [OK, OK] and result.cases[1].verdict in verdicts
+        ), **limits,
+    )  # fmt: skip
+
+
+CASES: list[Bad] = [
+    *(
+        bad(66, name, _SPOILED.replace("SPOIL", spoil), OK, tests=_SUMS, check=_verdicts(OK, OK, OK))
+        for name, spoil in _SPOILERS.items()
+    ),
+    *(bad(67, name, code, OK, RE, tests=_FIRST, check=_alike) for name, code in _KEPT.items()),
+    *(bad(68, name, _leaving(*parts), OK, tests=_NOTHING, check=_verdicts(OK, OK, OK)) for name, parts in _LEFT.items()),
+    _ended("exits", "os._exit(0)", [WA]),
+    _ended("exits-with-1", "sys.exit(1)", [RE]),
+    _ended("aborts", "os.abort()", [RE]),
+    _ended("kills-itself", "os.kill(os.getpid(), 9)", [RE]),
+    _ended("stops-itself", "os.kill(os.getpid(), 19)", [TL], wall_s=1.0),
+    _ended("never-ends", "while True: pass", [TL], wall_s=1.0),
+    _ended("sleeps", "time.sleep(30)", [TL], wall_s=1.0),
+    _ended("takes-cpu", "while True: pass", [TL], cpu_s=0.5),
+    _ended("takes-memory", "x = [bytearray(1 << 20) for _ in range(900)]", [ML]),
+    _ended("floods", "print('x' * (1 << 20))", [OL]),
+    _ended("recurses", "f = lambda: f(); f()", [RE]),
+    _ended("children-take-cpu", "[os.fork() or any(iter(int, 1)) for _ in range(2)]; time.sleep(9)", [TL], cpu_s=0.6),
+    _ended("closes-its-output", "os.close(1)", [RE, WA]),
+]  # fmt: skip

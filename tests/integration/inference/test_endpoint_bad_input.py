@@ -1,0 +1,252 @@
+"""Bad input at the endpoint, in each dialect: refused in the dialect's own shape, cut at a bound, or without effect."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from services.common.config.processes.services import EndpointConfig
+from services.common.records.types import Sampling
+from services.inference.endpoint.server import EndpointServer
+from tests.integration.inference.endpoint_peers import mismatches, serving, session_of, torch_policy
+from tests.unit.inference.fakes import served_policy
+from tests.waiting import until
+
+USER = {"role": "user", "content": "go"}
+PATHS = {"chat": "/chat/completions", "responses": "/responses", "messages": "/messages"}
+ITEMS = {"chat": "messages", "responses": "input", "messages": "messages"}
+DIALECTS = list(PATHS)
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[EndpointServer]:
+    async with serving() as server:
+        yield server
+
+
+@asynccontextmanager
+async def posting(server: EndpointServer, **headers: str) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(headers=headers) as http:
+        yield http
+
+
+async def post(server: EndpointServer, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with posting(server, **{"Content-Type": "application/json", **headers}) as http:
+        async with http.post(server.base_url + path, data=io.BytesIO(data)) as answer:
+            return answer.status, await answer.json()
+
+
+def told(dialect: str, body: Any) -> tuple[str, str]:
+    """Kind and message of an error, which must have the shape of its dialect."""
+    error = body["error"]
+    if dialect == "messages":
+        assert set(body) == {"type", "error", "request_id"} and body["type"] == "error"
+        assert set(error) == {"type", "message"}
+    else:
+        assert set(body) == {"error"} and set(error) == {"message", "type", "param", "code"}
+    return error["type"], error["message"]
+
+
+# -- sessions and keys ------------------------------------------------------------------------------------------------
+
+
+KEYS = [{}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": "wrong"}, {"X-Session-ID": "wrong"}]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_wrong_key_is_refused_in_the_shape_of_the_dialect(server: EndpointServer, dialect: str) -> None:
+    kind = "authentication_error" if dialect == "messages" else "invalid_request_error"
+    for headers in KEYS:
+        status, body = await post(server, PATHS[dialect], {ITEMS[dialect]: [USER]}, **headers)
+        assert status == 401
+        assert told(dialect, body)[0] == kind and "no rollout has this session" in told(dialect, body)[1]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_the_session_of_another_rollout_is_refused(server: EndpointServer, dialect: str) -> None:
+    mine, other = session_of(await served_policy(["mine"])), session_of(await served_policy(["other"]))
+    body = {ITEMS[dialect]: [USER]}
+    with server.opened(mine) as a:
+        with server.opened(other) as b:
+            status, answer = await post(server, PATHS[dialect], body, **{"X-Session-ID": b, "X-Api-Key": a})
+            kind = "permission_error" if dialect == "messages" else "invalid_request_error"
+            assert status == 403 and told(dialect, answer)[0] == kind
+        status, _ = await post(server, PATHS[dialect], body, **{"X-Session-ID": b, "X-Api-Key": a})
+        assert status == 401, "a header of a rollout that is over counts before the key"
+        for headers in (
+            {"X-Session-ID": a},
+            {"X-Millrace-Session": a, "Authorization": "Bearer EMPTY"},
+            {"X-Api-Key": a},
+        ):
+            assert (await post(server, PATHS[dialect], body, **headers))[0] == 200
+    assert len(mine.sequences(0.0)) == 3 and other.sequences(0.0) == ()
+
+
+async def test_paths_that_are_not_served_are_told_in_the_shape_of_the_client(server: EndpointServer) -> None:
+    status, body = await post(server, "/completions", {})
+    assert status == 404 and "/v1/messages" in told("chat", body)[1]
+    status, body = await post(server, "/complete", {}, **{"anthropic-version": "2023-06-01"})
+    assert status == 404 and told("messages", body)[0] == "not_found_error"
+
+
+# -- bodies -----------------------------------------------------------------------------------------------------------
+
+
+BODIES = [
+    (b"", "no JSON"), (b"[]", "no JSON"), (b"\xff", "no UTF-8"), (b"{}", "is missing"), (b'{"ITEMS": 3}', "no JSON"),
+    (b'{"ITEMS": [3]}', "must be an object"), (b'{"ITEMS": [' + b"[" * 90_000, "no JSON"),
+    (b'{"ITEMS": [{"role": "user", "content": 3}]}', "int"), (b'{"ITEMS": [{"role": "user", "content": [3]}]}', "content[0]"),
+    (b'{"ITEMS": [], "ITEMS": []}', "twice"), (b'{"model": 3, "ITEMS": []}', "model"),
+    (b'{"tools": [3], "ITEMS": []}', "tools"), (b'{"tools": [{"type": "function"}], "ITEMS": []}', "tool 0"),
+    (b'{"ITEMS": [{"role": "user", "content": "\\ud800"}]}', "surrogates"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_bodies_that_cannot_be_read_are_refused_by_name(server: EndpointServer, dialect: str) -> None:
+    session = session_of(await served_policy(["x"]))
+    with server.opened(session) as session_id:
+        for body, word in BODIES:
+            named = body.replace(b"ITEMS", ITEMS[dialect].encode())
+            status, answer = await post(server, PATHS[dialect], named, **{"X-Session-ID": session_id})
+            kind, message = told(dialect, answer)
+            assert (status, kind) == (400, "invalid_request_error") and word in message, (body[:60], message)
+    assert session.sequences(0.0) == ()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_body_above_the_bound_is_refused(dialect: str) -> None:
+    server = EndpointServer(EndpointConfig(port=0, body_bytes=2048), "127.0.0.1", setting="x")
+    await server.start()
+    try:
+        with server.opened(session_of(await served_policy(["x"]))) as session_id:
+            body = {ITEMS[dialect]: [{"role": "user", "content": "a" * 4096}]}
+            status, answer = await post(server, PATHS[dialect], body, **{"X-Session-ID": session_id})
+        assert status == 413 and "body_bytes" in told(dialect, answer)[1]
+    finally:
+        await server.stop()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_fields_that_no_dialect_knows_change_nothing(server: EndpointServer, dialect: str) -> None:
+    session = session_of(await served_policy(["x"]))
+    body = {"unheard_of": {"a": [1]}, ITEMS[dialect]: [{**USER, "cache": 1}], "service_tier": "auto", "user": "me"}
+    with server.opened(session) as session_id:
+        status, _ = await post(server, PATHS[dialect], body, **{"X-Session-ID": session_id})
+    assert status == 200 and len(session.sequences(0.0)) == 1
+
+
+# -- results of tools -------------------------------------------------------------------------------------------------
+
+
+def with_result(dialect: str, answer: Any, result: str) -> list[Any]:
+    """The conversation after an answer with one call."""
+    if dialect == "chat":
+        message = answer["choices"][0]["message"]
+        return [USER, message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": result}]
+    if dialect == "responses":
+        call = answer["output"][-1]
+        return [USER, *answer["output"], {"type": "function_call_output", "call_id": call["call_id"], "output": result}]
+    block = {"type": "tool_result", "tool_use_id": answer["content"][-1]["id"], "content": result}
+    return [USER, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [block]}]
+
+
+def tool(dialect: str) -> dict[str, Any]:
+    function = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    if dialect == "chat":
+        return {"type": "function", "function": function}
+    if dialect == "responses":
+        return {"type": "function", **function}
+    return {"name": "add", "input_schema": function["parameters"]}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_result_of_ten_megabytes_is_cut_at_the_documented_bound(dialect: str) -> None:
+    server = EndpointServer(EndpointConfig(port=0, tool_result_chars=512), "127.0.0.1", setting="x")
+    await server.start()
+    policy = await served_policy([CALL, "one", "two"])
+    session = session_of(policy, sampling=Sampling(max_new_tokens=200))
+    engine: Any = policy.engine
+    try:
+        with server.opened(session) as session_id:
+            ask = {"model": "default", "tools": [tool(dialect)], ITEMS[dialect]: [USER]}
+            _, answer = await post(server, PATHS[dialect], ask, **{"X-Session-ID": session_id})
+            ask[ITEMS[dialect]] = with_result(dialect, answer, "left " + "x" * 10_000_000 + " right")
+            for _ in range(2):
+                status, answer = await post(server, PATHS[dialect], ask, **{"X-Session-ID": session_id})
+                assert status == 200
+    finally:
+        await server.stop()
+    read = policy.chat.decode(engine.requests[1].prompt_ids)
+    assert "left xxx" in read and " ...(cut)... " in read and "xxx right" in read and len(read) < 1500
+    first, again = session.sequences(0.0)
+    assert [segment.is_policy for segment in first.segments] == [False, True, False, True]
+    assert again.parent == 0, "the repeated request goes on from the same answer"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_arguments_that_no_client_can_read_stay_text(server: EndpointServer, dialect: str) -> None:
+    """An integer of more than 64 bits, half of a surrogate pair."""
+    texts = [CALL.replace("1}", f"{value}}}") for value in ("1" + "0" * 30, '"\\ud800"')]
+    session = session_of(await served_policy(texts), sampling=Sampling(max_new_tokens=400))
+    with server.opened(session) as session_id:
+        for text in texts:
+            body = {"tools": [tool(dialect)], ITEMS[dialect]: [{"role": "user", "content": text[-9:]}]}
+            status, answer = await post(server, PATHS[dialect], body, **{"X-Session-ID": session_id})
+            assert status == 200 and "<tool_call>" in json.dumps(answer)
+
+
+# -- streams that a client breaks off ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_stream_that_the_client_breaks_off_leaves_no_trace_and_the_rollout_goes_on(
+    server: EndpointServer, dialect: str
+) -> None:
+    async with torch_policy() as policy:
+        engine: Any = policy.engine
+        session = session_of(policy, sampling=Sampling(max_new_tokens=2000, min_new_tokens=2000))
+        body = {ITEMS[dialect]: [USER], "stream": True}
+        with server.opened(session) as session_id:
+            async with posting(server, **{"X-Session-ID": session_id}) as http:
+                answer = await http.post(server.base_url + PATHS[dialect], json=body)
+                await answer.content.readany()
+                assert engine.health().running
+                answer.close()
+            await until(lambda: not engine.health().waiting + engine.health().running, "the abort")
+            assert session.sequences(0.0) == () and session.failure is None
+            limits = {"chat": "max_tokens", "responses": "max_output_tokens", "messages": "max_tokens"}
+            again = {**body, "stream": False, limits[dialect]: 4}
+            assert (await post(server, PATHS[dialect], again, **{"X-Session-ID": session_id}))[0] == 200
+        (sequence,) = session.sequences(0.0)
+        assert sequence.num_trained_tokens == 4
+        assert mismatches(engine.said[-1:], session) == 0
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_stream_whose_engine_breaks_ends_with_an_error_event_and_an_infrastructure_failure(
+    server: EndpointServer, dialect: str
+) -> None:
+    async with torch_policy() as policy:
+        engine: Any = policy.engine
+        session = session_of(policy, sampling=Sampling(max_new_tokens=2000, min_new_tokens=2000))
+        with server.opened(session) as session_id:
+            async with posting(server, **{"X-Session-ID": session_id}) as http:
+                body = {ITEMS[dialect]: [USER], "stream": True}
+                async with http.post(server.base_url + PATHS[dialect], json=body) as answer:
+                    began = await answer.content.readany()
+                    stopping = asyncio.create_task(engine.stop())
+                    text = (began + await answer.content.read()).decode()
+                    await stopping
+        ends = {"chat": '"error":{"message"', "responses": "event: response.failed", "messages": "event: error"}
+        assert ends[dialect] in text
+        assert session.failure is not None and session.sequences(0.0) == ()

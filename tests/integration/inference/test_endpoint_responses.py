@@ -1,0 +1,214 @@
+"""OpenAI's Responses over the endpoint, with OpenAI's client; every body and event is validated by its types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from services.common.records.types import Sampling
+from services.inference.endpoint.server import EndpointServer
+from tests.integration.inference.endpoint_peers import client_of, mismatches, serving, session_of, torch_policy
+from tests.unit.inference.fakes import served_policy
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "name": "add",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    "strict": False,
+}
+TURN = '<think>\nI should add.\n</think>\n\nI add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+ROOM = Sampling(max_new_tokens=200)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[EndpointServer]:
+    async with serving() as server:
+        yield server
+
+
+def kinds(response: Any) -> list[str]:
+    return [item.type for item in response.output]
+
+
+@pytest.mark.parametrize("keeps", ["all", "no reasoning", "previous_response_id"])
+async def test_a_tool_loop_is_one_sequence_however_the_client_returns_the_answer(
+    server: EndpointServer, keeps: str
+) -> None:
+    policy = await served_policy([TURN, "It is 1."])
+    session = session_of(policy, sampling=ROOM)
+    items: list[Any] = [{"role": "user", "content": "go"}]
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            common: dict[str, Any] = {"model": "default", "instructions": "Be brief.", "tools": [ADD]}
+            first = await client.responses.create(input="go" if "previous" in keeps else items, **common)
+            Response.model_validate(first.to_dict())
+            assert kinds(first) == ["reasoning", "message", "function_call"]
+            assert first.output[0].content[0].text == "I should add."
+            assert first.output_text == "I add."
+            call = first.output[-1]
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "1"}
+            if keeps == "previous_response_id":
+                second = await client.responses.create(input=[result], previous_response_id=first.id, **common)
+            else:
+                items += [item.to_dict() for item in first.output if keeps == "all" or item.type != "reasoning"]
+                second = await client.responses.create(input=[*items, result], **common)
+    assert second.output_text == "It is 1." and second.status == "completed"
+    (sequence,) = session.sequences(1.0)
+    assert [s.is_policy for s in sequence.segments] == [False, True, False, True]
+
+
+async def test_the_events_are_those_of_the_protocol_in_its_order(server: EndpointServer) -> None:
+    session = session_of(await served_policy([TURN]), sampling=ROOM)
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            stream = await client.responses.create(model="default", input="go", tools=[ADD], stream=True)
+            events = [event async for event in stream]
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict())
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    names = [event.type.removeprefix("response.") for event in events]
+    seen = [name for i, name in enumerate(names) if name != names[i - 1]]
+
+    def text(kind: str) -> list[str]:
+        return ["output_item.added", "content_part.added", f"{kind}.delta", f"{kind}.done", "content_part.done"]
+
+    assert seen == [
+        "created", "in_progress",
+        *text("reasoning_text"), "output_item.done",
+        *text("output_text"), "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    final = events[-1].response
+    assert kinds(final) == ["reasoning", "message", "function_call"] and final.output_text == "I add."
+    added = [event.item.id for event in events if event.type == "response.output_item.added"]
+    assert added == [item.id for item in final.output]
+
+
+async def test_the_clients_own_accumulation_of_a_stream_is_the_answer(server: EndpointServer) -> None:
+    session = session_of(await served_policy([TURN]), sampling=ROOM)
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            async with client.responses.stream(model="default", input="go", tools=[ADD]) as stream:
+                final = await stream.get_final_response()
+    assert kinds(final) == ["reasoning", "message", "function_call"]
+    assert (final.output_text, final.output[2].arguments) == ("I add.", '{"a":1}')
+
+
+async def test_a_stream_gives_what_a_whole_answer_gives(server: EndpointServer) -> None:
+    async with torch_policy() as policy:
+        whole, streamed = session_of(policy, "g/0/0", seed=5), session_of(policy, "g/1/0", seed=5)
+        with server.opened(whole) as a, server.opened(streamed) as b:
+            async with client_of(server, a) as one, client_of(server, b) as two:
+                answer = await one.responses.create(model="default", input="go")
+                events = [e async for e in await two.responses.create(model="default", input="go", stream=True)]
+        assert events[-1].type == "response.incomplete"
+        final = events[-1].response
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert "".join(deltas) == final.output_text == answer.output_text and len(deltas) > 3
+        assert final.usage == answer.usage
+        assert answer.usage.output_tokens == whole.sequences(0.0)[0].num_trained_tokens
+        assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
+        assert streamed.sequences(1.0)[0].token_ids.tolist() == whole.sequences(1.0)[0].token_ids.tolist()
+
+
+async def test_previous_responses_trains_each_token_once(server: EndpointServer) -> None:
+    """Two requests after the same response are two sequences; nothing of the response is trained twice."""
+    async with torch_policy() as policy:
+        engine: Any = policy.engine
+        session = session_of(policy)
+        with server.opened(session) as session_id:
+            async with client_of(server, session_id) as client:
+                first = await client.responses.create(model="default", input="go")
+                for question in ("and?", "or?"):
+                    await client.responses.create(model="default", input=question, previous_response_id=first.id)
+        assert mismatches(engine.said, session) == 0
+        sampled = sum(len(generation.token_ids) for _, generation in engine.said)
+        assert sum(sequence.num_trained_tokens for sequence in session.sequences(0.0)) == sampled
+
+
+async def test_tokens_are_counted_as_they_will_be_read(server: EndpointServer) -> None:
+    session = session_of(await served_policy(["Yes."]))
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            items: list[Any] = [{"role": "user", "content": "go"}]
+            for _ in range(2):
+                counted = await client.responses.input_tokens.count(model="default", input=items, tools=[ADD])
+                answer = await client.responses.create(model="default", input=items, tools=[ADD])
+                assert counted.input_tokens == answer.usage.input_tokens
+                items += [*[item.to_dict() for item in answer.output], {"role": "user", "content": "more"}]
+    assert len(session.sequences(0.0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "word"),
+    [
+        ({"input": []}, 400, "end with"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, 400, "item_reference"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400, "input_image"),
+        ({"input": [{"role": "alien", "content": ""}]}, 400, "alien"),
+        ({"input": [{"type": "function_call", "call_id": "1"}]}, 400, "name and arguments"),
+        ({"tools": [{"type": "web_search"}]}, 400, "web_search"),
+        ({"tools": [{**ADD, "parameters": {"type": "object", "properties": []}}]}, 400, "properties"),
+        ({"tools": [ADD, ADD]}, 400, "two tools"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"text": {"format": {"type": "json_object"}}}, 400, "answers are text"),
+        ({"truncation": "auto"}, 400, "truncation"),
+        ({"background": True}, 400, "background"),
+        ({"conversation": "c"}, 400, "conversation"),
+        ({"include": ["message.output_text.logprobs"]}, 400, "log-probabilities"),
+        ({"previous_response_id": "resp_x"}, 404, "resp_x"),
+        ({"model": "gpt"}, 404, "model0"),
+        ({"input": "long " * 5000}, 400, "tokens"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_by_name(
+    server: EndpointServer, change: dict[str, Any], status: int, word: str
+) -> None:
+    session = session_of(await served_policy(["x"]))
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            for stream in (False, True):
+                with pytest.raises(openai.APIStatusError) as refused:
+                    await client.responses.create(**{"model": "default", "input": "go", "stream": stream, **change})
+                assert refused.value.status_code == status
+                assert word in str(refused.value)
+                assert refused.value.type == "invalid_request_error"
+    assert session.sequences(1.0) == ()
+
+
+async def test_fields_without_effect_change_nothing(server: EndpointServer) -> None:
+    session = session_of(await served_policy(["x"]))
+    fields = {"unheard_of": {"a": 1}, "user": "me", "prompt_cache_key": "k", "reasoning": {"effort": "high"}}
+    with server.opened(session) as session_id:
+        async with client_of(server, session_id) as client:
+            answer = await client.responses.create(
+                model="default", input="go", store=False, include=["reasoning.encrypted_content"], extra_body=fields
+            )
+    assert answer.output_text == "x" and json.loads(answer.to_json())["object"] == "response"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_response_can_be_fetched_by_its_id_within_its_session(server: EndpointServer, streamed: bool) -> None:
+    policy = await served_policy([TURN, "Yes."])
+    session, other = session_of(policy, sampling=ROOM), session_of(policy, sampling=ROOM)
+    with server.opened(session) as session_id, server.opened(other) as other_id:
+        async with client_of(server, session_id) as client, client_of(server, other_id) as stranger:
+            made = await client.responses.create(model="default", input="go", tools=[ADD], stream=streamed)
+            if streamed:
+                events = [event async for event in made]
+                made = events[-1].response
+            fetched = await client.responses.retrieve(made.id)
+            assert fetched.to_dict() == made.to_dict() and kinds(fetched) == ["reasoning", "message", "function_call"]
+            with pytest.raises(openai.NotFoundError, match="no response"):
+                await stranger.responses.retrieve(made.id)
+            kept = await client.responses.create(model="default", input="again", store=False)
+            with pytest.raises(openai.NotFoundError, match="store: false"):
+                await client.responses.retrieve(kept.id)
+    assert len(session.sequences(0.0)) == 2, "fetching trains nothing"

@@ -1,0 +1,135 @@
+"""A publisher that takes longer to code a delta than a call may take: the replica waits for the delta, and fails nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.common.config.training.policy import WeightsConfig
+from services.common.pb import weights_pb2_grpc
+from services.common.rpc.server import Server
+from services.common.transfer.servicer import WeightServicer
+from services.common.weights.manifest import Encoding, Payload, PayloadRequest
+from services.common.weights.not_ready import PayloadNotReadyError
+from services.common.weights.snapshot_file import Snapshot
+from services.inference.weights.mirror import Mirror
+from services.trainer.publish.deltas import Delta, DeltaMaker
+from services.trainer.publish.publisher_store import PublisherStore
+from tests.integration.weights.test_transfer_faults import (
+    POLICY,
+    RUN,
+    RecordingEngine,
+    announced,
+    updater,
+    write_version,
+)
+from tests.waiting import WAIT_S, until
+
+
+class SlowMaker(DeltaMaker):
+    """Codes only when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.go = threading.Event()
+
+    def encode(self, old: Snapshot, new: Snapshot) -> Delta:
+        assert self.go.wait(WAIT_S)
+        return super().encode(old, new)
+
+
+class CountingStore(PublisherStore):
+    """Counts answers of each kind."""
+
+    num_not_ready = 0
+    num_full = 0
+
+    def payload(self, request: PayloadRequest) -> Payload:
+        try:
+            payload = super().payload(request)
+        except PayloadNotReadyError:
+            self.num_not_ready += 1
+            raise
+        self.num_full += payload.encoding is Encoding.FULL
+        return payload
+
+
+class World:
+    """A slow publisher and a replica."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.maker = SlowMaker()
+        self.store = CountingStore(RUN, POLICY, WeightsConfig(transfer="delta"), maker=self.maker)
+        self.server = Server(service="publisher", instance_id="p", host="127.0.0.1", port=0)
+        self.server.add(
+            weights_pb2_grpc.add_WeightServiceServicer_to_server,
+            WeightServicer({POLICY: self.store}),
+            "millrace.v1.WeightService",
+        )
+        self.updater = updater(Mirror(POLICY), RecordingEngine(), "grpc")
+
+    def publish(self, number: int) -> None:
+        path, manifest = write_version(self.directory, number)
+        self.store.add(path)
+        self.updater.offer(announced(manifest, self.server.address))
+
+    async def until_held(self, number: int) -> None:
+        await until(lambda: self.updater.held().number == number)
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr("services.inference.weights.source.MANIFEST_WAIT_S", 0.02)
+    made = World(tmp_path)
+    await made.server.start()
+    task = asyncio.create_task(made.updater.run())
+    yield made
+    made.maker.go.set()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await made.server.stop(grace_s=0.1)
+    made.store.close()
+
+
+async def test_a_replica_waits_for_a_slow_delta_and_keeps_nothing_old_for_a_failure(world: World) -> None:
+    world.publish(1)
+    await world.until_held(1)
+    world.publish(2)
+    await until(lambda: world.store.num_not_ready >= 3)
+    assert world.updater.held().number == 1
+    world.maker.go.set()
+    await world.until_held(2)
+    first, second = world.updater.take_transfers()
+    assert (first.encoding, second.encoding) == ("full", "delta")
+    assert world.updater.num_failures == 0, "kept_old"
+    assert world.store.num_full == 1, "only the first version"
+
+
+async def test_a_replica_goes_on_with_the_newest_version_while_the_publisher_lags(world: World) -> None:
+    world.publish(1)
+    await world.until_held(1)
+    for number in (2, 3, 4, 5):
+        world.publish(number)
+    await until(lambda: world.store.num_not_ready >= 2)
+    world.maker.go.set()
+    await world.until_held(5)
+    assert world.updater.num_failures == 0
+    assert world.store.num_full == 1
+    assert world.store.gauges()["deltas_skipped"] == 2
+
+
+async def test_a_delta_beyond_its_deadline_is_given_up_for_the_snapshot(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.inference.weights.fetcher.making_deadline_s", lambda size_bytes: 0.3)
+    world.publish(1)
+    await world.until_held(1)
+    world.publish(2)
+    await world.until_held(2)
+    assert [transfer.encoding for transfer in world.updater.take_transfers()] == ["full", "full"]
+    assert world.updater.num_failures == 0

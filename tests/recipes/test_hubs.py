@@ -1,0 +1,89 @@
+"""Environments from hubs with their true packages: three training steps each, and the exact tokens of a tool's rollout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.common.config.data import DatasetConfig, WorkflowConfig
+from services.common.importing import look_in
+from services.common.records.types import Task
+from services.inference.workflows.agents.verifiers_env import Verifiers
+from services.inference.workflows.registry import build_workflow
+from services.orchestrator.tasks.datasets import open_source
+from tests.integration.inference.endpoint_peers import context_of, serving
+from tests.recipes.test_every_recipe import ROOT, left_running, rows
+from tests.unit.inference.fakes import served_policy
+
+TIMEOUT_S = 300.0  # of a run that takes some 25 s on two idle cores
+SMALL = ("run.steps=3", "policies.model0.batch.size=16", "warm_start.model0.steps=20", "evaluation.at_start=false",
+         "evaluation.every=0", "data.evaluation.numbers.samples_per_task=1")  # fmt: skip
+
+pytestmark = pytest.mark.recipes
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param("recipes/guess", marks=pytest.mark.needs("verifiers")),
+        pytest.param("recipes/guess/openenv.yaml", marks=pytest.mark.needs("openenv")),
+    ],
+)
+def test_three_training_steps_with_the_true_package(recipe: str, tmp_path: Path) -> None:
+    changed = (part for setting in (f"run.dir={tmp_path}", "run.id=hub", *SMALL) for part in ("--set", setting))
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", "run", recipe, "--json", *changed],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    steps = rows(tmp_path / "hub", "training_step")
+    assert [step["step"] for step in steps] == [1, 2, 3] and all(step["failures"] == 0 for step in steps)
+    assert 0 < sum(step["batch_reward_mean"] for step in steps) / 3 < 1
+    assert not left_running(tmp_path / "hub")
+
+
+@pytest.fixture
+async def workflow() -> AsyncIterator[Verifiers]:
+    look_in([str(ROOT / "examples")])
+    made = build_workflow(WorkflowConfig(name="verifiers"))
+    assert isinstance(made, Verifiers)
+    yield made
+    await made.close()
+
+
+def first_task(environment: str) -> Task:
+    return open_source(DatasetConfig(verifiers=environment), seed=0)[0]
+
+
+@pytest.mark.needs("verifiers")
+async def test_turns_of_an_environment_are_one_sequence_of_exactly_what_was_sampled(workflow: Verifiers) -> None:
+    policy = await served_policy(["5", "3", "1"])
+    async with serving() as server:
+        outcome = await workflow.run(first_task("guess_number"), context_of(policy, server))
+    (sequence,) = outcome.sequences
+    assert outcome.reward == sequence.reward == 1.0 and outcome.metrics["turns"] == outcome.metrics["guesses"] == 3
+    sampled = [policy.chat.decode(segment.token_ids) for segment in sequence.segments if segment.is_policy]
+    told = [policy.chat.decode(segment.token_ids) for segment in sequence.segments if not segment.is_policy]
+    assert len(sampled) == 3 and [text[0] for text in sampled] == ["5", "3", "1"]
+    assert "1 to 8?" in told[0] and "lower" in told[1] and "lower" in told[2]
+
+
+@pytest.mark.needs("verifiers")
+async def test_a_tool_of_a_taskset_is_called_and_its_result_is_read(workflow: Verifiers) -> None:
+    call = '<tool_call>{"name": "table_look_up", "arguments": {"word": "ant"}}</tool_call>'
+    policy = await served_policy([call, "It is 12."])
+    async with serving() as server:
+        outcome = await workflow.run(first_task("lookup_tool"), context_of(policy, server))
+    (sequence,) = outcome.sequences
+    told = [policy.chat.decode(segment.token_ids) for segment in sequence.segments if not segment.is_policy]
+    assert outcome.reward == 1.0 and "look_up" in told[0] and "12" in told[1]

@@ -1,0 +1,60 @@
+"""The quickstart's whole loop with a server engine on a CPU, started like a user's run: every process is real."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.common.telemetry.log_events import LogEvent
+
+STEPS = 10
+TIMEOUT_S = 1200.0  # 100 s on four cores, four times that on two of half the speed
+SETTINGS = [
+    f"run.steps={STEPS}",
+    "policies.model0.batch.late=drop",  # so that no token is older than max_staleness
+    "data.evaluation.held_out.limit=128",
+    "run.until=null",
+    "evaluation.every=0",
+]
+
+
+def rows(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run / "metrics" / "orchestrator.jsonl").read_bytes().splitlines()
+    return [row for line in lines if (row := orjson.loads(line))["kind"] == kind]
+
+
+def check_ten_steps(engine: str, repository: Path, tmp_path: Path, more: Sequence[str] = ()) -> None:
+    """Run ten steps; they learn, and every version is served. ``more``: settings of the recipe."""
+    own = [f"run.dir={tmp_path}", f"run.id={engine}", f"inference.a.engine={engine}", *SETTINGS, *more]
+    settings = [part for setting in own for part in ("--set", setting)]
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", "run", "recipes/quickstart", *settings, "--json"],
+        cwd=repository,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    run = tmp_path / engine
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    summary = orjson.loads(done.stdout.strip().splitlines()[-1])
+    assert summary["sampled_after"] > summary["sampled_before"] + 0.1
+    assert summary["max_staleness"] <= 1
+    assert len(rows(run, "training_step")) == STEPS
+    logs = list((run / "logs").glob(f"{engine}-a-model0-*.log"))
+    assert len(logs) == 1
+    switches = [
+        row
+        for line in (run / "logs" / "inference-a.jsonl").read_bytes().splitlines()
+        if (row := orjson.loads(line)).get("event") == LogEvent.ENGINE_UPDATED
+    ]
+    assert [row["version"] for row in switches] == sorted(row["version"] for row in switches)
+    assert switches[-1]["version"] == STEPS

@@ -1,0 +1,222 @@
+"""The race finds the hit that a curve has, counts every process of a side, and keeps the results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import _process_tree, _race_arms, _race_curves, _race_programs, _race_report, race, where_time_goes
+from services.common.records.types import RolloutPhase, RolloutTiming
+from services.orchestrator.journal import records
+from services.orchestrator.journal.rollouts import trajectory_to_json
+from services.orchestrator.journal.writer import Journal
+from tests.unit.orchestrator.builders import trajectory
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+
+
+Chunk = _race_curves.Chunk
+CELL = _race_arms.Cell("code", "isolated", 1)
+
+
+def chunk(second: float, num: int, reward: float) -> Any:
+    return Chunk(wall_s=second, cpu_s=2 * second, num=num, reward=reward)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.floats(0, 1)), max_size=40), st.integers(1, 200))
+def test_a_window_is_the_fewest_last_chunks_with_enough_rollouts(parts: list[tuple[int, float]], window: int) -> None:
+    chunks = [chunk(i, num, num * mean) for i, (num, mean) in enumerate(parts)]
+    for end, mean in _race_curves.windows(chunks, window):
+        held = chunks[: chunks.index(end) + 1]
+        begin = max(i for i in range(len(held)) if sum(c.num for c in held[i:]) >= window)
+        expected = sum(c.reward for c in held[begin:]) / sum(c.num for c in held[begin:])
+        assert mean == pytest.approx(expected, abs=1e-6)
+
+
+def test_rewards_before_a_whole_window_are_no_hit() -> None:
+    assert _race_curves.hit([chunk(1, 1279, 1279.0)]) is None
+    assert _race_curves.hit([chunk(1, 1280, 1152.0)]) is not None
+
+
+def test_a_curve_that_stays_below_the_goal_has_no_hit() -> None:
+    assert _race_curves.hit([chunk(i, 64, 57.0) for i in range(100)]) is None  # .89
+
+
+def test_rollouts_are_chunked_in_the_order_of_their_ends_and_the_rest_is_left_out() -> None:
+    chunks = _race_curves.chunked([(float(i), 2.0 * i, 1.0) for i in range(7)], 3)
+    assert [(c.wall_s, c.cpu_s, c.num, c.reward) for c in chunks] == [(2.0, 4.0, 3, 3.0), (5.0, 10.0, 3, 3.0)]
+
+
+def test_seconds_of_grandchildren_and_of_the_dead_count_for_their_component() -> None:
+    times = _process_tree.ProcessTimes
+    tree = {
+        1: times(0, 1.0, 0.0),
+        2: times(1, 2.0, 0.0),
+        3: times(2, 4.0, 8.0),
+        4: times(3, 16.0, 32.0),
+        9: times(0, 64.0, 64.0),
+    }
+    found = _process_tree.by_component(tree, 1, {3: "envgateway"})
+    assert found["envgateway"] == 4.0
+    assert found["envgateway/children"] == 8.0 + 16.0 + 32.0
+    assert sum(found.values()) == 63.0  # another tree's are not counted
+
+
+def test_a_process_that_left_with_its_seconds_still_counts() -> None:
+    curve = _process_tree.CpuCurve()
+    curve.add(0.0, {"a": 1.0, "a/children": 5.0})
+    curve.add(2.0, {"a": 3.0})
+    assert curve.total_at(2.0) == 8.0
+    assert curve.total_at(1.0) == 7.0
+
+
+def test_the_seconds_of_a_component_that_was_waited_for_count_once() -> None:
+    curve = _process_tree.CpuCurve()
+    curve.add(0.0, {"launcher": 1.0, "launcher/children": 2.0, "envgateway": 4.0, "envgateway/children": 8.0})
+    curve.add(1.0, {"launcher": 1.0, "launcher/children": 14.0})
+    assert curve.components[-1] == {
+        "launcher": 1.0,
+        "launcher/children": 2.0,
+        "envgateway": 4.0,
+        "envgateway/children": 8.0,
+    }
+    curve.add(2.0, {"launcher": 1.5, "launcher/children": 14.5})
+    assert curve.total_at(2.0) == 16.0
+
+
+def test_the_seconds_of_a_child_that_computes_are_seen() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while __import__(\"time\").process_time() < .3: pass'])"
+    with subprocess.Popen([sys.executable, "-c", code + "; sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdin is not None
+        process.stdout.read(1)
+        found = _process_tree.by_component(_process_tree.all_processes(), process.pid, {})
+        process.stdin.close()
+    assert found["launcher/children"] >= 0.25
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("def f(x): return (x+3)*7", 1.0),
+        ("def f(x): return x+3*7", 0.0),
+        ("def f(x): return x +", 0.0),
+        ("def g(x): return (x+3)*7", 0.0),
+        ("def f(x): return f(x)", 0.0),
+        ("def f(x):\n while 1: pass", 0.0),
+        ("import os\ndef f(x): return (x+3)*7", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_reward_in_process_is_that_of_the_tests(completion: str, reward: float) -> None:
+    cases = [{"args": [value], "expected": (value + 3) * 7} for value in (-4, 0, 5)]
+    assert _race_programs.passes({"tests": {"entry_point": "f", "cases": cases}}, completion) == reward
+
+
+@pytest.mark.parametrize(
+    "code", ["print(9**9**9)", "print(1<<9999999999)", "while 1: print(1)", "print(1/0)", "print("]
+)
+def test_the_tool_in_process_comes_back_from_a_program_that_would_not(code: str) -> None:
+    began = time.monotonic()
+    assert "Error" in (told := _race_programs.run_tool(code)) or told.startswith("Refused")
+    assert time.monotonic() - began < 5
+
+
+def row(arm: str, seed: int, wall_s: float | None, end_s: float = 90.0) -> dict[str, Any]:
+    return {
+        "task": "code", "arm": arm, "seed": seed, "rollouts": 2560, "end_wall_s": end_s, "end_cpu_s": 2 * end_s,
+        "hit_wall_s": wall_s, "hit_cpu_s": wall_s and 2 * wall_s, "chunks": [[1.0, 2.0, 1280, 640.0], [2.0, 4.0, 1280, 1200.0]],
+    }  # fmt: skip
+
+
+def test_ratios_are_of_trls_best_setting_and_say_what_was_cut_off() -> None:
+    rows = [row("isolated", 1, 10.0), row("isolated", 2, 20.0), row("trl-16x8", 1, 80.0), row("trl-16x8", 2, 80.0),
+            row("trl-32x8", 1, 40.0), row("trl-32x8", 2, None)]  # fmt: skip
+    found = _race_report.ratios(rows)
+    assert found["best_trl"]["code"] == "trl-32x8"
+    assert found["code_ratio"] == pytest.approx((4.0 + 4.5) / 2)
+    assert found["code_cpu_ratio"] == pytest.approx((4.0 + 4.5) / 2)
+    assert found["cut_off"] == ["code trl-32x8 seed 2"]
+    assert found["tool_ratio"] is None and found["code_inprocess_ratio"] is None
+
+
+def test_two_runs_that_were_cut_off_have_no_ratio() -> None:
+    assert _race_report.ratios([row("isolated", 1, None), row("trl-32x8", 1, None)])["code_ratio"] is None
+    assert _race_report.ratios([row("isolated", 1, None), row("trl-32x8", 1, 45.0)])["code_ratio"] == 0.5
+
+
+def test_the_table_marks_runs_that_were_cut_off() -> None:
+    assert "> 90.0" in _race_report.table([row("trl-32x8", 1, None)])
+    assert ">" not in _race_report.table([row("trl-32x8", 1, 30.0)])
+
+
+@pytest.mark.slow
+def test_the_picture_is_drawn_from_rows_with_and_without_a_side(tmp_path: Path) -> None:
+    _race_report.draw([row("isolated", 1, 10.0), row("isolated", 2, 12.0)], tmp_path / "race.png")
+    assert (tmp_path / "race.png").stat().st_size > 10_000
+
+
+def test_finished_runs_are_kept_and_torn_lines_and_lower_caps_are_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "race.jsonl"
+    results = race.Results(path)
+    results.add(CELL, {"hit_wall_s": None, "cap_s": 30.0})
+    assert results.has(CELL, 30.0) and not results.has(CELL, 60.0)
+    path.write_text(path.read_text() + '{"task": "co')
+    again = race.Results(path)
+    assert again.has(CELL, 30.0)
+    other = _race_arms.Cell("code", "isolated", 2)
+    again.add(other, {"hit_wall_s": 5.0, "cap_s": 30.0})
+    assert race.Results(path).has(other, 9999.0)
+
+
+def test_a_changed_setting_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "race.jsonl"
+    race.Results(path).add(CELL, {"hit_wall_s": 5.0, "cap_s": 30.0})
+    changed = {**json.loads(path.read_text()), "settings": "of another recipe"}
+    path.write_text(json.dumps(changed) + "\n")
+    assert not race.Results(path).has(CELL, 30.0)
+
+
+def test_every_arm_of_a_seed_comes_before_the_next_seed() -> None:
+    order = list(race.cells(["code"], {"code": ["isolated", "trl-32x8"]}, 2))
+    assert [(cell.arm, cell.seed) for cell in order] == [
+        ("isolated", 1),
+        ("trl-32x8", 1),
+        ("isolated", 2),
+        ("trl-32x8", 2),
+    ]
+
+
+def test_without_trls_environment_the_race_says_how_to_make_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["race.py", "--quick", "--trl-python", str(tmp_path / "python")])
+    race.main()
+    assert "make race-env" in json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"]["everything"]
+
+
+async def test_phases_of_rollouts_are_means_over_what_the_journal_has(tmp_path: Path) -> None:
+    phases = (
+        RolloutPhase(what="generate", begin_s=0.0, seconds=1.5),
+        RolloutPhase(what="reward", begin_s=1.5, seconds=0.25),
+    )
+    journal = Journal(tmp_path / "journal")
+    journal.start()
+    for index, timing in enumerate((RolloutTiming(accepted_at=9.0, phases=phases), RolloutTiming(accepted_at=10.0))):
+        played = replace(trajectory("g", index), started_at=10.0, finished_at=12.0, timing=timing)
+        await journal.append(records.TRAJECTORY, f"g/{index}", lambda played=played: trajectory_to_json(played))
+    await journal.close()
+    found = where_time_goes.rollout_phases(tmp_path)
+    assert found["num"] == 2
+    assert found["phases"]["generate"] == {"ms": 750.0, "per_rollout": 0.5}
+    assert found["phases"]["waiting for a slot"]["ms"] == 500.0
+    assert found["phases"]["between"]["ms"] == pytest.approx((0.25 + 2.0) / 2 * 1e3)

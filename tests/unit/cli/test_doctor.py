@@ -1,0 +1,299 @@
+"""The doctor names what the metrics show, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from services.cli.__main__ import app
+from services.cli.doctor import rules
+from services.cli.doctor.diagnosis import diagnose
+from services.cli.doctor.findings import Failure, Verdict
+from services.cli.doctor.windows import LEAST_POINTS, change
+from services.cli.inspect.rows import read_metrics
+from services.common.config.reading.loading import load_recipe, save_resolved
+from services.common.config.recipe import Recipe
+from services.common.records.types import WeightTransfer
+from services.common.telemetry.metrics import StallMoment
+from services.orchestrator.journal.records import EvaluationResult
+from services.orchestrator.metrics.run_metrics import RunMetrics
+from services.orchestrator.stalls.causes import Cause
+from services.orchestrator.state.scores import DatasetScore, Estimate
+from tests.documented import DOCS
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Recipe:
+    return load_recipe(ROOT / "recipes" / "quickstart", ["run.id=run0"])
+
+
+class Recorded:
+    """The metrics of a run that learns, unless told otherwise, written by the real recorder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.metrics = RunMetrics(run_dir, tensorboard=False)
+
+    def steps(self, number: int = STEPS, **series: Any) -> None:
+        """Values of metrics, or functions of the share of the run that is done, by their key with ``__`` for a slash."""
+        noise = random.Random(3)
+        for step in range(1, number + 1):
+            done = step / number
+            values = {
+                "rollouts_finished": 64.0, "failures": 0.0, "timeouts": 0.0, "groups_equal_dropped": 0.0,
+                "rollout_reward_mean": 0.1 + 0.7 * done + noise.gauss(0, 0.04), "num_trained_tokens": 900.0,
+                "response_tokens_mean": 14 + 3 * done, "trainer/entropy": 0.4 - 0.3 * done, "trainer/grad_norm": 0.5,
+                "trainer/mismatch_fresh_abs": 1e-6, "trainer/fresh_share": 0.5, "trainer/advantage_abs_mean": 0.6,
+                "trainer/learning_rate": 1e-3, "trainer/updates_applied": 1.0,
+            }  # fmt: skip
+            given = {key.replace("__", "/"): value for key, value in series.items()}
+            values |= {key: value(done) if callable(value) else value for key, value in given.items()}
+            self.metrics.training_step("model0", step, values)
+
+    def transfers(self, *errors: str) -> None:
+        for version, error in enumerate(errors, start=1):
+            self.metrics.weight_transfer("a", WeightTransfer(policy="model0", version=version, error=error))
+
+    def verdict(self, recipe: Recipe) -> Verdict:
+        self.metrics.close()
+        return diagnose(read_metrics(self.run_dir), recipe)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Iterator[Recorded]:
+    found = Recorded(tmp_path)
+    yield found
+    found.metrics.close()
+
+
+def failures(verdict: Verdict) -> list[Failure]:
+    return [finding.failure for finding in verdict.findings]
+
+
+def flat(done: float) -> float:
+    return 0.3 + 0.02 * (-1) ** round(done * STEPS)
+
+
+def test_a_run_that_learns_has_no_finding(recorded: Recorded, recipe: Recipe) -> None:
+    recorded.steps()
+    recorded.transfers("", "", "no answer", "no answer", "")
+    verdict = recorded.verdict(recipe)
+    assert failures(verdict) == [] and verdict.learning[0].learned
+
+
+@pytest.mark.parametrize(
+    ("series", "expected"),
+    [
+        ({}, Failure.NOTHING_LEARNED),
+        ({"failures": 30.0}, Failure.SAMPLES_MASKED),
+        ({"failures": 30.0, "timeouts": 30.0}, Failure.SAMPLES_MASKED),
+        ({"sequences_truncated_masked": 30.0}, Failure.SAMPLES_MASKED),
+        ({"tokens_masked": 600.0}, Failure.SAMPLES_MASKED),
+        ({"rollout_reward_mean": 0.0, "trainer__advantage_abs_mean": 0.0}, Failure.REWARD_CONSTANT),
+        ({"trainer__advantage_abs_mean": 0.0}, Failure.GROUPS_EQUAL),
+        ({"groups_equal_dropped": 8.0}, Failure.GROUPS_EQUAL),
+        ({"trainer__mismatch_fresh_abs": lambda done: 0.3 * done}, Failure.MISMATCH_RISING),
+        ({"trainer__fresh_share": 0.0, "trainer__mismatch_abs": lambda done: 2 * done}, Failure.MISMATCH_RISING),
+        ({"trainer__entropy": lambda done: 0.4 * (1 - done) ** 4}, Failure.ENTROPY_GONE),
+        ({"response_tokens_mean": lambda done: 14 + 30 * done}, Failure.LENGTHS_RUN_AWAY),
+    ],
+)
+def test_each_failure_is_named_first(
+    recorded: Recorded, recipe: Recipe, series: dict[str, Any], expected: Failure
+) -> None:
+    recorded.steps(**{"rollout_reward_mean": flat, **series})
+    verdict = recorded.verdict(recipe)
+    assert failures(verdict)[0] is expected
+    assert all(finding.evidence and finding.remedy for finding in verdict.findings)
+
+
+@pytest.mark.parametrize(
+    "series",
+    [
+        {"trainer__mismatch_fresh_abs": 0.04},  # high, and the same from the beginning: a matter of precision
+        {"trainer__mismatch_fresh_abs": lambda done: 0.3 * done, "trainer__fresh_share": 0.0},  # of no fresh token
+        {"trainer__mismatch_abs": lambda done: 0.3 * done, "trainer__fresh_share": 0.0},  # the policy moves
+        {"trainer__entropy": 0.001},  # a policy that was sure from the beginning and gets better
+        {"response_tokens_mean": lambda done: 14 + 60 * done},  # it thinks longer, and is right more often
+        {"groups_equal_dropped": lambda done: 8 * done},  # tasks that are solved
+        {"failures": 5.0},
+    ],
+)
+def test_a_run_that_learns_may_have_odd_numbers(recorded: Recorded, recipe: Recipe, series: dict[str, Any]) -> None:
+    recorded.steps(**series)
+    assert failures(recorded.verdict(recipe)) == []
+
+
+def test_failed_transfers_in_a_row_are_named_with_the_version_held_and_the_error(
+    recorded: Recorded, recipe: Recipe
+) -> None:
+    recorded.steps(8)
+    recorded.transfers("", "", *["digest differs"] * rules.FAILED_FETCHES)
+    finding = recorded.verdict(recipe).findings[0]
+    assert finding.failure is Failure.WEIGHTS_NOT_ARRIVING
+    assert "since version 2" in finding.evidence and "digest differs" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [
+        (Cause.ALL_FILTERED, Failure.GROUPS_EQUAL),
+        (Cause.WEIGHTS_NOT_ARRIVING, Failure.WEIGHTS_NOT_ARRIVING),
+        (Cause.ALL_FAIL, Failure.SAMPLES_MASKED),
+    ],
+)
+def test_a_run_that_stands_still_before_its_first_step_is_named_by_its_stall(
+    recorded: Recorded, recipe: Recipe, cause: Cause, expected: Failure
+) -> None:
+    recorded.metrics.stall(StallMoment.BEGIN, "workflow", cause, "64 groups, none of use", 0.0)
+    verdict = recorded.verdict(recipe)
+    assert failures(verdict) == [expected] and verdict.learning[0].learned is None
+    assert "64 groups" in verdict.findings[0].evidence
+
+
+def evaluate(recorded: Recorded, step: int, reward: float, gain: float | None) -> None:
+    """An evaluation of 256 tasks; ``gain`` is that from the first one."""
+    difference = None if gain is None else Estimate(value=gain, low=gain - 0.05, high=gain + 0.05)
+    mean = Estimate(value=reward, low=reward - 0.05, high=reward + 0.05)
+    score = DatasetScore(name="held_out", num_items=256, samples_per_item=1, mean_reward=mean, pass_at=(), failed=(), items="x",
+                         item_rewards=(), difference=difference)  # fmt: skip
+    recorded.metrics.evaluation(
+        EvaluationResult(
+            name=f"{'start' if not step else f'step-{step}'}/sampled",
+            versions={"model0": step},
+            newest_versions={"model0": step},
+            pinned=True,
+            mean_reward=reward,
+            num_trajectories=256,
+            num_failed=0,
+            datasets=(score,),
+            roles={},
+            compared_with="start/sampled",
+            difference=difference,
+            elapsed_s=1.0,
+        )
+    )
+
+
+def test_a_gain_in_an_evaluation_is_learning_though_rollouts_show_none(recorded: Recorded, recipe: Recipe) -> None:
+    recorded.steps(rollout_reward_mean=flat)  # as with a curriculum
+    evaluate(recorded, 0, 0.3, None)
+    evaluate(recorded, STEPS, 0.5, 0.2)
+    verdict = recorded.verdict(recipe)
+    assert verdict.learning[0].learned and verdict.learning[0].measured == "evaluation sampled" and not verdict.findings
+
+
+def test_a_reward_that_rises_while_every_evaluation_falls_is_no_learning(recorded: Recorded, recipe: Recipe) -> None:
+    recorded.steps()
+    evaluate(recorded, 0, 0.5, None)
+    evaluate(recorded, STEPS, 0.1, -0.4)
+    verdict = recorded.verdict(recipe)
+    assert failures(verdict) == [Failure.NOTHING_LEARNED]
+    assert (
+        "training rollouts" in verdict.findings[0].evidence
+        and "pays for what the evaluation" in verdict.findings[0].remedy
+    )
+
+
+def test_an_evaluation_that_tells_nothing_leaves_the_word_to_the_rollouts(recorded: Recorded, recipe: Recipe) -> None:
+    recorded.steps()
+    evaluate(recorded, 0, 1.0, None)
+    evaluate(recorded, STEPS, 1.0, 0.0)
+    assert recorded.verdict(recipe).learning[0].learned
+
+
+def test_a_stall_that_is_over_is_no_finding(recorded: Recorded, recipe: Recipe) -> None:
+    recorded.steps()
+    recorded.metrics.stall(StallMoment.BEGIN, "workflow", Cause.ALL_FILTERED, "64 groups", 0.0)
+    recorded.metrics.stall(StallMoment.END, "workflow", Cause.ALL_FILTERED, "64 groups", 9.0)
+    assert failures(recorded.verdict(recipe)) == []
+
+
+def test_too_few_steps_give_no_verdict(recorded: Recorded, recipe: Recipe) -> None:
+    recorded.steps(LEAST_POINTS - 1, rollout_reward_mean=0.0)
+    verdict = recorded.verdict(recipe)
+    assert failures(verdict) == [] and verdict.learning[0].learned is None and not verdict.nothing_learned
+
+
+def test_the_last_row_of_a_repeated_step_counts(recorded: Recorded, recipe: Recipe) -> None:
+    recorded.steps(rollout_reward_mean=flat)
+    recorded.steps()
+    assert recorded.verdict(recipe).learning[0].num_steps == STEPS
+
+
+@given(
+    level=st.floats(-100, 100), scale=st.floats(0.01, 10), gain=st.floats(8, 50), number=st.integers(LEAST_POINTS, 200)
+)
+def test_a_change_beyond_the_noise_is_seen_at_any_level_and_scale(
+    level: float, scale: float, gain: float, number: int
+) -> None:
+    draw = random.Random(number)
+    found = change([level + scale * (draw.uniform(-1, 1) + gain * step / number) for step in range(number)])
+    assert found is not None and found.low > 0
+
+
+def test_noise_alone_is_seldom_a_change() -> None:
+    draw = random.Random(5)
+    changes = [change([draw.gauss(0, 1) for _ in range(40)]) for _ in range(400)]
+    assert sum(one is not None and one.low > 0 for one in changes) < 400 * 0.06
+
+
+def test_every_threshold_and_failure_is_documented() -> None:
+    page = (DOCS / "doctor.md").read_text()
+    assert all(str(failure) in page for failure in Failure)
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_tells_evidence_and_remedy_and_exits_with_1(recorded: Recorded, recipe: Recipe) -> None:
+    save_resolved(recipe, recorded.run_dir)
+    recorded.steps(rollout_reward_mean=0.0, trainer__advantage_abs_mean=0.0)
+    told = CliRunner().invoke(app, ["doctor", str(recorded.run_dir)])
+    assert told.exit_code == 1
+    assert (
+        "the reward is constant" in told.output and "seen:" in told.output and "workflow.settings.reward" in told.output
+    )
+    verdict = json.loads(CliRunner().invoke(app, ["doctor", str(recorded.run_dir), "--json"]).output)
+    assert verdict["nothing_learned"] and verdict["findings"][0]["failure"] == "reward_constant"
+
+
+def test_the_command_exits_with_0_without_a_finding(recorded: Recorded, recipe: Recipe) -> None:
+    save_resolved(recipe, recorded.run_dir)
+    recorded.steps()
+    told = CliRunner().invoke(app, ["doctor", str(recorded.run_dir)])
+    assert told.exit_code == 0 and "no failure found" in told.output
+
+
+@pytest.mark.parametrize(("wanted", "code"), [(True, 3), (False, 0)])
+def test_a_run_that_learned_nothing_fails_where_the_recipe_says_so(
+    recorded: Recorded, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, wanted: bool, code: int
+) -> None:
+    from services.cli.run import launch, opening
+
+    recorded.steps(rollout_reward_mean=flat)
+    run = recipe.run.model_copy(update={"fail_when_nothing_learned": wanted})
+    chosen = recipe.model_copy(update={"run": run})
+    save_resolved(chosen, recorded.run_dir)
+    outcome = launch.Outcome(recorded.run_dir, {"steps": {}, "evaluations": {}}, None)  # type: ignore[typeddict-item]
+    monkeypatch.setattr(launch, "run", lambda *_: outcome)
+    monkeypatch.setattr(opening, "reopen", lambda *_: (chosen, recorded.run_dir))
+    told = CliRunner().invoke(app, ["run", "--resume", str(recorded.run_dir)])
+    assert told.exit_code == code and "has not learned" in told.output
+
+
+def test_no_metrics_and_no_run_are_told(tmp_path: Path, recipe: Recipe) -> None:
+    assert "no run directory" in str(CliRunner().invoke(app, ["doctor", str(tmp_path)]).exception)
+    save_resolved(recipe, tmp_path)
+    assert "no metrics yet" in str(CliRunner().invoke(app, ["doctor", str(tmp_path)]).exception)

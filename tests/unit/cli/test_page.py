@@ -1,0 +1,382 @@
+"""``millrace page``: the index, the texts of tokens, and the answers of its server to good, damaged and foreign runs."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import shutil
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks._page_run import HOSTILE, write_run
+from services.cli.__main__ import app
+from services.cli.inspect.turns import marks_of, turns
+from services.cli.page.command import check_runs, keys_to_serve
+from services.cli.page.curves import thinned
+from services.cli.page.filters import Filter
+from services.cli.page.index import FAILED, TRAINED, Rollout, RolloutIndex
+from services.cli.page.live import as_json
+from services.cli.page.metrics_tail import MetricsTail
+from services.cli.page.pieces import Pieces
+from services.cli.page.server import POLICY, PageServer
+from services.common.errors import ConfigError
+from services.common.pb import run_pb2
+from services.common.security import identity
+from services.common.security.roles import Role
+from tests.keys import as_role, make_keys
+from tests.unit.inference.fakes import qwen_like_tokenizer
+from tests.waiting import accepted
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of 160 rollouts whose texts are hostile."""
+    folder = tmp_path_factory.mktemp("page")
+    qwen_like_tokenizer().save_pretrained(folder / "tokenizer")
+    write_run(folder / "one", 160, folder / "tokenizer", hostile=True)
+    return folder
+
+
+@asynccontextmanager
+async def serving(*run_dirs: Path) -> AsyncIterator[Ask]:
+    """``ask(path)``: status and JSON of a server of these runs."""
+    server = PageServer(run_dirs, "127.0.0.1", 0)
+    port = await server.start()
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+
+            async def ask(path: str, **query: str | int) -> tuple[int, Any]:
+                async with session.get(f"/api/{path}", params=query) as answer:
+                    return answer.status, await answer.json()
+
+            yield ask
+    finally:
+        await server.stop()
+
+
+async def complete(ask: Ask, run: int = 0) -> dict[str, Any]:
+    """The facets of a run whose journal is read, with texts."""
+    found: dict[str, Any] = {}
+
+    async def is_read() -> bool:
+        found.update((await ask(f"runs/{run}/facets"))[1])
+        return bool(found["complete"] and found["texts_searched"])
+
+    await holds(is_read)
+    return found
+
+
+async def holds(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Waits until an awaited condition is true."""
+
+    async def look() -> None:
+        assert await condition()
+
+    await accepted(look, AssertionError)
+
+
+# --- what the server answers -----------------------------------------------------------------------------------------
+
+
+async def test_rollouts_are_found_by_words_task_step_reward_length_and_fate(runs: Path) -> None:
+    async with serving(runs / "one") as ask:
+        facets = await complete(ask)
+        assert facets["indexed"] == 160 and facets["unreadable"] == 0
+        assert facets["fates"][FAILED] == 3 and facets["fates"][TRAINED] > 100
+
+        async def total(**query: str | int) -> int:
+            status, found = await ask("runs/0/rollouts", **query)
+            assert status == 200 and len(found["rows"]) == min(found["total"], 100)
+            return int(found["total"])
+
+        assert await total() == 160
+        assert await total(task="mill-0003*") == 8 and await total(task="mill-000[3") == 0
+        trained = await total(step=1)
+        assert trained == facets["fates"][TRAINED]
+        assert await total(min_reward=1) + await total(max_reward=0) + 3 == 160
+        assert await total(min_tokens=1) == 157
+        assert await total(words="grinds sacks") == 157 and await total(words="grinds nothing") == 0
+        assert await total(words='" OR *') == 0 and await total(words="timeout") == 3
+        assert await total(words="question 7") >= 8, "the row of the task"
+        assert await total(task_group="page-000003", fate=TRAINED) in (0, 8)
+        lengths = [row["tokens"] for row in (await ask("runs/0/rollouts", order="-tokens"))[1]["rows"]]
+        assert lengths == sorted(lengths)
+
+
+async def test_a_conversation_has_roles_tools_expectation_and_every_token(runs: Path) -> None:
+    async with serving(runs / "one") as ask:
+        await complete(ask)
+        row = next(row for row in (await ask("runs/0/rollouts", step=1))[1]["rows"] if row["reward"] == 1.0)
+        _, found = await ask(f"runs/0/rollouts/{row['number']}")
+        assert found["expected"] == str(int(found["task_id"][5:9]))
+        assert len(found["siblings"]) == 8
+        (sequence,) = found["sequences"]
+        assert [turn["role"] for turn in sequence["turns"]] == ["system", "user", "policy", "tool", "policy"]
+        assert HOSTILE in sequence["turns"][1]["text"], "text is sent as it is: the page makes text of it"
+        call, answer = sequence["turns"][2], sequence["turns"][4]
+        assert '<tool_call>{"name": "multiply"' in "".join(call["tokens"])
+        assert "é漢🌾.<|im_end|>" in "".join(answer["tokens"])
+        for turn in (call, answer):
+            length = len(turn["tokens"])
+            assert length == len(turn["logprobs"]) == len(turn["ids"]) == sum(s["tokens"] for s in turn["spans"])
+            assert {span["version"] for span in turn["spans"]} == {0}
+        use = sequence["use"]
+        assert use["step"] == 1
+        assert use["advantage"] == pytest.approx((1.0 - use["group_mean"]) / (use["group_std"] + 1e-5))
+
+
+async def test_a_rollout_that_failed_says_why(runs: Path) -> None:
+    async with serving(runs / "one") as ask:
+        await complete(ask)
+        row = (await ask("runs/0/rollouts", fate=FAILED))[1]["rows"][0]
+        _, found = await ask(f"runs/0/rollouts/{row['number']}")
+        assert row["reward"] is None and found["failure"]["reason"] == "TIMEOUT"
+
+
+async def test_state_curves_fates_weights_and_events_come_from_files_alone(runs: Path) -> None:
+    async with serving(runs / "one") as ask:
+        await complete(ask)
+        await holds(lambda: _is_there(ask, "runs/0/fates", "fates"))
+        state = (await ask("runs/0/state"))[1]["state"]
+        assert state["state"] == "interrupted" and not state["is_live"]
+        assert [one["cause"] for one in state["now"]["stalls"]] == ["no slots"]
+        assert {bar["component"] for bar in state["time"]} == {f"replica/a{HOSTILE}", "trainer/model0"}
+        titles = {panel["title"] for panel in (await ask("curves", runs="0"))[1]["panels"] if panel["lines"]}
+        assert {"reward by step", "loss", "entropy", "gradient norm", "throughput"} <= titles
+        fates = (await ask("runs/0/fates"))[1]["fates"]["policies"]["model0"]["total"]
+        assert fates["issued"]["rollouts"] == 160
+        assert (await ask("runs/0/weights"))[1]["total"] == 1
+        kinds = [event["kind"] for event in (await ask("runs/0/events"))[1]["events"]]
+        assert sorted(set(kinds)) == ["evaluation", "stall"] and kinds.count("stall") == 2
+
+
+async def _is_there(ask: Ask, path: str, key: str) -> bool:
+    return (await ask(path))[1][key] is not None
+
+
+async def test_runs_of_other_seeds_are_one_curve_with_a_band(runs: Path) -> None:
+    for name, seed in (("seed1", 1), ("seed2", 2)):
+        if not (runs / name).exists():
+            write_run(runs / name, 400, runs / "tokenizer", seed=seed)
+    async with serving(runs / "seed1", runs / "seed2", runs / "one") as ask:
+
+        async def is_read() -> bool:
+            found = (await ask("curves", runs="0,1"))[1]
+            return bool(found["panels"][0]["lines"] and "low" in found["panels"][0]["lines"][0])
+
+        await holds(is_read)
+        found = (await ask("curves", runs="0,1"))[1]
+        assert found["groups"] == [{"label": "seed1 and 1 other seed", "seeds": 2}]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "told"),
+    [
+        ("runs/7/state", 404, "there is no run 7"),
+        ("runs/x/state", 400, "the run is 'x': write a number"),
+        ("runs/0/secrets", 404, "there is no 'secrets'"),
+        ("runs/0/rollouts/999999", 404, "there is no rollout with the number 999999"),
+        ("runs/0/rollouts/99999999999999999999", 400, "write a smaller number"),
+        ("runs/0/rollouts?step=two", 400, "step is 'two': write a number"),
+        ("runs/0/rollouts?min_reward=nan", 400, "write a smaller number"),
+        ("runs/0/rollouts?order=;drop", 400, "order is ';drop': write one of newest"),
+        ("curves?runs=0,9", 404, "there is no run 9"),
+    ],
+)
+async def test_a_question_that_makes_no_sense_is_told_why(runs: Path, path: str, status: int, told: str) -> None:
+    async with serving(runs / "one") as ask:
+        found, answer = await ask(path)
+        assert found == status and told in answer["detail"]
+
+
+async def test_files_of_the_page_come_with_a_policy_and_nothing_else_is_served(runs: Path) -> None:
+    server = PageServer([runs / "one"], "127.0.0.1", 0)
+    port = await server.start()
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+            async with session.get("/") as answer:
+                assert answer.status == 200 and answer.headers["Content-Security-Policy"] == POLICY
+                assert "http" not in (await answer.text()).replace("<!doctype html>", ""), "no other host"
+            for path in ("/assets/..%2fserver.py", "/assets/server.py", "/assets/.", "/assets/nothing.js"):
+                async with session.get(path) as answer:
+                    assert answer.status == 404
+            async with session.get("/", headers={"Origin": "http://evil.test"}) as answer:
+                assert answer.status == 403
+            async with session.post("/api/runs", json={}) as answer:
+                assert answer.status == 405
+    finally:
+        await server.stop()
+
+
+# --- damaged, foreign and growing runs -------------------------------------------------------------------------------
+
+
+async def test_a_damaged_run_shows_what_is_whole_and_names_the_rest(runs: Path, tmp_path: Path) -> None:
+    damaged, foreign, empty = tmp_path / "damaged", tmp_path / "foreign", tmp_path / "empty"
+    for path in (damaged, foreign):
+        shutil.copytree(runs / "one", path)
+    with (damaged / "metrics" / "orchestrator.jsonl").open("ab") as file:
+        file.write(b'{"kind": "training_step"}\n[1]\n\xff\xfe\n{"kind": 3, "time": "x"}\n{"time": 1.0, "kind"')
+    (segment,) = (damaged / "journal").glob("trajectories-*")
+    content = bytearray(segment.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 40] = b"x" * 40
+    segment.write_bytes(content)
+    (foreign / "recipe.json").write_text('{"name": "of another program"}')
+    empty.mkdir()
+    shutil.copy(runs / "one" / "recipe.json", empty)
+    async with serving(damaged, foreign, empty) as ask:
+        facets = await complete(ask)
+        assert 150 < facets["indexed"] < 160 or facets["unreadable"]
+        state = (await ask("runs/0/state"))[1]["state"]
+        assert state["skipped_rows"] == 4
+        for subject in ("state", "fates", "events", "weights", "facets", "rollouts"):
+            assert (await ask(f"runs/1/{subject}"))[0] == (await ask(f"runs/2/{subject}"))[0] == 200
+        await holds(lambda: _problem(ask, 1, "recipe.json cannot run"))
+        await holds(lambda: _problem(ask, 2, "has no journal yet: its orchestrator has not begun"))
+
+
+async def _problem(ask: Ask, run: int, told: str) -> bool:
+    problems = (await ask(f"runs/{run}/state"))[1]["problems"]
+    return any(told in problem and "Traceback" not in problem for problem in problems.values())
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no directory"):
+        check_runs([tmp_path / "nothing"])
+    told = CliRunner().invoke(app, ["page", str(tmp_path)])
+    assert isinstance(told.exception, ConfigError) and "is no run directory" in told.exception.message
+
+
+def test_only_loopback_is_served_without_keys(runs: Path) -> None:
+    assert keys_to_serve(runs / "one", "127.0.0.1") is None
+    with pytest.raises(ConfigError, match=r"may not listen on 0\.0\.0\.0 without keys"):
+        keys_to_serve(runs / "one", "0.0.0.0")
+
+
+async def test_with_keys_a_browser_logs_in_with_the_token_of_a_viewer(runs: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "keyed"
+    shutil.copytree(runs / "one", run_dir)
+    ring = make_keys(run_dir / "keys", "one")
+    who = keys_to_serve(run_dir, "0.0.0.0")
+    assert who is not None and who.role is Role.ORCHESTRATOR
+    with identity.used(who):
+        server = PageServer([run_dir], "127.0.0.1", 0)
+    port = await server.start()
+    trusted = ssl.create_default_context(cadata=(run_dir / "keys" / "ca.pem").read_text())
+    try:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted)) as session:
+
+            async def status(name: str, password: str) -> int:
+                shown = base64.b64encode(f"{name}:{password}".encode()).decode()
+                headers = {"Authorization": f"Basic {shown}"} if password else {}
+                async with session.get(f"https://127.0.0.1:{port}/", headers=headers) as answer:
+                    if answer.status == 401:
+                        assert answer.headers["WWW-Authenticate"].startswith("Basic realm=")
+                    return answer.status
+
+            viewer, agent = (as_role(ring, role).bundle.token for role in (Role.VIEWER, Role.CLIENT))
+            assert await status("anyone", viewer) == 200
+            assert await status("anyone", agent) == 403
+            assert (
+                await status("", "") == await status("viewer", "guess") == await status("viewer", f"{viewer}x") == 401
+            )
+            for header in ("Basic", "Basic !!", "Basic dmlld2Vy", "Digest x", f"Basic {viewer}"):
+                async with session.get(f"https://127.0.0.1:{port}/", headers={"Authorization": header}) as answer:
+                    assert answer.status == 401
+    finally:
+        await server.stop()
+
+
+def test_what_an_orchestrator_says_is_shown_as_it_says_it() -> None:
+    progress = run_pb2.RunProgress(
+        state=run_pb2.RUN_STATE_TRAINING,
+        waits=["trainer waits for rollouts"],
+        policies=[
+            run_pb2.PolicyProgress(policy="m", version=3, num_steps=9, num_buffered=7, trainer_state="not_joined")
+        ],
+        replicas=[run_pb2.ReplicaProgress(replica_id="a", num_slots=8, num_running=5, versions={"m": 2})],
+        stalls=[
+            run_pb2.Stall(component="replica/a", cause="no_free_disk", detail="full", advice="make room", chain=["x"])
+        ],
+    )
+    found = as_json(progress)
+    assert json.loads(json.dumps(found)) == found
+    assert (found["state"], found["waits"]) == ("training", ["trainer waits for rollouts"])
+    assert found["policies"][0]["step"] == 3 and found["policies"][0]["trainer"] == "not joined"
+    assert found["replicas"][0] | {"running": 5, "slots": 8, "versions": {"m": 2}} == found["replicas"][0]
+    assert found["stalls"][0]["cause"] == "no free disk" and found["stalls"][0]["chain"] == ["x"]
+
+
+def test_metrics_are_read_on_and_a_replaced_file_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    assert not tail.look()
+    row = json.dumps({"time": 1.0, "kind": "summary"})
+    path.write_text(f"{row}\n{row[:9]}")
+    assert tail.look() and len(tail.rows) == 1
+    path.write_text(f"{row}\n{row}\n")
+    assert tail.look() and len(tail.rows) == 2 and tail.num_skipped == 0
+    path.write_text(f"{row}\n")
+    assert tail.look() and len(tail.rows) == 1
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_texts_of_tokens_add_up_to_the_text() -> None:
+    tokenizer = qwen_like_tokenizer()
+    pieces = Pieces(tokenizer)
+    for text in ("plain words", "é漢🌾 and 👩‍🌾", "<|im_start|>user\nA<|im_end|>", "", "\n\n\t"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        found = pieces.of(ids)
+        assert "".join(found) == text and len(found) == len(ids)
+    half = tokenizer.encode("漢", add_special_tokens=False)[:1]
+    assert len(pieces.of(half * 3)) == 3, "bytes that are no character have a place each"
+    assert Pieces(None).of([7, 8]) == ["[7] ", "[8] "]
+
+
+def test_a_turn_after_the_policys_own_end_has_its_role() -> None:
+    marks = marks_of(qwen_like_tokenizer())
+    text = "\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+    found = [(turn.role, turn.text) for turn in turns([(True, "A.<|im_end|>"), (False, text)], marks)]
+    assert found == [("policy", "A."), ("user", "Go on.")]
+
+
+def test_the_first_record_of_a_slot_counts_and_a_group_may_be_unknown() -> None:
+    index = RolloutIndex()
+    facts: dict[str, Any] = {"task_group": "g", "slot": 0, "turns": 1, "version": 0, "stop": "stop", "written_at": 1.0}
+    with index.writing():
+        index.add_rollout(Rollout(number=1, reward=0.5, tokens=3, fate="waiting", **facts))
+        index.add_rollout(Rollout(number=2, reward=1.0, tokens=4, fate="waiting", **facts))
+    (row,) = index.list_(Filter())["rows"]
+    assert (row["number"], row["reward"], row["task_id"]) == (1, 0.5, None)
+    index.close()
+
+
+def test_a_thinned_curve_keeps_its_peaks() -> None:
+    points = [(float(n), float(n % 7)) for n in range(5000)]
+    points[2500] = (2500.0, 99.0)
+    assert len(thinned(points)) <= 400 and (2500.0, 99.0) in thinned(points)
+    assert thinned(points[:10]) == points[:10]
+
+
+def test_help_teaches() -> None:
+    told = CliRunner().invoke(app, ["page", "--help"], terminal_width=160)
+    assert told.exit_code == 0 and "8420" in told.output and "loopback" in told.output
+
+
+async def test_many_questions_at_once_are_all_answered(runs: Path) -> None:
+    async with serving(runs / "one") as ask:
+        await complete(ask)
+        paths = ["runs/0/rollouts", "runs/0/state", "runs/0/facets", "curves"] * 10
+        assert {status for status, _ in await asyncio.gather(*(ask(path) for path in paths))} == {200}

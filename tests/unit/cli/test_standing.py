@@ -1,0 +1,139 @@
+"""How a run stands from its directory, the newest run as the default of commands, and commands to a run without processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from services.cli.__main__ import app
+from services.cli.inspect.run_state import launcher_lock
+from services.cli.inspect.standing import INTERRUPTED, NOT_BEGUN, RUNNING, newest_run, standing
+from services.common.config.reading.loading import load_recipe, save_resolved
+from services.common.errors import ConfigError, InfrastructureError
+from services.common.telemetry.metrics import MetricsWriter, RowKind
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return make_run(tmp_path / "runs" / "quick", unused_tcp_port)
+
+
+def make_run(directory: Path, port: int) -> Path:
+    overrides = [f"run.id={directory.name}", f"orchestrator.port={port}"]
+    save_resolved(load_recipe(REPOSITORY / "recipes/quickstart", overrides, {}), directory)
+    return directory
+
+
+def train(run_dir: Path, steps: int) -> None:
+    (run_dir / "metrics").mkdir()
+    writer = MetricsWriter(run_dir / "metrics" / "orchestrator.jsonl")
+    writer.write(RowKind.EVALUATION, name="start/greedy", mean_reward=0.2)
+    for step in range(1, steps + 1):
+        writer.write(RowKind.TRAINING_STEP, policy="model0", step=step, rollout_reward_mean=step / 10)
+    writer.write(RowKind.EVALUATION, name="step-3/greedy", mean_reward=0.4)
+    writer.close()
+
+
+def end(run_dir: Path, state: str) -> None:
+    (run_dir / "summary.json").write_text(json.dumps({"state": state}))
+
+
+def millrace(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_a_run_that_has_only_its_directory_has_not_begun(run_dir: Path) -> None:
+    assert standing(run_dir).state == NOT_BEGUN
+    assert "no step yet" in "\n".join(standing(run_dir).lines())
+
+
+def test_a_run_without_processes_is_interrupted_and_tells_how_to_go_on(run_dir: Path) -> None:
+    train(run_dir, 4)
+    found = standing(run_dir)
+    assert (found.state, found.steps, found.reward) == (INTERRUPTED, {"model0": 4}, 0.4)
+    told = "\n".join(found.lines())
+    assert "model0 step 4/85, rollout reward 0.400" in told
+    assert "start/greedy: 0.200" in told and "step-3/greedy: 0.400" in told
+    assert f"millrace run --resume {run_dir}" in told
+
+
+def test_a_run_whose_launcher_lives_is_running(run_dir: Path) -> None:
+    with launcher_lock(run_dir):
+        found = standing(run_dir)
+    assert found.state == RUNNING and f"pid {os.getpid()}" in found.held_by
+    assert "--resume" not in "\n".join(found.lines())
+
+
+@pytest.mark.parametrize("state", ["finished", "stopped"])
+def test_a_run_that_is_over_says_so(run_dir: Path, state: str) -> None:
+    train(run_dir, 4)
+    end(run_dir, state)
+    assert standing(run_dir).state == state
+    assert "millrace trajectories" in standing(run_dir).lines()[-1]
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run directory"):
+        standing(tmp_path)
+
+
+def test_the_newest_run_is_the_one_begun_last(run_dir: Path, unused_tcp_port: int) -> None:
+    assert newest_run(Path("nowhere")) is None
+    later = make_run(run_dir.parent / "a-later-one", unused_tcp_port)
+    os.utime(run_dir / "recipe.json", (1, 1))
+    assert newest_run() == Path("runs") / later.name
+    os.utime(later / "recipe.json", (0, 0))
+    assert newest_run() == Path("runs") / run_dir.name
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(("state", "told"), [("", "quick: interrupted"), ("finished", "quick: finished")])
+def test_status_of_a_run_without_processes_is_no_error(run_dir: Path, state: str, told: str, named: bool) -> None:
+    train(run_dir, 4)
+    if state:
+        end(run_dir, state)
+    done = millrace("status", *([str(run_dir)] if named else []))
+    assert done.exit_code == 0, done.output
+    assert told in done.stdout and ("(the newest)" in done.stderr) is not named
+
+
+@pytest.mark.parametrize("state", ["", "finished", "stopped"])
+def test_stop_of_a_run_without_processes_says_that_there_is_nothing_to_stop(run_dir: Path, state: str) -> None:
+    train(run_dir, 4)
+    if state:
+        end(run_dir, state)
+    done = millrace("stop")
+    assert done.exit_code == 0, done.output
+    assert f"nothing to stop: runs/quick: {state or 'interrupted'}" in done.stdout
+
+
+def test_pause_of_a_run_without_processes_is_an_error_with_the_way_on(run_dir: Path) -> None:
+    train(run_dir, 4)
+    (run_dir / "journal").mkdir()
+    done = millrace("pause")
+    assert isinstance(done.exception, InfrastructureError) and "--resume" in done.exception.message
+
+
+@pytest.mark.parametrize(
+    "command", [["trajectories"], ["fate"], ["checkpoints"], ["export"], ["weights"], ["plot"], ["trace"]]
+)
+def test_reading_commands_without_any_run_say_so(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = millrace(*command)
+    assert isinstance(done.exception, ConfigError) and "there is no run in ./runs" in done.exception.message
+
+
+def test_reading_commands_take_the_newest_run(run_dir: Path) -> None:
+    train(run_dir, 4)
+    done = millrace("checkpoints")
+    assert done.exit_code == 0 and "runs/quick has no checkpoint yet" in " ".join(done.output.split())
+    assert "run: runs/quick (the newest)" in done.stderr

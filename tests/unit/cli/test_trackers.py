@@ -1,0 +1,183 @@
+"""Trackers as a user meets them: not installed, down, told once, sent later."""
+
+from __future__ import annotations
+
+import io
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from services.cli.__main__ import app
+from services.cli.check.launch import launch_problems
+from services.cli.watch.trackers_told import EVERY_S, TrackersTold
+from services.common import run_files
+from services.common.config.processes import trackers
+from services.common.config.processes.trackers import Tracker, missing_packages
+from services.common.config.reading.loading import load_recipe, save_resolved
+from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError
+from services.orchestrator.metrics.run_metrics import RunMetrics
+from services.orchestrator.trackers import process
+from services.orchestrator.trackers.follower import Follower
+from services.orchestrator.trackers.process import TrackersProcess, followed
+from services.orchestrator.trackers.sink import TrackerDown
+from tests.clock import Clock
+from tests.unit.orchestrator.trackers.rows import STEP, write_run
+from tests.waiting import WAIT_S, wait_until
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def recipe(*chosen: str) -> Recipe:
+    return load_recipe(ROOT / "recipes" / "quickstart", ["run.id=run0", f"run.trackers=[{','.join(chosen)}]"])
+
+
+@pytest.fixture
+def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "_is_installed", lambda _: False)
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_the_command(none_installed: None) -> None:
+    told = "\n".join(launch_problems(recipe("wandb", "otlp", "tensorboard")))
+    assert "pip install 'millrace[wandb]'" in told and "pip install 'millrace[otlp]'" in told
+    assert "tensorboard" not in told, "its files need no package"
+
+
+def test_packages_are_looked_for_without_importing_them() -> None:
+    assert missing_packages([Tracker.TENSORBOARD]) == []
+    for tracker in Tracker:
+        missing_packages([tracker])  # also where a parent package is absent
+
+
+@pytest.mark.parametrize(
+    ("chosen", "match"), [("mlflow", "wandb"), ("wandb,wandb", "named twice"), ("[wandb]", "trackers")]
+)
+def test_unknown_and_repeated_trackers_are_refused(chosen: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        recipe(*chosen.split(","))
+
+
+def test_no_tracker_and_tensorboard_alone_start_no_process(tmp_path: Path) -> None:
+    for chosen in ((), ("tensorboard",)):
+        assert followed(recipe(*chosen)) == []
+        TrackersProcess(recipe(*chosen), tmp_path).end()
+    assert not run_files.logs(tmp_path).exists()
+
+
+def test_without_tensorboard_there_are_no_event_files(tmp_path: Path) -> None:
+    for tensorboard in (False, True):
+        metrics = RunMetrics(tmp_path, tensorboard=tensorboard)
+        metrics.training_step("model0", 1, STEP)
+        metrics.close()
+        assert run_files.tensorboard(tmp_path).exists() == tensorboard
+
+
+def test_an_outage_and_its_end_are_told_once_and_the_rest_at_the_end(tmp_path: Path) -> None:
+    down = True
+
+    class Sink:
+        def send(self, rows: object) -> None:
+            if down:
+                raise TrackerDown("no answer from [red]")
+
+        def close(self) -> None:
+            pass
+
+    write_run(tmp_path)
+    follower, clock, output = Follower(tmp_path, "otlp", Sink), Clock(), io.StringIO()
+    told = TrackersTold(recipe("otlp"), tmp_path, Console(file=output, width=300), clock)
+
+    def look() -> None:
+        follower.poll()
+        for _ in range(3):
+            clock.now += EVERY_S
+            told.look()
+
+    look()
+    told.at_end()
+    assert output.getvalue().count("otlp does not take metrics (no answer from [red])") == 1
+    assert f"millrace track {tmp_path}" in output.getvalue().replace("\n", "")
+    down = False
+    look()
+    assert output.getvalue().count("takes metrics again") == 1
+    before = output.getvalue()
+    told.at_end()
+    assert output.getvalue() == before, "all is sent"
+
+
+def test_track_sends_what_is_left_and_says_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[object] = []
+    down = True
+
+    class Sink:
+        def send(self, rows: list[object]) -> None:
+            if down:
+                raise TrackerDown("no answer")
+            taken.extend(rows)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(trackers, "_is_installed", lambda _: True)
+    monkeypatch.setattr(process, "sink_maker", lambda *_: Sink)
+    save_resolved(recipe("otlp", "tensorboard"), tmp_path)
+    write_run(tmp_path)
+    refused = CliRunner().invoke(app, ["track", str(tmp_path)])
+    assert "otlp: no answer" in str(refused.exception) and "run this again later" in str(refused.exception)
+    down = False
+    sent = CliRunner().invoke(app, ["track", str(tmp_path)])
+    assert sent.exit_code == 0 and f"otlp: all {len(taken)} rows sent" in sent.output
+    again = CliRunner().invoke(app, ["track", str(tmp_path)])
+    assert again.exit_code == 0 and len(taken) == 13, "what a tracker has is not sent again"
+
+
+def test_track_does_not_wait_for_a_tracker_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    class Sink:
+        def send(self, rows: list[object]) -> None:
+            pass
+
+        def close(self) -> None:
+            released.wait(WAIT_S)
+
+    monkeypatch.setattr(trackers, "_is_installed", lambda _: True)
+    monkeypatch.setattr(process, "sink_maker", lambda *_: Sink)
+    monkeypatch.setattr(process, "SILENT_S", 0.05)
+    save_resolved(recipe("otlp"), tmp_path)
+    write_run(tmp_path)
+    refused = CliRunner().invoke(app, ["track", str(tmp_path)])
+    released.set()
+    assert "otlp: the log above says why" in str(refused.exception) and "run this again later" in str(refused.exception)
+
+
+def test_track_of_a_run_without_trackers_says_so(tmp_path: Path) -> None:
+    save_resolved(recipe("tensorboard"), tmp_path)
+    write_run(tmp_path)
+    assert "names none but tensorboard" in str(CliRunner().invoke(app, ["track", str(tmp_path)]).exception)
+    assert "no run directory" in str(CliRunner().invoke(app, ["track", str(tmp_path / "metrics")]).exception)
+
+
+@pytest.mark.needs("trackio")
+@pytest.mark.slow
+def test_the_process_follows_a_run_and_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    run_dir = tmp_path / "run0"
+    run_dir.mkdir()
+    save_resolved(recipe("trackio"), run_dir)
+    write_run(run_dir, steps=range(1, 3), summary=False)
+    running = TrackersProcess(recipe("trackio"), run_dir)
+    wait_until(lambda: (tmp_path / "trackio" / "quickstart.db").exists(), "trackio's database")
+    write_run(run_dir, steps=range(3, 5))
+    running.end()
+    import sqlite3
+
+    with sqlite3.connect(tmp_path / "trackio" / "quickstart.db") as database:
+        found = database.execute(
+            "select step from metrics where cast(metrics as text) like '%trainer/loss%'"
+        ).fetchall()
+    database.close()
+    assert sorted(step for (step,) in found) == [1, 2, 3, 4]

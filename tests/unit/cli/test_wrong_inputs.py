@@ -1,0 +1,140 @@
+"""Every wrong input of the table is told by ``millrace check``, with the key and the remedy."""
+
+from __future__ import annotations
+
+import collections
+import io
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from services.cli.check import hub
+from services.cli.check.recipe import check_recipe, describe
+from services.common.config.reading.loading import load_recipe
+from services.common.errors import ConfigError
+from tests.unit.cli.wrong_inputs import WRONG, Wrong, write_good
+from tests.unit.cli.wrong_mixtures import MIXTURES
+
+ALL = [*WRONG, *MIXTURES]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Knows no name; is away for one of them."""
+
+    def do_GET(self) -> None:
+        self.send_response(503 if "away" in self.path else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def hub_address() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join(30)
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    write_good(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path, hub_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the good recipe; its modules are forgotten afterwards."""
+    for name in ("HF_HUB_OFFLINE", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub_address)
+    monkeypatch.setattr("services.common.importing._directories", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    # No environment of an engine beside the sources, whatever `make sglang-env` or `make vllm-env` made.
+    monkeypatch.setattr("services.inference.engine.served.environment._REPOSITORY", tmp_path)
+    monkeypatch.delenv("MILLRACE_SGLANG_PYTHON", raising=False)
+    monkeypatch.delenv("MILLRACE_VLLM_PYTHON", raising=False)
+    hub._ask.cache_clear()
+    hub._unreachable.clear()
+    place = tmp_path / "mine"
+    shutil.copytree(good, place)
+    monkeypatch.chdir(tmp_path)
+    yield place
+    for name in [name for name, module in sys.modules.items() if str(place) in str(getattr(module, "__file__", ""))]:
+        del sys.modules[name]
+    hub._ask.cache_clear()
+    hub._unreachable.clear()
+
+
+def apply(folder: Path, wrong: Wrong) -> None:
+    file = folder / "recipe.yaml"
+    tree = yaml.safe_load(file.read_text())
+    for path, value in wrong.settings.items():
+        below = tree
+        *above, last = path.split(".")
+        for key in above:
+            below = below.setdefault(key, {})
+        below[last] = value
+    text = yaml.safe_dump(tree, sort_keys=False)
+    file.write_text(wrong.edit(text) if wrong.edit else text)
+    for name, content in wrong.files.items():
+        if content is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def checked(folder: Path, wrong: Wrong) -> str:
+    """The output of ``millrace check``: the error, or the description with its yellow lines."""
+    try:
+        recipe = load_recipe(folder, wrong.overrides, {})
+        told = check_recipe(recipe)
+    except ConfigError as error:
+        return error.message
+    output = io.StringIO()
+    Console(file=output, width=10_000).print(describe(recipe, told))
+    return output.getvalue()
+
+
+def test_the_good_recipe_passes_and_shows_its_first_row(folder: Path) -> None:
+    shown = checked(folder, Wrong("good", ()))
+    assert "mine is ready to run: 100 training steps" in shown
+    assert "first row as a prompt of 24 tokens" in shown and "What is 0 plus 0?" in shown
+    assert "first row scored by my_rewards:exact: 0 for an empty answer, 1 for the row's own answer" in shown
+
+
+def test_check_shows_a_row_of_each_source(folder: Path) -> None:
+    (folder / "other.jsonl").write_text('{"problem": "Spell cat", "answer": "c a t"}\n')
+    own = {"path": "./other.jsonl", "weight": 2, "workflow": {"settings": {"reward": "my_rewards:words"}}}
+    apply(folder, Wrong("mixture", (), {"data.train": [{"path": "./rows.jsonl"}, own]}))
+    shown = checked(folder, Wrong("mixture", ()))
+    assert "first row of rows as a prompt of 24 tokens" in shown and "What is 0 plus 0?" in shown
+    assert "first row of other as a prompt" in shown and "Spell cat" in shown
+    assert "first row of rows scored by my_rewards:exact" in shown
+    assert "first row of other scored by my_rewards:words: 0 for an empty answer, 3 for the row's own answer" in shown
+
+
+@pytest.mark.parametrize("wrong", ALL, ids=lambda wrong: wrong.name)
+def test_a_wrong_input_is_told_with_key_and_remedy(folder: Path, wrong: Wrong) -> None:
+    apply(folder, wrong)
+    shown = checked(folder, wrong)
+    assert [part for part in wrong.told if part not in shown] == [], shown
+
+
+def test_the_tables_have_at_least_150_inputs_with_names_of_their_own() -> None:
+    names: Mapping[str, int] = collections.Counter(wrong.name for wrong in ALL)
+    assert len(ALL) >= 150 and max(names.values()) == 1
+    assert all(wrong.told for wrong in ALL)

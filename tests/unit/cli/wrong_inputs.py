@@ -1,0 +1,339 @@
+"""Wrong inputs of new users: a recipe's settings and files, with the parts that the message about each must have.
+
+``WRONG`` is the table. An input is refused with a ``ConfigError``, or, where it may be meant, told before "is ready to run".
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HEADER = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+TEMPLATE = "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%- endfor -%}<|im_start|>assistant\n"
+ROWS = [{"id": str(i), "problem": f"What is {i} plus {i}?", "answer": str(2 * i)} for i in range(12)]
+REWARDS = """
+import asyncio
+constant = 5
+def exact(task, completion): return float(completion == task["answer"])
+def one(completion): return 1.0
+def three(task, completion, weight): return 1.0
+def lacks(task, completion): return float(completion == task["solution"])
+def nothing(task, completion): float(completion == task["answer"])
+async def later(task, completion): await asyncio.sleep(0)
+def text(task, completion): return "right"
+def nan(task, completion): return float("nan")
+def divides(task, completion): return 1 / len(completion)
+def rows(seed): yield from [{"problem": "a", "answer": "b"}]
+def bad_rows(seed): yield from ["a", "b"]
+def raising_rows(seed): raise ValueError("no such file")
+def endless(seed):
+    while True: yield {"problem": "a", "answer": "b"}
+class NoFlow: pass
+def words(task, completion): return float(len(completion.split()))
+"""
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """``told``: parts of the message. ``settings``: by path, over the good recipe. ``files``: written beside it; None removes
+    one. ``edit``: changes the text of the recipe."""
+
+    name: str
+    told: Sequence[str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes | str | None] = field(default_factory=dict)
+    edit: Callable[[str], str] | None = None
+    overrides: Sequence[str] = ()
+
+
+def write_good(folder: Path) -> None:
+    """A recipe that passes, with a model of random bytes, a true tokenizer, rows and rewards."""
+    from services.common.tiny.models import train_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(
+        ["What is 1 plus 2?"], vocabulary=300, special_tokens=["<|im_start|>", "<|im_end|>"], chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(folder / "model")
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "max_position_embeddings": 1024,
+        "vocab_size": 300,
+        "model_type": "qwen3",
+    }
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    (folder / "model" / "model.safetensors").write_bytes(struct.pack("<Q", len(HEADER)) + HEADER + bytes(8))
+    (folder / "rows.jsonl").write_text(lines(ROWS))
+    (folder / "my_rewards.py").write_text(REWARDS)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(GOOD, sort_keys=False))
+
+
+def lines(rows: Sequence[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+GOOD: dict[str, Any] = {
+    "extends": "base",
+    "name": "mine",
+    "policies": {
+        "model0": {
+            "model": {"path": "./model", "context_length": 128},
+            "batch": {"size": 64},
+            "trainer": {"port": 0},
+            "weights": {"port": 0},
+        }
+    },
+    "workflow": {"name": "single_turn", "settings": {"reward": "my_rewards:exact"}},
+    "data": {"train": {"path": "./rows.jsonl"}},
+    "evaluation": {"at_start": False, "at_end": False},
+    "orchestrator": {"port": 0},
+    "inference": {"a": {"port": 0}},
+    "envgateway": {"port": 0},
+}
+MODEL, TRAIN, REWARD = "policies.model0.model.path", "data.train", "workflow.settings.reward"
+CONFIG, TOKENIZER, WEIGHTS = "model/config.json", "model/tokenizer_config.json", "model/model.safetensors"
+OPTIMIZER, BATCH = "policies.model0.optimizer", "policies.model0.batch"
+HELD_OUT = {"data.evaluation": {"held_out": {"path": "./rows.jsonl"}}}
+
+
+def rows(name: str, told: Sequence[str], content: bytes | str, file: str = "rows.jsonl", **settings: Any) -> Wrong:
+    return Wrong(name, told, {"data.train": {"path": f"./{file}", **settings}}, {file: content})
+
+
+def reward(name: str, path: Any, *told: str, files: Mapping[str, bytes | str | None] | None = None) -> Wrong:
+    return Wrong(name, told, {REWARD: path}, files or {})
+
+
+def setting(path: str, value: Any, *told: str) -> Wrong:
+    return Wrong(f"{path} {value}", told or (path,), {path: value})
+
+
+def template(name: str, text: str, *told: str) -> Wrong:
+    return Wrong(name, told, files={"model/chat_template.jinja": text})
+
+
+WRONG = [
+    # -- the model
+    Wrong("no model directory", (MODEL, "nowhere", "model directory"), {MODEL: "./nowhere"}),
+    Wrong("absolute path that is not there", (MODEL, "/nowhere", "model directory"), {MODEL: "/nowhere/model"}),
+    Wrong("model is a file", (MODEL, "rows.jsonl", "no directory"), {MODEL: "./rows.jsonl"}),
+    Wrong("no config.json", (MODEL, "holds no config.json"), files={CONFIG: None}),
+    Wrong("config.json cut off", (MODEL, "config.json cannot be read", "copy it again"), files={CONFIG: '{"a":'}),
+    Wrong("config.json a list", (MODEL, "no JSON object"), files={CONFIG: "[]"}),
+    Wrong("no tokenizer", (MODEL, "holds no tokenizer_config.json"), files={TOKENIZER: None}),
+    Wrong("no weights", (MODEL, "holds no weights"), files={WEIGHTS: None}),
+    Wrong("pickled weights", (MODEL, "pickled", "convert"), files={WEIGHTS: None, "model/pytorch_model.bin": b"x"}),
+    Wrong("weights cut off", (MODEL, "bytes of", "copy it again"), files={WEIGHTS: struct.pack("<Q", len(HEADER)) + HEADER}),
+    Wrong("weights are text", (MODEL, "no safetensors file"), files={WEIGHTS: "version https://git-lfs"}),
+    Wrong("no chat template", (MODEL, "no chat template", "chat_template.jinja"), files={"model/chat_template.jinja": None}),
+    template("template with a syntax error", "{% for m in messages %}", MODEL, "chat template", "fails"),
+    template("template that refuses", "{{ raise_exception('no system') }}", MODEL, "chat template", "no system"),
+    template("template without the assistant", "{{ messages[0].content }}", MODEL, "does not show the content of assistant"),
+    Wrong("gpt2 with its 1024 positions", (MODEL, "no chat template", "has 1024 positions", "at most 1024"),
+          {"policies.model0.model.context_length": 4096},
+          {CONFIG: '{"architectures": ["GPT2LMHeadModel"], "n_positions": 1024, "vocab_size": 50257}',
+           "model/chat_template.jinja": None}),
+    Wrong("context beyond the model", ("context_length is 4096", "1024 positions", "at most 1024"),
+          {"policies.model0.model.context_length": 4096}),
+    Wrong("an encoder", (MODEL, "BertForMaskedLM", "no causal language model"),
+          files={CONFIG: '{"architectures": ["BertForMaskedLM"], "vocab_size": 300}'}),
+    Wrong("another model's tokenizer", (MODEL, "tokens", "vocab_size of its config.json is 100"),
+          files={CONFIG: '{"architectures": ["Qwen3ForCausalLM"], "vocab_size": 100}'}),
+    setting("policies.model0.model.context_length", 4, "context_length", "greater than or equal to 8"),
+    setting("policies.model0.model.context_length", "4k", "context_length", "'4k'", "integer"),
+    Wrong("hub name with two slashes", (MODEL, "no name of the hub either"), {MODEL: "Qwen/Qwen3/0.6B"}),
+    Wrong("hub name with a space", (MODEL, "no name of the hub either"), {MODEL: "Qwen/Qwen3 0.6B"}),
+    Wrong("hub name that does not exist", (MODEL, "Qwen/Qwen9-1B", "the hub has no model", "404"), {MODEL: "Qwen/Qwen9-1B"}),
+    Wrong("hub name while the hub is away", (MODEL, "away/model", "cannot be asked", "hf download away/model"),
+          {MODEL: "away/model"}),
+    Wrong("data set that does not exist", ("data.train.path", "me/rows", "the hub has no dataset"),
+          {TRAIN: {"path": "me/rows"}}),
+    Wrong("no model at all", (MODEL, "missing", "warm_start.model0"), {"policies.model0.model": {"context_length": 128}}),
+    setting(MODEL, 3, MODEL, "valid string"),
+    # -- the rows
+    Wrong("no such file", ("data.train.path", "nowhere.jsonl", "does not exist"), {TRAIN: {"path": "./nowhere.jsonl"}}),
+    Wrong("no such CSV file", ("data.train.path", "nowhere.csv", "does not exist"), {TRAIN: {"path": "nowhere.csv"}}),
+    Wrong("no such directory", ("data.train.path", "/nowhere/rows", "does not exist"), {TRAIN: {"path": "/nowhere/rows"}}),
+    rows("empty file", (TRAIN, "holds no rows"), ""),
+    rows("no JSON", (TRAIN, "row 1", "not valid JSON"), "question: 1+1\n"),
+    rows("arrays", (TRAIN, "row 1", "must be a JSON object, not list"), "[1]\n[2]\n"),
+    rows("half of the rows broken", (TRAIN, "1 of 2 rows cannot be used", "row 2"), lines(ROWS[:1]) + "{\n"),
+    rows("semicolons", (TRAIN, "one column", "','"), "problem;answer\n1+1;2\n", "rows.csv"),
+    rows("a column named twice", (TRAIN, "'answer' twice"), "problem,answer,answer\n1+1,2,2\n", "rows.csv"),
+    rows("a comma without quotes", (TRAIN, "line 2", "3 values", "quotes"), "problem,answer\n1,000+1,1001\n", "rows.csv"),
+    rows("latin-1", (TRAIN, "not in UTF-8"), "problem,answer\ncafé,1\n".encode("latin-1"), "rows.csv"),
+    rows("a CSV file without the column", (TRAIN, "row 1 has no prompt", "'text'"), "text,answer\na,b\n", "rows.csv"),
+    rows("one JSON object", (TRAIN, "one JSON object", "'data'"), '{"data": [{"problem": "a"}],\n "n": 1}', "rows.json"),
+    rows("an array of texts", (TRAIN, "element 1", "not str"), '["a", "b"]', "rows.json"),
+    rows("an Excel file", (TRAIN, "no kind that is read", ".csv"), b"PK\x03\x04", "rows.xlsx"),
+    rows("a packed file", (TRAIN, "packed", "unpack"), b"\x1f\x8b", "rows.jsonl.gz"),
+    rows("a Parquet file that is none", (TRAIN, "rows.parquet", "cannot be loaded"), b"PAR0", "rows.parquet"),
+    rows("no prompt", (TRAIN, "row 1 has no prompt", "'text'"), lines([{"text": "a", "answer": "b"}])),
+    rows("null prompts", (TRAIN, "row 1: problem is null"), lines([{"problem": None, "answer": "b"}])),
+    rows("empty prompts", (TRAIN, "row 1: problem is empty"), lines([{"problem": " ", "answer": "b"}])),
+    rows("a number as prompt", (TRAIN, "neither text nor a list of messages"), lines([{"problem": 5, "answer": "b"}])),
+    rows("texts as messages", (TRAIN, "neither text nor a list"), lines([{"messages": ["a"], "answer": "b"}])),
+    rows("messages without roles", (TRAIN, "neither text nor a list"), lines([{"messages": [{"content": "a"}]}])),
+    rows("no messages", (TRAIN, "neither text nor a list"), lines([{"messages": [], "answer": "b"}])),
+    Wrong("prompt_field that does not exist", (TRAIN, "looked for promt", "problem"),
+          {"workflow.settings.prompt_field": "promt"}),
+    Wrong("no answers for math", (TRAIN, "no answer", "ground_truth"), {REWARD: "math"}, {"rows.jsonl": lines([{"problem": "a"}])}),
+    rows("a column that does not exist", (TRAIN, "columns.prompt", "'question'", "problem"), lines(ROWS),
+         columns={"prompt": "question"}),
+    rows("a column behind another", (TRAIN, "columns.messages instead"), lines([{"messages": "a", "x": "b"}]),
+         columns={"prompt": "x"}),
+    rows("an id that does not exist", (TRAIN, "no field 'uid'"), lines(ROWS), id_field="uid"),
+    rows("one id for all", (TRAIN, "3 of 4 rows", "must be unique"), lines([{**row, "id": "x"} for row in ROWS[:4]]),
+         id_field="id"),
+    rows("limit 0", ("data.train.limit", "greater than or equal to 1"), lines(ROWS), limit=0),
+    rows("an unknown form", ("data.train.form", "'maths'"), lines(ROWS), form="maths"),
+    rows("samples per training task", ("samples_per_task", "rollout.group_size"), lines(ROWS), samples_per_task=4),
+    rows("every prompt too long", (TRAIN, "every prompt", "127 tokens", "context_length"),
+         lines([{"problem": "long " * 400, "answer": "b"}])),
+    rows("some prompts too long", (TRAIN, "1 of 13 prompts", "max_prompt_tokens: 127"),
+         lines([*ROWS, {"problem": "long " * 400, "answer": "b"}])),
+    Wrong("two sources", (TRAIN, "exactly one", "write null"), {TRAIN: {"path": "./rows.jsonl", "name": "gsm8k"}}),
+    Wrong("no source", (TRAIN, "exactly one"), {TRAIN: {"limit": 5}}),
+    Wrong("an unknown data set", (TRAIN, "'gsm9k'", "gsm8k"), {TRAIN: {"name": "gsm9k"}}),
+    Wrong("no generator module", (TRAIN, "no module 'nowhere'"), {TRAIN: {"generator": "nowhere:rows"}}),
+    Wrong("no generator function", (TRAIN, "no 'row'", "rows"), {TRAIN: {"generator": "my_rewards:row"}}),
+    Wrong("generator's setting", (TRAIN, "my_rewards:rows", "def rows(seed, split)"),
+          {TRAIN: {"generator": "my_rewards:rows", "settings": {"split": "a"}}}),
+    Wrong("generator of texts", (TRAIN, "row 1", "must be a mapping"), {TRAIN: {"generator": "my_rewards:bad_rows"}}),
+    Wrong("generator that raises", (TRAIN, "my_rewards.py:", "raised ValueError", "no such file"), {TRAIN: {"generator": "my_rewards:raising_rows"}}),
+    Wrong("evaluation without data", ("data.evaluation is missing", "at_start"), {"evaluation": {"at_start": True}}),
+    Wrong("evaluation on training rows", ("12 of 12 tasks", "overlap with data.train"), HELD_OUT),
+    # -- the reward
+    reward("a misspelt reward", "maths", REWARD, "'maths'", "did you mean 'math'"),
+    reward("a dot for a colon", "my_rewards.exact", REWARD, "did you mean 'my_rewards:exact'"),
+    reward("no module", "nowhere:exact", "no module 'nowhere'", "current directory"),
+    reward("no function", "my_rewards:exat", "no 'exat'", "exact", "my_rewards.py"),
+    reward("no function but a number", "my_rewards:constant", "type int", "def reward(task, completion)"),
+    reward("one argument", "my_rewards:one", "my_rewards.py:5", "def reward(task, completion)"),
+    reward("three arguments", "my_rewards:three", "my_rewards.py:6", "def reward(task, completion)"),
+    reward("a column that the rows lack", "my_rewards:lacks", "my_rewards.py:7", "KeyError: 'solution'", "id, problem, answer"),
+    reward("no return", "my_rewards:nothing", "my_rewards.py:8", "returned None", "`return` missing"),
+    reward("no return, async", "my_rewards:later", "returned None", "`return` missing"),
+    reward("a word", "my_rewards:text", "returned 'right'", "finite number"),
+    reward("NaN", "my_rewards:nan", "returned nan", "finite number"),
+    reward("fails on an empty answer", "my_rewards:divides", "my_rewards.py:12", "ZeroDivisionError", "an empty answer"),
+    reward("a number", 3, REWARD, "valid string"),
+    reward("a syntax error", "broken_syntax:f", "broken_syntax.py:2", "SyntaxError", files={"broken_syntax.py": "\ndef f(:\n"}),
+    reward("an import that is missing", "needs_other:f", "needs_other.py:1", "'no_such_package'", "not installed",
+           files={"needs_other.py": "import no_such_package\n"}),
+    Wrong("math without a gateway", (REWARD, "'math'", "envgateway is null"), {REWARD: "math", "envgateway": None}),
+    Wrong("code without tests", (TRAIN, "no tests with a kind"), {REWARD: "code"}),
+    # -- the workflow
+    setting("workflow.name", "singel_turn", "workflow.name", "'singel_turn'", "single_turn"),
+    setting("workflow.name", "my_rewards:NoFlow", "is no workflow", "my_rewards.py"),
+    setting("workflow.name", "nowhere:Flow", "no module 'nowhere'"),
+    setting("workflow.settings.max_turns", 3, "workflow.settings.max_turns", "unknown key"),
+    setting("workflow.settings.policy", "actor", "'actor'", "model0"),
+    setting("workflow.settings.instruction", None, "workflow.settings.instruction", "valid string"),
+    Wrong("an environment that is not there", ("workflow.settings.environment is 'chess'", "textworld", "envgateway.environments"),
+          {"workflow": {"name": "agent_env", "settings": {"environment": "chess"}}}),
+    Wrong("a misspelt MCP server", ("'mcp:serch'", "did you mean 'mcp:search'"),
+          {"workflow": {"name": "tool_use", "settings": {"tools": ["mcp:serch"], "reward": "math"}},
+           "envgateway": {"mcp": {"search": {"command": ["true"]}}}}),
+    Wrong("an MCP server without a way to it", ("envgateway.mcp.search", "either `command`", "`url`", "neither is set"),
+          {"envgateway": {"mcp": {"search": {}}}}),
+    Wrong("an MCP server without a scheme", ("envgateway.mcp.search", "localhost:80", "http://"),
+          {"envgateway": {"mcp": {"search": {"url": "localhost:80"}}}}),
+    Wrong("tasks of reasoning-gym graded as math", ("workflow.settings.reward: reasoning_gym",),
+          {"data": {"train": {"reasoning_gym": "chain_sum"}}, "workflow": {"name": "single_turn", "settings": {}}}),
+    Wrong("reasoning-gym's reward for other rows", ("no task of reasoning-gym", "name another reward"),
+          {"workflow": {"name": "single_turn", "settings": {"reward": "reasoning_gym"}}}),
+    Wrong("a size without reasoning-gym", ("size is 9", "write limit: 9"), {"data.train.size": 9}),
+    Wrong("tasks of Harbor without their tests", ("data.train.harbor", "write workflow: {name: agent_env, settings: {environment: harbor}}"),
+          {"data": {"train": {"harbor": "./tasks"}}, "workflow": {"name": "single_turn", "settings": {"reward": "math"}}}),
+    Wrong("a directory of tasks that is not there", ("there is no directory", "tasks"),
+          {"data": {"train": {"harbor": "./tasks"}}, "workflow": {"name": "agent_env", "settings": {"environment": "harbor"}}}),
+    Wrong("two actions of one name", ("envgateway.gymnasium.lake", "a name of its own"),
+          {"envgateway": {"gymnasium": {"lake": {"id": "FrozenLake-v1", "actions": ["left", "Left"]}}}}),
+    Wrong("a gymnasium environment of a name that is taken", ("envgateway.gymnasium.webshop", "another name"),
+          {"workflow": {"name": "agent_env", "settings": {"environment": "webshop"}},
+           "envgateway": {"gymnasium": {"webshop": {"id": "FrozenLake-v1"}}}}),
+    Wrong("an environment without a gateway", ("agent_env", "envgateway", "is null"),
+          {"workflow": {"name": "agent_env"}, "envgateway": None}),
+    setting("modules", ["/nowhere"], "modules names /nowhere", "no directory"),
+    Wrong("dialogues that are not there", ("warm_start.model0.dialogues", "nowhere.jsonl", "neither an existing file"),
+          {"policies.model0.model": {"context_length": 128},
+           "warm_start": {"model0": {"builder": "millrace:tiny_model", "dialogues": "./nowhere.jsonl"}}}),
+    # -- numbers
+    setting(f"{OPTIMIZER}.lr", 1, f"{OPTIMIZER}.lr is 1", "at most 0.1"),
+    setting(f"{OPTIMIZER}.lr", 0, f"{OPTIMIZER}.lr", "greater than 0"),
+    setting(f"{OPTIMIZER}.lr", -1e-6, f"{OPTIMIZER}.lr", "greater than 0"),
+    setting(f"{OPTIMIZER}.lr", "fast", f"{OPTIMIZER}.lr", "'fast'", "valid number"),
+    setting(f"{OPTIMIZER}.lr", float("nan"), f"{OPTIMIZER}.lr"),
+    setting(f"{OPTIMIZER}.betas", [1.0, 0.9], f"{OPTIMIZER}", "betas must lie in [0, 1)"),
+    setting(f"{OPTIMIZER}.schedule", "cosin", f"{OPTIMIZER}.schedule", "'cosine'"),
+    setting(f"{BATCH}.size", 63, f"{BATCH}.size is 63", "whole groups of 8", "56 or 64"),
+    setting(f"{BATCH}.size", 4, f"{BATCH}.size is 4", "whole groups of 8", "write 8"),
+    setting(f"{BATCH}.size", 0, f"{BATCH}.size", "greater than or equal to 1"),
+    setting(f"{BATCH}.minibatches", 7, f"{BATCH}.minibatches is 7", "64", "4 or 8"),
+    setting(f"{BATCH}.minibatches", 1000, f"{BATCH}.minibatches (1000)", "batch.size (64)"),
+    setting(f"{BATCH}.max_staleness", -1, f"{BATCH}.max_staleness", "greater than or equal to 0"),
+    setting(f"{BATCH}.replay.ratio", 1, f"{BATCH}.replay.ratio", "less than 1"),
+    setting("rollout.group_size", 1, "dynamic_sampling", "group_size to 2"),
+    setting("rollout.group_size", 0, "rollout.group_size", "greater than or equal to 1"),
+    setting("rollout.group_size", 7, f"{BATCH}.size is 64", "whole groups of 7", "63 or 70"),
+    Wrong("pass@k beyond the group", ("pass_k (9)", "group_size (8)"),
+          {"policies.model0.algorithm.pass_k": 9, "policies.model0.algorithm.advantage": "pass_at_k"}),
+    setting("policies.model0.algorithm.pass_k", 4, "pass_at_k and pass_k belong together"),
+    setting("policies.model0.algorithm.name", "grop", "policies.model0.algorithm.name", "'grop'"),
+    setting("run.steps", -1, "run.steps", "greater than or equal to 0"),
+    setting("run.steps", "many", "run.steps", "'many'", "integer"),
+    setting("sampling.temperature", 0, "sampling.temperature is 0", "above 0"),
+    setting("sampling.top_p", 2, "sampling.top_p", "less than or equal to 1"),
+    setting("sampling.max_new_tokens", 128, "sampling.max_new_tokens (128)", "context_length (128)"),
+    setting("sampling.min_new_tokens", 100, "min_new_tokens 100 exceeds max_new_tokens 64"),
+    setting("inference.a.num_slots", 0, "inference.a.num_slots", "greater than or equal to 1"),
+    setting("inference.a.engine", "vlm", "inference.a.engine", "'vlm'", "torch"),
+    setting("evaluation.every", -5, "evaluation.every", "greater than or equal to 0"),
+    Wrong("a group that no service can play", ("rollout.group_size is 128", "64 slots", "more slots"),
+          {"rollout.group_size": 128, f"{BATCH}.size": 128}),
+    Wrong("a warm-up longer than the run", ("warmup_updates is 1000", "the run has 100 updates"),
+          {f"{OPTIMIZER}.warmup_updates": 1000}),
+    Wrong("an evaluation's budget beyond the context", ("evaluation.samplings.greedy.max_new_tokens (500)", "(128)"),
+          {**HELD_OUT, "evaluation": {"samplings": {"greedy": {"temperature": 0, "max_new_tokens": 500}}}}),
+    setting("run.steps", 0, "run.steps is 0", "nothing to do"),
+    setting("workflow.settings.max_prompt_tokens", 5, "5 tokens that workflow.settings.max_prompt_tokens allows"),
+    # -- structure
+    Wrong("a key twice", ("recipe.yaml:", "name is there twice", "line 2"), edit=lambda text: f"{text}name: other\n"),
+    Wrong("tabs", ("recipe.yaml", "not valid YAML"), edit=lambda text: f"{text}run:\n\tsteps: 3\n"),
+    Wrong("an empty recipe", ("recipe.yaml", "holds no mapping"), edit=lambda text: ""),
+    Wrong("a list", ("recipe.yaml", "holds no mapping"), edit=lambda text: "- name: mine\n"),
+    Wrong("extends what does not exist", ("extends", "'bse'", "base"), {"extends": "bse"}),
+    Wrong("extends a file that does not exist", ("extends", "nowhere.yaml", "does not exist"), {"extends": "../nowhere.yaml"}),
+    Wrong("extends itself", ("extends itself",), {"extends": "recipe.yaml"}),
+    setting("batch_size", 64, "batch_size: unknown key", "policies.<name>.batch.size"),
+    setting("learning_rate", 1e-6, "learning_rate: unknown key", "policies.<name>.optimizer.lr"),
+    setting("policies.model0.lr", 1e-6, "policies.model0.lr: unknown key", "policies.<name>.optimizer.lr"),
+    setting("policies.model0.optimzer", {"lr": 1e-6}, "policies.model0.optimzer", "did you mean 'optimizer'"),
+    setting("num_generations", 8, "num_generations: unknown key", "rollout.group_size"),
+    setting("max_steps", 8, "max_steps: unknown key", "run.steps"),
+    setting("policies", {}, "policies", "at least 1"),
+    setting("policies.model0", None, "policies.model0", "keys and values below it"),
+    setting("policies.model0.model", "Qwen/Qwen3-0.6B", "policies.model0.model", "such as {path: Qwen/Qwen3-0.6B}"),
+    setting("name", "my/run", "name", "'my/run'", "leave out `/`"),
+    Wrong("--set without a value", ("--set 'run.steps'", "a.b=value"), overrides=["run.steps"]),
+    Wrong("--set with broken YAML", ("--set", "not valid YAML"), overrides=["run={steps: 3"]),
+    Wrong("--set of an unknown key", ("run.step", "unknown key", "'steps'"), overrides=["run.step=3"]),
+    # -- this machine
+    setting("run.dir", "/proc/runs", "run.dir is /proc/runs", "cannot be written", "another directory"),
+    Wrong("run.dir is a file", ("run.dir", "rows.jsonl is a file"), {"run.dir": "./rows.jsonl"}),
+    setting("run.id", "a/b", "run.id", "'a/b'", "leave out `/`"),
+    setting("orchestrator.port", 70000, "orchestrator.port", "less than or equal to 65535"),
+    Wrong("one port twice", ("orchestrator.port", "inference.a.port", "both 29999"), {"orchestrator.port": 29999, "inference.a.port": 29999}),
+    Wrong("every interface without keys", ("security.tls is off", "0.0.0.0"),
+          {"orchestrator.host": "0.0.0.0", "security.tls": "off"}),
+    Wrong("GPUs that are not here", ("NVIDIA GPU", "--profile tiny"), {"inference.a.gpus": [0]}),
+    Wrong("vllm that is not installed", ("inference.a.engine is vllm", "not installed", "MILLRACE_VLLM_PYTHON"), {"inference.a.engine": "vllm"}),
+    Wrong("sglang that is not installed", ("inference.a.engine is sglang", "not installed"), {"inference.a.engine": "sglang"}),
+]  # fmt: skip

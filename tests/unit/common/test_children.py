@@ -1,0 +1,146 @@
+"""Child processes: groups end as a whole, a child that fails an exchange is lost, and a message tells how a child ended."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from services.common.system.children import (
+    TAIL_BYTES,
+    AnsweringChild,
+    ChildLostError,
+    how_ended,
+    last_lines,
+    process_group,
+)
+from tests.running import is_running
+
+WAIT_S = 15.0
+
+
+async def until_gone(pid: int) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while is_running(pid):
+            await asyncio.sleep(0.01)
+
+
+async def until_written(path: Path) -> int:
+    async with asyncio.timeout(WAIT_S):
+        while not (path.exists() and path.read_text()):
+            await asyncio.sleep(0.01)
+    return int(path.read_text())
+
+
+def program(folder: Path) -> tuple[str, ...]:
+    """A shell that starts a child and tells its process id."""
+    return "/bin/sh", "-c", f"sleep 60 & echo $! > {folder}/child; wait"
+
+
+async def test_a_block_that_ends_leaves_no_child_of_the_process(tmp_path: Path) -> None:
+    async with process_group(*program(tmp_path)) as process:
+        child = await until_written(tmp_path / "child")
+    assert process.returncode == -9
+    await until_gone(child)
+
+
+async def test_a_cancellation_while_the_process_starts_leaves_no_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, started, may_go_on = asyncio.create_subprocess_exec, asyncio.Event(), asyncio.Event()
+
+    async def slow(*command: str, **options: bool) -> asyncio.subprocess.Process:
+        process = await real(*command, **options)  # type: ignore[arg-type]
+        started.set()
+        await may_go_on.wait()
+        return process
+
+    async def play() -> None:
+        async with process_group(*program(tmp_path)):
+            raise AssertionError("it was cancelled before")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow)
+    playing = asyncio.create_task(play())
+    await asyncio.wait_for(started.wait(), WAIT_S)
+    child = await until_written(tmp_path / "child")
+    playing.cancel()
+    await asyncio.sleep(0)
+    may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    await until_gone(child)
+
+
+def shell(program: str, *, own_group: bool = False) -> AnsweringChild:
+    return AnsweringChild("the shell", ["/bin/sh", "-c", program], own_group=own_group)
+
+
+def test_a_child_answers_each_question_and_ends_at_the_end_of_its_input() -> None:
+    child = shell("exec cat")
+    assert child.ask("an echo", WAIT_S, {"a": 1}) == {"a": 1}
+    assert child.ask("an echo", WAIT_S, {"b": "ä"}) == {"b": "ä"}
+    child.close(WAIT_S)
+    assert child.poll() == 0
+
+
+@pytest.mark.parametrize("program", ["exit 3", "printf '{\"half\": 1'"])
+def test_a_child_that_ends_without_a_whole_line_is_lost(program: str) -> None:
+    child = shell(program)
+    with pytest.raises(ChildLostError, match="the shell ended during its start"):
+        child.ask("its start", WAIT_S)
+    child.close()
+
+
+def test_a_silent_child_is_killed_so_that_no_late_answer_meets_a_later_question() -> None:
+    child = shell("exec sleep 60")
+    with pytest.raises(ChildLostError, match=r"an answer took longer than 0.1 s"):
+        child.ask("an answer", 0.1, {"a": 1})
+    child.wait(WAIT_S)
+    assert child.poll() == -signal.SIGKILL
+    with pytest.raises(ChildLostError, match="ended during another answer"):
+        child.ask("another answer", WAIT_S, {"a": 2})
+    child.close()
+
+
+def test_a_program_that_does_not_exist_is_a_lost_child() -> None:
+    with pytest.raises(ChildLostError, match="the program could not be started"):
+        AnsweringChild("the program", ["/does/not/exist"])
+
+
+def test_a_child_that_ignores_the_end_of_its_input_is_killed_after_the_grace() -> None:
+    child = shell("exec sleep 60")
+    with pytest.raises(ChildLostError, match=r"the shell has not ended within 0.05 s"):
+        child.wait(0.05)
+    child.close(0.05)
+    assert child.poll() == -signal.SIGKILL
+    child.kill()  # of one that has ended: no effect
+
+
+def test_a_child_with_its_own_group_is_killed_with_everything_that_it_started() -> None:
+    child = shell('sleep 60 & echo "{\\"pid\\": $!}"; wait', own_group=True)
+    grandchild = child.ask("its child", WAIT_S)["pid"]
+    child.kill()
+    child.close(WAIT_S)
+    deadline = time.monotonic() + WAIT_S
+    while is_running(grandchild):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_last_lines_are_those_since_the_start_and_a_missing_file_has_none(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("of an earlier start\n")
+    start = log.stat().st_size
+    assert last_lines(log, start).endswith("(no output)")
+    log.write_text(log.read_text() + "x" * TAIL_BYTES + "\nlast\n")
+    assert last_lines(log, start).endswith("\n    last")
+    assert "earlier" not in last_lines(log, start)
+    assert last_lines(tmp_path / "none").endswith("(no output)")
+
+
+def test_the_end_of_a_child_is_a_signal_or_an_exit_code() -> None:
+    assert how_ended(-signal.SIGSEGV) == "was killed by SIGSEGV"
+    assert how_ended(0) == "exited with 0"

@@ -1,0 +1,86 @@
+"""The collected objects, the times of collection, and the objects that a sweep keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from services.common.system.garbage import GarbageSweeper
+
+
+class Node:
+    """One of a cycle."""
+
+    def __init__(self) -> None:
+        self.self = self
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
+    yield
+    gc.set_threshold(*thresholds)
+    if not frozen:
+        gc.unfreeze()
+
+
+def test_a_cycle_made_since_the_last_sweep_is_collected_by_the_next() -> None:
+    sweeper = GarbageSweeper(fewest=1 << 40)
+    sweeper.sweep()
+    gone = weakref.ref(Node())
+    sweeper.sweep()
+    assert gone() is None
+    assert sweeper.num_full == 0
+
+
+def test_what_lives_is_set_aside_and_goes_by_its_reference_count_at_once() -> None:
+    sweeper = GarbageSweeper(fewest=1 << 40)
+    before = gc.get_freeze_count()
+    kept = [[number] for number in range(1000)]
+    sweeper.sweep()
+    assert gc.get_freeze_count() >= before + 1000
+    held = gc.get_freeze_count()
+    kept.clear()
+    assert gc.get_freeze_count() <= held - 1000
+
+
+def test_cycles_that_were_set_aside_are_collected_when_memory_has_doubled() -> None:
+    sweeper = GarbageSweeper(fewest=1)
+    sweeper.sweep()
+    assert sweeper.num_full == 0, "what is there at the start is not collected"
+    node = Node()
+    gone = weakref.ref(node)
+    sweeper.sweep()
+    del node
+    sweeper.sweep()
+    assert gone() is not None and sweeper.num_full == 0
+    many = [object() for _ in range(2 * sys.getallocatedblocks())]
+    sweeper.sweep()
+    assert gone() is None and sweeper.num_full == 1
+    assert len(many)
+
+
+@pytest.mark.parametrize(("is_idle", "num_full"), [(False, 0), (True, 1)])
+def test_an_idle_process_is_collected_earlier(is_idle: bool, num_full: int) -> None:
+    sweeper = GarbageSweeper(lambda: is_idle, fewest=1)
+    sweeper.sweep()
+    many = [object() for _ in range(sys.getallocatedblocks() // 2)]
+    sweeper.sweep()
+    assert sweeper.num_full == num_full
+    assert len(many)
+
+
+async def test_the_collector_is_as_it_was_when_the_sweeper_ends() -> None:
+    before = gc.get_threshold()
+    running = asyncio.create_task(GarbageSweeper().run())
+    await asyncio.sleep(0)
+    assert gc.get_threshold()[2] > 1 << 20
+    running.cancel()
+    await asyncio.wait([running])
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0

@@ -1,0 +1,67 @@
+"""Parked tensors come back with the same bits at the same addresses; their memory is free meanwhile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.system.parking import Parked, Released, return_freed_memory
+
+
+def test_parked_tensors_come_back_with_their_bits_and_views(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    large, small, half = torch.randn(500, 700), torch.randn(7), torch.randn(40_000).to(torch.bfloat16)
+    view, array = large[3:], large.numpy()
+    before = [tensor.clone() for tensor in (large, small, half)]
+    addresses = [tensor.data_ptr() for tensor in (large, small, half)]
+    parked = Parked([large, small, half, view], tmp_path)
+    assert not large[2:498].any(), "whole pages in between are free"
+    parked.restore()
+    assert all(torch.equal(found, kept) for found, kept in zip((large, small, half), before, strict=True))
+    assert [tensor.data_ptr() for tensor in (large, small, half)] == addresses
+    assert array[499, 699] == large[499, 699] and torch.equal(view, before[0][3:])
+
+
+def test_the_file_of_parked_tensors_has_no_name(tmp_path: Path) -> None:
+    """A process that is killed leaves nothing."""
+    parked = Parked([torch.ones(10_000)], tmp_path)
+    assert os.listdir(tmp_path) == []
+    parked.restore()
+
+
+def test_without_room_for_the_file_nothing_is_freed(tmp_path: Path) -> None:
+    tensor = torch.ones(100_000)
+    with pytest.raises(OSError):
+        Parked([tensor], tmp_path / "missing")
+    assert tensor.all()
+
+
+def test_trained_moments_continue_bit_by_bit_after_parking(tmp_path: Path) -> None:
+    def trained(parking: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        weight = torch.nn.Parameter(torch.randn(64, 80))
+        adamw = torch.optim.AdamW([weight], lr=0.1)
+        for number in range(4):
+            (weight.square().sum() * (number + 1)).backward()
+            adamw.step()
+            adamw.zero_grad(set_to_none=True)
+            if parking:
+                state = [value for value in adamw.state[weight].values() if isinstance(value, torch.Tensor)]
+                Parked([weight, *state], tmp_path).restore()
+        return [weight.detach(), *(adamw.state[weight][name] for name in ("exp_avg", "exp_avg_sq"))]
+
+    for found, expected in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_released_storages_can_be_written_again() -> None:
+    tensor = torch.ones(300, 300)
+    released = Released([tensor, tensor[5:]])
+    assert not tensor[20:280].any()
+    released.restore()
+    tensor.copy_(torch.full((300, 300), 2.0))
+    assert (tensor == 2.0).all()
+    return_freed_memory()

@@ -1,0 +1,106 @@
+"""State of a request: one budget, segments by version, stop tokens forbidden as long as they must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.common.errors import InfrastructureError
+from services.common.records.types import Sampling
+from services.inference.engine.base import FinishReason, GenerationRequest
+from services.inference.engine.served.calls import VersionSpan
+from services.inference.engine.served.request_state import CallOutput, RequestState
+
+
+def state(*, room: int = 1000, stop: tuple[int, ...] = (9,), **sampling: Any) -> RequestState:
+    request = GenerationRequest(
+        request_id="r", prompt_ids=(1, 2, 3), sampling=Sampling(**sampling), stop_token_ids=stop
+    )
+    return RequestState(request, room)
+
+
+def output(*tokens: int) -> CallOutput:
+    return CallOutput(tokens=list(tokens), logprobs=[-float(token) for token in tokens])
+
+
+def spans(*bounds: tuple[int, int, int]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in bounds)
+
+
+def test_the_budget_is_one_over_all_legs() -> None:
+    it = state(max_new_tokens=5)
+    it.take(output(4, 5), spans((0, 0, 2)), mixed_from=None)
+    following = it.next_call(16)
+    assert (following.max_new_tokens, tuple(following.input_ids)) == (3, (1, 2, 3, 4, 5))
+    it.take(output(6, 7, 8), spans((1, 0, 3)), mixed_from=None)
+    assert it.ended() is FinishReason.LENGTH
+    generation = it.generation(FinishReason.LENGTH)
+    assert [(s.weight_version, s.token_ids.tolist()) for s in generation.segments] == [(0, [4, 5]), (1, [6, 7, 8])]
+    assert generation.segments[1].logprobs.tolist() == [-6.0, -7.0, -8.0]
+
+
+def test_the_context_bounds_the_budget() -> None:
+    it = state(room=2, max_new_tokens=50)
+    assert it.next_call(16).max_new_tokens == 2
+
+
+def test_legs_of_one_version_are_one_segment() -> None:
+    it = state(max_new_tokens=50)
+    it.take(output(4), spans((3, 0, 1)), mixed_from=None)
+    it.take(output(5), spans((3, 0, 1)), mixed_from=None)
+    assert [(s.weight_version, s.num_tokens) for s in it.generation(FinishReason.ABORTED).segments] == [(3, 2)]
+
+
+def test_a_leg_cut_short_keeps_the_spans_of_what_is_left() -> None:
+    it, cut = state(max_new_tokens=50), output(4, 5, 6, 7)
+    cut.cut = 3
+    cut.cut_off()
+    it.take(cut, spans((0, 0, 2), (1, 2, 9)), mixed_from=None)
+    assert [(s.weight_version, s.num_tokens) for s in it.generation(FinishReason.STOP).segments] == [(0, 2), (1, 1)]
+
+
+def test_spans_on_an_older_cache_are_marked() -> None:
+    it = state(max_new_tokens=50)
+    it.take(output(4, 5), spans((0, 0, 1), (1, 1, 2)), mixed_from=1)
+    it.take(output(6), spans((1, 0, 1)), mixed_from=0)
+    marks = [(s.weight_version, s.num_tokens, s.mixed_cache) for s in it.generation(FinishReason.ABORTED).segments]
+    assert marks == [(0, 1, False), (1, 2, True)]
+
+
+@pytest.mark.parametrize("told", [(), ((0, 0, 1),), ((0, 0, 1), (1, 2, 3)), ((0, 1, 3),)])
+def test_tokens_without_a_version_are_refused(told: tuple[tuple[int, int, int], ...]) -> None:
+    it = state(max_new_tokens=50)
+    with pytest.raises(InfrastructureError, match="which weights"):
+        it.take(output(4, 5, 6), spans(*told), mixed_from=None)
+    assert it.tokens == []
+
+
+def test_stop_tokens_are_forbidden_in_a_leg_of_their_own() -> None:
+    it = state(max_new_tokens=50, min_new_tokens=3)
+    first = it.next_call(16)
+    assert (first.max_new_tokens, first.suppress_stop) == (3, True)
+    it.take(output(4, 5, 6), spans((0, 0, 3)), mixed_from=None)
+    second = it.next_call(16)
+    assert (second.max_new_tokens, second.suppress_stop) == (47, False)
+    assert not state(stop=(), min_new_tokens=3, max_new_tokens=9).next_call(1).suppress_stop
+
+
+def test_a_request_has_ended_with_its_stop_token_whatever_the_server_said() -> None:
+    it = state(max_new_tokens=50)
+    it.take(output(4, 9), spans((0, 0, 2)), mixed_from=None)
+    assert it.ended() is FinishReason.STOP
+
+
+def test_no_id_of_a_leg_begins_with_another() -> None:
+    it = state(max_new_tokens=50)
+    rids = {it.next_call(1).rid for _ in range(50)}
+    assert len(rids) == 50 and len({len(rid) for rid in rids}) == 1
+
+
+def test_a_watched_request_comes_token_by_token() -> None:
+    request = GenerationRequest(
+        request_id="r", prompt_ids=(1,), sampling=Sampling(), stop_token_ids=(), watch=lambda token: False
+    )
+    assert RequestState(request, 10).next_call(16).chunk_tokens == 1
+    assert state().next_call(16).chunk_tokens == 16

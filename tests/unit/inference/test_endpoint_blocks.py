@@ -1,0 +1,135 @@
+"""Thought and text of an answer while it grows: never more than the whole answer has, and in the end all of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.errors import InvalidRequestError
+from services.inference.endpoint.dialects.base import ItemLimits
+from services.inference.endpoint.dialects.blocks import split_growing
+from services.inference.endpoint.dialects.chat import read_messages as read_chat
+from services.inference.endpoint.dialects.messages import read_messages
+from services.inference.endpoint.dialects.responses import read_input
+from services.inference.endpoint.dialects.tools import check_tools, function_tool
+from services.inference.workflows.agents.chat_messages import (
+    Call,
+    apart_message,
+    read_answer,
+    same_message,
+    split_thought,
+)
+
+LIMITS = ItemLimits(tool_result_chars=1000)
+pieces = st.lists(st.sampled_from(["<think>", "</think>", "<", "thi", "a", " ", "\n", "b c"]), max_size=8).map("".join)
+
+
+@given(text=pieces, thinks=st.booleans())
+def test_what_was_sent_of_a_growing_answer_begins_the_whole_answer(text: str, thinks: bool) -> None:
+    thought, said = split_thought(text, thinks=thinks)
+    before = ("", "")
+    for end in range(len(text) + 1):
+        now = split_growing(text[:end], thinks=thinks)
+        assert thought.startswith(now[0]) and said.startswith(now[1])
+        assert now[0].startswith(before[0]) and now[1].startswith(before[1])
+        assert not now[1] or now[0] == thought, "text follows the whole thought"
+        before = now
+
+
+words = st.text(st.characters(exclude_characters="<>", exclude_categories=["Cs"]), max_size=12).map(str.strip)
+calls = st.builds(Call, id=words, name=words, arguments=st.sampled_from(["{}", '{"a":1}', '{"b":[1,"x"]}']))
+
+
+@given(thought=words, said=words, made=st.lists(calls, max_size=2), keeps=st.booleans())
+def test_an_answer_that_a_client_returns_is_the_answer_in_every_dialect(
+    thought: str, said: str, made: list[Call], keeps: bool
+) -> None:
+    text = f"<think>\n{thought}\n</think>\n\n{said}" if thought else said
+    ours = {**read_answer(text, with_calls=False, thinks=False).message()}
+    if made:
+        told = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in made]
+        ours["tool_calls"] = told
+
+    def functions() -> list[dict[str, Any]]:
+        return [{"id": c.id, "function": {"name": c.name, "arguments": f" {c.arguments} "}} for c in made]
+
+    returned = {
+        "chat": read_chat([{"role": "assistant", "content": f"{text} ", "tool_calls": functions()}], LIMITS),
+        "responses": read_input(
+            [
+                *([{"type": "reasoning", "content": [{"type": "reasoning_text", "text": thought}]}] if keeps and thought else []),
+                {"role": "assistant", "content": [{"type": "output_text", "text": said}]},
+                *({"type": "function_call", "call_id": c.id, "name": c.name, "arguments": c.arguments} for c in made),
+            ],
+            LIMITS,
+        ),
+        "messages": read_messages(
+            [
+                {
+                    "role": "assistant",
+                    "content": [
+                        *([{"type": "thinking", "thinking": thought, "signature": "x"}] if keeps and thought else []),
+                        {"type": "text", "text": said},
+                        *({"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)} for c in made),
+                    ],
+                }
+            ],
+            LIMITS,
+        ),
+    }  # fmt: skip
+    for dialect, (theirs,) in returned.items():
+        assert same_message(ours, theirs), dialect
+        assert not same_message(
+            ours, {**theirs, "content": theirs["content"] + "x", **({"said": said + "x"} if "said" in theirs else {})}
+        )
+
+
+def test_a_thought_that_a_client_changed_is_another_history() -> None:
+    ours = read_answer("<think>a</think>b", with_calls=False, thinks=False).message()
+    assert same_message(ours, apart_message("b", None)) and same_message(ours, apart_message("b", "a"))
+    assert not same_message(ours, apart_message("b", "c"))
+
+
+def test_results_between_texts_keep_their_places() -> None:
+    blocks = [
+        {"type": "text", "text": "before"},
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "one"}]},
+        {"type": "tool_result", "tool_use_id": "2"},
+        {"type": "text", "text": "a"},
+        {"type": "text", "text": "b"},
+    ]
+    read = read_messages([{"role": "user", "content": blocks}], LIMITS)
+    assert [(m["role"], m["content"]) for m in read] == [
+        ("user", "before"), ("tool", "one"), ("tool", ""), ("user", "a\nb"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parameters", "word"),
+    [
+        ([], "no JSON Schema"), ({"type": "object", "properties": {"a": 3}}, r"\.a are no JSON Schema"),
+        ({"type": "array"}, "must be 'object'"), ({"type": 3}, "type 3"), ({"required": "a"}, "list of names"),
+        ({"properties": {"a": {"enum": 3}}}, "enum"), ({"anyOf": {}}, "anyOf"), ({"properties": {"a": {"type": "int"}}}, "'int'"),
+    ],
+)  # fmt: skip
+def test_a_schema_that_is_none_is_refused_by_its_place(parameters: Any, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        check_tools([function_tool("add", None, parameters)])
+
+
+def test_schemas_of_any_keyword_and_depth_up_to_a_bound_are_taken() -> None:
+    schema: dict[str, Any] = {"type": ["string", "null"], "format": "uri", "x-unknown": 1}
+    for _ in range(30):
+        schema = {"type": "object", "properties": {"a": schema}, "patternProperties": {}, "additionalProperties": True}
+    assert check_tools([function_tool("add", "", schema), function_tool("sub", None, None)])
+    deep: dict[str, Any] = {}
+    for _ in range(100):
+        deep = {"properties": {"a": deep}}
+    with pytest.raises(ValueError, match="deep"):
+        check_tools([function_tool("add", None, deep)])
+    with pytest.raises(InvalidRequestError, match="messages\\[0\\]"):
+        read_messages([3], LIMITS)

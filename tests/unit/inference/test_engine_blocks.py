@@ -1,0 +1,77 @@
+"""The two layouts of a decoder's weights compute the same, and follow updates in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.text.huggingface import named_weights
+from services.inference.engine.torch import blocks
+from services.inference.engine.torch.decoder import Decoder
+from services.inference.engine.torch.kv.block_cache import Layout
+from services.inference.engine.torch.kv.cache import Bucket
+from services.inference.engine.weight_update import WeightUpdate
+from tests.random_models import TOLERANCE, build_model, make_prompt, perturbed
+
+KINDS = ("qwen3", "qwen2", "llama", "llama with biases")
+
+
+def model_of(kind: str) -> Any:
+    if kind != "llama with biases":
+        return build_model(kind, tied=kind != "qwen2")
+    from transformers import AutoModelForCausalLM
+
+    config = build_model("llama").config
+    config.attention_bias = config.mlp_bias = True
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def last_logprobs(decoder: Decoder, prompt: list[int]) -> torch.Tensor:
+    """Logits after a prompt through the cache: a fresh pass, a continued one, and a decoding step."""
+    tokens = torch.tensor([prompt, prompt])
+    cut, last = len(prompt) // 2, len(prompt) - 1
+    slots, none, cuts, lasts = np.arange(2), np.zeros(2, int), np.full(2, cut), np.full(2, last)
+    with torch.inference_mode():
+        decoder.cache.own(slots, none, lasts + 1)
+        decoder.extend(slots, tokens[:, :cut], none, fresh=True)
+        decoder.extend(slots, tokens[:, cut:last], cuts, fresh=False)
+        logits = decoder.decode(tokens[:, last].numpy(), lasts, [Bucket(0, 1, 48), Bucket(1, 2, 48)])
+    assert torch.allclose(logits[0], logits[1], atol=TOLERANCE)
+    return logits[0].log_softmax(-1)
+
+
+def expected(model: Any, prompt: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("layout", ["folded", "shared"])
+@pytest.mark.parametrize(("kind", "kv"), [*((kind, "blocks") for kind in KINDS), ("qwen3", "rows")])
+def test_a_layout_gives_the_models_log_probabilities_before_and_after_an_update(
+    kind: str, kv: Layout, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if layout == "shared":
+        monkeypatch.setattr(blocks, "FOLDED_BYTES", 0)
+    model, prompt = model_of(kind), make_prompt(31)
+    new = perturbed(model)
+    before, after = expected(model, prompt), expected(new, prompt)
+    decoder = Decoder(model, num_slots=2, context_length=64, layout=kv)
+    assert type(decoder._blocks).__name__ == f"{layout.capitalize()}Blocks"
+    assert (last_logprobs(decoder, prompt) - before).abs().max() <= TOLERANCE
+    decoder.load(decoder.prepare(WeightUpdate.full(named_weights(new), 1)))
+    assert (last_logprobs(decoder, prompt) - after).abs().max() <= TOLERANCE
+    assert (before - after).abs().max() > 0.1
+
+
+def test_only_small_float32_models_on_a_cpu_are_copied() -> None:
+    assert isinstance(Decoder(build_model("qwen3"), num_slots=1, context_length=16)._blocks, blocks.FoldedBlocks)
+    half = build_model("qwen3").to(torch.bfloat16)
+    assert isinstance(Decoder(half, num_slots=1, context_length=16)._blocks, blocks.SharedBlocks)

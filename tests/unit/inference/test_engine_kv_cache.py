@@ -1,0 +1,208 @@
+"""The two layouts of the KV cache, the ledger of its blocks, and the choice between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.common.config.processes.kv_cache import BLOCK_TOKENS, RESERVED_BLOCKS, blocks_of, least_blocks
+from services.common.errors import ConfigError
+from services.inference.engine.torch.kv.block_cache import BlockCache, build_cache
+from services.inference.engine.torch.kv.cache import KvCache, KvShape, RowCache
+from services.inference.engine.torch.kv.ledger import EMPTY
+
+NUM_SLOTS = 6
+CONTEXT = 3 * BLOCK_TOKENS + 7
+SHAPE = KvShape(
+    num_layers=2,
+    num_slots=NUM_SLOTS,
+    kv_heads=2,
+    context_length=CONTEXT,
+    head_dim=4,
+    dtype=torch.float32,
+    device=torch.device("cpu"),
+)
+
+
+def write(cache: KvCache, slot: int, start: int, values: np.ndarray, dtype: torch.dtype = torch.float32) -> None:
+    """Write ``values`` [positions] of every head and dimension of both layers at ``start``."""
+    places = cache.places(np.full(len(values), slot), start + np.arange(len(values)))
+    heads = torch.from_numpy(values).to(dtype)[:, None, None].expand(-1, 4, 4)
+    for index in range(2):
+        cache.write(index, places, heads + index)
+
+
+def read(cache: KvCache, slot: int, width: int) -> torch.Tensor:
+    """What was written; every element of all heads, both layers, has to agree."""
+    reach = cache.reach(np.array([slot]), width)
+    parts = torch.stack([part - index for index in range(2) for part in cache.read(index, reach)])
+    found = parts[0, 0, 0, :, 0]
+    assert torch.equal(parts, found[None, None, None, :, None].expand_as(parts))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("sources", "targets"),
+    [([0, 3], [3, 0]), ([0, 1, 2], [1, 2, 0]), ([2, 4], [4, 2])],
+    ids=["swap", "cycle", "one"],
+)
+@pytest.mark.parametrize("layout", ["rows", "blocks"])
+def test_a_move_reads_all_rows_before_it_writes_any(
+    layout: str, dtype: torch.dtype, sources: list[int], targets: list[int]
+) -> None:
+    cache = build_cache(replace(SHAPE, dtype=dtype), None, layout)  # type: ignore[arg-type]
+    for slot in range(NUM_SLOTS):
+        cache.own(np.array([slot]), np.array([0]), np.array([9]))
+        write(cache, slot, 0, 10 * slot + np.arange(9), dtype)
+    cache.move(sources, targets, 9)
+    for source, target in zip(sources, targets, strict=True):
+        assert read(cache, target, 9).tolist() == (10 * source + np.arange(9)).tolist()
+
+
+class OneCache(RuleBasedStateMachine):
+    """Random life of the slots of a paged cache, against a dictionary of what each slot holds."""
+
+    @initialize(num_blocks=st.integers(least_blocks(CONTEXT), 3 * least_blocks(CONTEXT)))
+    def start(self, num_blocks: int) -> None:
+        self.cache = BlockCache(SHAPE, num_blocks)
+        self.held: dict[int, list[float]] = {slot: [] for slot in range(NUM_SLOTS)}
+        self.next = 1.0
+
+    @rule(slot=st.integers(0, NUM_SLOTS - 1), keep=st.integers(0, CONTEXT), num=st.integers(1, 2 * BLOCK_TOKENS))
+    def write_on(self, slot: int, keep: int, num: int) -> None:
+        start = min(keep, len(self.held[slot]))
+        stop = min(start + num, CONTEXT)
+        if start == stop:
+            return
+        where = np.array([slot]), np.array([start]), np.array([stop])
+        ledger = self.cache.ledger
+        free, short = ledger.num_free, self.cache.shortage(*where)
+        self.held[slot] = self.held[slot][: blocks_of(start) * BLOCK_TOKENS]  # shortage drops the blocks behind
+        if short:
+            assert short > 0 and ledger.num_free >= free
+            self.held[slot] = self.held[slot][:start]
+            return
+        self.cache.own(*where)
+        values = self.next + np.arange(stop - start)
+        self.next += len(values)
+        write(self.cache, slot, start, values)
+        self.held[slot] = [*self.held[slot][:start], *values.tolist()]
+
+    @rule(
+        source=st.integers(0, NUM_SLOTS - 1),
+        others=st.sets(st.integers(0, NUM_SLOTS - 1)),
+        num=st.integers(1, CONTEXT),
+    )
+    def share(self, source: int, others: set[int], num: int) -> None:
+        num = min(num, len(self.held[source]))
+        self.cache.share(source, sorted(others), num)
+        prefix = self.held[source][:num]
+        for target in others:
+            self.held[target] = list(prefix)
+
+    @rule(slot=st.integers(0, NUM_SLOTS - 1), num=st.integers(0, CONTEXT))
+    def cut(self, slot: int, num: int) -> None:
+        self.cache.cut(slot, num)
+        self.held[slot] = self.held[slot][:num]
+
+    @rule(order=st.permutations(range(NUM_SLOTS)))
+    def move(self, order: list[int]) -> None:
+        self.cache.move(list(range(NUM_SLOTS)), order, CONTEXT)
+        self.held = {target: self.held[source] for source, target in enumerate(order)}
+
+    @rule(slot=st.integers(0, NUM_SLOTS - 1), position=st.integers(0, CONTEXT - 1))
+    @precondition(lambda self: hasattr(self, "cache"))
+    def write_without_owning(self, slot: int, position: int) -> None:
+        """Rows without a request and padding write too: into blocks of their own behind the valid positions, or nowhere."""
+        if position >= len(self.held[slot]):
+            write(self.cache, slot, position, np.array([-1.0]))
+
+    @invariant()
+    def every_slot_holds_its_bits(self) -> None:
+        for slot, values in getattr(self, "held", {}).items():
+            if values:
+                assert read(self.cache, slot, len(values)).tolist() == values
+
+    @invariant()
+    def blocks_are_free_or_counted(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        ledger = self.cache.ledger
+        named = ledger.table[ledger.table != EMPTY]
+        counts = np.bincount(named, minlength=len(ledger.refs))
+        assert np.array_equal(counts, ledger.refs)
+        free = set(ledger._free)
+        assert len(free) == ledger.num_free and min(free, default=RESERVED_BLOCKS) >= RESERVED_BLOCKS
+        assert free | set(named.tolist()) == set(range(RESERVED_BLOCKS, len(ledger.refs)))
+        assert not free & set(named.tolist())
+        assert ledger.num_shared == np.count_nonzero(counts > 1)
+        for slot, values in self.held.items():
+            assert (ledger.table[slot, : ledger.held[slot]] != EMPTY).all()
+            assert (ledger.table[slot, ledger.held[slot] :] == EMPTY).all()
+            assert ledger.held[slot] >= blocks_of(len(values))
+
+
+TestOneCache = OneCache.TestCase
+TestOneCache.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
+def test_a_shared_block_is_copied_when_it_is_written_and_not_before() -> None:
+    cache = BlockCache(SHAPE, 3 * least_blocks(CONTEXT))
+    prompt = np.arange(BLOCK_TOKENS + 5)
+    cache.own(np.array([0]), np.array([0]), np.array([len(prompt)]))
+    write(cache, 0, 0, prompt)
+    cache.share(0, [1, 2], len(prompt))
+    ledger = cache.ledger
+    assert ledger.num_blocks - ledger.num_free == 2 == ledger.num_shared
+    slots, last = np.arange(3), np.full(3, len(prompt))
+    assert cache.shortage(slots, last, last + 1) == 0
+    cache.own(slots, last, last + 1)
+    assert ledger.num_blocks - ledger.num_free == 4, "one full block for all, and a last block each"
+    for slot in range(3):
+        write(cache, slot, len(prompt), np.array([100.0 + slot]))
+    for slot in range(3):
+        assert read(cache, slot, len(prompt) + 1).tolist() == [*prompt.tolist(), 100.0 + slot]
+
+
+def test_a_slot_without_values_is_finite_after_another_one_was_cleared() -> None:
+    cache = BlockCache(SHAPE, least_blocks(CONTEXT))
+    whole = np.array([0]), np.array([0]), np.array([CONTEXT])
+    cache.own(*whole)
+    write(cache, 0, 0, np.full(CONTEXT, np.nan))
+    cache.clear(0)
+    cache.cut(0, 0)
+    cache.own(*whole)
+    assert all(part.isfinite().all() for part in cache.read(1, cache.reach(np.array([0]), CONTEXT)))
+
+
+@pytest.mark.parametrize(
+    ("device", "limit", "kind"),
+    [
+        ("cpu", None, RowCache),
+        ("cpu", SHAPE.row_bytes, RowCache),
+        ("cpu", SHAPE.row_bytes - 1, BlockCache),
+        ("meta", None, BlockCache),
+    ],
+)
+def test_a_cpu_takes_rows_where_the_limit_allows_them(device: str, limit: int | None, kind: type) -> None:
+    cache = build_cache(replace(SHAPE, device=torch.device(device)), limit)
+    assert isinstance(cache, kind)
+    if limit is not None:
+        assert cache.num_bytes <= limit
+
+
+def test_a_limit_that_holds_no_sequence_is_refused_with_one_that_does() -> None:
+    least = least_blocks(CONTEXT) * BLOCK_TOKENS * SHAPE.token_bytes
+    cache = build_cache(SHAPE, least, "blocks")
+    assert cache.num_bytes == least
+    whole = np.array([3]), np.array([0]), np.array([CONTEXT])
+    assert cache.shortage(*whole) == 0
+    with pytest.raises(ConfigError, match=r"kv_cache_gib is .*one sequence of 103 tokens needs .*raise kv_cache_gib"):
+        build_cache(SHAPE, least - 1, "blocks")

@@ -1,0 +1,301 @@
+"""The torch engine over a pool of blocks: shared prompts, bounded memory, parked rows, random lives against rows and models."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.config.processes.kv_cache import BLOCK_TOKENS, blocks_of, least_blocks
+from services.common.text.huggingface import named_weights
+from services.inference.engine.base import FinishReason, Generation, KvPolicy
+from services.inference.engine.torch import decoder as decoder_module
+from services.inference.engine.torch.core import Core, Entry
+from services.inference.engine.torch.decoder import Decoder
+from services.inference.engine.torch.kv import block_cache
+from services.inference.engine.torch.slots import SlotTable
+from services.inference.engine.weight_update import WeightUpdate
+from services.inference.metrics.gauges import gauges
+from services.inference.metrics.prometheus import METRICS
+from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
+
+from .conftest import Launch, StepGate
+
+MODELS = [build_model("qwen3")]
+MODELS += [perturbed(MODELS[0], seed) for seed in (1, 2, 3)]
+TOKEN_BYTES = 2 * 2 * 2 * 24 * 4  # of the model above: layers, keys and values, KV heads, dimensions, bytes
+CONTEXT = 160
+
+
+def pool_bytes(num_blocks: int) -> int:
+    return num_blocks * BLOCK_TOKENS * TOKEN_BYTES
+
+
+class Played:
+    """A core that is stepped by hand, and the outcomes of its requests."""
+
+    def __init__(self, *, num_slots: int = 6, policy: KvPolicy = KvPolicy.RECOMPUTE, **cache: Any) -> None:
+        decoder = Decoder(copy.deepcopy(MODELS[0]), num_slots=num_slots, context_length=CONTEXT, **cache)
+        self.core = Core(decoder, SlotTable(num_slots, CONTEXT), kv_policy=policy, version=0)
+        self.outcomes: dict[str, Any] = {}
+        self.prompts: dict[str, list[int]] = {}
+
+    def submit(self, prompt: list[int], seed: int, num_tokens: int) -> str:
+        request = make_request(prompt, seed=seed, max_new_tokens=num_tokens)
+        name = request.request_id
+        self.prompts[name] = prompt
+        with torch.inference_mode():
+            self.core.submit(Entry(request=request, done=lambda outcome: self.outcomes.__setitem__(name, outcome)))
+        return name
+
+    def step(self, times: int = 1) -> None:
+        with torch.inference_mode():
+            for _ in range(times):
+                if self.core.has_work:
+                    self.core.step()
+                self.check()
+
+    def end(self) -> None:
+        """Steps until no request is left, at most as many as one request alone would need for all."""
+        for _ in range(CONTEXT * (len(self.prompts) + 1)):
+            if not self.core.has_work:
+                return
+            self.step()
+        raise AssertionError("a request does not end")
+
+    def update(self, version: int) -> None:
+        with torch.inference_mode():
+            update = WeightUpdate.full(named_weights(MODELS[version]), version)
+            self.core.update(self.core.decoder.prepare(update))
+        self.check()
+
+    def check(self) -> None:
+        """Blocks are free or held; a valid position lies in a held block."""
+        ledger, table = self.core.decoder.cache.ledger, self.core.table
+        if ledger is None:
+            return
+        assert ledger.num_free + np.count_nonzero(ledger.refs) == ledger.num_blocks
+        assert (ledger.held * BLOCK_TOKENS >= table.cached).all()
+        assert not (table.live & table.parked).any()
+        assert not ledger.held[table.parked].any()
+
+
+def test_a_group_holds_its_prompt_once() -> None:
+    played = Played(num_slots=16, layout="blocks")
+    for seed in range(16):
+        played.submit(make_prompt(120), seed, 8)
+    played.step(2)
+    use = played.core.kv_use
+    assert use is not None and use.shared == 120 // BLOCK_TOKENS
+    assert use.used == use.shared + 16, "the full blocks of the prompt, and one block of each row"
+
+
+def test_the_next_turn_goes_on_in_the_blocks_of_the_last_one() -> None:
+    played = Played(layout="blocks")
+    prompt = make_prompt(50)
+    for turn in range(3):
+        before = played.core.counters.prefilled
+        name = played.submit(prompt, turn, 12)
+        played.end()
+        generation = played.outcomes[name]
+        assert max_gap(MODELS[0], prompt, generation, generation.segments[0]) <= TOLERANCE
+        assert played.core.counters.prefilled - before == (49 if turn == 0 else 9)
+        prompt = prompt + generation.token_ids + make_prompt(9, 100 + turn)
+    use = played.core.kv_use
+    assert use is not None and use.used == blocks_of(len(prompt) - 9 - 1)
+
+
+@pytest.mark.parametrize("policy", list(KvPolicy))
+def test_requests_that_exceed_the_memory_wait_for_each_other_and_stay_exact(policy: KvPolicy) -> None:
+    """Four requests in a pool of little more than one sequence, with an update while rows are parked."""
+    played = Played(policy=policy, kv_bytes=pool_bytes(least_blocks(CONTEXT) + 2), layout="blocks")
+    names = [played.submit(make_prompt(20, seed), seed, 120) for seed in range(4)]
+    played.step(90)
+    assert played.core.table.num_parked
+    played.update(1)
+    played.end()
+    counters = played.core.counters
+    assert counters.parked > 0
+    assert counters.generated == 4 * 120, "a parked row goes on with its next token"
+    versions = set()
+    for name in names:
+        generation: Generation = played.outcomes[name]
+        assert len(generation.token_ids) == 120 and generation.finish_reason is FinishReason.LENGTH
+        for segment in generation.segments:
+            versions.add(segment.weight_version)
+            if not segment.mixed_cache:
+                gap = max_gap(MODELS[segment.weight_version], played.prompts[name], generation, segment)
+                assert gap <= TOLERANCE
+    assert versions == {0, 1}
+    mixed = [s.mixed_cache for name in names for s in played.outcomes[name].segments]
+    assert any(mixed) is (policy is KvPolicy.KEEP)
+
+
+def test_caches_of_ended_requests_go_before_a_running_row_is_parked() -> None:
+    played = Played(kv_bytes=pool_bytes(least_blocks(CONTEXT) + 1), layout="blocks")
+    for seed in range(3):
+        played.submit(make_prompt(40, seed), seed, 4)
+        played.end()
+    played.submit(make_prompt(100, 9), 9, 59)
+    played.end()
+    assert played.core.counters.evicted > 0
+    assert played.core.counters.parked == 0
+
+
+def test_a_parked_request_can_be_aborted_and_its_slot_taken_again() -> None:
+    played = Played(num_slots=2, kv_bytes=pool_bytes(least_blocks(CONTEXT)), layout="blocks")
+    first, second = (played.submit(make_prompt(60, seed), seed, 99) for seed in range(2))
+    while not played.core.table.num_parked:
+        played.step()
+    tokens = int(played.core.table.length[played.core.table.parked.argmax()]) - 60
+    played.core.abort(second)
+    assert len(played.outcomes[second].token_ids) == tokens > 0
+    third = played.submit(make_prompt(20, 5), 5, 5)
+    played.end()
+    assert len(played.outcomes[first].token_ids) == 99
+    assert len(played.outcomes[third].token_ids) == 5
+
+
+async def test_health_counts_parked_requests_as_waiting_and_tells_the_pool(launch: Launch) -> None:
+    gate = StepGate(at=60)
+    limit = pool_bytes(least_blocks(CONTEXT))
+    engine = await launch(MODELS[0], num_slots=4, context_length=CONTEXT, kv_bytes=limit, on_tokens=gate)
+    group = [
+        asyncio.ensure_future(engine.generate(make_request(make_prompt(30, i), max_new_tokens=90))) for i in range(2)
+    ]
+    await gate.run(engine.flush())
+    health = engine.health()
+    assert (health.running, health.waiting, health.free_slots) == (1, 1, 2)
+    assert health.kv is not None
+    assert health.kv.parked == 1 and health.kv.blocks == least_blocks(CONTEXT) - 2
+    await asyncio.gather(*group)
+    assert engine.health().waiting == 0
+
+
+async def test_a_broken_version_leaves_no_trace_in_blocks(launch: Launch) -> None:
+    from services.common.errors import InfrastructureError
+
+    limit = pool_bytes(least_blocks(CONTEXT))
+    engine = await launch(MODELS[0], num_slots=4, context_length=CONTEXT, kv_bytes=limit)
+    weights = named_weights(MODELS[0])
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
+    await engine.update(WeightUpdate.full(broken, 1))
+    requests = [engine.generate(make_request(make_prompt(64), seed=i, max_new_tokens=5)) for i in range(4)]
+    outcomes = await asyncio.gather(*requests, return_exceptions=True)
+    assert all(isinstance(outcome, InfrastructureError) for outcome in outcomes)
+    await engine.update(WeightUpdate.full(weights, 2))
+    for prompt in (make_prompt(3), make_prompt(90, 1)):
+        generation = await engine.generate(make_request(prompt, max_new_tokens=50))
+        assert max_gap(MODELS[0], prompt, generation, generation.segments[0]) <= TOLERANCE
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(0, 5), st.integers(1, 40)),
+        st.tuples(st.just("turn"), st.integers(0, 9), st.integers(1, 20)),
+        st.tuples(st.just("abort"), st.integers(0, 9), st.just(0)),
+        st.tuples(st.just("step"), st.integers(1, 12), st.just(0)),
+        st.tuples(st.just("swap"), st.integers(1, 3), st.just(0)),
+        st.tuples(st.just("flush"), st.just(0), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+def play(played: Played, story: list[tuple[str, int, int]], swaps: bool) -> list[str]:
+    """Play the events; a turn goes on from an ended request. Returns the requests in the order of their submission."""
+    names: list[str] = []
+    for seed, (event, number, size) in enumerate(story):
+        match event:
+            case "submit":  # of few prompts, so that groups form, some of them alike for a part
+                prompt = [*make_prompt(45, number // 3), *make_prompt(number * 7, number)]
+                names.append(played.submit(prompt, seed, size))
+            case "turn" if names:
+                before = names[number % len(names)]
+                played.end()
+                prompt = [*played.prompts[before], *played.outcomes[before].token_ids, 5, 6, 7]
+                if len(prompt) < CONTEXT:
+                    names.append(played.submit(prompt, seed, size))
+            case "abort" if names:
+                played.core.abort(names[number % len(names)])
+            case "step":
+                played.step(number)
+            case "swap" if swaps:
+                played.update(number)
+            case "flush":
+                played.core.flush()
+        played.check()
+    played.end()
+    return names
+
+
+@settings(max_examples=12, deadline=None)
+@given(story=events, extra=st.integers(0, 6))
+def test_a_random_life_in_little_memory_equals_a_forward_pass_of_each_version(
+    story: list[tuple[str, int, int]], extra: int
+) -> None:
+    played = Played(kv_bytes=pool_bytes(least_blocks(CONTEXT) + extra), layout="blocks")
+    for name in play(played, story, swaps=True):
+        generation = played.outcomes[name]
+        for segment in generation.segments:
+            gap = max_gap(MODELS[segment.weight_version], played.prompts[name], generation, segment)
+            assert gap <= TOLERANCE
+    played.core.flush()
+    ledger = played.core.decoder.cache.ledger
+    assert ledger is not None and ledger.num_free == ledger.num_blocks, "a block leaks"
+
+
+@settings(max_examples=8, deadline=None)
+@given(story=events.map(lambda story: [event for event in story if event[0] != "abort"]), extra=st.integers(0, 6))
+def test_little_memory_and_sharing_change_no_sample(story: list[tuple[str, int, int]], extra: int) -> None:
+    """Against rows in one slot, where nothing is shared between requests that run at once."""
+    paged = Played(kv_bytes=pool_bytes(least_blocks(CONTEXT) + extra), layout="blocks")
+    alone = Played(num_slots=1, layout="rows")
+    for one, other in zip(play(paged, story, swaps=False), play(alone, story, swaps=False), strict=True):
+        assert paged.outcomes[one].token_ids == alone.outcomes[other].token_ids
+
+
+async def test_the_state_of_the_pool_is_exported(launch: Launch) -> None:
+    limit = pool_bytes(least_blocks(CONTEXT))
+    engine = await launch(MODELS[0], num_slots=4, context_length=CONTEXT, kv_bytes=limit)
+    await engine.generate(make_request(make_prompt(70), max_new_tokens=3))
+    loaded = SimpleNamespace(served=SimpleNamespace(engine=engine), weights=MagicMock(gauges=dict))
+    found = gauges(MagicMock(num_slots=1), MagicMock(outcomes={}, refused={}), {"model0": loaded})  # type: ignore[dict-item]
+    names = {name.removesuffix("/model0") for name in found if name.startswith("kv_")}
+    exported = {metric.source.partition("/")[0] for metric in METRICS if metric.source.startswith("kv_")}
+    assert names == exported == {"kv_blocks", "kv_used", "kv_shared", "kv_evicted", "kv_parked"}
+    assert (found["kv_blocks/model0"], found["kv_used/model0"]) == (least_blocks(CONTEXT) - 2, 3)
+
+
+@pytest.mark.parametrize("stepping", ["trunk", "plain"])
+def test_groups_over_long_prompts_read_them_once_and_stay_exact(stepping: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups and a row of its own, with the trunk at its least width and without; samples and gaps agree."""
+    reads: list[tuple[int, int]] = []
+    trunk = decoder_module._attend_to_trunk
+
+    def counted(query: torch.Tensor, far: Any, own: Any, mask: torch.Tensor) -> torch.Tensor:
+        reads.append((query.shape[0], far[0].shape[2]))
+        return trunk(query, far, own, mask)
+
+    monkeypatch.setattr(decoder_module, "_attend_to_trunk", counted)
+    monkeypatch.setattr(block_cache, "TRUNK_BLOCKS", 2 if stepping == "trunk" else 99)
+    played = Played(num_slots=12, layout="blocks")
+    names = [played.submit(make_prompt(100, group), seed, 30) for group in (1, 2) for seed in range(5)]
+    names.append(played.submit(make_prompt(90, 7), 7, 30))
+    played.step(10)
+    played.update(1)
+    played.end()
+    for name in names:
+        generation = played.outcomes[name]
+        for segment in generation.segments:
+            gap = max_gap(MODELS[segment.weight_version], played.prompts[name], generation, segment)
+            assert gap <= TOLERANCE
+    assert set(reads) == ({(5, 96)} if stepping == "trunk" else set())

@@ -1,0 +1,121 @@
+"""The torch engine frees its memory between two turns on a device: requests go on with exact log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.errors import ModelMismatchError
+from services.common.text.huggingface import named_weights
+from services.inference.engine.base import FinishReason, KvPolicy, ScoreRequest, SharesDevice
+from services.inference.engine.torch.engine import TorchEngine
+from services.inference.engine.weight_update import WeightUpdate
+from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
+from tests.waiting import until
+
+from .conftest import Launch
+
+TOKENS = 200
+
+
+@pytest.mark.parametrize("kv_policy", list(KvPolicy))
+async def test_a_request_goes_on_after_a_turn_of_another_with_exact_logprobs(
+    launch: Launch, kv_policy: KvPolicy
+) -> None:
+    model = build_model("qwen3", tied=False)
+    newer = perturbed(model)
+    engine = await launch(model, kv_policy=kv_policy)
+    assert isinstance(engine, SharesDevice)
+    prompt = make_prompt(30)
+    running = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=TOKENS)))
+    await until(lambda: engine.health().generated_tokens > 20)
+    await engine.release()
+    there = engine.health().generated_tokens
+    await engine.update(WeightUpdate.full(named_weights(newer), 1))
+    assert engine.version == 1, "orders that need this version may come"
+    waiting = asyncio.ensure_future(engine.generate(make_request(make_prompt(9, 1), max_new_tokens=5)))
+    await until(lambda: engine.health().waiting == 1)
+    assert engine.health().generated_tokens == there, "nothing is computed without memory"
+    await engine.restore(WeightUpdate.full(named_weights(newer), 1))
+    generation, other = await running, await waiting
+    assert [segment.weight_version for segment in generation.segments] == [0, 1]
+    assert not any(segment.mixed_cache for segment in generation.segments), "the cache is computed again"
+    assert len(generation.token_ids) == TOKENS and generation.finish_reason is FinishReason.LENGTH
+    assert max_gap(newer, prompt, generation, generation.segments[1]) <= TOLERANCE
+    assert max_gap(newer, make_prompt(9, 1), other, other.segments[0]) <= TOLERANCE
+    assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
+
+
+async def test_the_same_version_again_leaves_one_segment(launch: Launch) -> None:
+    model = build_model("qwen3", tied=True)
+    weights = {name: weight.clone() for name, weight in named_weights(model).items()}
+    engine = await launch(model)
+    prompt = make_prompt(12)
+    running = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=TOKENS)))
+    await until(lambda: engine.health().generated_tokens > 5)
+    await engine.release()
+    await engine.release()
+    await engine.restore(WeightUpdate.full(weights, 0))
+    generation = await running
+    assert len(generation.segments) == 1
+    assert max_gap(model, prompt, generation, generation.segments[0]) <= TOLERANCE
+
+
+async def test_scores_wait_for_the_memory_and_aborted_requests_do_not(launch: Launch) -> None:
+    model = build_model("qwen3", tied=True)
+    weights = {name: weight.clone() for name, weight in named_weights(model).items()}
+    engine = await launch(model)
+    ids = torch.tensor(make_prompt(20)).numpy()
+    request = ScoreRequest(
+        request_id="s", token_ids=ids, positions=torch.arange(1, 20).numpy(), temperatures=torch.ones(19).numpy()
+    )
+    expected = await engine.score(request)
+    aborted = make_request(make_prompt(5), max_new_tokens=TOKENS)
+    running = asyncio.ensure_future(engine.generate(aborted))
+    await until(lambda: engine.health().running == 1)
+    await engine.release()
+    score = asyncio.ensure_future(engine.score(request))
+    await engine.abort(aborted.request_id)
+    assert (await running).finish_reason is FinishReason.ABORTED
+    assert not score.done()
+    await engine.restore(WeightUpdate.full(weights, 0))
+    assert (await score).tolist() == expected.tolist()
+
+
+async def test_weights_of_another_model_do_not_end_the_wait(launch: Launch) -> None:
+    model = build_model("qwen3", tied=False)
+    weights = {name: weight.clone() for name, weight in named_weights(model).items()}
+    engine = await launch(model)
+    await engine.release()
+    wrong = dict(list(weights.items())[:-1])
+    with pytest.raises(ModelMismatchError):
+        await engine.restore(WeightUpdate.full(wrong, 1))
+    await engine.restore(WeightUpdate.full(weights, 1))
+    generation = await engine.generate(make_request(make_prompt(5), max_new_tokens=5))
+    assert generation.segments[0].weight_version == 1
+
+
+async def test_the_memory_of_weights_and_cache_goes_back_to_the_system() -> None:
+    """2 x 64 MiB of cache, of which all pages are touched; measured as resident memory of this process."""
+    model = build_model("qwen3", tied=True)
+    weights = {name: weight.clone() for name, weight in named_weights(model).items()}
+    engine = TorchEngine(model, num_slots=8, context_length=128)
+    await engine.start()
+    cache = engine._core.decoder.cache.tensors
+    for tensor in cache:
+        tensor.fill_(1.0)
+    size = sum(tensor.nbytes for tensor in cache)
+    held = _resident()
+    await engine.release()
+    assert held - _resident() > 0.8 * size
+    await engine.restore(WeightUpdate.full(weights, 0))
+    assert all(tensor.isfinite().all() for tensor in cache), "masked positions must be finite"
+    await engine.stop()
+
+
+def _resident() -> int:
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Rss:"))

@@ -1,0 +1,88 @@
+"""Where a conversation of an agent comes from, by its messages alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from services.common.records.types import Origin
+from services.common.text.chat import Message
+from services.inference.workflows.agents.chat_messages import Answer, Call, tool_message
+from services.inference.workflows.agents.lineage import TurnMark, lineage_of
+
+SYSTEM: Message = {"role": "system", "content": "You lead."}
+GO: Message = {"role": "user", "content": "Write the report."}
+SUMMARY = "The report has two of its three parts."
+BRIEF = "Find the boiling point of ethanol."
+
+
+def says(text: str, **arguments: str) -> Message:
+    calls = tuple(Call(id=f"id-{name}", name=name, arguments=f'{{"x":"{value}"}}') for name, value in arguments.items())
+    return Answer(content=text, said=text, calls=calls).message()
+
+
+@dataclass
+class Played:
+    """A conversation; every assistant message is a turn of the policy."""
+
+    messages: list[Message]
+    tools_key: bytes = b""
+    parent: Any = None
+    marks: list[TurnMark] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        turns = [i + 1 for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        self.marks = [TurnMark(num_messages=end, num_segments=2 * n + 2) for n, end in enumerate(turns)]
+
+
+LEAD = Played([SYSTEM, GO, says("I begin."), GO, says("I ask for help.", ask=BRIEF)])
+DONE = Played([SYSTEM, GO, says(SUMMARY)])
+ALONE = [{"role": "user", "content": "Something else."}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "threads", "origin", "parent"),
+    [
+        (ALONE, [], Origin.ROOT, None),
+        (ALONE, [DONE], Origin.ROOT, None),
+        ([SYSTEM, GO], [DONE], Origin.ROOT, None),  # the same prompt again: neither comes from the other
+        ([*DONE.messages, GO], [DONE], Origin.BRANCH, DONE),
+        ([*LEAD.messages[:3], *ALONE], [DONE, LEAD], Origin.BRANCH, LEAD),
+        ([SYSTEM, {"role": "user", "content": f"So far: {SUMMARY} Go on."}], [DONE], Origin.COMPACTION, DONE),
+        (
+            [SYSTEM, GO, says("I ask for help.", ask=BRIEF), tool_message("id-ask", "78")],
+            [LEAD],
+            Origin.COMPACTION,
+            LEAD,
+        ),
+        ([SYSTEM, GO, tool_message("id-ask", "78")], [LEAD], Origin.COMPACTION, LEAD),
+        ([{"role": "user", "content": f"Judge this: {SUMMARY}"}], [DONE], Origin.SUBAGENT, DONE),
+        ([{"role": "user", "content": BRIEF}], [LEAD, DONE], Origin.SUBAGENT, LEAD),
+        (ALONE, [LEAD], Origin.SUBAGENT, LEAD),
+    ],
+)
+def test_a_conversation_has_the_parent_that_its_messages_show(
+    messages: list[Message], threads: list[Played], origin: Origin, parent: Played | None
+) -> None:
+    found = lineage_of(messages, b"", threads)
+    assert (found.origin, found.parent) == (origin, parent)
+
+
+def test_a_branch_begins_behind_the_last_turn_that_it_shares() -> None:
+    history = [SYSTEM, GO, says("one"), GO, says("two"), GO, says("three")]
+    found = lineage_of([*history[:5], *ALONE], b"", [Played(history)])
+    assert found.at == TurnMark(num_messages=5, num_segments=4)
+
+
+def test_a_summary_by_another_agent_compacts_the_conversation_that_it_was_made_for() -> None:
+    summariser = Played([{"role": "system", "content": "Sum up."}, GO, says(SUMMARY)], parent=LEAD)
+    found = lineage_of([SYSTEM, {"role": "user", "content": SUMMARY}], b"", [LEAD, summariser])
+    assert (found.origin, found.parent) == (Origin.COMPACTION, summariser)
+
+
+def test_other_tools_under_the_same_history_are_a_branch_and_short_answers_are_no_quotes() -> None:
+    assert lineage_of([*DONE.messages, GO], b"tools", [DONE]).origin is Origin.BRANCH
+    short = Played([SYSTEM, GO, says("Yes.")])
+    assert lineage_of([SYSTEM, {"role": "user", "content": "Yes. Go on."}], b"", [short]).origin is Origin.ROOT

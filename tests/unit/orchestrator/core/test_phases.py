@@ -1,0 +1,184 @@
+"""Pause, evaluation, stop and failures of a run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from services.common.records.types import WeightVersion
+from services.common.telemetry.accounts import PeerState
+from services.orchestrator.members.commands import AnnounceVersion, LeavePool
+from services.orchestrator.state.run_control import RunState
+from tests.unit.orchestrator.builders import failure, sequence, trajectory
+from tests.unit.orchestrator.world import World, living
+from tests.waiting import until
+
+
+async def test_pause_issues_nothing_and_starts_no_step_and_resume_goes_on(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    trainer = world.trainer_api.join("model0", "t", 1, 0, {})
+    await world.publish(0)
+    replica = world.join()
+    world.core.pause()
+    world.core.pause()
+    world.train()
+    assert await world.orders(replica) == []
+    await world.crash()
+    assert world.parts.control.state is RunState.PAUSED
+    trainer = world.trainer_api.join("model0", "t", 1, 0, {})
+    assert trainer.mailbox is not None
+    assert type(await trainer.mailbox.get()).__name__ == "PauseTraining"
+    replica = world.join()
+    world.train()
+    assert await world.orders(replica) == []
+    world.core.resume()
+    assert type(await trainer.mailbox.get()).__name__ == "ResumeTraining"
+    assert len(await world.orders(replica)) == 4
+
+
+async def test_little_free_disk_holds_back_new_work_and_says_so(
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds()
+    await world.publish(0)
+    replica = world.join()
+    monkeypatch.setattr(world.journal, "free_bytes", lambda: 4_000_000)
+    await world.watch().tick()
+    world.train()
+    assert await world.orders(replica) == []
+    assert "free disk is below orchestrator.min_free_bytes" in world.parts.dispatcher.waits_for
+    monkeypatch.undo()
+    await world.watch().tick()
+    assert len(await world.orders(replica)) == 4
+
+
+async def test_evaluation_comes_before_training_and_its_denominator_never_shrinks(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    async with living(world):
+        replica = world.join()
+        await world.publish(0)
+        await until(lambda: world.parts.control.state is RunState.EVALUATING_START)
+        orders = await world.orders(replica)
+        assert [dict(o.required_versions) for o in orders] == [{"model0": 0}] * 3
+        await world.send(trajectory(orders[0].task_group_id, 0, reward=1.0), failure(orders[1].task_group_id, 0))
+    await world.crash()
+    async with living(world):
+        replica = world.join()
+        (left,) = await world.orders(replica)
+        assert left.task_group_id == orders[2].task_group_id
+        wrong = trajectory(left.task_group_id, 0, sequence(1.0, version=0), reward=1.0)
+        await world.send(wrong)
+        await until(lambda: world.parts.control.state is RunState.TRAINING)
+        result = world.parts.evaluations.results["start/greedy"]
+        assert (result.mean_reward, result.num_trajectories, result.num_failed) == (2 / 3, 3, 1)
+        assert len(await world.orders(replica)) == 4
+
+
+async def test_evaluation_groups_go_only_to_replicas_that_hold_the_version(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0)
+    world.parts.versions.apply(WeightVersion(policy="model0", number=1, digest="d1"), {})
+    await world.core.begin_evaluation("asked")
+    old = world.join("old", number=0)
+    assert await world.orders(old) == []
+    new = world.join("new", number=1)
+    orders = await world.orders(new)
+    assert len(orders) == 3
+    # During the evaluation the replica hears of no newer weights; afterwards it does.
+    world.parts.versions.apply(WeightVersion(policy="model0", number=2, digest="d2"), {})
+    world.parts.versions.announce("model0", True)
+    assert not any(isinstance(c, AnnounceVersion) for c in await world.commands(new))
+    for order in orders:
+        await world.send(trajectory(order.task_group_id, 0, version=1))
+    assert any(isinstance(c, AnnounceVersion) and c.version.number == 2 for c in await world.commands(new))
+
+
+async def test_an_evaluation_on_a_version_that_nobody_holds_any_more_ends(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0)
+    await world.core.begin_evaluation("asked")
+    world.join(number=0)
+    await world.settle()  # decided: the pass runs on version 0
+    world.parts.versions.apply(WeightVersion(policy="model0", number=1, digest="d1"), {})
+    watch = world.watch()
+    for _ in range(8):
+        world.join(number=1)
+        await watch.tick()
+        world.clock.now += 5.0
+    await world.settle()
+    result = world.parts.evaluations.results["asked/greedy"]
+    assert (result.mean_reward, result.num_trajectories, result.num_failed) == (0.0, 3, 3)
+
+
+async def test_stop_ends_the_run_before_its_last_step(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    async with living(world) as life:
+        await world.publish(0)
+        replica = world.join()
+        await world.orders(replica)
+        world.parts.control.stop("enough")
+        await asyncio.wait_for(life, 5)
+        commands = await world.commands(replica)
+        assert isinstance(commands[-1], LeavePool)
+        assert world.parts.control.state is RunState.STOPPED
+        assert (world.run_dir / "summary.json").is_file()
+        late = world.join("late")
+        assert [type(c) for c in await world.commands(late)] == [LeavePool]
+    await world.crash()
+    assert world.parts.control.state is RunState.STARTING  # after a restart the run continues
+
+
+async def test_a_run_in_which_every_rollout_fails_pauses_and_says_why(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    parts = world.parts
+    watch = world.watch()
+    parts.ingest.failures_in_a_row = 255
+    parts.ingest.last_failure = "TypeError: the reward is broken"
+    world.clock.now += 2
+    await watch.tick()
+    assert not parts.control.paused
+    parts.ingest.failures_in_a_row = 256
+    world.clock.now += 2
+    await watch.tick()
+    assert parts.control.paused
+    assert "the reward is broken" in parts.dispatcher.held_back
+    assert "millrace resume" in parts.dispatcher.held_back
+    world.core.resume()
+    world.clock.now += 2
+    await watch.tick()
+    assert not parts.control.paused
+    assert parts.ingest.failures_in_a_row == 0
+    assert "the reward is broken" not in parts.dispatcher.held_back
+
+
+async def test_a_run_paused_because_replicas_could_not_reach_a_peer_goes_on_when_they_hear_of_it(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds()
+    parts, watch = world.parts, world.watch()
+    replica = world.join()
+    await watch.tick()
+
+    async def heard(silent_s: float) -> None:
+        gateway = PeerState(component="envgateway", silent_s=silent_s)
+        world.replica_api.report("a", "1", held=replica.held, num_tokens=0, emission=[], gauges={}, peers=(gateway,))
+        world.clock.now += 2
+        await watch.tick()
+
+    parts.ingest.failures_in_a_row = 256
+    await heard(silent_s=40.0)
+    assert parts.control.paused
+    assert "by itself once replicas hear of envgateway again" in parts.dispatcher.held_back
+    await heard(silent_s=42.0)
+    assert parts.control.paused
+    await heard(silent_s=0.0)
+    assert not parts.control.paused and "failures" not in parts.dispatcher.holds
+    assert parts.ingest.failures_in_a_row == 0
+
+    parts.ingest.failures_in_a_row = 256
+    await heard(silent_s=0.0)  # now the gateway is not the cause
+    assert parts.control.paused
+    await heard(silent_s=0.0)
+    assert parts.control.paused

@@ -1,0 +1,142 @@
+"""Lost leases, restarts and silent replicas: open slots are issued again, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.members.commands import CancelGroup, PlayGroup
+from services.orchestrator.members.replica import Hello
+from tests.unit.orchestrator.builders import failure, trajectory
+from tests.unit.orchestrator.world import World
+
+
+async def test_only_unresolved_indices_are_reissued_after_a_lost_lease(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    lost = world.join("lost")
+    await world.publish(0)
+    world.train()
+    orders = await world.orders(lost)
+    name = orders[0].task_group_id
+    await world.send(trajectory(name, 1, reward=1.0), failure(name, 2))
+    orders += await world.orders(lost)  # the failure returned its quota
+    other = world.join("other")
+    assert await world.orders(other) == []
+    world.clock.now += 20.0
+    world.replica_api.report("other", "1", held=other.held, num_tokens=0, emission=[], gauges={})
+    world.clock.now += 15.0
+    await world.watch().tick()
+    reissued = {order.task_group_id: order.indices for order in await world.orders(other)}
+    assert reissued.pop(name) == (0, 3)
+    assert set(reissued) == {order.task_group_id for order in orders[1:]}
+    assert all(indices == (0, 1, 2, 3) for indices in reissued.values())
+    # A record of the lost replica counts if it is the first.
+    assert await world.send(trajectory(name, 0)) == [RecordOutcome.ACCEPTED]
+
+
+async def test_a_restarted_orchestrator_sends_a_rejoining_replica_only_what_is_unresolved(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(late="drop")  # the finished sibling holds its place: no other task group is issued
+    replica = world.join()
+    await world.publish(0)
+    world.train()
+    orders = await world.orders(replica)
+    assert len(orders) == 4
+    await world.play(orders[0])
+    await world.send(trajectory(orders[1].task_group_id, 2))
+    await world.crash()
+    again = world.join(running=[o.task_group_id for o in orders[1:]])
+    sent = {o.task_group_id: o.indices for o in await world.orders(again)}
+    assert sent == {
+        orders[1].task_group_id: (0, 1, 3),
+        orders[2].task_group_id: (0, 1, 2, 3),
+        orders[3].task_group_id: (0, 1, 2, 3),
+    }
+    assert world.parts.experience.admission.accounts["model0"].running_slots == 11
+    assert world.parts.experience.buffers["model0"].num_sequences == 4
+
+
+async def test_a_replica_that_does_not_come_back_after_a_restart_loses_its_lease(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0)
+    world.train()
+    orders = await world.orders(world.join())
+    await world.crash()
+    other = world.join("other")
+    assert await world.orders(other) == []
+    world.clock.now += 31.0
+    world.join("other")
+    await world.watch().tick()
+    assert {o.task_group_id for o in await world.orders(world.parts.pool.get("other"))} == {
+        o.task_group_id for o in orders
+    }  # type: ignore[arg-type]
+
+
+async def test_a_task_group_that_is_never_done_is_taken_away(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0)
+    world.train()
+    replica = world.join()
+    orders = await world.orders(replica)
+    world.clock.now += 10.0 * 3 + 61.0
+    world.parts.pool.join(Hello(replica_id="a", incarnation="1", num_slots=64, held=replica.held))
+    await world.watch().tick()
+    commands = await world.commands(replica)
+    assert {c.task_group_id for c in commands if isinstance(c, CancelGroup)} == {o.task_group_id for o in orders}
+    assert {c.order.task_group_id for c in commands if isinstance(c, PlayGroup)} == {o.task_group_id for o in orders}
+
+
+async def test_a_task_group_that_loses_every_replica_is_given_up(worlds: Callable[..., World]) -> None:
+    world = worlds(size=4, max_staleness=0)
+    await world.publish(0)
+    world.train()
+    name = (await world.orders(world.join(incarnation="0")))[0].task_group_id
+    for incarnation in range(1, 8):
+        await world.orders(world.join(incarnation=str(incarnation)))
+    assert name not in world.parts.groups
+    assert world.parts.counters["failures_replicas_lost"] == 4
+
+
+async def test_a_task_group_is_not_given_up_because_the_link_to_its_replica_flaps(worlds: Callable[..., World]) -> None:
+    world = worlds(size=4, max_staleness=0)
+    await world.publish(0)
+    world.train()
+    name = (await world.orders(world.join()))[0].task_group_id
+    for _ in range(20):
+        world.clock.now += 35.0
+        await world.watch().tick()  # the lease has run out
+        assert world.parts.pool.get("a") is None
+        await world.orders(world.join(running=[name]))
+    assert world.parts.groups[name].num_lost == 0
+    assert world.parts.counters["failures_replicas_lost"] == 0
+    assert await world.send(trajectory(name, 0)) == [RecordOutcome.ACCEPTED]
+
+
+async def test_a_replica_of_thousands_of_slots_is_sent_all_its_orders_and_again_when_it_rejoins(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(size=4400, max_staleness=1, rollout={"group_size": 4})
+    replica = world.join(slots=10_000)
+    await world.publish(0)
+    world.train()
+    orders = await world.orders(replica)
+    assert len(orders) > 1100
+    running = [order.task_group_id for order in orders]
+    assert world.join(slots=10_000, running=running) is replica
+    assert [order.task_group_id for order in await world.orders(replica)] == running
+    await world.crash()
+    again = world.join(slots=10_000, running=running)
+    assert sorted(order.task_group_id for order in await world.orders(again)) == sorted(running)
+
+
+async def test_a_replica_that_plays_thousands_of_unknown_task_groups_can_join(worlds: Callable[..., World]) -> None:
+    """As after the loss of a journal: otherwise the curation would try the same groups for ever."""
+    world = worlds()
+    replica = world.join(running=[f"abc-{number}" for number in range(20_000)])
+    commands = await world.commands(replica)
+    assert replica.mailbox is not None and not replica.mailbox.closed
+    assert 0 < sum(isinstance(command, CancelGroup) for command in commands) < 1024
+    await world.publish(0)
+    world.train()
+    assert await world.orders(replica)

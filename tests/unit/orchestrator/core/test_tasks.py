@@ -1,0 +1,152 @@
+"""Curriculum and curation across restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from services.orchestrator.state.groups import TaskGroup
+from services.orchestrator.tasks.curation import FilterSolved, PassRate
+from tests.unit.orchestrator.builders import trajectory
+from tests.unit.orchestrator.world import World
+
+
+async def test_new_task_groups_go_on_in_the_curriculum_after_a_restart(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    await world.publish(0)
+    world.train()
+    replica = world.join()
+    before = await world.orders(replica)
+    for order in before:
+        await world.play(order)
+    await world.trainer_api.pull_batch("model0", 1, 5.0)
+    await world.crash()
+    await world.publish(1)
+    world.train()
+    after = await world.orders(world.join(number=1))
+    tasks = [o.task.task_id for o in (*before, *after)]
+    assert len(after) == 2
+    assert len(set(tasks)) == len(tasks)
+    assert len({o.task_group_id for o in (*before, *after)}) == len(tasks)
+
+
+async def test_curation_passes_over_solved_tasks_also_after_a_restart(worlds: Callable[..., World]) -> None:
+    world = worlds(curation="filter_solved", size=40)
+    await world.publish(0)
+    world.train()
+    solved = (await world.orders(world.join()))[0]
+    played = TaskGroup(order=solved, position=world.parts.groups[solved.task_group_id].position)
+    for index in solved.indices:
+        played.resolve(trajectory(solved.task_group_id, index, reward=1.0))
+    for _ in range(28):  # and once more below: 1 - 0.9 ** 29 is the first that reaches 0.95
+        assert all(world.parts.training_orders.streams[""].curation.accepts(row, 0) for row in range(10))
+        world.core.observe(played)
+    await world.send(*(trajectory(solved.task_group_id, i, reward=1.0) for i in solved.indices))
+    orders = world.parts.training_orders
+    [row] = [row for row in range(10) if not orders.streams[""].curation.accepts(row, 0)]
+    assert row == orders.row_of(played)
+    await world.crash()
+    curation = world.parts.training_orders.streams[""].curation
+    assert [r for r in range(10) if not curation.accepts(r, 0)] == [row]
+    drawn = [world.parts.training_orders.next_group().order.task.task_id for _ in range(40)]
+    assert solved.task.task_id not in drawn and len(set(drawn)) == 9
+
+
+async def test_what_a_prompt_brought_is_observed_once_by_whichever_process_lives_to_do_it(
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds(curation="filter_solved", size=40)
+    await world.publish(0)
+    world.train()
+    first, second, *_ = await world.orders(world.join())
+    played = [world.parts.training_orders.row_of(world.parts.groups[order.task_group_id]) for order in (first, second)]
+    await world.play(first)
+    with monkeypatch.context() as dying:
+        dying.setattr(world.core, "observe", lambda group: None)  # the process dies before this
+        await world.play(second)
+    observed: list[tuple[int, list[float]]] = []
+    observe = FilterSolved.observe
+
+    def noted(self: FilterSolved, row: int, rewards: list[float]) -> None:
+        observed.append((row, list(rewards)))
+        observe(self, row, rewards)
+
+    monkeypatch.setattr(FilterSolved, "observe", noted)
+    for _ in range(2):  # the first recovery observes the second group, and the next one reads of it
+        observed.clear()
+        await world.crash()
+        assert sorted(observed) == sorted((row, [0.0, 1.0, 0.0, 1.0]) for row in played)
+
+
+async def test_when_every_task_is_solved_they_are_played_rather_than_nothing(worlds: Callable[..., World]) -> None:
+    world = worlds(curation="filter_solved")
+    for row in list(range(10)) * 29:
+        world.parts.training_orders.streams[""].curation.observe(row, [1.0, 1.0])
+    assert not any(world.parts.training_orders.streams[""].curation.accepts(row, 0) for row in range(10))
+    assert world.parts.training_orders.next_group().order.task.task_id
+
+
+MIXTURE = [{"source": "a"}, {"source": "b", "weight": 2, "advantage_scale": 0.5}]
+
+
+async def test_each_source_goes_on_in_its_own_curriculum_and_share_after_a_restart(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(train=MIXTURE, size=12, max_staleness=0)
+    await world.publish(0)
+    world.train()
+    first = await world.orders(world.join())
+    assert [order.source for order in first] == ["a", "b", "b"]
+    for order in first:
+        await world.play(order)
+    batch = await world.trainer_api.pull_batch("model0", 1, 5.0)
+    assert len(batch.sequences) == 12
+    await world.crash()
+    assert world.parts.experience.mixtures["model0"].trained == {"a": 4, "b": 8}
+    await world.publish(1)
+    world.train()
+    second = await world.orders(world.join(number=1))
+    assert [order.source for order in second] == ["a", "b", "b"]
+    seeds = [order.seed for order in (*first, *second)]
+    assert len(set(seeds)) == 6, "each group of each source has a seed of its own"
+    for source, count in {"a": 2, "b": 4}.items():
+        tasks = [order.task.task_id for order in (*first, *second) if order.source == source]
+        assert len(set(tasks)) == count, "no task of a pass comes twice"
+
+
+async def test_sequences_of_a_source_carry_its_advantage_scale_to_the_trainer_also_after_a_restart(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(train=MIXTURE, size=12, max_staleness=0)
+    await world.publish(0)
+    world.train()
+    for order in await world.orders(world.join()):
+        await world.play(order)
+    for _ in range(2):
+        batch = await world.trainer_api.pull_batch("model0", 1, 5.0)
+        scales = sorted(item.advantage_scale for item in batch.share(0, 1).sequences)
+        assert scales == [0.5] * 8 + [1.0] * 4
+        await world.crash()
+
+
+async def test_each_source_has_a_curation_of_its_own_also_after_a_restart(worlds: Callable[..., World]) -> None:
+    world = worlds(train=[{"source": "a"}, {"source": "b"}], curation="pass_rate", size=40)
+    await world.publish(0)
+    world.train()
+    first = {order.source: order for order in (await world.orders(world.join()))[:2]}
+    for reward, order in zip((0.0, 1.0), (first["a"], first["b"]), strict=True):
+        for _ in range(2):  # as many groups as the share is of
+            played = TaskGroup(order=order, position=world.parts.groups[order.task_group_id].position)
+            for index in order.indices:
+                played.resolve(trajectory(order.task_group_id, index, reward=reward))
+            world.core.observe(played)
+    await world.settle()
+    await world.crash()
+    for source, side in {"a": "hard", "b": "easy"}.items():
+        curation = world.parts.training_orders.streams[source].curation
+        assert isinstance(curation, PassRate)
+        outside = [row for row in range(10) if curation.outside(row) is not None]
+        assert len(outside) == 1 and curation.outside(outside[0]) == side
+    gauges = world.parts.training_orders.gauges()
+    assert gauges["curation_solved"] == gauges["curation_unsolved"] == 1

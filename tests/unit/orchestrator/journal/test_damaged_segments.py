@@ -1,0 +1,308 @@
+"""Damage in a segment costs the records that had the bytes, and is named."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import CorruptDataError
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.storage import frames
+from services.orchestrator.journal.storage.damage import Damage, DamageReason
+from services.orchestrator.journal.storage.frames import Packer, write_header
+from services.orchestrator.journal.storage.index import INDEX_FILE
+from services.orchestrator.journal.storage.scan import scan
+from services.orchestrator.journal.storage.segments import segment_path, sizes_in
+from services.orchestrator.journal.writer import Journal
+from tests.unit.orchestrator.journal.helpers import (
+    COUNT,
+    KINDS,
+    damage,
+    gaps,
+    kept,
+    put,
+    write,
+)
+
+
+def record(number: int = 900, time: float = 1.0, key: str = "forged", line: bytes = b'{"n":900}\n') -> bytes:
+    payload = Packer().pack(line)
+    return write_header(number, time, key, payload) + payload
+
+
+def flipped(data: bytes, at: int, bit: int = 0) -> bytes:
+    return data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :]
+
+
+def intact(directory: Path, kind: str) -> list[str]:
+    """Keys of a segment's records that a scan finds and whose contents match."""
+    data = segment_path(directory, kind, 1).read_bytes()
+    rows = [row for row in scan(directory, kind, 1) if not isinstance(row, Damage)]
+    return [r.key for r in rows if frames.checksum_of(data[r.offset : r.offset + r.length]) == r.checksum]
+
+
+async def test_a_flipped_bit_costs_one_record_wherever_it_is(tmp_path: Path) -> None:
+    await write(tmp_path, 0, 24)
+    path = segment_path(tmp_path, "things", 1)
+    data, before = path.read_bytes(), intact(tmp_path, "things")
+    for at in range(len(data)):
+        path.write_bytes(flipped(data, at, at % 8))
+        assert len(set(before) - set(intact(tmp_path, "things"))) == 1, f"byte {at}"
+
+
+async def test_a_segment_cut_anywhere_keeps_the_records_before_the_cut(tmp_path: Path) -> None:
+    await write(tmp_path, 0, 24)
+    path = segment_path(tmp_path, "things", 1)
+    data, before = path.read_bytes(), intact(tmp_path, "things")
+    ends = [row.offset + row.length for row in scan(tmp_path, "things", 1) if not isinstance(row, Damage)]
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        assert intact(tmp_path, "things") == before[: sum(end <= size for end in ends)]
+
+
+async def test_bytes_taken_out_of_the_middle_cost_the_records_that_had_them(tmp_path: Path) -> None:
+    """Also the next record's header, which a scan by the length in the previous header would skip."""
+    await write(tmp_path, 0, 24)
+    path = segment_path(tmp_path, "things", 1)
+    data, before = path.read_bytes(), intact(tmp_path, "things")
+    rows = [row for row in scan(tmp_path, "things", 1) if not isinstance(row, Damage)]
+    begins = [0, *(row.offset + row.length for row in rows)]
+    draw = random.Random(3)
+    for _ in range(300):
+        begin = draw.randrange(len(data) - 1)
+        end = min(len(data), begin + draw.randint(1, 200))
+        path.write_bytes(data[:begin] + data[end:])
+        touched = {key for key, a, b in zip(before, begins, begins[1:], strict=False) if a < end and begin < b}
+        assert set(before) - set(intact(tmp_path, "things")) <= touched, (begin, end)
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+@pytest.mark.parametrize("spoil", ["flip", "cut", "zeros", "garbage behind"])
+async def test_damage_is_named_costs_itself_and_is_left_alone(tmp_path: Path, spoil: str, with_index: bool) -> None:
+    draw = random.Random(f"{spoil} {with_index}")
+    for attempt in range(6):
+        directory = tmp_path / str(attempt)
+        await write(directory, 0, COUNT)
+        path = segment_path(directory, "others", 1)
+        data = path.read_bytes()
+        at = draw.randrange(len(data))
+        spoiled = {
+            "flip": flipped(data, at),
+            "cut": data[:at],
+            "zeros": data[:at] + bytes(100) + data[at + 100 :],
+            "garbage behind": data + draw.randbytes(50),
+        }[spoil]
+        path.write_bytes(spoiled)
+        if not with_index:
+            (directory / INDEX_FILE).unlink()
+        await write(directory, COUNT, 2)
+        assert path.read_bytes() == spoiled, "nothing is deleted that could not be read"
+        found = kept(directory)
+        assert found == sorted(set(found)) and found[-2:] == [COUNT, COUNT + 1]
+        lost = set(range(COUNT)) - set(found)
+        assert lost <= {n for n in range(COUNT) if KINDS[n % 2] == "others"}
+        assert len(lost) <= {"flip": 1, "zeros": 4, "garbage behind": 0}.get(spoil, COUNT)
+        with closing(JournalReader(directory)) as reader:
+            for row in reader.rows():
+                reader.load(row)
+            assert {span.kind for span in reader.damage()} <= {"others"}
+            assert reader.damage() or not lost  # a header may be damaged: the index has its contents
+            missing = {n for first, last in reader.gaps() for n in range(first, last + 1)}
+            unreadable = {span.number for span in reader.damage() if span.reason is DamageReason.CHECKSUM}
+        told = {n - 1 for n in missing | unreadable}
+        if spoil == "cut" and not with_index:  # that there was a last record of all is not known any more
+            lost.discard(COUNT - 1)
+            told.discard(COUNT - 1)
+        assert told == lost, "every lost record is told by its number"
+
+
+async def test_a_lost_segment_is_told_with_its_numbers_and_they_are_not_given_again(tmp_path: Path) -> None:
+    await write(tmp_path, 0, 10)
+    await write(tmp_path, 10, 10)
+    segment_path(tmp_path, "others", 2).unlink()
+    journal = Journal(tmp_path)
+    assert [(d.kind, d.segment, d.reason, d.num_records) for d in journal.damage] == [
+        ("others", 2, DamageReason.LOST, 5)
+    ]
+    journal.start()
+    await put(journal, range(20, 21))
+    await journal.close()
+    assert gaps(tmp_path) == [(n, n) for n in (12, 14, 16, 18, 20)]
+    with closing(JournalReader(tmp_path)) as reader:
+        assert [row.number for row in reader.rows()][-1] == 21
+        assert [span.reason for span in reader.damage()] == [DamageReason.LOST]
+    assert Journal(tmp_path).damage == [], "told once as new"
+
+
+async def test_a_segment_that_comes_back_is_read_again(tmp_path: Path) -> None:
+    await write(tmp_path, 0, COUNT)
+    for spoiled in (None, lambda data: data[:100], lambda data: flipped(data, 50)):
+        path = segment_path(tmp_path, "others", 1)
+        data = path.read_bytes()
+        if spoiled is None:
+            path.unlink()
+        else:
+            path.write_bytes(spoiled(data))
+            (tmp_path / INDEX_FILE).unlink()
+        await write(tmp_path, COUNT, 0)
+        assert len(kept(tmp_path)) < COUNT
+        path.write_bytes(data)
+        await write(tmp_path, COUNT, 0)
+        assert kept(tmp_path) == list(range(COUNT))
+        assert damage(tmp_path) == []
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+async def test_a_segment_that_retention_deleted_is_not_lost(tmp_path: Path, with_index: bool) -> None:
+    journal = Journal(tmp_path, segment_bytes=200)
+    journal.start()
+    for n in range(20):
+        await put(journal, range(n, n + 1))
+    await asyncio.to_thread(journal.remove_segments, "things", [1, 2])
+    await journal.close()
+    left = kept(tmp_path)
+    assert len(left) < 20 and not segment_path(tmp_path, "things", 1).exists()
+    if not with_index:
+        (tmp_path / INDEX_FILE).unlink()
+    again = Journal(tmp_path)
+    assert (again.damage, damage(tmp_path), gaps(tmp_path)) == ([], [], [])
+    assert kept(tmp_path) == left
+
+
+async def test_a_crash_between_the_record_of_a_deletion_and_the_deletion_loses_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.start()
+    await put(journal, range(10))
+    await journal.close()
+    data = segment_path(tmp_path, "things", 1).read_bytes()
+    again = Journal(tmp_path)
+    again.start()
+    await asyncio.to_thread(again.remove_segments, "things", [1])
+    await again.close()
+    segment_path(tmp_path, "things", 1).write_bytes(data)
+    assert Journal(tmp_path).damage == []
+    assert kept(tmp_path) == list(range(10))
+
+
+async def test_a_segment_under_two_numbers_is_read_once(tmp_path: Path) -> None:
+    await write(tmp_path, 0, 20)
+    shutil.copy(segment_path(tmp_path, "things", 1), segment_path(tmp_path, "things", 7))
+    journal = Journal(tmp_path)
+    assert {(span.segment, span.reason) for span in journal.damage} == {(7, DamageReason.REPEATED)}
+    assert kept(tmp_path) == list(range(20))
+
+
+async def test_records_of_a_later_format_are_refused_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "FORMAT", 2)
+    await write(tmp_path, 0, 2)
+    before = {place: segment_path(tmp_path, *place).read_bytes() for place in sizes_in(tmp_path)}
+    monkeypatch.setattr(frames, "FORMAT", 1)
+    (tmp_path / INDEX_FILE).unlink()
+    with pytest.raises(CorruptDataError, match="format 2, and this release reads format 1"):
+        Journal(tmp_path)
+    assert {place: segment_path(tmp_path, *place).read_bytes() for place in sizes_in(tmp_path)} == before
+
+
+async def test_the_first_intact_record_of_a_key_is_found(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.start()
+    for n in (1, 2):
+        await journal.append("things", "same", lambda n=n: {"n": n})
+    await journal.close()
+    path = segment_path(tmp_path, "things", 1)
+    path.write_bytes(flipped(path.read_bytes(), frames.header_bytes("same") + 3))
+    with closing(JournalReader(tmp_path)) as reader:
+        assert reader.find("things", ["same"]) == {"same": {"n": 2}}
+
+
+def test_a_header_tells_a_record_and_nothing_else_does() -> None:
+    payload = Packer().pack(b'{"a":1}\n')
+    whole = write_header(7, 1.5, "gruppe-ä", payload) + payload
+    assert frames.read_header(whole) == frames.Header(
+        7, 1.5, "gruppe-ä", len(payload), frames.checksum_of(payload), len(whole) - len(payload)
+    )
+    size = frames.header_bytes("gruppe-ä")
+    for length in range(size):
+        with pytest.raises(frames.Incomplete):
+            frames.read_header(whole[:length])
+    for at in range(8 * size):
+        with pytest.raises(frames.Unreadable):
+            frames.read_header(flipped(whole, at // 8, at % 8))
+    with pytest.raises(ValueError, match="65535"):
+        write_header(1, 0.0, "x" * 70_000, payload)
+
+
+@pytest.mark.parametrize("payload", [b"", b"no zstd", b"\x28\xb5\x2f\xfd\xe0" + b"\xff" * 8])
+def test_a_payload_that_is_no_frame_of_a_bounded_size_is_refused(payload: bytes) -> None:
+    with pytest.raises(CorruptDataError):
+        frames.Unpacker().unpack(payload)
+
+
+async def test_a_place_that_the_disk_cannot_read_costs_what_follows_in_its_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await write(tmp_path, 0, COUNT)
+    (tmp_path / INDEX_FILE).unlink()
+    path, real = segment_path(tmp_path, "others", 1), os.pread
+    inode = path.stat().st_ino
+
+    def pread(fd: int, length: int, offset: int) -> bytes:
+        if os.fstat(fd).st_ino == inode and offset + length > 1000:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, length, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr("services.orchestrator.journal.storage.scan._READ_BYTES", 100)
+    journal = Journal(tmp_path)
+    assert [(span.kind, span.reason) for span in journal.damage] == [("others", DamageReason.UNREADABLE)]
+    found = kept(tmp_path)
+    assert [n for n in found if n % 2 == 0] == list(range(0, COUNT, 2))
+    assert 0 < sum(n % 2 for n in found) < COUNT // 2
+
+
+async def test_a_segment_that_is_deleted_while_it_is_looked_at_fails_nothing(tmp_path: Path) -> None:
+    """As retention does beside a reader."""
+    await write(tmp_path, 0, COUNT)
+    sizes = sizes_in(tmp_path)
+    (tmp_path / INDEX_FILE).unlink()
+    segment_path(tmp_path, "others", 1).unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.orchestrator.journal.storage.index_sync.sizes_in", lambda directory: sizes)
+        assert kept(tmp_path) == list(range(0, COUNT, 2))
+    assert kept(tmp_path) == list(range(0, COUNT, 2))
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        record(number=2**64 - 1),
+        record(number=2**63),
+        record(number=0),
+        record(time=float("nan")),
+        record(line=b"[1]\n"),
+        record(line=b"no json\n"),
+        record(line=b'{"n":901}\n')[:-3],
+    ],
+    ids=["largest number", "number beyond SQLite", "number 0", "no time", "a list", "no JSON", "torn"],
+)
+async def test_a_record_that_no_journal_writes_stops_no_start(tmp_path: Path, forged: bytes) -> None:
+    """Its hashes are right: the record is forged."""
+    await write(tmp_path, 0, 6)
+    path = segment_path(tmp_path, "things", 1)
+    path.write_bytes(path.read_bytes() + forged)
+    (tmp_path / INDEX_FILE).unlink()
+    await write(tmp_path, 6, 2)
+    assert kept(tmp_path) == list(range(8))
+    with closing(JournalReader(tmp_path)) as reader:
+        for row in reader.rows():
+            reader.load(row)
+        assert [span.kind for span in reader.damage()] == ["things"]

@@ -1,0 +1,70 @@
+"""Worlds that die and start again with damaged journals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.common.records.fates import SetAsideReason
+from services.common.records.types import TaskGroupOrder
+from services.orchestrator.journal import records
+from tests.unit.orchestrator.damage import flip, loaded
+from tests.unit.orchestrator.world import World
+
+Make = Callable[..., World]
+
+
+async def begun(world: World) -> list[TaskGroupOrder]:
+    """Version 0 is published, and a replica has orders."""
+    replica = world.join()
+    await world.publish(0)
+    world.train()
+    return await world.orders(replica)
+
+
+async def stepped(world: World, step: int) -> list[TaskGroupOrder]:
+    """One training step: run the orders, take the batch, publish."""
+    orders = await world.orders(world.join(number=step - 1))
+    for order in orders:
+        await world.play(order, version=step - 1)
+    await world.trainer_api.pull_batch("model0", step, 5.0)
+    await world.publish(step)
+    return orders
+
+
+async def spoiled(world: World, kind: str, key: str, which: int = 0) -> None:
+    """Kill the orchestrator, damage a record, start again."""
+    await world.settle()
+    await world.journal.close()
+    flip(world.run_dir, kind, key, which)
+    world.core.close_metrics()
+    world.open()
+
+
+def set_aside(world: World) -> list[tuple[str, str, SetAsideReason]]:
+    return [(noted.kind, noted.key, noted.reason) for noted in world.parts.aside]
+
+
+def closed(world: World) -> dict[str, str]:
+    return {record["task_group_id"]: record["reason"] for record in loaded(world.run_dir, records.CLOSED)}
+
+
+async def trains_on(world: World, step: int) -> None:
+    """The next step is played, assembled and published."""
+    world.clock.now += 31.0
+    world.parts.pool.expire()  # the replicas of before the restart do not come back
+    world.train()
+    replica = world.join("fresh", number=step - 1)
+    for _ in range(4):
+        for order in await world.orders(replica):
+            await world.play(order, version=step - 1)
+    batch = await world.trainer_api.pull_batch("model0", step, 5.0)
+    assert len(batch.record.entries) >= 8
+    assert await world.publish(step) == step
+
+
+async def begun_with_two(world: World) -> list[TaskGroupOrder]:
+    replica = world.join()
+    for policy in ("model0", "model1"):
+        await world.publish(0, policy=policy)
+    world.train()
+    return await world.orders(replica)

@@ -1,0 +1,97 @@
+"""A run goes on without any records of a kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.orchestrator.journal import records
+from tests.unit.orchestrator.builders import failure, trajectory
+from tests.unit.orchestrator.damage import flip_header, loaded, remove, rows
+from tests.unit.orchestrator.recovery.helpers import (
+    Make,
+    begun,
+    stepped,
+    trains_on,
+)
+from tests.unit.orchestrator.world import World
+
+EVERY_KIND = [
+    *(records.RUN, records.GROUP, records.ASSIGNMENT, records.TRAJECTORY, records.FAILURE, records.VERDICT),
+    *(records.CLOSED, records.OBSERVATION, records.BATCH, records.VERSION, records.EVALUATION_START),
+    *(records.EVALUATION, records.STATE),
+]
+
+
+async def lived(world: World) -> None:
+    """A history with records of every kind, in the middle of step 3."""
+    world.steps = 9
+    await world.crash()
+    await begun(world)
+    await world.core.begin_evaluation("mine")
+    for order in await world.orders(world.join()):
+        await world.play(order)
+    for step in (1, 2):
+        await stepped(world, step)
+    assert await world.orders(world.join(number=2))
+    world.clock.now += 31.0
+    world.parts.pool.expire()
+    first, *_ = await world.orders(world.join("other", number=2))
+    world.journal.submit(records.RUN, "", lambda: {"run_id": "unit", "mark": "abc", "started_at": 0.0})
+    await world.send(trajectory(first.task_group_id, 0, version=2), failure(first.task_group_id, 1))
+    world.core.write_state()
+    await world.settle()
+    assert {kind for kind in EVERY_KIND if rows(world.run_dir, kind)} == set(EVERY_KIND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "with_index"), [*((kind, True) for kind in EVERY_KIND), (records.BATCH, False), (records.CLOSED, False)]
+)
+async def test_the_run_goes_on_without_all_records_of_a_kind(worlds: Make, kind: str, with_index: bool) -> None:
+    world = worlds(curation="filter_solved")
+    await lived(world)
+    names = {row.key for row in rows(world.run_dir, records.GROUP)}
+    seen = {e["sequence_id"] for batch in loaded(world.run_dir, records.BATCH) for e in batch["sequences"]}
+    await world.journal.close()
+    remove(world.run_dir, kind, with_index=with_index)
+    world.core.close_metrics()
+    world.open()
+    newest = world.parts.ledgers["model0"]
+    if kind == records.VERSION:
+        for number in range(newest.newest_number + 1):
+            await world.publish(number)
+    assert newest.newest_number == (1 if kind == records.VERSION else 2)
+    await trains_on(world, newest.newest_number + 1)
+    [batch] = loaded(world.run_dir, records.BATCH, f"model0/{newest.newest_number}")[-1:]
+    if kind != records.VERSION:
+        assert not seen & {entry["sequence_id"] for entry in batch["sequences"]}
+    issued = [row.key for row in rows(world.run_dir, records.GROUP)]
+    assert len(set(issued)) == len(issued)
+    if kind != records.GROUP:
+        assert names <= set(issued)
+    before = len(world.parts.aside)
+    await world.crash()
+    assert len(world.parts.aside) == before
+
+
+@pytest.mark.parametrize("kind", [records.GROUP, records.TRAJECTORY, records.CLOSED, records.BATCH, records.VERSION])
+async def test_the_run_goes_on_when_a_record_does_not_even_tell_which_it_was(worlds: Make, kind: str) -> None:
+    world = worlds(curation="filter_solved")
+    await lived(world)
+    seen = {e["sequence_id"] for batch in loaded(world.run_dir, records.BATCH) for e in batch["sequences"]}
+    await world.journal.close()
+    flip_header(world.run_dir, kind, rows(world.run_dir, kind)[-1].key, -1)
+    world.core.close_metrics()
+    world.open()
+    if world.parts.ledgers["model0"].lacks_newest or kind == records.VERSION:
+        await world.publish(2)
+    await trains_on(world, 3)
+    batches = {
+        row.key: batch
+        for row, batch in zip(rows(world.run_dir, records.BATCH), loaded(world.run_dir, records.BATCH), strict=True)
+    }
+    assert not seen & {entry["sequence_id"] for entry in batches["model0/3"]["sequences"]}
+    assert sum(world.parts.aside.counts().values()) >= 1
+    before = len(world.parts.aside)
+    await world.crash()
+    assert len(world.parts.aside) == before

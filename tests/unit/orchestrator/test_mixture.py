@@ -1,0 +1,232 @@
+"""Shares of sources among trained sequences: they hold for any pace, for any share of dropped groups, and after a restart."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.config.data import SourceConfig
+from services.common.config.training.policy import BatchConfig
+from services.common.telemetry.metrics import SourceKey, StepKey, source_key, sources_in
+from services.orchestrator.buffer.assembly import assemble
+from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.journal.records import BatchRecord
+from services.orchestrator.state.groups import TaskGroup
+from services.orchestrator.state.mixture import Mixture
+from tests.unit.orchestrator.builders import order, sequence, trajectory
+
+POLICY = "model0"
+
+
+def sources(**weights: float) -> dict[str, SourceConfig]:
+    return {name: SourceConfig(path="r.jsonl", source=name, weight=weight) for name, weight in weights.items()}
+
+
+@dataclass
+class Source:
+    """How long its rollouts take, and the share of its task groups whose rewards are all equal."""
+
+    seconds: float
+    dropped: float = 0.0
+
+
+@dataclass
+class Ring:
+    """A dispatcher and a trainer over a true pipeline, in simulated time; ``slots`` rollouts are played at once."""
+
+    config: BatchConfig
+    weights: dict[str, float]
+    worlds: dict[str, Source]
+    steps: int
+    group: int = 4
+    slots: int = 64
+    exhausted_after: int = 50
+    experience: ExperiencePipeline = field(init=False)
+    records: list[BatchRecord] = field(default_factory=list)
+    issued: list[tuple[str, int]] = field(default_factory=list)  # source and number in its stream
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(5)
+        self._playing: list[tuple[float, int, TaskGroup]] = []
+        self._numbers: Counter[str] = Counter()
+        self.begin()
+
+    def begin(self) -> None:
+        self.experience = ExperiencePipeline(
+            {POLICY: self.config},
+            self.steps,
+            Counter(),
+            sources=sources(**self.weights),
+            exhausted_after=self.exhausted_after,
+        )
+        self.experience.advanced(POLICY, 0)
+        self._playing = []
+
+    def restart(self) -> None:
+        """As after a kill: what was running and buffered is lost here, recorded batches are not."""
+        self.begin()
+        for record in self.records:
+            self.experience.mixtures[POLICY].recover(record.statistics)
+        self.experience.advanced(POLICY, len(self.records))
+
+    def _issue(self) -> None:
+        while len(self._playing) * self.group < self.slots and self.experience.admission.open((POLICY,)):
+            source = self.experience.next_source((POLICY,))
+            number = self._numbers[source]
+            self._numbers[source] += 1
+            self.issued.append((source, number))
+            named = replace(order(f"g{len(self.issued)}", self.group), source=source)
+            group = TaskGroup(order=named, born={POLICY: len(self.records)})
+            self.experience.issued(group)
+            heapq.heappush(self._playing, (self.now + self.worlds[source].seconds, len(self.issued), group))
+
+    def _end_one(self) -> None:
+        self.now, _, group = heapq.heappop(self._playing)
+        equal = self._random.random() < self.worlds[group.order.source].dropped
+        for index in group.order.indices:
+            reward = 0.0 if equal else float(index % 2)
+            own = sequence(reward=reward, version=group.born[POLICY])
+            outcome = trajectory(group.id, index, own, reward=reward)
+            group.resolve(outcome)
+            self.experience.resolved(group, outcome)
+
+    def train(self, steps: int) -> None:
+        while len(self.records) < steps:
+            self._issue()
+            if self.experience.buffers[POLICY].ready:
+                step = len(self.records) + 1
+                groups, statistics = self.experience.take_batch(POLICY, step)
+                record, _ = assemble(POLICY, step, groups, 1, statistics)
+                self.experience.batch_recorded(groups)
+                self.records.append(record)
+                self.experience.advanced(POLICY, step)
+            else:
+                assert self._playing, "the run would wait for ever"
+                self._end_one()
+
+    def shares(self) -> dict[str, float]:
+        """Shares of the trained sequences, by the names of their task groups."""
+        source_of = {f"g{number}": source for number, (source, _) in enumerate(self.issued, start=1)}
+        found = Counter(source_of[e.sequence_id.partition("/")[0]] for r in self.records for e in r.entries)
+        return {source: found[source] / found.total() for source in self.weights}
+
+    def error(self) -> float:
+        total = sum(self.weights.values())
+        return max(abs(share - self.weights[source] / total) for source, share in self.shares().items())
+
+
+CONFIG = BatchConfig(size=16, max_staleness=2, dynamic_sampling=True)
+SLOW = {"fast": Source(1.0), "slow": Source(10.0)}
+DROPPED = {"fast": Source(1.0, dropped=0.1), "slow": Source(1.0, dropped=0.8)}
+
+
+@pytest.mark.parametrize("worlds", [SLOW, DROPPED, {"fast": Source(1, 0.7), "slow": Source(10, 0.4)}])
+@pytest.mark.parametrize("slow", [1.0, 3.0, 0.3])
+def test_shares_hold_when_one_source_is_slower_or_dropped_more_often(worlds: dict[str, Source], slow: float) -> None:
+    ring = Ring(CONFIG, {"fast": 1.0, "slow": slow}, worlds, steps=60)
+    ring.train(60)
+    assert ring.error() <= 0.01
+    first = Ring(CONFIG, {"fast": 1.0, "slow": slow}, worlds, steps=60)
+    first.train(5)
+    assert first.error() <= 4 / 80, "within a task group after each batch"
+
+
+def test_shares_go_on_after_a_restart() -> None:
+    ring = Ring(CONFIG, {"a": 1.0, "b": 2.0, "c": 4.0}, {"a": Source(9), "b": Source(1), "c": Source(3)}, steps=60)
+    for step in (3, 4, 21, 60):
+        ring.train(step)
+        ring.restart()
+    assert ring.error() <= 0.01
+    assert sum(ring.experience.mixtures[POLICY].trained.values()) == 60 * 16
+
+
+def test_sources_alternate_alike_at_any_pace_while_nothing_is_dropped() -> None:
+    one = Ring(CONFIG, {"a": 1.0, "b": 2.0}, {"a": Source(1), "b": Source(1)}, steps=20)
+    other = Ring(CONFIG, {"a": 1.0, "b": 2.0}, {"a": Source(13), "b": Source(2)}, steps=20, slots=24)
+    for ring in (one, other):
+        ring.train(20)
+    common = min(len(one.issued), len(other.issued))
+    assert common >= 20 * 4 and one.issued[:common] == other.issued[:common]
+
+
+def test_batches_go_on_without_a_source_that_gives_nothing() -> None:
+    worlds = {"good": Source(1.0), "solved": Source(1.0, dropped=1.0)}
+    ring = Ring(CONFIG, {"good": 1.0, "solved": 1.0}, worlds, steps=40)
+    ring.train(20)
+    assert ring.shares()["solved"] == 0.0
+    assert ring.experience.mixtures[POLICY].exhausted.keys() == {"solved"}
+    recent = Counter(source for source, _ in ring.issued[-40:])
+    assert recent["good"] >= 12 and recent["solved"] >= 12, "it is still tried in its turn"
+    ring.worlds["solved"].dropped = 0.0
+    before = len(ring.records)
+    ring.train(40)
+    late = Counter[str]()
+    for record in ring.records[before:]:
+        late.update({s: int(record.statistics[source_key(s, SourceKey.NUM_SEQUENCES)]) for s in ring.weights})
+    assert late["solved"] / late.total() == pytest.approx(0.5, abs=0.05), "and does not displace the others afterwards"
+    assert not ring.experience.mixtures[POLICY].exhausted
+
+
+def test_a_source_that_may_come_is_waited_for_and_another_is_not() -> None:
+    mixture = Mixture({"a": 1.0, "b": 1.0})
+    assert mixture.plan(4, {"a": [2, 2, 2]}, lambda source: True) == ([], "b")
+    assert mixture.plan(4, {"a": [2, 2, 2]}, lambda source: False) == (["a", "a"], "")
+    assert mixture.plan(4, {"a": [2], "b": []}, lambda source: False) == ([], "")
+    assert mixture.plan(4, {"a": [2], "b": [2]}, lambda source: True) == (["a", "b"], "")
+
+
+def test_statistics_of_a_batch_tell_each_source() -> None:
+    ring = Ring(CONFIG, {"fast": 3.0, "slow": 1.0}, DROPPED, steps=4)
+    ring.train(4)
+    row = ring.records[-1].statistics
+    assert sources_in(row) == ["fast", "slow"]
+    assert row[source_key("fast", SourceKey.SHARE)] == pytest.approx(0.75, abs=0.02)
+    assert row[source_key("fast", SourceKey.BATCH_REWARD_MEAN)] == 0.5
+    finished = {s: row[source_key(s, SourceKey.ROLLOUTS_FINISHED)] for s in ("fast", "slow")}
+    means = {s: row.get(source_key(s, SourceKey.ROLLOUT_REWARD_MEAN), 0.0) for s in ("fast", "slow")}
+    total = sum(finished[s] * means[s] for s in finished)
+    assert total / sum(finished.values()) == pytest.approx(row[StepKey.ROLLOUT_REWARD_MEAN])
+    for key in (
+        SourceKey.NUM_SEQUENCES,
+        SourceKey.ROLLOUTS_FINISHED,
+        SourceKey.GROUPS_EQUAL_DROPPED,
+        SourceKey.FAILURES,
+    ):
+        assert sum(row[source_key(s, key)] for s in ("fast", "slow")) == row[StepKey(key.value)]
+    assert row[StepKey.STALENESS_MAX] == max(row[source_key(s, SourceKey.STALENESS_MAX)] for s in ("fast", "slow"))
+
+
+def test_one_dataset_has_no_statistics_of_sources() -> None:
+    mixture = Mixture()
+    mixture.taken({"": 4})
+    assert mixture.facts({"": 4}) == {} and not mixture.is_mixed
+
+
+@given(
+    weights=st.lists(st.floats(0.05, 20), min_size=1, max_size=5),
+    sizes=st.lists(st.integers(1, 6), min_size=40, max_size=40),
+)
+def test_the_error_of_shares_is_at_most_that_of_one_group_per_source(weights: list[float], sizes: list[int]) -> None:
+    names = [str(number) for number in range(len(weights))]
+    mixture = Mixture(dict(zip(names, weights, strict=True)))
+    endless: Callable[[str], list[int]] = lambda source: sizes  # noqa: E731
+    for _ in range(12):
+        plan, lacks = mixture.plan(12, {name: endless(name) for name in names}, lambda source: True)
+        assert not lacks
+        number = Counter[str]()
+        taken = Counter[str]()
+        for name in plan:
+            taken[name] += sizes[number[name]]
+            number[name] += 1
+        mixture.taken(taken)
+        total = mixture.trained.total()
+        for name in names:
+            assert abs(mixture.trained[name] - mixture.shares[name] * total) <= 6 * len(names)

@@ -1,0 +1,149 @@
+"""Files of rows: CSV, TSV, JSON and JSON Lines, columns by name, and a message for each fault."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.config.data import DatasetConfig
+from services.common.errors import DatasetError
+from services.orchestrator.tasks.datasets import open_source
+
+ROWS = [{"question": "1+1?", "solution": "2"}, {"question": 'say "a,b"\nand stop', "solution": "é"}]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+            table.writeheader()
+            table.writerows(rows)
+    return path
+
+
+def opened(path: Path, **settings: Any) -> list[dict[str, Any]]:
+    source = open_source(DatasetConfig(path=str(path), **settings), 0)
+    return [dict(source[row].data) for row in range(len(source))]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv", ".tsv", ".CSV"])
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
+    file = write(tmp_path / f"rows{suffix}", ROWS)
+    assert opened(file) == ROWS
+    assert opened(file, limit=1) == ROWS[:1]
+
+
+def test_parquet_gives_the_same_rows(tmp_path: Path) -> None:
+    import pandas
+
+    pandas.DataFrame(ROWS).to_parquet(tmp_path / "rows.parquet")
+    columns = {"prompt": "question"}
+    assert opened(tmp_path / "rows.parquet", columns=columns) == [{**row, "prompt": row["question"]} for row in ROWS]
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(st.characters(codec="utf-8", exclude_characters="\r\x00")), st.text("ab,\"'\n")), min_size=1
+    )
+)
+def test_a_table_gives_back_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, values: list[tuple[str, str]]
+) -> None:
+    rows = [{"first": first, "second": second} for first, second in values]
+    assert opened(write(tmp_path_factory.mktemp("table") / "rows.csv", rows)) == rows
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv"])
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path, suffix: str) -> None:
+    file = write(tmp_path / f"rows{suffix}", ROWS)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert opened(file) == ROWS
+
+
+def test_columns_are_found_by_name_and_within_columns(tmp_path: Path) -> None:
+    rows = [{"question": "1+1?", "extra": {"answer": {"text": "2"}}, "a.b": 3}]
+    columns = {"prompt": "question", "answer": "extra.answer.text", "score": "a.b"}
+    found = opened(write(tmp_path / "rows.jsonl", rows), columns=columns)
+    assert found == [{**rows[0], "prompt": "1+1?", "answer": "2", "score": 3}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"prompt": "qestion"}, ("columns.prompt", "'qestion'", "question, solution")),
+        ({"answer": "solution.text"}, ("columns.answer", "'solution.text'")),
+        ({"question": "solution", "ground_truth": "question"}, ()),
+    ],
+)
+def test_a_column_that_is_not_there_is_told_with_those_that_are(
+    tmp_path: Path, columns: dict[str, str], told: tuple[str, ...]
+) -> None:
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    if not told:
+        assert opened(file, columns=columns)[0] == {"question": "2", "solution": "2", "ground_truth": "1+1?"} | ROWS[
+            0
+        ] | {"question": "2"}
+        return
+    with pytest.raises(DatasetError) as caught:
+        opened(file, columns=columns)
+    for part in told:
+        assert part in caught.value.message
+
+
+def test_a_name_that_another_column_hides_is_told_with_the_one_to_write(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}], "text": "b"}])
+    with pytest.raises(DatasetError, match=r"write columns\.messages instead of columns\.prompt"):
+        opened(file, columns={"prompt": "text"})
+
+
+def test_columns_and_a_known_dataset_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="leave columns out"):
+        DatasetConfig(name="gsm8k", columns={"prompt": "question"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("rows.csv", b"question;answer\n1;2\n", ("the header is one column", "','")),
+        ("rows.csv", b"question,question\n1,2\n", ("'question' twice",)),
+        ("rows.csv", b"question,\n1,2\n", ("column 2 has no name",)),
+        ("rows.csv", b"question,answer\n1+1,2\na,b,c\n", ("line 3", "3 values", "2 columns", "quotes")),
+        ("rows.csv", b'question,answer\n"1+1,2\n', ("line", "quote missing")),
+        ("rows.csv", "question,answer\né,2\n".encode("latin-1"), ("not in UTF-8", "save it in UTF-8")),
+        ("rows.csv", b"question,answer\n", ("holds no rows",)),
+        ("rows.csv", b"", ("holds no rows",)),
+        ("rows.json", b'{"data": [{"a": 1}],\n "version": 2}', ("one JSON object", "'data'")),
+        ("rows.json", b'{\n "a": 1\n}', ("one JSON object, not rows",)),
+        ("rows.json", b'[{"a": 1}, 5]', ("element 2", "not int")),
+        ("rows.json", b'[{"a": 1},', ("begins as a JSON array", "not valid JSON")),
+        ("rows.json", b"[]", ("holds no rows",)),
+        ("rows.jsonl", b'[{"a": 1}]', ("row 1", "not list")),
+        ("rows.jsonl.gz", b"\x1f\x8b", ("packed", "unpack")),
+        ("rows.txt", b"1+1\n", ("no kind that is read", ".csv", ".parquet")),
+        ("rows.xlsx", b"PK", ("no kind that is read",)),
+    ],
+)
+def test_a_file_that_is_no_file_of_rows_has_its_fault_told(
+    tmp_path: Path, name: str, content: bytes, told: tuple[str, ...]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatasetError) as caught:
+        opened(tmp_path / name)
+    for part in (name, *told) if "row 1" not in told else told:
+        assert part in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["./nowhere.csv", "nowhere.json", "/nowhere/rows.tsv", "./nowhere"])
+def test_a_file_that_is_not_there_is_no_name_on_the_hub(name: str) -> None:
+    with pytest.raises(DatasetError, match="does not exist"):
+        open_source(DatasetConfig(path=name), 0)

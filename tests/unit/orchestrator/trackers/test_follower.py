@@ -1,0 +1,154 @@
+"""A tracker gets every row once and in order, whatever happens to it or to its process."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common import run_files
+from services.common.telemetry.metrics import MetricsWriter, RowKind
+from services.orchestrator.trackers import follower
+from services.orchestrator.trackers.follower import Follower, all_sent, position_file, read_position
+from services.orchestrator.trackers.sink import Row, TrackerDown
+from tests.unit.orchestrator.trackers.rows import write_run
+
+
+class Recorder:
+    """A sink that keeps what it takes, and is down when told."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.down = False
+        self.closed = 0
+
+    def send(self, rows: Sequence[Row]) -> None:
+        if self.down:
+            raise TrackerDown("no answer")
+        self.rows += rows
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def follower_of(run_dir: Path, sink: Recorder) -> Follower:
+    return Follower(run_dir, "recorder", lambda: sink)
+
+
+@settings(max_examples=25, deadline=None)
+@given(actions=st.lists(st.sampled_from(["write", "poll", "down", "up", "restart", "torn"]), max_size=30))
+def test_every_row_arrives_once_and_in_order(actions: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir, sink, written = Path(folder), Recorder(), 0
+        writer = MetricsWriter(run_files.metrics(run_dir))
+        following = follower_of(run_dir, sink)
+        for action in [*actions, "up", "write", "poll"]:
+            if action == "write":
+                writer.write(RowKind.TRAINING_STEP, policy="model0", step=written)
+                written += 1
+            elif action == "poll":
+                following.poll()
+            elif action == "restart":
+                following = follower_of(run_dir, sink)
+            elif action == "torn":  # a write that is going on: its end comes with the next row
+                half, rest = b'{"time": 1.0, "kind": "stall"', b', "torn": 1}\n'
+                with run_files.metrics(run_dir).open("ab", buffering=0) as file:
+                    file.write(half)
+                    following.poll()
+                    file.write(rest)
+            else:
+                sink.down = action == "down"
+        writer.close()
+        assert [row["step"] for row in sink.rows if "step" in row] == list(range(written))
+        assert all_sent(run_dir, "recorder")
+
+
+def test_what_a_tracker_that_is_down_did_not_take_is_sent_when_it_is_back(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    sink = Recorder()
+    sink.down = True
+    following = follower_of(tmp_path, sink)
+    assert not following.poll() and not following.poll()
+    assert following.is_down and not all_sent(tmp_path, "recorder")
+    assert read_position(tmp_path, "recorder").error == "no answer"
+    sink.down = False
+    assert following.poll() and following.ended
+    assert read_position(tmp_path, "recorder").error == "" and read_position(tmp_path, "recorder").num_rows == len(
+        sink.rows
+    )
+
+
+def test_an_outage_is_logged_once(tmp_path: Path, capsys: object) -> None:
+    import structlog
+
+    write_run(tmp_path)
+    sink = Recorder()
+    sink.down = True
+    following = follower_of(tmp_path, sink)
+    with structlog.testing.capture_logs() as logged:
+        for _ in range(5):
+            following.poll()
+        sink.down = False
+        following.poll()
+    assert [event["event"] for event in logged] == ["tracker.down", "tracker.back"]
+
+
+def test_a_tracker_that_cannot_be_opened_is_down(tmp_path: Path) -> None:
+    write_run(tmp_path)
+
+    def refuse() -> Recorder:
+        raise TrackerDown("no server")
+
+    following = Follower(tmp_path, "recorder", refuse)
+    assert not following.poll() and following.is_down
+
+
+def test_it_ends_with_the_run_and_closes_the_tracker(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    sink = Recorder()
+    following = follower_of(tmp_path, sink)
+    following.run(threading.Event())
+    assert sink.closed == 1 and following.complete
+
+
+def test_a_stop_during_an_outage_ends_it_with_the_rows_kept(tmp_path: Path) -> None:
+    write_run(tmp_path, summary=False)
+    sink, stop = Recorder(), threading.Event()
+    sink.down = True
+    stop.set()
+    following = follower_of(tmp_path, sink)
+    following.run(stop)
+    assert not following.complete and read_position(tmp_path, "recorder").offset == 0
+
+
+def test_lines_that_are_no_rows_are_passed_over(tmp_path: Path) -> None:
+    run_files.metrics(tmp_path).parent.mkdir()
+    run_files.metrics(tmp_path).write_bytes(b'\xff\xfe\n[1, 2]\n{"a": 1}\n\n{"time": 1.0, "kind": "stall"}\n')
+    sink = Recorder()
+    assert follower_of(tmp_path, sink).poll()
+    assert sink.rows == [{"time": 1.0, "kind": "stall"}]
+
+
+def test_a_damaged_position_begins_again(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    position_file(tmp_path, "recorder").parent.mkdir()
+    for damaged in ("{", json.dumps({"unknown": 1}), ""):
+        position_file(tmp_path, "recorder").write_text(damaged)
+        assert read_position(tmp_path, "recorder").offset == 0
+
+
+def test_a_run_without_metrics_is_waited_for(tmp_path: Path) -> None:
+    sink = Recorder()
+    following = follower_of(tmp_path, sink)
+    assert following.poll() and not sink.rows
+    write_run(tmp_path)
+    assert following.poll() and sink.rows
+
+
+def test_delays_of_an_outage_are_bounded() -> None:
+    assert follower.FIRST_DELAY_S <= follower.LONGEST_DELAY_S <= 60.0

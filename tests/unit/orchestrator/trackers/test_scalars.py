@@ -1,0 +1,71 @@
+"""Every tracker shows the same names, steps and units, and docs/trackers.md has them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from services.cli.inspect.rows import read_metrics
+from services.orchestrator.metrics.scalars import UNITS, scalars_of, unit_of
+from tests.documented import DOCS
+from tests.metrics_catalogue import is_documented, step_metrics
+from tests.unit.orchestrator.trackers.rows import STEP, write_run
+
+
+def test_scalars_have_group_step_and_time(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    found = [scalars for row in read_metrics(tmp_path) if (scalars := scalars_of(row)) is not None]
+    first = found[0]
+    assert (first.group, first.step, dict(first.values)) == ("model0", 1, STEP)
+    assert {scalars.group for scalars in found} == {"model0", "throughput", "weights/model0/a"}
+    assert next(s for s in found if s.group == "weights/model0/a").values["bits_per_change"] == 2.0
+
+
+def test_an_evaluation_has_a_curve_for_each_sampling_and_dataset() -> None:
+    estimate = {"value": 0.5, "low": 0.4, "high": 0.6}
+    row = {
+        "time": 1.0, "kind": "evaluation", "name": "step-8/greedy", "newest_versions": {"model0": 8}, "mean_reward": 0.5,
+        "datasets": [{"name": "held_out", "mean_reward": estimate, "pass_at": {"4": estimate}}], "roles": {"model0/agent/0": 0.5},
+    }  # fmt: skip
+    found = scalars_of(row)
+    assert found is not None and found.step == 8
+    assert set(found.tagged) == {"evaluation/greedy", "evaluation/greedy/held_out", "evaluation/greedy/held_out/pass@4"}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "text", True])
+def test_what_is_no_finite_number_is_left_out(value: object) -> None:
+    row = {"time": 1.0, "kind": "training_step", "policy": "model0", "step": 1, "x": value, "trainer/loss": 1.0}
+    found = scalars_of(row)
+    assert found is not None and dict(found.values) == {"trainer/loss": 1.0}
+
+
+def test_rows_without_scalars_have_none() -> None:
+    for kind in ("stall", "accounts", "summary", "threshold", "of a newer version"):
+        assert scalars_of({"time": 1.0, "kind": kind}) is None
+
+
+def test_the_names_of_the_tests_are_those_of_the_run() -> None:
+    assert all(is_documented(name) for name in STEP)
+
+
+def test_units_are_documented() -> None:
+    page = (DOCS / "trackers.md").read_text()
+    for _, unit in UNITS:
+        assert f"`{unit}`" in page
+    for metric in step_metrics():
+        assert unit_of(metric.name.replace("{", "").replace("}", ""))
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("compute_s", "s"), ("trainer/seconds", "s"), ("payload_bytes", "By"), ("tokens_per_s", "{token}/s"),
+        ("trainer/entropy", "nat"), ("trainer/mismatch_fresh_abs", "nat"), ("trainer/clipped_share", "1"),
+        ("num_trained_tokens", "{token}"), ("rollouts_finished", "{rollout}"), ("staleness_mean", "{version}"),
+        ("rollout_reward_mean", "1"), ("trainer/loss", "1"), ("bits_per_change", "bit"),
+    ],
+)  # fmt: skip
+def test_units(name: str, unit: str) -> None:
+    assert unit_of(name) == unit

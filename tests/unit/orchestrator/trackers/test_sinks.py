@@ -1,0 +1,237 @@
+"""W&B, trackio and OpenTelemetry get the rows, with the real packages; OTLP with a real collector."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from services.cli.inspect.rows import read_metrics
+from services.orchestrator.trackers.follower import Follower, all_sent
+from services.orchestrator.trackers.sink import RunFacts
+from tests.unit.orchestrator.trackers.rows import write_run
+from tests.waiting import wait_until
+
+
+def facts(run_dir: Path) -> RunFacts:
+    return RunFacts(
+        run_id="run 0/x", project="quickstart", directory=run_dir / "trackers", settings={"name": "quickstart"}
+    )
+
+
+# --- OpenTelemetry ---------------------------------------------------------------------------------------------------
+
+
+class Collector:
+    """A gRPC server with the two services of an OpenTelemetry collector."""
+
+    def __init__(self, port: int = 0) -> None:
+        from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics
+        from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
+        from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace
+        from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
+
+        self.metrics: list[Any] = []
+        self.spans: list[Any] = []
+        collector = self
+
+        class Metrics(metrics_grpc.MetricsServiceServicer):
+            def Export(self, request: Any, context: Any) -> Any:
+                for resource in request.resource_metrics:
+                    for scope in resource.scope_metrics:
+                        collector.metrics += scope.metrics
+                return metrics.ExportMetricsServiceResponse()
+
+        class Trace(trace_grpc.TraceServiceServicer):
+            def Export(self, request: Any, context: Any) -> Any:
+                for resource in request.resource_spans:
+                    for scope in resource.scope_spans:
+                        collector.spans += scope.spans
+                return trace.ExportTraceServiceResponse()
+
+        self._server = grpc.server(futures.ThreadPoolExecutor(2))
+        metrics_grpc.add_MetricsServiceServicer_to_server(Metrics(), self._server)
+        trace_grpc.add_TraceServiceServicer_to_server(Trace(), self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    found = Collector()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{found.port}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_INSECURE", "true")
+    yield found
+    found.stop()
+
+
+@pytest.mark.needs("opentelemetry")
+def test_a_collector_gets_gauges_with_units_and_times(tmp_path: Path, collector: Collector) -> None:
+    from services.orchestrator.trackers.otlp_sink import OtlpSink
+
+    write_run(tmp_path)
+    sink = OtlpSink(facts(tmp_path))
+    rows = read_metrics(tmp_path)
+    sink.send(rows)
+    sink.close()
+    by_name = {metric.name: metric for metric in collector.metrics}
+    loss = by_name["millrace.trainer.loss"]
+    assert [point.as_double for point in loss.gauge.data_points] == [-0.125] * 3
+    assert loss.gauge.data_points[0].time_unix_nano == int(rows[0]["time"] * 1e9)
+    attributes = {pair.key: pair.value for pair in loss.gauge.data_points[1].attributes}
+    assert (attributes["group"].string_value, attributes["step"].int_value) == ("model0", 2)
+    assert by_name["millrace.trainer.entropy"].unit == "nat" and by_name["millrace.compute_s"].unit == "s"
+
+
+@pytest.mark.needs("opentelemetry")
+def test_a_collector_gets_one_trace_of_steps_transfers_and_stalls(tmp_path: Path, collector: Collector) -> None:
+    from services.orchestrator.trackers.otlp_sink import OtlpSink
+
+    write_run(tmp_path)
+    sink = OtlpSink(facts(tmp_path))
+    sink.send(read_metrics(tmp_path))
+    sink.close()
+    names = [span.name for span in collector.spans]
+    assert {name: names.count(name) for name in names} == {
+        "training step": 3,
+        "weight transfer": 4,
+        "stall": 1,
+        "run": 1,
+    }
+    assert len({span.trace_id for span in collector.spans}) == 1
+    assert len({span.span_id for span in collector.spans}) == len(collector.spans)
+    root = next(span for span in collector.spans if span.name == "run")
+    assert all(span.parent_span_id == root.span_id for span in collector.spans if span is not root)
+    step = next(span for span in collector.spans if span.name == "training step")
+    assert step.end_time_unix_nano - step.start_time_unix_nano == pytest.approx(0.25e9, abs=1e3)
+    assert all(span.end_time_unix_nano >= span.start_time_unix_nano for span in collector.spans)
+
+
+@pytest.mark.needs("opentelemetry")
+@pytest.mark.slow
+def test_a_collector_that_comes_late_gets_everything(
+    tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.orchestrator.trackers import otlp_sink
+
+    monkeypatch.setattr(otlp_sink, "SEND_TIMEOUT_S", 1)
+    collector.stop()
+    write_run(tmp_path)
+    follower = Follower(tmp_path, "otlp", lambda: otlp_sink.OtlpSink(facts(tmp_path)))
+    assert not follower.poll() and follower.is_down
+    again = Collector(collector.port)
+    try:
+        for _ in range(5):  # the channel backs off before it connects again
+            if follower.poll():
+                break
+        assert all_sent(tmp_path, "otlp")
+        follower.close()
+        assert {"millrace.trainer.loss"} <= {metric.name for metric in again.metrics}
+        assert "run" in {span.name for span in again.spans}
+    finally:
+        again.stop()
+
+
+# --- trackio ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.needs("trackio")
+@pytest.mark.slow
+def test_trackio_keeps_the_scalars_of_a_resumed_run_in_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    import subprocess
+    import sys
+
+    write_run(tmp_path, steps=range(1, 3), summary=False)
+    # Each launch has a process of its own; trackio reads its variables when it is imported.
+    script = (
+        "import sys; from pathlib import Path; from services.orchestrator.trackers.trackio_sink import TrackioSink; "
+        "from services.orchestrator.trackers.follower import Follower; from services.orchestrator.trackers.sink import RunFacts; "
+        "run = Path(sys.argv[1]); facts = RunFacts(run_id='run0', project='quickstart', directory=run, settings={}); "
+        "follower = Follower(run, 'trackio', lambda: TrackioSink(facts)); assert follower.poll(); follower.close()"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=120)
+    write_run(tmp_path, steps=range(3, 5))
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=120)
+    with sqlite3.connect(tmp_path / "trackio" / "quickstart.db") as database:
+        found = database.execute(
+            "select run_name, step from metrics where cast(metrics as text) like '%trainer/loss%'"
+        ).fetchall()
+    assert sorted(found) == [("run0", step) for step in range(1, 5)]
+
+
+# --- Weights & Biases ------------------------------------------------------------------------------------------------
+
+
+def history(folder: Path) -> list[dict[str, str]]:
+    """The history rows of the offline runs below a folder, in order, by item."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for path in sorted(folder.rglob("run-*.wandb")):
+        for data in logged(path.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(data)
+            if record.HasField("history"):
+                found.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
+    return found
+
+
+def logged(data: bytes) -> Iterator[bytes]:
+    """The records of a file in LevelDB's log format: blocks of 32 KiB, records cut into parts (first 2, middle 3, last 4)."""
+    block, header, at, record = 32768, 7, 7, b""  # the file begins with a header as long as a part's
+    while at + header <= len(data):
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + header : at + header + size]
+        at += header + size
+        if kind in (1, 4):
+            yield record
+            record = b""
+        if block - at % block < header:  # no room for a part: the rest of the block is empty
+            at += block - at % block
+
+
+@pytest.mark.needs("wandb")
+@pytest.mark.slow
+def test_wandb_offline_has_the_scalars_under_one_id_when_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    from services.orchestrator.trackers.wandb_sink import WandbSink
+
+    for steps in (range(1, 3), range(3, 5)):  # two launches
+        write_run(tmp_path, steps=steps, summary=steps.stop == 5)
+        follower = Follower(tmp_path, "wandb", lambda: WandbSink(facts(tmp_path)))
+        assert follower.poll()
+        follower.close()
+    files = sorted((tmp_path / "trackers").rglob("run-*.wandb"))
+    assert {path.name for path in files} == {"run-run-0-x.wandb"}
+
+    def steps_seen() -> list[str]:
+        return [row["model0/step"] for row in history(tmp_path / "trackers") if "model0/trainer/loss" in row]
+
+    # W&B's own process may write the end of the file after `finish` has returned.
+    wait_until(lambda: len(steps_seen()) >= 4, "four steps in the files")
+    assert steps_seen() == ["1", "2", "3", "4"]
+
+
+@pytest.mark.needs("wandb")
+@pytest.mark.slow
+def test_a_wandb_server_that_is_down_keeps_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from services.orchestrator.trackers import wandb_sink
+    from tests.ports import free_port
+
+    monkeypatch.setattr(wandb_sink, "INIT_TIMEOUT_S", 3)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    write_run(tmp_path)
+    follower = Follower(tmp_path, "wandb", lambda: wandb_sink.WandbSink(facts(tmp_path)))
+    assert not follower.poll() and follower.is_down and not all_sent(tmp_path, "wandb")

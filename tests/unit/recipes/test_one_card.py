@@ -1,0 +1,98 @@
+"""The recipes for one 24 GB card: they fit, only because both halves take turns, and a smaller card is told what helps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.cli.check.gpu_memory import estimates, misfits
+from services.cli.check.host_memory import embedded_estimates
+from services.cli.check.memory_estimate import CONTEXT_BYTES, GIB, ModelShape
+from services.cli.check.shared_device import KEPT_BY_OTHERS, with_others
+from services.cli.plan.specs import plan
+from services.common.config.processes.placement import Placement
+from services.common.config.reading.loading import load_recipe
+from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError
+from services.common.system.visible_gpus import inside
+from tests.unit.recipes.golden import REPOSITORY
+
+RECIPES = ("qwen3-0.6b-full", "qwen3-1.7b-lora")
+
+
+def load(name: str, *settings: str) -> Recipe:
+    return load_recipe(REPOSITORY / "recipes" / "one-card" / name, settings, {})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_card_of_24_gb_has_room_for_each_turn_and_not_for_both_halves(name: str) -> None:
+    recipe = load(name)
+    assert recipe.placement is Placement.SHARED and recipe.launch.gpu_memory_gib < 24
+    found = with_others(recipe, [*estimates(recipe), *embedded_estimates(recipe)])
+    assert {estimate.process for estimate in found} == {"trainer-model0", "inference-a"}
+    assert all(estimate.fits and estimate.gpus == (0,) for estimate in found)
+    assert not misfits(recipe, embedded_estimates(recipe))
+    alone = [*estimates(recipe), *embedded_estimates(recipe)]
+    assert sum(estimate.total for estimate in alone) > recipe.launch.gpu_memory_gib * GIB
+
+
+def test_each_turn_counts_what_the_other_processes_keep() -> None:
+    """The context of CUDA, and the base below an adapter."""
+    full, lora = load(RECIPES[0]), load(RECIPES[1])
+    base = ModelShape.by_name("Qwen/Qwen3-1.7B")
+    assert base is not None
+    kept = {
+        recipe.name: {
+            estimate.process: estimate.parts[KEPT_BY_OTHERS]
+            for estimate in with_others(recipe, [*estimates(recipe), *embedded_estimates(recipe)])
+        }
+        for recipe in (full, lora)
+    }
+    assert kept[full.name] == {"trainer-model0": CONTEXT_BYTES, "inference-a": CONTEXT_BYTES}
+    assert kept[lora.name]["trainer-model0"] == CONTEXT_BYTES + 2 * base.num_parameters
+    assert kept[lora.name]["inference-a"] == CONTEXT_BYTES
+
+
+def test_a_card_too_small_is_told_with_the_figure_and_three_settings() -> None:
+    recipe = load(RECIPES[0], "launch.gpu_memory_gib=10", "inference.a.num_slots=8")
+    (line,) = misfits(recipe, embedded_estimates(recipe))
+    assert "trainer-model0 needs 1" in line and "launch.gpu_memory_gib: 10" in line
+    settings = line.partition("or policies.")[2]
+    assert settings.count("GiB)") == 3
+    assert "policies.model0.adapter: {rank: 16" in line and "trainer.offload: [optimizer, reference]" in line
+
+
+def test_settings_that_are_named_help_as_much_as_is_said() -> None:
+    recipe = load(RECIPES[0], "launch.gpu_memory_gib=10", "inference.a.num_slots=8")
+    (line,) = misfits(recipe, embedded_estimates(recipe))
+    said = float(line.partition("trainer.offload: [optimizer, reference] (")[2].partition(" GiB")[0])
+    changed = load(RECIPES[0], "policies.model0.trainer.offload=[optimizer, reference]")
+    (trainer,) = estimates(changed)
+    assert trainer.total / GIB == pytest.approx(said, abs=0.05)
+
+
+def test_processes_of_one_card_see_the_gpu_of_the_scheduler() -> None:
+    """CUDA_VISIBLE_DEVICES that is set outside stays in force."""
+    recipe = load(RECIPES[0])
+    outside = {"CUDA_VISIBLE_DEVICES": "5,6"}
+    seen = {
+        spec.name: inside(outside, spec.env, spec.name)["CUDA_VISIBLE_DEVICES"] for spec in plan(recipe, Path("run"))
+    }
+    assert seen["trainer-model0"] == seen["inference-a"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["placement=apart"], ("both take GPU 0", "placement: shared")),
+        (["inference.a.engine=sglang"], ("inference.a.engine is sglang", "does not free its memory", "torch")),
+        (["inference.a.node=1"], ("inference.a.node is 1", "placement: apart")),
+        (["placement=turns"], ("placement", "'apart' or 'shared'")),
+        (["policies.model0.trainer.device=cpu"], ("policies.model0.trainer.gpus", "device is cpu")),
+    ],
+)
+def test_what_cannot_take_turns_is_refused_with_what_to_write(settings: list[str], told: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(RECIPES[0], *settings)
+    assert all(part in caught.value.message for part in told), caught.value.message

@@ -1,0 +1,202 @@
+"""Every Markdown page of the tree: its links lead to files and headings that exist, and the named files and modules
+exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDERS = ("docs", "recipes", "services", "deploy", "examples")
+PAGES = sorted(
+    [*REPOSITORY.glob("*.md"), *(page for folder in FOLDERS for page in (REPOSITORY / folder).rglob("*.md"))]
+)
+# Decisions and the changelog name files of their time.
+PRESENT = [page for page in PAGES if page.parent.name != "adr" and page.name != "CHANGELOG.md"]
+ROOTS = "services|recipes|docs|benchmarks|tests|examples|protos|deploy|millrace"
+PATH = re.compile(rf"(?<![\w./-])((?:{ROOTS})/[\w./*-]*)")
+MEMBER = re.compile(rf"((?:{ROOTS})/[\w./-]*\.py):([A-Za-z_][\w.]*)")
+MODULE = re.compile(r"(?<![\w./-])((?:services|recipes|benchmarks|tests|millrace)(?:\.\w+)+)(?![\w/])")
+# Names of a reader's own files, and of packages of the wire.
+EXAMPLES = {"recipes/mine", "services.x", "millrace.v1"}
+FENCED = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"`[^`\n]*`", "", FENCED.sub("", page.read_text(encoding="utf-8")))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings have, as repository hosts and the site build make them."""
+    titles = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def broken(page: Path) -> list[str]:
+    """The targets of a page's links that lead nowhere."""
+    found = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        destination = (page.parent / file).resolve() if file else page
+        if destination.is_dir():
+            destination /= "README.md"  # the page that the site shows for a folder
+        if not destination.exists() or (anchor and anchor not in anchors(destination)):
+            found.append(target)
+    return found
+
+
+def unknown_names(text: str, root: Path) -> list[str]:
+    """Paths and dotted modules between backticks that do not exist below ``root``."""
+    spans = re.findall(r"`([^`\n]+)`", text)
+    paths = [path.rstrip(".") for span in spans for path in PATH.findall(span)]
+    modules = [module for span in spans for module in MODULE.findall(span)]
+    missing = [path for path in paths if not any(root.glob(path.rstrip("/")))]
+    missing += [
+        span for span in spans if (found := MEMBER.fullmatch(span)) and not has_member(root / found[1], found[2])
+    ]
+    missing += [module for module in modules if not is_defined(module, root)]
+    return [name for name in missing if name not in EXAMPLES]
+
+
+def has_member(file: Path, dotted: str) -> bool:
+    """Whether a file has a class or function, or a class of it has a method. A file that is not there is told elsewhere."""
+    if not file.is_file():
+        return True
+    body: list[ast.stmt] = ast.parse(file.read_text(encoding="utf-8")).body
+    for part in dotted.split("."):
+        found = [node for node in body if getattr(node, "name", None) == part]
+        if not found:
+            return False
+        body = getattr(found[0], "body", [])
+    return True
+
+
+def is_defined(dotted: str, root: Path) -> bool:
+    """Whether the name is a module or package, or is defined in the module that precedes its last part or its last two."""
+    for depth in range(3):
+        parts = dotted.split(".")
+        module, rest = parts[: len(parts) - depth], parts[len(parts) - depth :]
+        path = root.joinpath(*module)
+        file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        if not rest and (file.is_file() or path.is_dir()):
+            return True
+        if rest and file.is_file():
+            text = file.read_text(encoding="utf-8")
+            return all(re.search(rf"\b{re.escape(part)}\b", text) for part in rest)
+    return False
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(REPOSITORY))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken(page) == []
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = re.findall(
+        r"(?<![\w./-])((?:deploy|services|recipes|docs|benchmarks|tests|examples)/[\w./-]+\.(?:sh|py|md|yaml))\b",
+        page.read_text(encoding="utf-8"),
+    )
+    assert [file for file in named if not (REPOSITORY / file).is_file()] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name)
+def test_paths_and_modules_that_are_named_exist(page: Path) -> None:
+    assert unknown_names(page.read_text(encoding="utf-8"), REPOSITORY) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`services/orchestrator/nowhere/`",
+        "`services/common/none.py:f`",
+        "`benchmarks/nothing_*.py`",
+        "`services/common/errors.py:NoError`",
+        "`services/common/errors.py:MillraceError.no_method`",
+        "`services.common.nowhere`",
+        "`python -m services.trainer.nowhere`",
+        "`services.common.errors.NoError`",
+    ],
+)
+def test_a_path_or_module_that_does_not_exist_is_found(text: str) -> None:
+    assert len(unknown_names(text, REPOSITORY)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`services/common/config/`",
+        "`services/*/README.md`",
+        "`services.common.errors.ConfigError`",
+        "`services/common/errors.py:ConfigError`",
+        "`services/orchestrator/members/pool.py:ReplicaPool.give_away`",
+        "`python -m services.cli check`",
+        "`my/services/x.py` and `mine.services.x`",
+        "services.nowhere without backticks",
+    ],
+)
+def test_a_path_or_module_that_exists_or_is_not_of_this_tree_is_accepted(text: str) -> None:
+    assert unknown_names(text, REPOSITORY) == []
+
+
+def test_every_page_of_the_documentation_is_linked_from_the_readme_or_the_index() -> None:
+    """A page without a link is not found by its readers."""
+    linked = {
+        (source.parent / target.partition("#")[0]).resolve()
+        for source in (REPOSITORY / "README.md", REPOSITORY / "docs" / "index.md")
+        for target in re.findall(r"\]\(([^)\s]+)\)", source.read_text(encoding="utf-8"))
+    }
+    assert [
+        name(page) for page in (REPOSITORY / "docs").glob("*.md") if page not in linked | {page.with_name("index.md")}
+    ] == []
+
+
+@pytest.mark.parametrize("link", ["missing.md", "#missing", "here.md#missing", "folder/", "."])
+def test_a_broken_link_is_found(tmp_path: Path, link: str) -> None:
+    page = tmp_path / "here.md"
+    page.write_text(
+        f"# A title: `code`\n\n[good](here.md#a-title-code) [bad]({link}) [far](https://example.org/none)\n"
+    )
+    assert broken(page) == [link]
+
+
+def test_links_in_fenced_blocks_are_examples(tmp_path: Path) -> None:
+    page = tmp_path / "here.md"
+    page.write_text("```\n# no heading\n[x](missing.md)\n```\n")
+    assert broken(page) == [] and anchors(page) == set()
+
+
+def test_the_api_reference_names_modules_that_exist() -> None:
+    modules = [
+        module
+        for page in (REPOSITORY / "docs" / "reference").glob("*.md")
+        for module in re.findall(r"^::: ([\w.]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    paths = [REPOSITORY / module.replace(".", "/") for module in modules]
+    assert len(paths) > 20
+    assert [
+        module
+        for module, path in zip(modules, paths, strict=True)
+        if not (path.with_suffix(".py").is_file() or (path / "__init__.py").is_file())
+    ] == []
+
+
+def test_the_site_has_every_page_of_the_documentation() -> None:
+    listed = set(re.findall(r"(?:docs|recipes)/[\w./-]+\.md", (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8")))
+    pages = {name(page) for folder in ("docs", "docs/reference") for page in (REPOSITORY / folder).glob("*.md")}
+    assert pages <= listed and all((REPOSITORY / page).is_file() for page in listed)
+
+
+def test_every_decision_is_in_the_list_of_decisions() -> None:
+    folder = REPOSITORY / "docs" / "adr"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in sorted(folder.glob("0*.md")) if f"]({page.name})" not in text] == []

@@ -1,0 +1,246 @@
+"""LoRA in the trainer: only the adapter is trained, kept and published, and it computes as PEFT does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.config.training.adapter import AdapterConfig
+from services.common.config.training.optimizer import OptimizerConfig
+from services.common.errors import ConfigError, ModelMismatchError
+from services.common.lora import (
+    adapter_off,
+    adapter_weights,
+    base_weights,
+    identity_of,
+    initial_adapter,
+    tensor_entry,
+)
+from services.common.text.huggingface import named_weights
+from services.common.weights.adapter import PEFT_PREFIX
+from services.common.weights.manifest import version_digest
+from services.common.weights.snapshot_file import Snapshot
+from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.model.adapter import AdapterSetup
+from services.trainer.publish.snapshot import Snapshots
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.train_step import TrainStep
+from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
+
+RANK, ALPHA = 4, 8.0
+ATTENTION = ["q_proj", "v_proj"]
+
+
+def setup(targets: Any = "all-linear", rank: int = RANK, dtype: torch.dtype = torch.float32) -> AdapterSetup:
+    return AdapterSetup(config=AdapterConfig(rank=rank, alpha=ALPHA, targets=targets), dtype=dtype, seed=3)
+
+
+def adapted(kl: float = 0.1, causal_lm: Any = None, adapter: AdapterSetup | None = None, **optimizer: Any) -> TrainStep:
+    return train_step(
+        algorithm("reinforce", kl_coefficient=kl),
+        causal_lm=causal_lm,
+        adapter=adapter or setup(),
+        optimizer=OptimizerConfig(**{"lr": 1e-2, "max_grad_norm": None, **optimizer}),
+    )
+
+
+def batch(step: int = 5) -> Any:
+    return rank_batch(training_sequences(8, seed=step), step=step)
+
+
+def snapshot_of(step: TrainStep, directory: Path, dtype: str = "float32") -> Snapshot:
+    ranks = Ranks.single()
+    made = Snapshots(step.model, ranks, run_id="r", policy="p", dtype=dtype, directories=(directory,)).write(1)
+    assert made is not None
+    return Snapshot(made.path)
+
+
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(ids).logits
+    return found
+
+
+def test_only_the_adapter_has_gradients_moments_and_new_values() -> None:
+    step = adapted()
+    before = {name: weight.clone() for name, weight in base_weights(step.model.causal_lm).items()}
+    first = {name: weight.clone() for name, weight in adapter_weights(step.model.causal_lm).items()}
+    step.run(batch())
+    step.run(batch(6))
+    assert len(step.optimizer.parameters) == len(first) == 2 * 2 * 7, "two layers with seven linear modules"
+    assert set(step.optimizer.adamw.state) == set(step.optimizer.parameters)
+    assert all(torch.equal(weight, before[name]) for name, weight in base_weights(step.model.causal_lm).items())
+    moved = {
+        name for name, weight in adapter_weights(step.model.causal_lm).items() if not torch.equal(weight, first[name])
+    }
+    assert moved == set(first)
+
+
+def test_version_0_is_the_base_and_the_reference_stays_the_base() -> None:
+    step = adapted()
+    ids = torch.arange(12)[None] % 31
+    base = logits(tiny_causal_lm(), ids)
+    step.model.causal_lm.set_attn_implementation("sdpa")
+    assert torch.equal(logits(step.model.causal_lm, ids), base)
+    for weight in adapter_weights(step.model.causal_lm).values():
+        weight.add_(0.1)
+    assert not torch.allclose(logits(step.model.causal_lm, ids), base, atol=1e-2)
+    with adapter_off(step.model):
+        assert torch.equal(logits(step.model.causal_lm, ids), base)
+
+
+def test_the_kl_to_the_base_is_0_at_first_and_then_grows() -> None:
+    step = adapted()
+    found = [step.run(batch()).as_dict()["kl_reference"] for _ in range(3)]
+    assert found[0] == pytest.approx(0.0, abs=1e-6)
+    assert found[-1] > 1e-4
+
+
+def test_weight_decay_shrinks_both_factors_of_the_adapter() -> None:
+    """Without a gradient the decay alone moves weights: by 1 - lr * decay."""
+    step = adapted(weight_decay=0.5)
+    for weight in adapter_weights(step.model.causal_lm).values():
+        weight.fill_(1.0)
+    for parameter in step.optimizer.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    step.optimizer.update()
+    for weight in adapter_weights(step.model.causal_lm).values():
+        assert torch.allclose(weight, torch.full_like(weight, 1.0 - 1e-2 * 0.5))
+
+
+def test_initial_values_depend_on_seed_and_name_only() -> None:
+    config = setup().config
+    made = initial_adapter(tiny_causal_lm(seed=0), config, 3)
+    again = initial_adapter(tiny_causal_lm(seed=1), config, 3)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in made.items())
+    attached = adapter_weights(adapted().model.causal_lm)
+    assert made.keys() == attached.keys()
+    assert all(torch.equal(tensor, attached[name]) for name, tensor in made.items())
+    lows = [tensor for name, tensor in made.items() if "lora_A" in name]
+    assert not torch.equal(lows[0], lows[1]), "each module has values of its own"
+    assert all(float(tensor.abs().max()) == 0.0 for name, tensor in made.items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        (
+            ["q_proj", "qproj"],
+            r"names 'qproj', and Qwen3ForCausalLM has no module of it: write some of down_proj, gate",
+        ),
+        (["lm_head"], "names 'lm_head', .* no linear module of it that an adapter can have"),
+        (["self_attn"], "names 'self_attn', .* no linear module of it"),
+        (["embed_tokens"], "names 'embed_tokens', .* no linear module of it"),
+    ],
+)
+def test_a_target_that_is_no_linear_module_is_refused(targets: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        adapted(adapter=setup(targets))
+
+
+def test_a_version_is_the_adapter_and_its_digest_covers_the_base(tmp_path: Path) -> None:
+    step = adapted(adapter=setup(ATTENTION))
+    snapshot = snapshot_of(step, tmp_path)
+    names = {entry.name for entry in snapshot.manifest.tensors}
+    assert names == {
+        f"{PEFT_PREFIX}model.layers.{layer}.self_attn.{target}.lora_{factor}.weight"
+        for layer in range(2) for target in ATTENTION for factor in "AB"
+    }  # fmt: skip
+    held = sum(entry.size_bytes for entry in snapshot.manifest.tensors)
+    assert held == 4 * 2 * RANK * ((16 + 32) + (16 + 16)), "rank * (inputs + outputs) of q_proj and v_proj"
+    other = snapshot_of(adapted(adapter=setup(ATTENTION), causal_lm=tiny_causal_lm(seed=1)), tmp_path / "..")
+    assert [e.digest for e in other.manifest.tensors] == [e.digest for e in snapshot.manifest.tensors]
+    assert other.manifest.digest != snapshot.manifest.digest, "the same tensors on another base are another version"
+    other.retire()
+    snapshot.retire()
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ATTENTION])
+def test_the_identity_is_the_same_with_and_without_the_adapter_attached(targets: Any) -> None:
+    """A replica takes it from the plain model, and refuses versions of another."""
+    plain, config = tiny_causal_lm(), setup(targets).config
+    entries = [tensor_entry(name, weight, "xxh3-128") for name, weight in named_weights(plain).items()]
+    assert adapted(adapter=setup(targets)).model.adapter == identity_of(plain, config, version_digest(entries))
+
+
+def checkpoints(directory: Path) -> Checkpoints:
+    return Checkpoints(directory, CheckpointIdentity(run_id="r", policy="p"), 2, Ranks.single())
+
+
+def test_a_checkpoint_has_the_adapter_only_and_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    straight = adapted()
+    straight.run(batch(1))
+    checkpoints(tmp_path).save(1, straight.model, straight.optimizer)
+    manifest = json.loads((tmp_path / "step_000001" / "manifest.json").read_text())["content"]
+    assert all("lora_" in name for name in manifest["tensors"] if not name.startswith("random_state"))
+    assert manifest["adapter"]["base"] == straight.model.adapter.base  # type: ignore[union-attr]
+    straight.run(batch(2))
+    resumed = adapted(adapter=dataclasses.replace(setup(), seed=9))
+    assert checkpoints(tmp_path).restore(resumed.model, resumed.optimizer) == 1
+    resumed.run(batch(2))
+    left, right = (adapter_weights(step.model.causal_lm) for step in (straight, resumed))
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (lambda: adapted(causal_lm=tiny_causal_lm(seed=1)), "holds another adapter: base xxh3-128:"),
+        (lambda: adapted(adapter=setup(rank=2)), "holds another adapter: rank 4, expected 2$"),
+        (
+            lambda: adapted(adapter=setup(ATTENTION)),
+            "holds another adapter: targets down_proj, .* expected q_proj, v_proj",
+        ),
+        (lambda: train_step(algorithm()), "holds an adapter, expected all weights of a model"),
+    ],
+)
+def test_a_checkpoint_of_another_adapter_is_refused(tmp_path: Path, other: Any, says: str) -> None:
+    step = adapted()
+    checkpoints(tmp_path).save(1, step.model, step.optimizer)
+    wrong = other()
+    with pytest.raises(ModelMismatchError, match=says):
+        checkpoints(tmp_path).restore(wrong.model, wrong.optimizer)
+
+
+def test_gradient_checkpointing_gives_the_same_adapter() -> None:
+    found = []
+    for recompute in (False, True):
+        step = train_step(algorithm("reinforce", kl_coefficient=0.1), adapter=setup(), gradient_checkpointing=recompute)
+        step.run(batch())
+        found.append(adapter_weights(step.model.causal_lm))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.needs("peft")
+@pytest.mark.parametrize("targets", ["all-linear", ATTENTION])
+def test_logits_and_gradients_are_those_of_peft(targets: Any) -> None:
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
+    step = adapted(adapter=setup(targets))
+    generator = torch.Generator().manual_seed(0)
+    own = adapter_weights(step.model.causal_lm)
+    for weight in own.values():
+        weight.normal_(generator=generator).mul_(0.1)
+    theirs = get_peft_model(
+        tiny_causal_lm(), LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
+    )
+    loaded = set_peft_model_state_dict(theirs, dict(own))
+    assert not loaded.unexpected_keys
+    assert len([p for p in theirs.parameters() if p.requires_grad]) == len(own)
+    ids = torch.arange(14)[None] * 5 % 31
+    step.model.causal_lm.set_attn_implementation("sdpa")
+    outputs = [model(ids).logits for model in (step.model.causal_lm, theirs)]
+    assert torch.allclose(*outputs, atol=1e-6)
+    for output in outputs:
+        output.square().sum().backward()
+    gradients = {name: p.grad for name, p in step.model.causal_lm.named_parameters() if p.grad is not None}
+    for name, parameter in theirs.named_parameters():
+        if parameter.requires_grad:
+            mine = gradients.pop(name.removeprefix(PEFT_PREFIX).replace(".default", ""))
+            assert torch.allclose(mine, parameter.grad, rtol=1e-4, atol=1e-4), name  # type: ignore[arg-type]
+    assert not gradients

@@ -1,0 +1,311 @@
+"""Common beginnings of documents are computed once, without another change of results."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from services.trainer.data.packing import Document, pack
+from services.trainer.data.prefixes import WORTHWHILE, families, num_distinct
+from services.trainer.model import documents as documents_module
+from services.trainer.model.attention import documents_attention
+from services.trainer.model.documents import Documents
+from services.trainer.model.norms import rms_norm
+from services.trainer.model.policy_model import PolicyModel
+from services.trainer.model.value_head import value_head_for
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.micro_batches import MicroTensors, forward_with_values, pack_for_ranks
+from tests.unit.trainer.building import (
+    VOCAB,
+    algorithm,
+    path_of,
+    rank_batch,
+    tiny_causal_lm,
+    train_step,
+    training_sequences,
+)
+
+ALONE = 10**9
+
+
+@st.composite
+def related_documents(draw: st.DrawFn) -> list[Document]:
+    """Up to a dozen, each with a beginning of an earlier one (now and then the whole) and a few tokens of its own."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    made: list[Document] = []
+    for _ in range(draw(st.integers(1, 12))):
+        ids = np.zeros(0, dtype=np.int32)
+        if made and draw(st.integers(0, 4)):
+            earlier = made[draw(st.integers(0, len(made) - 1))].token_ids
+            ids = earlier[: draw(st.integers(0, len(earlier)))]
+        ids = np.concatenate([ids, rng.integers(0, VOCAB, draw(st.integers(0, 14)))]).astype(np.int32)
+        begin = draw(st.integers(1, 20))  # of what is trained; beyond the end: nothing
+        mask = (np.arange(len(ids)) >= begin) & (rng.random(len(ids)) < draw(st.sampled_from([0.3, 1.0])))
+        made.append(dataclasses.replace(Document.supervised(ids, mask), advantage=float(len(made))))
+    return made
+
+
+def document(*ids: int, trained: int) -> Document:
+    """Trained from that position on."""
+    return Document.supervised(np.array(ids, dtype=np.int32), np.arange(len(ids)) >= trained)
+
+
+IDENTICAL = [document(1, 2, 3, 4, trained=2)] * 3
+ONE_IS_A_PREFIX = [document(5, 6, 7, trained=1), document(5, 6, 7, 8, 9, trained=1), document(5, 6, trained=1)]
+ONE_TOKEN_EACH = [document(1, 2, 3, 4, n, trained=4) for n in range(5)]
+NOTHING_TRAINED = [document(1, 2, 3, trained=9), document(1, 2, 3, 4, trained=3), document(trained=0)]
+OTHER_MASKS = [document(1, 2, 3, 4, 5, trained=1), document(1, 2, 3, 4, 6, trained=4)]
+EXAMPLES = [IDENTICAL, ONE_IS_A_PREFIX, ONE_TOKEN_EACH, NOTHING_TRAINED, OTHER_MASKS]
+
+
+def examples(test: Any) -> Any:
+    return functools.reduce(lambda wrapped, case: example(case, 30)(wrapped), EXAMPLES, test)
+
+
+# -- what shares ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(related_documents(), st.integers(1, 60))
+@examples
+def test_each_row_is_computed_once_and_each_document_finds_its_tokens(made: list[Document], budget: int) -> None:
+    for batch in pack(made, budget):
+        assert batch.num_tokens <= budget or batch.num_documents == 1
+        seen = np.zeros(batch.num_tokens, dtype=bool)
+        for index, source in enumerate(batch.sources.tolist()):
+            own = batch.document_index == index
+            path = path_of(batch.branches, int(batch.predecessors[own].max()))
+            assert batch.token_ids[path].tolist() == made[source].computed.tolist()
+            assert batch.position_ids[path].tolist() == list(range(len(path)))
+            seen[path] = True
+        assert seen.all(), "a row that no document sees"
+        assert batch.num_tokens == sum(branch.length for branch in batch.branches)
+
+
+@settings(max_examples=60)
+@given(related_documents(), st.integers(1, 60))
+@examples
+def test_families_hold_each_document_once_and_none_that_shares_too_little(made: list[Document], budget: int) -> None:
+    computed = [d.computed for d in made]
+    found = families(computed, budget)
+    assert sorted(m.index for f in found for m in f) == [i for i, ids in enumerate(computed) if len(ids)]
+    for family in found:
+        assert num_distinct(family) <= budget or len({computed[m.index].tobytes() for m in family}) == 1
+        assert family[0].shared == 0
+        for before, member in itertools.pairwise(family):
+            first, second = computed[before.index], computed[member.index]
+            assert first[: member.shared].tolist() == second[: member.shared].tolist()
+            assert member.shared >= WORTHWHILE * member.length
+
+
+def test_common_beginnings_do_not_depend_on_the_order_of_the_documents() -> None:
+    made = [document(1, 2, 3, 4, n, n, trained=4) for n in (7, 8, 7, 9)] + [document(6, 6, 6, 6, trained=1)]
+    rows = {sum(batch.num_tokens for batch in pack(order, 100)) for order in (made, made[::-1], made[2:] + made[:2])}
+    assert rows == {4 + 3 + 3}
+
+
+def test_a_family_larger_than_the_budget_is_cut_and_each_part_has_the_beginning() -> None:
+    prompt = list(range(10))
+    made = [document(*prompt, 20 + n, 1, trained=10) for n in range(6)]
+    assert [b.num_tokens for b in pack(made, 100)] == [10 + 6]
+    cut = pack(made, 13)
+    assert [b.num_tokens for b in cut] == [13, 13]
+    assert sorted(s for b in cut for s in b.sources.tolist()) == list(range(6))
+
+
+# -- what is computed ----------------------------------------------------------------------------------------------------
+
+
+def exact_causal_lm(dtype: torch.dtype, seed: int = 0) -> Any:
+    """Its norms compute in ``dtype``: transformers' round to float32, for every type of the model."""
+    causal_lm = tiny_causal_lm(dtype, seed=seed)
+    for module in causal_lm.modules():
+        if type(module).__name__ == "Qwen3RMSNorm":
+            module.forward = MethodType(lambda norm, x: rms_norm(x, norm.weight, norm.variance_epsilon), module)
+    return causal_lm
+
+
+@functools.cache
+def model_of(dtype: torch.dtype) -> PolicyModel:
+    causal_lm = exact_causal_lm(dtype)
+    head = value_head_for(causal_lm)
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-1, 1, len(head.weight)))
+    return PolicyModel(causal_lm, value_head=head)
+
+
+def scores_and_gradient(
+    model: PolicyModel, batches: list[MicroTensors], sources: list[list[int]]
+) -> tuple[dict[int, list[torch.Tensor]], list[torch.Tensor]]:
+    """By document: log-probabilities, entropies and values; and the gradient of a sum in which each weighs differently."""
+    model.zero_grad()
+    found: dict[int, list[torch.Tensor]] = {}
+    for batch, of_batch in zip(batches, sources, strict=True):
+        logprobs, entropy, values = forward_with_values(model, batch, 1.0)
+        assert values is not None
+        weight = batch.advantages + 1.0
+        (weight * (logprobs + 0.3 * entropy + 0.7 * values)).sum().backward()  # type: ignore[no-untyped-call]
+        for index, source in enumerate(of_batch):
+            own = batch.sequence_index == index
+            found[source] = [t[own].detach() for t in (logprobs, entropy, values)]
+    return found, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def packed(made: list[Document], budget: int, dtype: torch.dtype) -> tuple[list[MicroTensors], list[list[int]]]:
+    batches = pack(made, budget)
+    cpu = torch.device("cpu")
+    return [MicroTensors.from_packed(b, cpu, dtype) for b in batches], [b.sources.tolist() for b in batches]
+
+
+def assert_the_same_as_alone(made: list[Document], budget: int, dtype: torch.dtype, tolerance: float) -> None:
+    model = model_of(dtype)
+    found, gradient = scores_and_gradient(model, *packed(made, budget, dtype))
+    alone: list[MicroTensors] = []
+    sources: list[list[int]] = []
+    for index, one in enumerate(made):
+        batches, _ = packed([one], ALONE, dtype)
+        alone += batches
+        sources += [[index]] * len(batches)
+    expected, expected_gradient = scores_and_gradient(model, alone, sources)
+    assert found.keys() == expected.keys()
+    for source, scores in expected.items():
+        for ours, theirs in zip(found[source], scores, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    scale = max(1.0, max(float(g.abs().max()) for g in expected_gradient))
+    for ours, theirs in zip(gradient, expected_gradient, strict=True):
+        torch.testing.assert_close(ours / scale, theirs / scale, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=40, deadline=None)
+@given(related_documents(), st.integers(1, 80))
+@examples
+def test_shared_and_unshared_give_the_same_in_float64(made: list[Document], budget: int) -> None:
+    assert_the_same_as_alone(made, budget, torch.float64, 1e-10)
+
+
+@settings(max_examples=20, deadline=None)
+@given(related_documents(), st.integers(1, 80))
+def test_shared_and_unshared_give_the_same_in_float32(made: list[Document], budget: int) -> None:
+    assert_the_same_as_alone(made, budget, torch.float32, 1e-5)
+
+
+@settings(max_examples=10, deadline=None)
+@given(related_documents())
+def test_blocks_of_any_size_give_the_same(made: list[Document]) -> None:
+    for rows, pairs in ((1, 1), (3, 1), (7, 1 << 16)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(documents_module, "BLOCK_ROWS", rows)
+            patch.setattr(documents_module, "_PADDED_PAIRS", pairs)
+            assert_the_same_as_alone(made, ALONE, torch.float64, 1e-10)
+
+
+def test_a_rerun_is_bit_equal() -> None:
+    made = [document(*range(9), 10 + n % 3, 20 + n, trained=9) for n in range(8)]
+    model = model_of(torch.float32)
+    first, second = (scores_and_gradient(model, *packed(made, ALONE, torch.float32)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+    assert all(torch.equal(a, b) for s in first[0] for a, b in zip(first[0][s], second[0][s], strict=True))
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_step_does_not_depend_on_common_beginnings(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight rollouts of each prompt; sets that truncated sampling kept and temperatures differ within a group."""
+    prompts = [item.sequence.segments[0] for item in training_sequences(16, seed=3)]
+    items = []
+    for index, item in enumerate(training_sequences(16, seed=4, cut=cut)):
+        segments = (prompts[index // 8], *item.sequence.segments[1:])
+        items.append(dataclasses.replace(item, sequence=dataclasses.replace(item.sequence, segments=segments)))
+    config = algorithm("m2po", entropy_coefficient=0.02, kl_coefficient=0.1)
+    found = []
+    for least in (WORTHWHILE, 2.0):
+        monkeypatch.setattr("services.trainer.data.prefixes.WORTHWHILE", least)
+        step = train_step(
+            config, causal_lm=exact_causal_lm(torch.float64), reference=exact_causal_lm(torch.float64, seed=1)
+        )
+        found.append((step.run(rank_batch(items)), [p.detach().clone() for p in step.model.parameters()]))
+    (shared, ours), (unshared, theirs) = found
+    assert shared.num_computed_tokens < unshared.num_computed_tokens
+    assert shared.grad_norm == pytest.approx(unshared.grad_norm, rel=1e-10)
+    assert (shared.loss, shared.entropy, shared.kl_reference) == pytest.approx(
+        (unshared.loss, unshared.entropy, unshared.kl_reference), rel=1e-10
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+def test_gradient_checkpointing_gives_the_same_gradient() -> None:
+    items = [item for item in training_sequences(4) for _ in range(3)]
+    steps = [train_step(algorithm("ppo_clip"), gradient_checkpointing=on) for on in (False, True)]
+    norms = [step.run(rank_batch(items)).grad_norm for step in steps]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 0
+
+
+# -- how kernels are called ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(related_documents())
+def test_keys_and_offsets_for_variable_length_kernels_are_those_of_attention_at_the_lower_right(
+    made: list[Document],
+) -> None:
+    """The arithmetic that the GPU kernels get, computed here with SDPA branch by branch."""
+    for batch in pack(made, ALONE):
+        documents = Documents(batch.branches)
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, heads, batch.num_tokens, 8, dtype=torch.float64) for heads in (4, 2, 2))
+        expected, _ = documents_attention(torch.nn.Identity(), q, k, v, documents=documents)
+        rows = documents.key_rows
+        keys, values = (t if rows is None else t.index_select(2, rows) for t in (k, v))
+        found = []
+        starts, key_starts = documents.offsets.tolist(), documents.key_offsets.tolist()
+        assert len(starts) == len(key_starts) == len(batch.branches) + 1
+        assert starts[-1] == batch.num_tokens and key_starts[-1] == keys.shape[2]
+        for branch in range(len(batch.branches)):
+            own = slice(starts[branch], starts[branch + 1])
+            seen = slice(key_starts[branch], key_starts[branch + 1])
+            length, num_keys = own.stop - own.start, seen.stop - seen.start
+            assert length <= documents.max_branch and num_keys <= documents.max_length
+            mask = torch.ones(length, num_keys, dtype=torch.bool).tril(num_keys - length)
+            found.append(
+                scaled_dot_product_attention(
+                    q[:, :, own], keys[:, :, seen], values[:, :, seen], attn_mask=mask, enable_gqa=True
+                )
+            )
+        torch.testing.assert_close(torch.cat(found, dim=2).transpose(1, 2), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_documents_that_share_nothing_take_the_exact_calls_beside_those_that_do() -> None:
+    made = [document(1, 2, 3, 4, n, trained=4) for n in (5, 6)] + [document(8, 9, 10, trained=1)] * 1
+    made += [document(11, 12, 13, trained=1), document(1, 2, 3, 4, 5, 6, trained=4)]
+    (batch,) = pack(made, ALONE)
+    documents = Documents(batch.branches)
+    assert documents.runs == ((2, 2),)
+    assert documents.blocks is not None and len(documents.blocks.places) == batch.num_tokens - 4
+    assert documents.num_pairs == int((batch.position_ids + 1).sum())
+
+
+def test_a_long_beginning_needs_no_mask_and_gives_the_same() -> None:
+    beginning = [n % VOCAB for n in range(70)]
+    made = [document(*beginning, *(n for _ in range(9)), trained=70) for n in range(3)]
+    (batch,) = pack(made, ALONE)
+    blocks = Documents(batch.branches).blocks
+    assert blocks is not None
+    assert sorted((b.num_queries, b.mask is None) for b in blocks.batches) == [(16, False), (78, True)]
+    assert_the_same_as_alone(made, ALONE, torch.float64, 1e-10)
+
+
+def test_a_prompt_of_a_group_is_scored_by_few_calls() -> None:
+    made = [document(*range(20), *(21 + (n + k) % 9 for k in range(1 + n)), trained=20) for n in range(8)]
+    (tensors,) = pack_for_ranks([made], ALONE, Ranks.single(), torch.float32)[0]
+    assert not tensors.documents.runs
+    assert tensors.documents.blocks is not None and len(tensors.documents.blocks.batches) == 1

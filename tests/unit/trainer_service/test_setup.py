@@ -1,0 +1,95 @@
+"""Every setting of the section ``trainer`` reaches the object that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from services.trainer.model.moments_on_host import MomentsOnHost
+from services.trainer.model.policy_model import PolicyModel, build_policy_model
+from services.trainer.ranks.sharding import Ranks
+from services.trainer.setup import build_step, join_ranks, open_checkpoints
+from services.trainer.step.train_step import TrainStep
+from tests.unit.trainer.building import rank_batch, tiny_causal_lm, training_sequences
+from tests.unit.trainer_service.building import POLICY, recipe, save_model
+
+KL = {"name": "ppo_clip", "kl_coefficient": 0.1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), tied=False)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def built(model: Path, **trainer: Any) -> tuple[TrainStep, PolicyModel]:
+    """The step and its reference model."""
+    run = recipe(model, trainer=trainer, algorithm=KL)
+    ranks = Ranks.single() if dist.is_initialized() else join_ranks(run, POLICY)
+    step, _ = build_step(run, POLICY, str(model), ranks)
+    assert step.reference is not None
+    return step, step.reference
+
+
+def test_the_settings_of_the_model_reach_policy_and_reference(model: Path, group: None) -> None:
+    step, reference = built(
+        model, logprob_chunk_tokens=3, attention="sdpa", token_budget=40, gradient_checkpointing=True, threads=1
+    )
+    for built_model in (step.model, reference):
+        assert built_model._logprob_chunk_tokens == 3
+        assert built_model.causal_lm.config._attn_implementation == "millrace_documents_sdpa"
+    assert step._max_tokens == 40
+    assert step.model.causal_lm.is_gradient_checkpointing and not reference.causal_lm.is_gradient_checkpointing
+
+
+def test_precision_and_places_reach_weights_moments_and_reference(model: Path, group: None) -> None:
+    step, reference = built(model, compute_dtype="bfloat16", offload=["optimizer", "reference"], peak_tflops=2.0)
+    assert {p.dtype for p in step.model.parameters()} == {torch.float32}
+    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+    assert isinstance(step.optimizer._step.__self__, MomentsOnHost)  # type: ignore[attr-defined]
+    assert step.run(rank_batch(training_sequences(8))).mfu is not None
+
+
+def test_master_weights_in_bfloat16_make_the_reference_bfloat16(model: Path, group: None) -> None:
+    step, reference = built(model, master_dtype="bfloat16")
+    assert {p.dtype for p in [*step.model.parameters(), *reference.parameters()]} == {torch.bfloat16}
+
+
+def test_a_reference_in_the_compute_type_gives_the_bits_of_one_in_the_master_type(model: Path, group: None) -> None:
+    step, _ = built(model, compute_dtype="bfloat16")
+    losses = [step.run(rank_batch(training_sequences(8))).loss]
+    other, _ = built(model, compute_dtype="bfloat16")
+    other.reference = build_policy_model(
+        tiny_causal_lm(tied=False), step.ranks, trainable=False, compute_dtype=torch.bfloat16
+    )
+    assert {p.dtype for p in other.reference.parameters()} == {torch.float32}
+    losses.append(other.run(rank_batch(training_sequences(8))).loss)
+    assert losses[0] == losses[1]
+
+
+def test_a_frozen_model_is_sharded_again_after_its_forward_pass_and_a_trained_one_is_not(
+    model: Path, group: None
+) -> None:
+    """Or embedding and head of the reference stay whole on every rank: 2.3 GiB at 8B."""
+    step, reference = built(model, compute_dtype="bfloat16")
+    step.run(rank_batch(training_sequences(8)))
+    for built_model, expected in ((step.model, False), (reference, True)):
+        parameters = built_model._get_fsdp_state()._fsdp_param_group  # type: ignore[attr-defined]
+        assert parameters.post_forward_mesh_info is not None if expected else parameters.post_forward_mesh_info is None
+    assert not reference._get_fsdp_state()._fsdp_param_group.is_unsharded  # type: ignore[attr-defined]
+
+
+def test_checkpoints_are_kept_as_often_as_the_recipe_says(model: Path, tmp_path: Path) -> None:
+    run = recipe(model, trainer={"keep_checkpoints": 3})
+    assert open_checkpoints(run, POLICY, tmp_path, Ranks.single())._writer.keep == 3
