@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.config.reading.loading import load_resolved
 from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S, SMALL
 from tests.waiting import WAIT_S
 
@@ -63,6 +65,17 @@ def run_directories(runs: Path) -> list[Path]:
     return sorted(resolved.parent for resolved in runs.glob("*/recipe.json"))
 
 
+def listening_at(port: int) -> socket.socket:
+    """Another program's listener at a port that the processes of a killed launcher leave soon."""
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while True:
+        try:
+            return socket.create_server(("127.0.0.1", port))
+        except OSError:
+            assert time.monotonic() < deadline, f"port {port} is still in use"
+            time.sleep(0.05)
+
+
 def test_the_run_of_a_launcher_that_was_killed_goes_on_once(launch: Callable[[str], Launch], tmp_path: Path) -> None:
     first = launch("first")
     deadline = time.monotonic() + RUN_TIMEOUT_S
@@ -74,11 +87,14 @@ def test_the_run_of_a_launcher_that_was_killed_goes_on_once(launch: Callable[[st
     assert "beginning a new run" in first.output
     (run_dir,) = run_directories(tmp_path)
 
-    both = [launch("second"), launch("third")]
-    codes = [each.process.wait(RUN_TIMEOUT_S) for each in both]
-    assert sorted(codes) == [0, 2], [each.output for each in both]
+    port = load_resolved(run_dir).orchestrator.port
+    with listening_at(port):
+        both = [launch("second"), launch("third")]
+        codes = [each.process.wait(RUN_TIMEOUT_S) for each in both]
+    assert sorted(codes) == [0, 2], "\n".join(each.output for each in both)
     winner, loser = sorted(both, key=lambda each: each.process.returncode)
     assert f"going on with {run_dir}" in winner.output
+    assert f"orchestrator.port: another program has taken port {port}" in winner.output
     assert "is in use" in loser.output or "cannot continue" in loser.output
     assert run_directories(tmp_path) == [run_dir]
     summary = json.loads((run_dir / "summary.json").read_text())

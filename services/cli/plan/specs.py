@@ -157,19 +157,24 @@ def with_free_ports(recipe: Recipe) -> Recipe:
     Services of other nodes find one for themselves.
     """
     tree: dict[str, Any] = recipe.model_dump(mode="json")
-    sections = [tree["orchestrator"], *(service for service in tree["inference"].values() if service["node"] == 0)]
-    sections += [tree["envgateway"]] if recipe.envgateway and recipe.envgateway.node == 0 else []
-    sections += [section for policy in tree["policies"].values() for section in (policy["trainer"], policy["weights"])]
-    open_sections = [section for section in sections if section["port"] == 0]
-    hosts = sorted({LOOPBACK, *(section["host"] for section in sections if "host" in section)})
+    sections = {"orchestrator": tree["orchestrator"]}
+    sections |= {f"inference.{name}": each for name, each in tree["inference"].items() if each["node"] == 0}
+    if recipe.envgateway and recipe.envgateway.node == 0:
+        sections["envgateway"] = tree["envgateway"]
+    for name, policy in tree["policies"].items():
+        sections |= {f"policies.{name}.{part}": policy[part] for part in ("trainer", "weights")}
+    open_sections = {name: section for name, section in sections.items() if section["port"] == 0}
+    hosts = sorted({LOOPBACK, *(section["host"] for section in sections.values() if "host" in section)})
     named = {port for _, port in recipe.ports()}  # of processes that are not listening yet
-    for section, port in zip(open_sections, free_ports(len(open_sections), hosts, named), strict=True):
+    for section, port in zip(open_sections.values(), free_ports(len(open_sections), hosts, named), strict=True):
         section["port"] = port
+    chosen = {*recipe.launch.chosen_ports, *(f"{name}.port" for name in open_sections)}
+    tree["launch"]["chosen_ports"] = sorted(chosen)
     return Recipe.model_validate(tree)
 
 
-def ports_in_use(recipe: Recipe) -> list[str]:
-    """Settings with a port that another process holds on this machine, node 0, with the remedy."""
+def taken_ports(recipe: Recipe) -> list[tuple[str, int]]:
+    """Settings with a port that another process holds on this machine, node 0, and that port."""
     elsewhere = {
         f"inference.{name}.{port}"
         for name, service in recipe.inference.items()
@@ -178,14 +183,20 @@ def ports_in_use(recipe: Recipe) -> list[str]:
     }
     elsewhere |= {"envgateway.port"} if recipe.envgateway and recipe.envgateway.node != 0 else set()
     hosts = recipe.hosts
-    problems = []
+    taken = []
     for where, port in recipe.ports():
         host = hosts.get(f"{where.removesuffix('.port')}.host", LOOPBACK)
         if port and where not in elsewhere and is_here(host) and not is_free(port, host):
-            problems.append(
-                f"{where}: port {port} is in use; stop the process that holds it or run with --set {where}=0"
-            )
-    return problems
+            taken.append((where, port))
+    return taken
+
+
+def ports_in_use(recipe: Recipe) -> list[str]:
+    """One line for each of ``taken_ports``, with the remedy."""
+    return [
+        f"{where}: port {port} is in use; stop the process that holds it or run with --set {where}=0"
+        for where, port in taken_ports(recipe)
+    ]
 
 
 def _spec(

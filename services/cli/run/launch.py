@@ -34,6 +34,7 @@ from services.cli.plan.specs import (
     trainer_name,
     warm_start_commands,
 )
+from services.cli.run.other_ports import with_other_ports
 from services.cli.run.processes import Processes, children_cpu_seconds
 from services.cli.watch.follow import show_now
 from services.cli.watch.orchestrator_client import OrchestratorClient
@@ -77,7 +78,7 @@ def run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     """
     with launcher_lock(run_dir):
         check_can_go_on(run_dir)  # another launcher may have had it until now
-        return _run(recipe, run_dir, console)
+        return _run(with_other_ports(recipe, run_dir, console), run_dir, console)
 
 
 def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:

@@ -21,8 +21,8 @@ from services.common.telemetry.redaction import without_passwords
 
 AUTO = "auto"
 _TOLD = 5  # runs that are left alone, in the line that says so
-# Name, place and description of a run: they do not change its behaviour.
-_NO_SETTINGS = ("run.id", "run.dir", "run.resume", "description")
+# Name, place and description of a run, and what its launch wrote: they do not change its behaviour.
+_NO_SETTINGS = ("run.id", "run.dir", "run.resume", "description", "launch.chosen_ports")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ from services.cli.console.plain import say
 from services.cli.inspect.run_state import check_can_go_on, launcher_lock
 from services.cli.keys.process_keys import operate
 from services.cli.plan.nodes import with_addresses
-from services.cli.plan.specs import ports_in_use, with_free_ports
+from services.cli.plan.specs import ports_in_use, taken_ports, with_free_ports
+from services.cli.run.other_ports import replaceable
 from services.common.config.reading.loading import RESOLVED, load_resolved, save_resolved, with_run_id
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -120,5 +121,6 @@ def _held(recipe: Recipe, run_dir: Path) -> list[str]:
     # The orchestrator's is not touched while a launcher may be starting one: a look holds the lock for an instant.
     holder = launcher_lock(run_dir).held_by() or RunLock(Settings(run_dir).lock_file).held_by()
     held = [f"{run_dir} is in use ({holder})"] if holder else []
-    # It keeps its ports, so other ones are no advice.
-    return held + [line.partition(";")[0] for line in ports_in_use(recipe)]
+    replaced = replaceable(recipe, run_dir)
+    # It keeps the others, so other ones are no advice.
+    return held + [f"{where}: port {port} is in use" for where, port in taken_ports(recipe) if where not in replaced]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import os
+import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,11 +17,13 @@ from rich.console import Console
 
 from services.cli.run import launch as run
 from services.cli.run import run_directory
+from services.cli.run.other_ports import processes_left, with_other_ports
 from services.cli.run.run_directory import prepare
 from services.cli.watch.connect import reach
 from services.common.config.reading.loading import load_recipe, load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.common.system.free_ports import free_ports
 from tests.waiting import WAIT_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -76,12 +81,54 @@ def test_ports_of_a_run_that_still_goes_on_are_no_reason_for_other_ports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, directory = prepare(quickstart(tmp_path))
-    monkeypatch.setattr(
-        run_directory, "ports_in_use", lambda _: ["orchestrator.port: port 7 is in use; stop what holds it or ..."]
-    )
+    monkeypatch.setattr(run_directory, "taken_ports", lambda _: [("orchestrator.port", 7)])
+    monkeypatch.setattr(run_directory, "replaceable", lambda recipe, run_dir: set())
     with pytest.raises(ConfigError, match="port 7 is in use\\nis the run still going") as caught:
         run_directory.reopen(directory, wait_s=0)
-    assert "..." not in caught.value.message
+    assert "--set" not in caught.value.message
+
+
+def taken(port: int) -> socket.socket:
+    """A listener of another program."""
+    return socket.create_server(("127.0.0.1", port))
+
+
+def test_a_chosen_port_that_another_program_took_meanwhile_is_replaced(tmp_path: Path) -> None:
+    first, directory = prepare(quickstart(tmp_path))
+    told = Console(file=io.StringIO(), width=300)
+    with taken(first.orchestrator.port):
+        recipe, _ = run_directory.reopen(directory, wait_s=0)
+        moved = with_other_ports(recipe, directory, told)
+    assert moved.orchestrator.port not in (0, first.orchestrator.port)
+    assert load_resolved(directory) == moved
+    others = moved.model_copy(update={"orchestrator": first.orchestrator})
+    assert others == first, "the other ports stay"
+    assert isinstance(told.file, io.StringIO)
+    assert f"orchestrator.port: another program has taken port {first.orchestrator.port}" in told.file.getvalue()
+
+
+def test_a_port_that_the_user_named_is_not_replaced(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    recipe, directory = prepare(quickstart(tmp_path, f"orchestrator.port={port}"))
+    with taken(port):
+        with pytest.raises(ConfigError, match=f"orchestrator.port: port {port} is in use"):
+            run_directory.reopen(directory, wait_s=0)
+        assert with_other_ports(recipe, directory, Console(file=io.StringIO())) == recipe
+
+
+def test_ports_are_kept_while_a_process_of_the_last_launch_is_left(tmp_path: Path) -> None:
+    first, directory = prepare(quickstart(tmp_path))
+    (directory / "logs").mkdir()
+    with (directory / "logs" / "trainer-model0.stderr").open("w") as output:
+        left = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=output)
+    try:
+        assert processes_left(directory) == [left.pid]
+        with taken(first.orchestrator.port), pytest.raises(ConfigError, match="is in use"):
+            run_directory.reopen(directory, wait_s=0)
+    finally:
+        left.kill()
+        left.communicate(timeout=WAIT_S)
+    assert processes_left(directory) == []
 
 
 def test_a_launch_that_is_ending_is_waited_for(tmp_path: Path) -> None:

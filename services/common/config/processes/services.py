@@ -241,6 +241,9 @@ class LaunchConfig(Section):
     """A process that does not stop by itself within this is killed."""
     gpu_memory_gib: float = Field(default=80.0, gt=0)
     """Memory of each GPU. `millrace check` and `millrace run` refuse a layout that cannot fit."""
+    chosen_ports: list[str] = []
+    """Written by the launch: the settings whose port 0 it replaced with a free port. A run on one machine that goes on takes
+    another port in place of one of these that another program holds by then."""
 
 
 class MetricsConfig(Section):
