@@ -22,6 +22,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes; each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 UNEXERCISED := $(VENV)/.not-exercised
+FAILED := $(VENV)/.failed
 RECIPE ?= recipes/quickstart
 SEED ?= 1
 
@@ -84,15 +85,17 @@ TESTS := $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP) ## set up and run every test
 	@# The = keeps pytest from taking the file, once it is there, for the place of the tests.
-	@rm -f $(UNEXERCISED)
-	$(TESTS) -m 'not gpu and not recipes and not sglang and not vllm' --not-exercised-to=$(UNEXERCISED)
+	@rm -f $(UNEXERCISED) $(FAILED)
+	$(TESTS) -m 'not gpu and not recipes and not sglang and not vllm' --not-exercised-to=$(UNEXERCISED) --failed-to=$(FAILED) \
+		|| $(BIN)/python -m tests.failed_alone $(FAILED)
 	@$(BIN)/python -m tests.not_exercised $(UNEXERCISED)
 
 test-fast: $(STAMP) ## the tests that take seconds
 	$(TESTS) -m 'not slow and not gpu and not recipes and not sglang and not vllm'
 
 test-recipes: $(STAMP) ## run every recipe's whole loop with --profile tiny, one after another
-	$(BIN)/python -m pytest -q -m recipes
+	@rm -f $(FAILED)
+	$(BIN)/python -m pytest -q -m recipes --failed-to=$(FAILED) || $(BIN)/python -m tests.failed_alone $(FAILED)
 
 test-gpu: $(STAMP) ## the tests that need a GPU
 	$(BIN)/python -m pytest -q -m gpu

@@ -15,7 +15,7 @@ from services.common.telemetry import logs
 from tests import needs
 from tests.ports import free_port
 
-pytest_plugins = ["tests.deep_trees", "tests.forks", "tests.not_exercised", "tests.order"]
+pytest_plugins = ["tests.deep_trees", "tests.failed_alone", "tests.forks", "tests.not_exercised", "tests.order"]
 
 # Tests start hundreds of processes; each would compile every module again.
 sys.dont_write_bytecode = False

@@ -106,8 +106,13 @@ def draw_panels(axes: Any, groups: Sequence[Runs]) -> None:
             ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
         if panel.x != STEP:
             ax.set_xlim(left=0.0)
-        if ax.get_legend_handles_labels()[0]:
-            legend = ax.legend(fontsize=7, framealpha=0.7)
+        if names := ax.get_legend_handles_labels()[1]:
+            if len(names) > 2:  # no place inside is free of curves: make one below them
+                low, high = ax.get_ylim()
+                ticks = [tick for tick in ax.get_yticks() if low <= tick <= high]
+                ax.set_ylim(low - 0.08 * len(names) * (high - low), high)
+                ax.set_yticks(ticks)
+            legend = ax.legend(fontsize=7, framealpha=0.7, loc="lower right" if len(names) > 2 else "best")
             if not alone:  # the runs are explained once, and here the kinds of lines
                 for handle in legend.legend_handles:
                     if hasattr(handle, "set_color"):
