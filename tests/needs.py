@@ -33,7 +33,7 @@ from services.envgateway.sandbox.bare.harness import native
 from services.envgateway.sandbox.launch import SupervisorLauncher
 
 REQUIRE = "MILLRACE_REQUIRE"
-PROBE_S = 20.0
+PROBE_S = 120.0
 
 
 @dataclass(frozen=True)

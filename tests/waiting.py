@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 WAIT_S = 60.0
+PROCESS_S = 240.0  # a process that imports torch, computes and ends
 EVERY_S = 0.01
 
 T = TypeVar("T")

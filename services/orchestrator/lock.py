@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 
 from services.common.errors import ConfigError
+
+_LOOKS_S = 5.0  # longest wait for processes that look; each look takes microseconds, on a busy machine milliseconds
+_PAUSE_S = 0.01
 
 
 class RunLock:
@@ -25,12 +29,10 @@ class RunLock:
         except FileNotFoundError:
             return ""
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two that look do not see each other
-        except BlockingIOError:
-            return f"{self._holder}, pid {_pid_in(fd)}"
+            # Shared: processes that look do not see each other.
+            return "" if _locked(fd, fcntl.LOCK_SH) else f"{self._holder}, pid {_pid_in(fd)}"
         finally:
             os.close(fd)
-        return ""
 
     def __enter__(self) -> RunLock:
         """Raises ConfigError when another process holds the lock, or the directory cannot be written."""
@@ -40,23 +42,39 @@ class RunLock:
             raise ConfigError(
                 f"{self._path} cannot be written ({error.strerror}): this lock admits one process per run"
             ) from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._take():
             pid = _pid_in(self._fd)
             os.close(self._fd)
             raise ConfigError(
                 f"{self._path.parent} is in use by another {self._holder} (pid {pid}): stop that one, "
                 "or start a run of its own with another directory"
-            ) from None
+            )
         os.ftruncate(self._fd, 0)
         os.write(self._fd, f"{os.getpid()}\n".encode())
         return self
+
+    def _take(self) -> bool:
+        """False when another process holds the lock. Processes that look (``held_by``) share it, and are waited for."""
+        until = time.monotonic() + _LOOKS_S
+        while not _locked(self._fd, fcntl.LOCK_EX):
+            if not _locked(self._fd, fcntl.LOCK_SH) or time.monotonic() > until:
+                return False
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            time.sleep(_PAUSE_S)
+        return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._fd)
+
+
+def _locked(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _pid_in(fd: int) -> str:

@@ -121,7 +121,7 @@ class Served:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(head.encode("latin-1") + body)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(WAIT_S):
                 status = int((await reader.readline()).split()[1])
                 headers = {}
                 while line := (await reader.readline()).decode("latin-1").strip():
@@ -481,7 +481,7 @@ async def test_requests_of_http_1_do_nothing_at_a_grpc_port() -> None:
         ):
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(head.encode() + b"Content-Length: 5\r\n\r\n" + bytes(5))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(WAIT_S):
                 with contextlib.suppress(ConnectionError):
                     told = await reader.read()
                     assert b"200 OK" not in told and b"101 Switching" not in told and b"grpc-status: 0" not in told

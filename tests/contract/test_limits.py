@@ -256,7 +256,7 @@ async def connect(server: Server, first: bytes = b"") -> socket.socket:
 async def ended(found: socket.socket) -> bool:
     """Whether the server hangs up, within a generous time."""
     with contextlib.suppress(ConnectionError):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while await asyncio.get_running_loop().sock_recv(found, 4096):
                 pass
     return True

@@ -38,8 +38,9 @@ def test_an_adapter_is_trained_served_and_exported_through_a_killed_trainer(star
     assert max(row["version"] for row in transfers) >= STEPS - 1
     assert all(own <= row["full_size_bytes"] == row["payload_size_bytes"] < 1.1 * own for row in transfers)
     assert all(row["error"] == "" for row in transfers)
-    steps = run.rows("training_step")
-    assert any(row["trainer/kl_reference"] > 0 for row in steps[1:]), "the policy leaves its base"
+    # An estimate from samples, of either sign; that of the first step, whose policy is the base, is rounding.
+    rounding, *distances = [abs(row["trainer/kl_reference"]) for row in run.rows("training_step")]
+    assert max(distances) > rounding, "the policy leaves its base"
     result = replay_step(run.directory, "model0", STEPS)
     assert result["equal"], result
     exported = run.directory / "export" / "model0"

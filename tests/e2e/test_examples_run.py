@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import millrace
+from tests.waiting import PROCESS_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -24,7 +25,7 @@ def test_a_run_of_the_examples_is_started_and_read_from_python(tmp_path: Path) -
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PROCESS_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from tests import needs
 pytestmark = pytest.mark.slow
 
 LEASE_S = 3.0
+BOUNDED_S = 120.0  # a process that waits for 2 s, and its start
 
 
 @pytest.fixture
@@ -125,10 +125,8 @@ def test_what_is_in_the_way_is_said_on_node_1(machines: TwoMachines, tmp_path: P
     run = TwoNodeRun(machines, tmp_path)
 
     def told(**variables: str) -> str:
-        begin = time.monotonic()
         process = run.millrace(machines.node1, *arguments, output="told", **variables)
-        assert process.wait(60) != 0
-        assert time.monotonic() - begin < 45, "within a bounded time"
+        assert process.wait(BOUNDED_S) != 0
         return run.output("told")
 
     node_0, keys = "ORCHESTRATOR_HOST_EXTERNAL", {"MILLRACE_KEYS": "runs/mine/keys/inference"}

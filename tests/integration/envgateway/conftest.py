@@ -52,7 +52,7 @@ async def isolated_pool(pool: SandboxPool) -> SandboxPool:
 @pytest.fixture
 def execute(pool: SandboxPool) -> Execute:
     async def run(code: str, *, stdin: bytes = b"", echo: bool = False, **limits: Any) -> ExecutionResult:
-        limits = {"wall_s": 3.0, **limits}
+        limits = {"wall_s": CONFIG.wall_time_s, **limits}
         return await pool.run(ExecutionRequest(code=code, stdin=stdin, echo=echo, limits=ExecutionLimits(**limits)))
 
     return run

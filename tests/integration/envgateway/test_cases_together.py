@@ -162,8 +162,8 @@ async def test_asserts_that_call_several_functions_are_judged_by_one_host(pool: 
 
 @pytest.mark.slow
 async def test_a_limit_is_each_cases_own(pool: SandboxPool) -> None:
-    code = "import time\nn = int(input().split()[0])\ntime.sleep(.25)\nprint(2 * n)"
-    result = await Judge(pool).judge(JudgeRequest(code=code, tests=sums(3), limits=ExecutionLimits(wall_s=0.6)))
+    code = "import time\nn = int(input().split()[0])\ntime.sleep(.9)\nprint(2 * n)"
+    result = await Judge(pool).judge(JudgeRequest(code=code, tests=sums(3), limits=ExecutionLimits(wall_s=2.5)))
     assert verdicts(result) == [V.OK] * 3 and await counts(pool) == {"OK": 1}
 
 

@@ -15,6 +15,7 @@ from services.envgateway import child as child_module
 from services.envgateway.child import Child, ChildDied, ChildFailed, ChildLost
 from services.envgateway.sandbox.bare import wire
 from tests.running import is_running
+from tests.waiting import WAIT_S
 
 MODULE = "tests.integration.envgateway.toy_child"
 
@@ -24,7 +25,7 @@ def question(kind: str, number: int = 0) -> bytes:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -188,15 +188,15 @@ print(sum(os.path.getsize(os.path.join(d, f)) for d, _, fs in os.walk("..") for 
 
 
 async def test_all_cases_together_have_a_time(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_config", pool.config.model_copy(update={"judging_time_s": 0.6}))
+    monkeypatch.setattr(pool, "_config", pool.config.model_copy(update={"judging_time_s": 1.5}))
     cases = StdinTests(cases=tuple(StdinCase(stdin="", expected="1") for _ in range(130)))
     slow = JudgeRequest(code="import time\ntime.sleep(60)", tests=cases, limits=ExecutionLimits(wall_s=0.25))
-    honest = replace(slow, code="import time\ntime.sleep(.2)\nprint(1)")
+    honest = replace(slow, code="import time\ntime.sleep(.4)\nprint(1)", limits=ExecutionLimits())
     for request in (slow, honest):
         result = await Judge(pool).judge(request)
         assert result.verdict is RunStatus.TIME_LIMIT and len(result.cases) == result.num_cases == 130
         assert "judging_time_s" in result.cases[-1].detail
-    assert 2 <= sum(case.verdict is RunStatus.OK for case in result.cases) <= 5
+    assert 1 <= sum(case.verdict is RunStatus.OK for case in result.cases) <= 4
     early = await Judge(pool).judge(replace(honest, stop_early=True))
     assert early.verdict is RunStatus.TIME_LIMIT and len(early.cases) <= 6
 

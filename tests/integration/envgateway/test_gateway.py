@@ -40,11 +40,11 @@ class Clients:
         request = pb.CreateEpisodeRequest(
             environment=environment, task_json=json.dumps(task).encode(), request_id=request_id
         )
-        return await self.environments.CreateEpisode(request, timeout=20)
+        return await self.environments.CreateEpisode(request, timeout=WAIT_S)
 
     async def step(self, episode: pb.CreateEpisodeResponse, turn: int, action: str) -> pb.StepEpisodeResponse:
         request = pb.StepEpisodeRequest(episode_id=episode.episode_id, turn=turn, action=action)
-        return await self.environments.StepEpisode(request, timeout=20)
+        return await self.environments.StepEpisode(request, timeout=WAIT_S)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ class Parity:
 
 
 async def test_code_is_executed(gateway: Clients) -> None:
-    answer = await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(47*38)"), timeout=20)
+    answer = await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(47*38)"), timeout=WAIT_S)
     assert (answer.status, answer.stdout, answer.exit_code) == (pb.EXECUTION_STATUS_OK, "1786\n", 0)
     assert answer.HasField("exit_code") and not answer.HasField("signal")
     assert answer.isolation_tier in ("2", "1", "U", "0") and answer.wall_time.ToNanoseconds() > 0
@@ -94,10 +94,10 @@ async def test_programs_are_judged_case_by_case_one_at_a_time_or_in_a_batch(gate
     tests = judge_pb2.StdinTests(cases=cases)
     right = judge_pb2.JudgeRequest(code="print(sum(map(int, input().split())))", stdin_tests=tests, request_id="right")
     wrong = judge_pb2.JudgeRequest(code="print(3)", stdin_tests=tests, request_id="wrong")
-    answer = await gateway.judge.Judge(right, timeout=30)
+    answer = await gateway.judge.Judge(right, timeout=WAIT_S)
     assert answer.verdict == judge_pb2.VERDICT_OK and answer.num_cases == 2
     found = {}
-    async for one in gateway.judge.JudgeBatch(judge_pb2.JudgeBatchRequest(requests=[wrong, right]), timeout=30):
+    async for one in gateway.judge.JudgeBatch(judge_pb2.JudgeBatchRequest(requests=[wrong, right]), timeout=WAIT_S):
         found[one.request_id] = [case.verdict for case in one.result.cases]
     ok, no = judge_pb2.VERDICT_OK, judge_pb2.VERDICT_WRONG_ANSWER
     assert found == {"right": [ok, ok], "wrong": [ok, no]}
@@ -121,30 +121,30 @@ async def test_code_is_rewarded_by_its_tests(gateway: Clients, completion: str, 
     request = pb.ComputeRewardRequest(
         reward="code", task_json=json.dumps({"tests": tests}).encode(), completion=completion
     )
-    assert (await gateway.rewards.ComputeReward(request, timeout=30)).outcome == outcome
+    assert (await gateway.rewards.ComputeReward(request, timeout=WAIT_S)).outcome == outcome
 
 
 async def test_limits_and_options_travel(gateway: Clients) -> None:
     request = pb.ExecuteCodeRequest(
         code="import sys\nlen(sys.stdin.read())", stdin=b"abc", print_trailing_expression=True
     )
-    assert (await gateway.code.ExecuteCode(request, timeout=20)).stdout == "3\n"
+    assert (await gateway.code.ExecuteCode(request, timeout=WAIT_S)).stdout == "3\n"
     slow = pb.ExecuteCodeRequest(code="while True: pass")
     slow.limits.wall_time.FromMilliseconds(200)
-    assert (await gateway.code.ExecuteCode(slow, timeout=20)).status == pb.EXECUTION_STATUS_TIME_LIMIT
+    assert (await gateway.code.ExecuteCode(slow, timeout=WAIT_S)).status == pb.EXECUTION_STATUS_TIME_LIMIT
     slow.limits.wall_time.FromMilliseconds(0)
     with pytest.raises(errors.InvalidRequestError, match="wall_s is 0"), translated_errors("gateway"):
-        await gateway.code.ExecuteCode(slow, timeout=20)
+        await gateway.code.ExecuteCode(slow, timeout=WAIT_S)
     other = pb.ExecuteCodeRequest(code="main(){}", language="c")
-    assert (await gateway.code.ExecuteCode(other, timeout=20)).status == pb.EXECUTION_STATUS_INVALID_REQUEST
+    assert (await gateway.code.ExecuteCode(other, timeout=WAIT_S)).status == pb.EXECUTION_STATUS_INVALID_REQUEST
     noise = pb.ExecuteCodeRequest(code=r"import os; os.write(1, b'\xff\n')")
-    assert (await gateway.code.ExecuteCode(noise, timeout=20)).stdout == "\ufffd\n"
+    assert (await gateway.code.ExecuteCode(noise, timeout=WAIT_S)).stdout == "\ufffd\n"
 
 
 async def test_a_repeated_request_is_executed_once(gateway: Clients) -> None:
     request = pb.ExecuteCodeRequest(request_id="r1", code="import time; print(time.time_ns())")
-    first, second = await asyncio.gather(*(gateway.code.ExecuteCode(request, timeout=20) for _ in range(2)))
-    third = await gateway.code.ExecuteCode(request, timeout=20)
+    first, second = await asyncio.gather(*(gateway.code.ExecuteCode(request, timeout=WAIT_S) for _ in range(2)))
+    third = await gateway.code.ExecuteCode(request, timeout=WAIT_S)
     assert first.stdout == second.stdout == third.stdout
 
 
@@ -153,14 +153,14 @@ async def test_a_caller_that_leaves_frees_the_slot(gateway: Clients) -> None:
     for _ in range(4):
         with pytest.raises(errors.DeadlineError), translated_errors("gateway"):
             await gateway.code.ExecuteCode(request, timeout=0.2)
-    answer = await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(1)"), timeout=8)
+    answer = await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(1)"), timeout=WAIT_S)
     assert answer.stdout == "1\n"
 
 
 async def test_rewards_are_computed(gateway: Clients) -> None:
     async def outcome(reward: str, completion: str, task: dict[str, Any]) -> pb.ComputeRewardResponse:
         request = pb.ComputeRewardRequest(reward=reward, completion=completion, task_json=json.dumps(task).encode())
-        return await gateway.rewards.ComputeReward(request, timeout=20)
+        return await gateway.rewards.ComputeReward(request, timeout=WAIT_S)
 
     assert (await outcome("boxed", r"\boxed{4}", {"answer": 4})).outcome == pb.REWARD_OUTCOME_CORRECT
     assert (await outcome("math", r"\boxed{5}", {"answer": 4})).outcome == pb.REWARD_OUTCOME_WRONG
@@ -170,7 +170,7 @@ async def test_rewards_are_computed(gateway: Clients) -> None:
     with pytest.raises(errors.InvalidRequestError, match="no reference answer"), translated_errors("gateway"):
         await outcome("boxed", "", {})
     with pytest.raises(errors.InvalidRequestError, match="task_json"), translated_errors("gateway"):
-        await gateway.rewards.ComputeReward(pb.ComputeRewardRequest(reward="boxed", task_json=b"{"), timeout=20)
+        await gateway.rewards.ComputeReward(pb.ComputeRewardRequest(reward="boxed", task_json=b"{"), timeout=WAIT_S)
 
 
 async def test_a_single_step_episode(gateway: Clients) -> None:
@@ -247,7 +247,7 @@ async def test_episode_errors_are_structured(gateway: Clients) -> None:
 
 
 async def test_status_has_the_tier(gateway: Clients) -> None:
-    await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(1)"), timeout=20)
+    await gateway.code.ExecuteCode(pb.ExecuteCodeRequest(code="print(1)"), timeout=WAIT_S)
     status = await gateway.status.GetStatus(status_pb2.GetStatusRequest(), timeout=WAIT_S)
     assert (status.service, status.state) == ("envgateway", "ready")
     assert status.labels["isolation_tier"] in ("2", "1", "U", "0") and status.gauges["sandbox_ok"] == 1

@@ -22,7 +22,7 @@ from .conftest import CONFIG, LONG, SLEEP_LONG
 
 RUN_KEYS = {"sub_id", "success", "run_success", "cost", "stdout", "stderr", "reason"}
 JUDGE_KEYS = RUN_KEYS - {"stdout", "stderr"}
-SLOTS = CONFIG.model_copy(update={"wall_time_s": 2.0})
+BRIEF, QUITE_BRIEF = (CONFIG.model_copy(update={"wall_time_s": time_s}) for time_s in (2.0, 3.0))
 
 
 class Client:
@@ -47,7 +47,7 @@ class Client:
 
 @pytest.fixture
 async def client(request: pytest.FixtureRequest) -> AsyncIterator[Client]:
-    sandbox = getattr(request, "param", SLOTS)
+    sandbox = getattr(request, "param", CONFIG)
     config = EnvGatewayConfig(
         port=0, sandbox=sandbox, math=MathRewardConfig(num_workers=1, timeout_s=3.0),
         http=HttpConfig(port=0, queue_wait_s=1.0), queue=QueueConfig(lane_size=64),
@@ -69,7 +69,7 @@ async def test_a_run_has_exactly_the_fields_that_clients_know(client: Client) ->
     result = await client.run("print(input())", input="a", expected_output=" a\n", sub_id="mine")
     assert set(result) == RUN_KEYS
     assert (result["sub_id"], result["success"], result["run_success"], result["reason"]) == ("mine", True, True, "")
-    assert (result["stdout"], result["stderr"]) == ("a\n", "") and 0 < result["cost"] < 2
+    assert (result["stdout"], result["stderr"]) == ("a\n", "") and 0 < result["cost"] < CONFIG.wall_time_s
     result = await client.run("print(input())", path="/judge", input="a", expected_output="b")
     assert set(result) == JUDGE_KEYS and result["sub_id"]
     assert (result["success"], result["run_success"], result["reason"]) == (False, True, "")
@@ -83,6 +83,7 @@ async def test_a_failing_program_is_no_success_even_without_an_expected_output(c
     assert not result["run_success"] and "EOFError" in result["stderr"]
 
 
+@pytest.mark.parametrize("client", [BRIEF], indirect=True, ids=["brief"])
 async def test_reasons(client: Client) -> None:
     slow = await client.run("import time; time.sleep(30)")
     assert (slow["reason"], slow["run_success"]) == ("worker_timeout", False) and 2 <= slow["cost"] < 10
@@ -155,8 +156,10 @@ async def test_a_batch_larger_than_the_queue_is_not_refused(client: Client) -> N
     assert sum(result["success"] for result in answer["results"]) == 400
 
 
+@pytest.mark.parametrize("client", [QUITE_BRIEF], indirect=True, ids=["quite brief"])
 async def test_a_caller_without_a_slot_in_time_gets_an_error(client: Client) -> None:
-    hogs = {"submissions": [{"type": "python", "solution": "import time; time.sleep(1.5)"}] * 3}
+    """It waits for 1 s and the time of a program, 3 s; the programs before it take 6 s."""
+    hogs = {"submissions": [{"type": "python", "solution": "import time; time.sleep(2.0)"}] * 3}
     long_batch = asyncio.create_task(client.post("/run/long-batch", hogs))
     await until(lambda: client.gateway.sandbox.gauges["sandbox_busy_slots"], "they run")
     quick = {"type": "python", "solution": "1"}

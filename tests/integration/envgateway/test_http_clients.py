@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,7 +16,7 @@ from services.envgateway.sandbox.pool import SandboxPool
 from .conftest import CONFIG
 from .judge_clients import GradingClient, RolloutClient, Status, Submission
 
-LIMITS = CONFIG.model_copy(update={"wall_time_s": 2.0})
+LIMITS = CONFIG.model_copy(update={"wall_time_s": 4.0})
 
 
 @pytest.fixture
@@ -35,14 +36,15 @@ async def rollout(port: int) -> AsyncIterator[RolloutClient]:
 
 
 async def test_a_rollouts_tool_calls_read_as_with_code_judge(rollout: RolloutClient) -> None:
-    assert (await rollout.call("x = 20\nx + 1")).startswith("Tool call success\nstdout: 21\n\nexecution time: 0.")
+    words = await rollout.call("x = 20\nx + 1")
+    assert re.match(r"Tool call success\nstdout: 21\n\nexecution time: \d\.", words), words
     assert "stdout: from stdin\n" in await rollout.call("print(input())", stdin="from stdin")
     assert "stdout: é€😀\n" in await rollout.call("print('é€😀')")
     words = await rollout.call("print('before')\n1 / 0")
     assert words.startswith("Tool call failure\nreason: \n") and "ZeroDivisionError" in words
     words = await rollout.call("while True: pass")
     assert words.startswith("Tool call failure\nreason: worker_timeout\n")
-    assert 2 <= float(words.rpartition("execution time: ")[2].removesuffix("s")) < 10
+    assert float(words.rpartition("execution time: ")[2].removesuffix("s")) >= 4
     assert "Tool call success\nexecution time" in await rollout.call("if __name__ == '__main__':\n    y = 1")
 
 

@@ -36,7 +36,7 @@ def verdicts(result: JudgeResult) -> list[RunStatus]:
 
 async def test_every_case_has_its_own_verdict(judge: Judge) -> None:
     code = "n = int(input())\nif n == 1: raise ValueError\nif n == 2:\n    while True: pass\nprint(n * n)"
-    result = await judge.judge(JudgeRequest(code=code, tests=SQUARES, limits=ExecutionLimits(wall_s=0.3)))
+    result = await judge.judge(JudgeRequest(code=code, tests=SQUARES, limits=ExecutionLimits(cpu_s=0.5)))
     assert verdicts(result) == [V.OK, V.RUNTIME_ERROR, V.TIME_LIMIT, V.OK]
     assert (result.verdict, result.num_passed, result.num_cases) == (V.RUNTIME_ERROR, 2, 4)
     assert result.detail.startswith("case 1")
@@ -169,7 +169,7 @@ async def test_a_program_that_dies_in_a_test_is_started_again_for_the_next(
     judge: Judge, pool: SandboxPool, body: str, wanted: list[RunStatus]
 ) -> None:
     tests = AssertTests(tests=RUN_TESTS, entry_point="f")
-    limits = ExecutionLimits(wall_s=1.0)
+    limits = ExecutionLimits(cpu_s=1.0)
     result = await judge.judge(JudgeRequest(code=f"def f(n): {body}", tests=tests, limits=limits))
     assert verdicts(result) == wanted, result
     await assert_clean(pool)

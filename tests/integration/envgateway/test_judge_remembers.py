@@ -17,6 +17,7 @@ from services.envgateway.memory.verdicts import JudgeMemory
 from services.envgateway.queue.embedded import EmbeddedQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
+from tests.waiting import WAIT_S
 
 from .conftest import CONFIG
 
@@ -100,7 +101,7 @@ async def test_the_leader_that_is_killed_leaves_the_others_their_verdict(
     request = JudgeRequest(code=code, tests=StdinTests(cases=(StdinCase(stdin="5", expected="5"),)))
     leader = asyncio.create_task(judged(queues[0], request))
     others = [asyncio.create_task(judged(queues[0], request)) for _ in range(2)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while not queues[0].gauges["queue_batch_running"]:
             await asyncio.sleep(0)
     leader.cancel()

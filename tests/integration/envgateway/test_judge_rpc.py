@@ -22,7 +22,7 @@ from services.envgateway.queue.turns import Turns
 from services.envgateway.rpc.servicer_judge import JudgeServicer
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 from .conftest import SLEEP_LONG, long_programs
 from .sandbox_state import assert_clean
@@ -65,7 +65,7 @@ async def test_judging_over_grpc(
     stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording], pool: SandboxPool
 ) -> None:
     client, runner = stub
-    answer = await client.Judge(_squares("print(int(input()) ** 2)", lane=pb.JUDGE_LANE_INTERACTIVE), timeout=20)
+    answer = await client.Judge(_squares("print(int(input()) ** 2)", lane=pb.JUDGE_LANE_INTERACTIVE), timeout=WAIT_S)
     assert (answer.verdict, answer.num_cases, answer.isolation_tier) == (pb.VERDICT_OK, 3, pool.tier)
     assert answer.cases[2].stdout == "4\n" and answer.cases[2].exit_code == 0 and not answer.cases[2].HasField("signal")
     assert runner.lanes == [Lane.INTERACTIVE]
@@ -75,9 +75,9 @@ async def test_judging_over_grpc(
             entry_point="f", cases=[pb.CallCase(args_json=b"[1]", kwargs_json=b'{"b": 2}', expected_json=json.dumps([1, 2]).encode())]
         ),
     )  # fmt: skip
-    assert (await client.Judge(call, timeout=20)).verdict == pb.VERDICT_OK
+    assert (await client.Judge(call, timeout=WAIT_S)).verdict == pb.VERDICT_OK
     asserts = pb.JudgeRequest(code="def f(a): return a", assert_tests=pb.AssertTests(tests="assert f(1) == 2"))
-    assert (await client.Judge(asserts, timeout=20)).verdict == pb.VERDICT_WRONG_ANSWER
+    assert (await client.Judge(asserts, timeout=WAIT_S)).verdict == pb.VERDICT_WRONG_ANSWER
 
 
 async def test_repeating_a_request_gives_the_stored_result(
@@ -85,8 +85,8 @@ async def test_repeating_a_request_gives_the_stored_result(
 ) -> None:
     client, runner = stub
     request = _squares("print(1)", request_id="same")
-    first, second = await asyncio.gather(client.Judge(request, timeout=20), client.Judge(request, timeout=20))
-    assert first == second == await client.Judge(request, timeout=20)
+    first, second = await asyncio.gather(client.Judge(request, timeout=WAIT_S), client.Judge(request, timeout=WAIT_S))
+    assert first == second == await client.Judge(request, timeout=WAIT_S)
     assert len(runner.lanes) == 1
 
 
@@ -94,12 +94,12 @@ async def test_a_batch_streams_results_as_they_finish(
     stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording],
 ) -> None:
     client, _ = stub
-    slow = "import time; time.sleep(1.0); print(int(input()) ** 2)"
+    slow = "import time; time.sleep(2.0); print(int(input()) ** 2)"
     broken = pb.JudgeRequest(code="print(1)", request_id="no tests")
     # one of each lane: of two slots the batch lane has one
     first = _squares(slow, request_id="slow", lane=pb.JUDGE_LANE_INTERACTIVE)
     requests = [first, _squares("print(int(input()) ** 2)", request_id="quick"), broken]
-    arrived = [r async for r in client.JudgeBatch(pb.JudgeBatchRequest(requests=requests), timeout=30)]
+    arrived = [r async for r in client.JudgeBatch(pb.JudgeBatchRequest(requests=requests), timeout=WAIT_S)]
     assert [r.request_id for r in arrived][-1] == "slow" and sorted(r.index for r in arrived) == [0, 1, 2]
     by_id = {r.request_id: r.result.verdict for r in arrived}
     assert by_id == {"slow": pb.VERDICT_OK, "quick": pb.VERDICT_OK, "no tests": pb.VERDICT_INVALID_REQUEST}
@@ -126,4 +126,4 @@ async def test_a_limit_that_cannot_be_kept_is_refused(
     client, _ = stub
     request = _squares("print(1)", limits=environment_pb2.ExecutionLimits(memory_bytes=0))
     with pytest.raises(grpc.aio.AioRpcError, match="memory_bytes"):
-        await client.Judge(request, timeout=20)
+        await client.Judge(request, timeout=WAIT_S)

@@ -15,6 +15,7 @@ from services.common.rpc.client.channel import channel
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 from tests.integration.envgateway.conftest import CONFIG
+from tests.waiting import WAIT_S
 
 
 async def test_a_gateway_reports_its_runs_to_prometheus(pool: SandboxPool, tmp_path: Path) -> None:
@@ -25,7 +26,7 @@ async def test_a_gateway_reports_its_runs_to_prometheus(pool: SandboxPool, tmp_p
         async with channel(f"127.0.0.1:{port}") as connection:
             stub = environment_pb2_grpc.CodeExecutionServiceStub(connection)
             request = environment_pb2.ExecuteCodeRequest(request_id="1", language="python", code="print(1)")
-            await stub.ExecuteCode(request, timeout=20)
+            await stub.ExecuteCode(request, timeout=WAIT_S)
         (target,) = json.loads((tmp_path / "prometheus" / "envgateway.json").read_text())
         async with aiohttp.ClientSession() as session:
             async with session.get(f"http://{target['targets'][0]}/metrics") as response:

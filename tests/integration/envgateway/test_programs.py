@@ -22,7 +22,7 @@ S = RunStatus
 async def test_a_program_prints_and_the_result_has_its_usage(execute: Execute, pool: SandboxPool) -> None:
     result = await execute("print(47*38)")
     assert (result.status, result.exit_code, result.stdout, result.stderr) == (S.OK, 0, b"1786\n", b"")
-    assert 0 < result.wall_s < 3 and result.peak_memory_bytes > 1 << 20
+    assert 0 < result.wall_s < CONFIG.wall_time_s and result.peak_memory_bytes > 1 << 20
     assert result.tier == pool.tier
 
 
@@ -149,9 +149,9 @@ async def test_files_of_one_program_are_gone_for_the_next(execute: Execute) -> N
 
 
 async def test_wall_time_is_limited(execute: Execute) -> None:
-    result = await execute("import time; print('before', flush=True); time.sleep(60)", wall_s=0.5)
+    result = await execute("import time; print('before', flush=True); time.sleep(60)", wall_s=1.5)
     assert (result.status, result.detail, result.stdout) == (S.TIME_LIMIT, "wall time", b"before\n")
-    assert 0.5 <= result.wall_s < CONFIG.wall_time_s
+    assert 1.5 <= result.wall_s < CONFIG.wall_time_s
 
 
 async def test_cpu_time_is_limited_over_all_processes(execute: Execute) -> None:
@@ -171,9 +171,10 @@ async def test_memory_is_limited(execute: Execute) -> None:
 
 
 async def test_memory_is_limited_over_all_processes(execute: Execute) -> None:
+    # Four processes, for the same reason; three of them take 100 MB each.
     code = (
-        "import os, time\nfor _ in range(5):\n  if os.fork() == 0:\n"
-        "    data = bytes(range(256)) * 240_000\n    time.sleep(60)\ntime.sleep(60)"
+        "import os, time\nfor _ in range(3):\n  if os.fork() == 0:\n"
+        "    data = bytes(range(256)) * 400_000\n    time.sleep(60)\ntime.sleep(60)"
     )
     result = await execute(code, wall_s=30.0)
     assert result.status is S.MEMORY_LIMIT and result.wall_s < 27, result.stderr

@@ -19,7 +19,7 @@ from .conftest import CONFIG
 from .sandbox_state import assert_clean
 
 _SANDBOX: SandboxConfig = CONFIG.model_copy(update={"num_live": 4})
-_LIVE = LiveConfig(cell_time_s=0.6, cpu_time_s=20.0, lifetime_s=60.0, memory_bytes=96 << 20, output_bytes=10_000)
+_LIVE = LiveConfig(cell_time_s=1.5, cpu_time_s=20.0, lifetime_s=60.0, memory_bytes=96 << 20, output_bytes=10_000)
 _NUM_NEIGHBOURS = 3
 
 _BEGIN = "import os\nnumber = {}\nfile = open('kept', 'w+')\n_ = file.write(str(number))\nfile.flush()"

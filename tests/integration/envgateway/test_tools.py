@@ -94,13 +94,13 @@ def _status(response: pb.StepEpisodeResponse) -> str:
 @pytest.fixture
 async def played(request: pytest.FixtureRequest) -> AsyncIterator[Played]:
     """``request.param``: seconds that a cell may take."""
-    cell_time_s = getattr(request, "param", 0.7)
+    cell_time_s = getattr(request, "param", 2.0)
     config = EnvGatewayConfig(
         port=0,
         sandbox=CONFIG,
         tools=ToolsConfig(
             paths=[f"{__name__}:Capital"],
-            limits={"capital": ToolConfig(max_chars=32, cut="end"), "python": ToolConfig(timeout_s=0.5)},
+            limits={"capital": ToolConfig(max_chars=32, cut="end"), "python": ToolConfig(timeout_s=2.0)},
             jupyter=LiveConfig(cell_time_s=cell_time_s, cpu_time_s=20, memory_bytes=128 << 20, output_bytes=10_000),
         ),
         episode_lease_s=60,
@@ -148,7 +148,7 @@ async def test_a_cell_that_fails_says_how_and_keeps_or_loses_the_state(played: P
     assert (metrics["tool_calls"], metrics["tool_errors"]) == (10, 4)
     kinds = {name: n for name, n in metrics.items() if name.startswith("tool_errors_")}
     assert kinds == {f"tool_errors_{k}": 1 for k in ("program_error", "time_limit", "output_limit", "memory_limit")}
-    assert 0.6 <= metrics["tool_latency_max_s"] <= metrics["tool_latency_s"]
+    assert 1.9 <= metrics["tool_latency_max_s"] <= metrics["tool_latency_s"]
     await episode.close()
     await played.all_ended()
 

@@ -40,7 +40,7 @@ class Ground:
 @pytest.fixture
 async def ground() -> AsyncIterator[Ground]:
     sandbox = SandboxConfig(allow_tier_0=True, num_slots=1, num_live=2, prewarm_scientific=False)
-    tools = ToolsConfig(jupyter=LiveConfig(cell_time_s=1.0))
+    tools = ToolsConfig(jupyter=LiveConfig(cell_time_s=3.0))
     pool = SandboxPool.start_before_threads(sandbox)
     gateway = Gateway(EnvGatewayConfig(port=0, sandbox=sandbox, tools=tools), pool)
     client = GatewayClient(TimeAccount("replica/a"))

@@ -121,7 +121,7 @@ async def test_health_is_serving_and_status_has_gauges(
         answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         status = await status_pb2_grpc.StatusServiceStub(connection).GetStatus(
-            status_pb2.GetStatusRequest(), timeout=5.0
+            status_pb2.GetStatusRequest(), timeout=WAIT_S
         )
     assert (status.service, status.instance_id, status.run_id, status.state) == ("inference", "a", "run-1", "ready")
     assert status.gauges["free_slots"] == 8

@@ -43,7 +43,7 @@ async def test_every_record_is_acknowledged_once(orchestrator: FakeOrchestrator)
     async with sending(orchestrator) as sender:
         for index in range(50):
             await sender.send(failure(index))
-        await sender.wait_until_acknowledged(10.0)
+        await sender.wait_until_acknowledged(WAIT_S)
         assert sender.num_unacknowledged == 0
     assert indices_of(orchestrator.slots) == list(range(50))
     assert [r.record_number for r in orchestrator.records] == list(range(1, 51))
@@ -83,7 +83,7 @@ async def test_only_what_was_not_acknowledged_is_sent_again_in_its_order(orchest
         await orchestrator.stop()
         orchestrator.acknowledge = lambda request: True
         await orchestrator.start()
-        await sender.wait_until_acknowledged(10.0)
+        await sender.wait_until_acknowledged(WAIT_S)
     assert indices_of(orchestrator.slots) == [0, 1, 2, 3, 4, 5, 2, 3, 5]
     assert [r.record_number for r in orchestrator.records[6:]] == [1, 2, 3]
 
@@ -96,7 +96,7 @@ async def test_records_wait_for_an_orchestrator_that_is_away(orchestrator: FakeO
         with pytest.raises(DeadlineError, match="acknowledgement of all trajectories"):
             await sender.wait_until_acknowledged(0.5)
         await orchestrator.start()
-        await sender.wait_until_acknowledged(10.0)
+        await sender.wait_until_acknowledged(WAIT_S)
     assert indices_of(orchestrator.slots) == [0, 1, 2]
 
 
@@ -104,9 +104,9 @@ async def test_a_stream_that_the_server_ends_is_opened_again(orchestrator: FakeO
     async with sending(orchestrator) as sender:
         orchestrator.stream_error = InfrastructureError("stopping")
         await sender.send(failure(0))
-        await sender.wait_until_acknowledged(10.0)
+        await sender.wait_until_acknowledged(WAIT_S)
         await sender.send(failure(1))
-        await sender.wait_until_acknowledged(10.0)
+        await sender.wait_until_acknowledged(WAIT_S)
     assert indices_of(orchestrator.slots) == [0, 0, 1]
     assert orchestrator.num_streams == 2
 
@@ -124,7 +124,7 @@ async def test_a_full_sender_makes_rollouts_wait(orchestrator: FakeOrchestrator)
         await orchestrator.start()
         async with asyncio.timeout(WAIT_S):
             await third
-        await sender.wait_until_acknowledged(10.0)
+        await sender.wait_until_acknowledged(WAIT_S)
     assert indices_of(orchestrator.slots) == [0, 1, 0, 1, 2]
 
 
@@ -138,7 +138,7 @@ async def test_a_record_says_when_it_was_sent_and_how_often(orchestrator: FakeOr
         await orchestrator.stop()
         orchestrator.acknowledge = lambda request: True
         await orchestrator.start()
-        await sender.wait_until_acknowledged(10.0)
+        await sender.wait_until_acknowledged(WAIT_S)
     first, _, again, untimed = (record.failure for record in orchestrator.records)
     assert (first.timing.num_sends, again.timing.num_sends) == (1, 2)
     assert begin <= first.timing.sent_at.ToNanoseconds() / 1e9 <= again.timing.sent_at.ToNanoseconds() / 1e9
@@ -154,7 +154,7 @@ async def test_a_trajectory_that_no_message_holds_becomes_a_failure_of_its_slot(
     async with sending(orchestrator) as sender:
         await sender.send(Trajectory(task_group_id="g", index=0, sequences=(sequence,), reward=1.0))
         await sender.send(failure(1))
-        await sender.wait_until_acknowledged(10.0)
+        await sender.wait_until_acknowledged(WAIT_S)
     assert indices_of(orchestrator.slots) == [0, 1]
     assert [record.failure.reason for record in orchestrator.records] == [TOO_LARGE, "TEST"]
     assert "bytes; at most 4194240" in orchestrator.records[0].failure.detail
@@ -176,7 +176,7 @@ async def test_what_is_refused_is_counted_by_reason_told_once_and_not_sent_again
         async with sending(orchestrator) as sender:
             for index in range(20):
                 await sender.send(failure(index))
-            await sender.wait_until_acknowledged(10.0)
+            await sender.wait_until_acknowledged(WAIT_S)
             assert sender.refused == {reason: 20}
     assert len(orchestrator.records) == 20
     told = [entry for entry in logs if entry["event"] == LogEvent.TRAJECTORIES_REFUSED]

@@ -13,6 +13,7 @@ import pytest
 from benchmarks._chaos_hooks import CLOCKS
 from benchmarks._peers import ScriptedReplica, ScriptedTrainer
 from tests.integration.orchestrator.conftest import Orchestrator
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -39,20 +40,29 @@ class WithHooks(Orchestrator):
         (self.run_dir.parent / str(self.process.pid)).write_text(str(seconds))
 
 
+LEASE_S = 5.0  # of peers in this process, which may wait for a core
+
+
 @pytest.mark.parametrize("seconds", [3600.0, -3600.0])
 async def test_a_jump_of_the_wall_clock_ends_no_lease_and_the_run_goes_on(tmp_path: Path, seconds: float) -> None:
-    orchestrator = WithHooks(tmp_path / "run", run__steps=100, evaluation__at_start=False, evaluation__at_end=False)
+    orchestrator = WithHooks(
+        tmp_path / "run",
+        run__steps=100,
+        orchestrator__lease_s=LEASE_S,
+        evaluation__at_start=False,
+        evaluation__at_end=False,
+    )
     peers: list[ScriptedReplica | ScriptedTrainer] = []
     try:
         _, trainer = await orchestrator.start_with(peers, latency_s=0.02, train_s=0.02)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(2 * WAIT_S):
             await trainer.run(3)
             before = await orchestrator.progress()
             orchestrator.jump(seconds)
             training = asyncio.ensure_future(trainer.train(range(4, 41)))
-            # The jump has been seen, and more than a lease (2 s) has passed since.
+            # The jump has been seen, and more than a lease has passed since.
             seen = await orchestrator.until(lambda now: abs(now.at.seconds - before.at.seconds) > 3000)
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(1.2 * LEASE_S)
             after = await orchestrator.until(
                 lambda now: now.policies[0].version > seen.policies[0].version or training.done()
             )

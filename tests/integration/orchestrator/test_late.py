@@ -10,7 +10,7 @@ import pytest
 from benchmarks._peers import Pulled, Rollouts, ScriptedReplica, ScriptedTrainer
 from services.common.pb import pool_pb2
 from tests.integration.orchestrator.conftest import Orchestrator
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 Make = Callable[..., Orchestrator]
 Peers = list[ScriptedReplica | ScriptedTrainer]
@@ -77,6 +77,6 @@ async def test_a_straggler_does_not_keep_its_siblings_from_training(
         assert sorted(found) == whole[:3]
         assert {step for step, _ in found.values()} == {2}, "the last step that may train version 0"
         assert replica.cancelled == [name]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             await orchestrator.wait()
         assert orchestrator.summary()["counters"]["slots_cancelled"] == 1

@@ -40,7 +40,7 @@ QUIET = {"evaluation__at_start": False, "evaluation__at_end": False}
 async def test_bad_records_are_answered_and_counted_and_disturb_nobody(orchestrators: Make, peers: Peers) -> None:
     orchestrator = orchestrators(**QUIET)
     replica, trainer = await orchestrator.start_with(peers, latency_s=1000.0)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         await trainer.join()
         await trainer.publish(0)
         await until(lambda: len(replica.orders) >= 8)
@@ -147,7 +147,7 @@ async def test_an_evaluation_can_be_asked_for_at_any_time_and_only_once(orchestr
     await orchestrator.start()
     replica, trainer = ScriptedReplica(orchestrator.address), ScriptedTrainer(orchestrator.address)
     peers += [replica, trainer]
-    async with asyncio.timeout(30), channel(orchestrator.address) as connection:
+    async with asyncio.timeout(WAIT_S), channel(orchestrator.address) as connection:
         runs = run_pb2_grpc.RunServiceStub(connection)
         request = run_pb2.StartEvaluationRequest(request_id="one")
         with pytest.raises(StateError, match="no weight version"), translated_errors("orchestrator"):
@@ -266,7 +266,7 @@ async def test_a_gateway_is_not_told_to_leave_when_only_the_orchestrator_stops(o
     orchestrator = orchestrators(**QUIET, envgateway={})
     await orchestrator.start()
     assert orchestrator.process is not None
-    async with asyncio.timeout(30), channel(orchestrator.address) as connection:
+    async with asyncio.timeout(WAIT_S), channel(orchestrator.address) as connection:
         call = pool_pb2_grpc.PoolServiceStub(connection).JoinGateway(pool_pb2.JoinGatewayRequest(address="127.0.0.1:1"))
         assert (await call.read()).WhichOneof("command") == "welcome"
         orchestrator.process.terminate()
@@ -279,7 +279,7 @@ async def test_records_of_one_message_are_judged_one_by_one(orchestrators: Make,
     acknowledgements."""
     orchestrator = orchestrators(**QUIET)
     replica, trainer = await orchestrator.start_with(peers, latency_s=1000.0)
-    async with asyncio.timeout(30), channel(orchestrator.address) as connection:
+    async with asyncio.timeout(WAIT_S), channel(orchestrator.address) as connection:
         await trainer.join()
         await trainer.publish(0)
         await until(lambda: len(replica.orders) >= 2)

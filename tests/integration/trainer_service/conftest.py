@@ -20,7 +20,7 @@ from tests.integration.trainer_service.orchestrating import FakeOrchestrator
 from tests.unit.trainer_service.building import POLICY, recipe, save_model
 from tests.waiting import WAIT_S
 
-EXIT_S = 60.0
+EXIT_S = 240.0  # whole trainings of two ranks, which import torch first
 
 MakeOrchestrator = Callable[..., Awaitable[FakeOrchestrator]]
 

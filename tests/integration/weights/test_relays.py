@@ -28,7 +28,7 @@ from services.inference.weights.fetcher import Fetched, SourceFetcher
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.relay import Relay
 from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, sending
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 MIB = 1 << 20
 
@@ -116,7 +116,7 @@ async def test_a_relay_that_dies_is_replaced_at_the_same_offset() -> None:
         assert sender.budget.num_bytes_sent < len(source.data)
         dying.cancel()
         await first.server.stop(0.0)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*others)
         assert holds(second, source) and holds(third, source)
         # Only the missing bytes of the dead relay are sent again, to each of two.
@@ -128,7 +128,7 @@ async def test_a_relay_that_never_hears_of_the_payload_is_given_up(monkeypatch: 
     source = MemorySource(4 * MIB)
     async with sending(source) as sender, members(2) as (deaf, member):
         plan = FetchPlan(relays=(deaf.address, member.address), own_shard=1)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             fetched = await member.take(version_of(sender), plan)
         assert holds(member, source) and fetched.sources == (sender.address,)
 
@@ -137,7 +137,7 @@ async def test_an_unreachable_relay_is_given_up() -> None:
     source = MemorySource(4 * MIB)
     async with sending(source) as sender, members(1) as (member,):
         plan = FetchPlan(relays=("127.0.0.1:9", member.address), own_shard=1)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             await member.take(version_of(sender), plan)
         assert holds(member, source)
 
@@ -180,7 +180,7 @@ async def test_a_late_joiner_whose_holder_is_gone_fetches_from_the_publisher() -
     source = MemorySource(4 * MIB)
     async with sending(source) as sender, members(1) as (late,):
         version = replace(source.version, sources=("127.0.0.1:9", sender.address))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             fetched = await late.take(version, None)
         assert holds(late, source) and fetched.sources == (sender.address,)
 
@@ -255,7 +255,7 @@ async def test_readers_of_a_failed_transfer_get_the_error_at_once() -> None:
         other = asyncio.create_task(
             reader.take(version, FetchPlan(relays=(relay.address, reader.address), own_shard=1))
         )
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             results = await asyncio.gather(failing, other, return_exceptions=True)
         assert all(isinstance(result, MillraceError) for result in results)
         assert reader.mirror.manifest is None

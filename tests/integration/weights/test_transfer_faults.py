@@ -347,7 +347,7 @@ def _num_mappings(directory: Path, version: int) -> int:
 
 @pytest.mark.parametrize("way", ["grpc", "bulk", "mapped"])
 async def test_a_publisher_killed_in_mid_transfer_is_replaced_on_the_same_address(tmp_path: Path, way: str) -> None:
-    slow = WeightsConfig(port=0, transfer="full", send_bytes_per_s=8_000_000)  # a version takes most of a second
+    slow = WeightsConfig(port=0, transfer="full", send_bytes_per_s=3_000_000)  # a version takes two seconds
     size = 3_000_000  # enough for the bulk plane
     publisher = PublisherProcess(run_id=RUN, policy=POLICY, config=slow)
     publisher.start()

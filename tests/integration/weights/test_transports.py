@@ -148,7 +148,7 @@ async def test_a_bulk_socket_that_dies_is_noticed_at_once() -> None:
         fetching = asyncio.create_task(fetched(sender.address, source.version))
         await until(lambda: sender.budget.num_bytes_sent >= 2_000_000)
         await sender.bulk.stop()
-        async with asyncio.timeout(10):  # the deadline without the monitor is 30 s
+        async with asyncio.timeout(25):  # the deadline without the monitor is 30 s
             got = await fetching
     assert got.data == source.data.data
     assert sender.budget.num_bytes_sent < 2 * SIZE, "the transfer was resumed, not restarted"
@@ -204,7 +204,7 @@ async def test_wrong_tickets_and_garbage_get_errors_without_effect_on_others(
 
 async def test_a_ticket_reads_its_payload_only_within_bounds_and_expires() -> None:
     source = MemorySource(SIZE)
-    async with sending(source, idle_s=0.3) as sender:
+    async with sending(source, idle_s=2.0) as sender:
         ticket = sender.bulk.tickets.give(source, f"{POLICY}:1:full:{source.manifest.digest}")
 
         def get(offset: int, size: int) -> list[bytes]:
@@ -216,7 +216,7 @@ async def test_a_ticket_reads_its_payload_only_within_bounds_and_expires() -> No
         for offset, size in ((SIZE, 1), (SIZE - 1, 2), (0, 2 << 20), (0, 0), ((1 << 64) - 1, 10)):
             answer = await asyncio.to_thread(get, offset, size)
             assert decode_answer(answer[0])[0] is Kind.ERROR
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(3.0)
         answer = await asyncio.to_thread(get, 0, 10)
         assert answer[1].startswith(b"NOT_FOUND")
         await until(lambda: not source.num_leases)
@@ -240,7 +240,7 @@ HEAD = encode_answer(Kind.DATA, 0)
 async def test_answers_that_make_no_sense_are_no_payload(answer: list[bytes]) -> None:
     payload = MemorySource(100).payload(PayloadRequest(run_id=RUN, policy=POLICY, version=1))
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.linger, socket.rcvtimeo = 0, 5000
+        socket.linger, socket.rcvtimeo = 0, int(WAIT_S * 1000)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
 
         def serve() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks import _cores, _needs, _report, _run_all, stalls
 from tests.needs import NEEDS
+from tests.waiting import PROCESS_S
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -27,7 +28,7 @@ def told_by(code: str) -> dict[str, object]:
     """The last line of a script, which may only use the last of this process's cores."""
     confined = f"import os\nos.sched_setaffinity(0, [max(os.sched_getaffinity(0))])\n{PATHS}"
     done = subprocess.run(
-        [sys.executable, "-c", confined + code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", confined + code], capture_output=True, text=True, check=True, timeout=PROCESS_S
     )
     said: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return said

@@ -21,6 +21,7 @@ from services.cli.check.launch import check_launch
 from services.cli.check.recipe import check_recipe, describe
 from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError
+from tests.waiting import PROCESS_S
 
 HEADER = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
 
@@ -153,7 +154,7 @@ def test_the_command_tells_the_error_without_a_trace_and_exits_with_2(recipe: Pa
         [sys.executable, "-m", "services.cli", "check", str(recipe), "--set", "run.stepz=3"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROCESS_S,
         check=False,
     )
     assert done.returncode == 2

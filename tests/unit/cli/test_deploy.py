@@ -19,6 +19,7 @@ from services.cli.deploy.layout import lay_out
 from services.common.config.reading.loading import load_recipe, load_resolved
 from services.common.errors import ConfigError
 from tests import needs
+from tests.waiting import PROCESS_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
@@ -331,7 +332,7 @@ def test_each_node_has_its_scripts_and_they_pass_shellcheck(tmp_path: Path) -> N
     paths = [*deploy(TWO_NODES, "scripts", tmp_path), *deploy(QUICKSTART, "scripts", tmp_path / "one", ["name=a 'b'"])]
     assert {path.name for path in paths if path.name.startswith("node1")} == {"node1.sh", "node1-inference-a.sh"}
     done = subprocess.run(
-        [program("shellcheck"), *map(str, paths)], capture_output=True, text=True, check=False, timeout=60
+        [program("shellcheck"), *map(str, paths)], capture_output=True, text=True, check=False, timeout=PROCESS_S
     )
     assert done.returncode == 0, done.stdout
 
@@ -348,7 +349,7 @@ def run_node(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
     deploy(QUICKSTART, "scripts", tmp_path, ["launch.stop_grace_s=0.2"])
     return subprocess.run(
         [str(tmp_path / "node0.sh"), "--profile", "tiny"],
-        env=stand_in(tmp_path, body), capture_output=True, text=True, check=False, timeout=30,
+        env=stand_in(tmp_path, body), capture_output=True, text=True, check=False, timeout=PROCESS_S,
     )  # fmt: skip
 
 
@@ -391,7 +392,7 @@ def test_the_layout_is_the_recipe() -> None:
 
 def test_dockerfiles_pass_hadolint() -> None:
     done = subprocess.run(
-        [program("hadolint"), *map(str, DOCKERFILES)], capture_output=True, text=True, check=False, timeout=60
+        [program("hadolint"), *map(str, DOCKERFILES)], capture_output=True, text=True, check=False, timeout=PROCESS_S
     )
     assert done.returncode == 0, done.stdout
 

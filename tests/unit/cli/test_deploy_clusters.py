@@ -26,7 +26,7 @@ from services.common.security import bundle
 from services.common.security.bundle import FILES
 from tests import needs
 from tests.stub_slurm import StubSlurm
-from tests.waiting import wait_until
+from tests.waiting import PROCESS_S, wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 RECIPES = REPOSITORY / "recipes"
@@ -140,7 +140,7 @@ def test_job_files_pass_shellcheck_and_ask_for_what_the_recipe_needs(tmp_path: P
     paths = deploy(TWO_NODES, "slurm", tmp_path, ["name=a 'b'"], None, "H100")
     scripts = [str(path) for path in paths if not path.name.startswith("node")]  # those are test_deploy's
     done = subprocess.run(
-        [str(needs.installed("shellcheck")), *scripts], capture_output=True, text=True, check=False, timeout=60
+        [str(needs.installed("shellcheck")), *scripts], capture_output=True, text=True, check=False, timeout=PROCESS_S
     )
     assert done.returncode == 0, done.stdout
     asked = [
@@ -314,7 +314,7 @@ def test_a_task_runs_the_scripts_of_its_node_with_the_keys_of_its_roles_alone(tm
     home.mkdir()
     done = subprocess.run(
         ["bash", "-c", task["run"]], cwd=work, env={**variables, **dict.fromkeys(task["secrets"], packed)},
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=PROCESS_S,
     )  # fmt: skip
     assert done.stdout.splitlines() == [
         f"MILLRACE_KEYS={home}/millrace-keys",

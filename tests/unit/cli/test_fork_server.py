@@ -64,20 +64,20 @@ def start(server: ForkServer, output: Path, *arguments: str) -> Process:
 
 def test_it_runs_a_module_with_its_own_arguments_environment_and_output(server: ForkServer, tmp_path: Path) -> None:
     output = tmp_path / "told"
-    assert start(server, output, "tell", "a b").wait(20) == 0
+    assert start(server, output, "tell", "a b").wait(WAIT_S) == 0
     assert output.read_text() == f"a b green None True {os.getpid()}\n"
 
 
 def test_exit_codes_and_signals_reach_who_asked_for_it(server: ForkServer, tmp_path: Path) -> None:
-    assert start(server, tmp_path / "out", "leave", "75").wait(20) == 75
+    assert start(server, tmp_path / "out", "leave", "75").wait(WAIT_S) == 75
     waiting = start(server, tmp_path / "up", "wait")
     wait_until(lambda: (tmp_path / "up").exists() and (tmp_path / "up").read_text())
     assert waiting.poll() is None
     os.kill(waiting.pid, signal.SIGKILL)
-    assert waiting.wait(20) == -signal.SIGKILL
+    assert waiting.wait(WAIT_S) == -signal.SIGKILL
     waiting.terminate()  # of one that has ended: nothing
     crashed = start(server, tmp_path / "crashed", "leave", "no number")
-    assert crashed.wait(20) == 1
+    assert crashed.wait(WAIT_S) == 1
     assert "ValueError" in (tmp_path / "crashed").read_text()
 
 
@@ -90,7 +90,7 @@ def test_the_end_of_the_server_ends_no_process_and_another_is_started_without_it
     wait_until(lambda: server.start(module_command("forked_module", "wait"), {}, tmp_path / "none") is None)
     assert waiting.poll() is None
     waiting.terminate()
-    assert waiting.wait(20) == -signal.SIGTERM
+    assert waiting.wait(WAIT_S) == -signal.SIGTERM
 
 
 def test_a_forked_process_ends_with_who_asked_for_it(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_forked_process_ends_with_who_asked_for_it(tmp_path: Path) -> None:
 
 def test_orphans_of_what_has_ended_are_cleared_away_and_known_children_left(server: ForkServer, tmp_path: Path) -> None:
     known = subprocess.Popen([sys.executable, "-c", ""])
-    assert start(server, tmp_path / "out", "orphan").wait(20) == 0
+    assert start(server, tmp_path / "out", "orphan").wait(WAIT_S) == 0
 
     def zombies() -> set[int]:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -152,7 +152,7 @@ def test_what_a_module_prints_when_it_is_imported_is_no_answer(tmp_path: Path, m
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
     server = ForkServer(tmp_path / "server.stderr", ["loud"])
     try:
-        assert start(server, tmp_path / "told", "tell", "x").wait(20) == 0
+        assert start(server, tmp_path / "told", "tell", "x").wait(WAIT_S) == 0
     finally:
         server.stop()
     assert (tmp_path / "told").read_text().startswith("x green")

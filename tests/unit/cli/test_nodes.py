@@ -30,6 +30,7 @@ from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.system.free_ports import free_ports
+from tests.waiting import PROCESS_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 TWO_NODES = "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
@@ -175,7 +176,7 @@ def test_the_script_of_node_1_exits_at_once_with_the_explanation() -> None:
         env={**environment, "PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROCESS_S,
         check=False,
     )
     assert done.returncode == 2

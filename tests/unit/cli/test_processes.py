@@ -17,6 +17,7 @@ import pytest
 from services.cli.plan.specs import ProcessSpec
 from services.cli.run.launch import _write_pids
 from services.cli.run.processes import Processes
+from services.common import run_files
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.rpc.client.health import is_serving
 from tests.running import is_running
@@ -64,10 +65,12 @@ def test_nobody_is_waited_for_once_the_process_that_ends_the_run_has_left(
 
 
 def test_a_process_that_never_gets_ready_is_named_with_its_last_words(
-    processes: Processes, unused_tcp_port: int
+    processes: Processes, tmp_path: Path, unused_tcp_port: int
 ) -> None:
     code = "import sys, time; print('still loading', file=sys.stderr, flush=True); time.sleep(60)"
     processes.start(spec("slow", code, f"127.0.0.1:{unused_tcp_port}"))
+    log = run_files.logs(tmp_path) / "slow.stderr"
+    wait_until(lambda: "still loading" in log.read_text(), "its words")
     with pytest.raises(DeadlineError, match=r"slow not ready after 1(.|\n)*still loading"):
         processes.wait_ready(timeout_s=1.0)
 

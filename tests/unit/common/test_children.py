@@ -18,8 +18,7 @@ from services.common.system.children import (
     process_group,
 )
 from tests.running import is_running
-
-WAIT_S = 15.0
+from tests.waiting import WAIT_S
 
 
 async def until_gone(pid: int) -> None:

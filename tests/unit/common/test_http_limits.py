@@ -15,7 +15,7 @@ from services.common.http import limits
 from services.common.http.answers import json_answer
 from services.common.http.listener import Listener
 from services.common.rpc.limits import Limit
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 JSON = {"Content-Type": "application/json"}
 HEAD = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -52,7 +52,7 @@ async def said(listener: Listener, data: bytes) -> bytes:
     writer.write(data)
     answer = b""
     with contextlib.suppress(ConnectionError):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             answer = await reader.read()
     await closed(writer)
     return answer
@@ -73,7 +73,7 @@ async def test_who_sends_nothing_or_half_a_header_is_hung_up_on(listener: Listen
 async def test_a_body_that_does_not_come_is_not_waited_for(listener: Listener) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     writer.write(HEAD + b"Content-Length: 100\r\nConnection: close\r\n\r\nhalf")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         assert (await reader.readline()).startswith(b"HTTP/1.1 408")
     await closed(writer)  # the server would hang up later: it lingers for a client that still sends
 
@@ -83,7 +83,7 @@ async def test_idle_connections_do_not_keep_others_out(listener: Listener) -> No
     assert (await ask(listener))[0] == 200
     for reader, writer in idle:
         with contextlib.suppress(ConnectionError):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(WAIT_S):
                 assert await reader.read() == b""
         await closed(writer)
 
@@ -117,7 +117,7 @@ async def test_requests_at_once_are_counted_over_all_connections_of_a_client(
     for _, writer in waiting:
         writer.write(HEAD + b"Content-Length: 100\r\n\r\n")
         await writer.drain()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while (await ask(listener))[0] != 429:
             await asyncio.sleep(0.02)
     for reader, writer in waiting:

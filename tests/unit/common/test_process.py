@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.running import is_running
+from tests.waiting import PROCESS_S, wait_until
 
 ENDS = {
     "return 3": (3, ""),
@@ -28,7 +28,7 @@ def test_a_process_that_leaves_without_a_teardown_tells_the_same(body: str) -> N
         f"def main():\n    print('said', end='')\n    {body}\n"
         "run_and_leave(main)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PROCESS_S)
     exit_code, words = ENDS[body]
     assert (done.returncode, done.stdout) == (exit_code, "said")
     assert words in done.stderr and bool(done.stderr) == bool(words)
@@ -42,20 +42,17 @@ def test_a_rank_dies_at_once_with_its_launcher_whatever_it_does_on_sigterm() -> 
         "signal.signal(signal.SIGTERM, lambda *_: None)\n"
         "die_with_parent_if_asked(signal.SIGKILL)\n"
         "print(os.getpid(), flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     launcher = (
         "import os, subprocess, sys, time\n"
         "environment = {**os.environ, 'MILLRACE_DIE_WITH_PARENT': str(os.getpid())}\n"
         f"subprocess.Popen([sys.executable, '-c', {rank!r}], env=environment)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
         process.stdout.read()  # ends when the rank, which holds it too, has gone
-    until = time.monotonic() + 10
-    while is_running(pid):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_until(lambda: not is_running(pid), "the end of the rank")

@@ -12,6 +12,7 @@ import pytest
 
 import millrace
 from services.common.public_names import PUBLIC
+from tests.waiting import PROCESS_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -25,7 +26,7 @@ def python(code: str, where: Path, *path: Path) -> subprocess.CompletedProcess[s
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROCESS_S,
         check=False,
     )
 
@@ -81,7 +82,7 @@ def test_services_are_started_from_our_package_whatever_the_folder_holds(tmp_pat
             env={"PYTHONPATH": path, "PATH": ""},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PROCESS_S,
             check=False,
         )
         assert done.returncode == 0 and "--run-dir" in done.stdout, done.stderr

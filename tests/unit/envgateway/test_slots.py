@@ -16,7 +16,7 @@ import pytest
 from services.envgateway.sandbox.bare.supervisor.slots import Slot, remove_tree
 from tests import needs
 from tests.deep_trees import make_deep
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 
 def _mode(path: Path) -> int:
@@ -178,13 +178,13 @@ def test_a_program_cannot_stop_the_process_that_kills_it(sign: signal.Signals) -
         program.stdout.read(1)
         ender = subprocess.Popen([sys.executable, "-c", _ENDS_A_USER, str(uid)])
         try:
-            ended = ender.wait(30) == 0
+            ended = ender.wait(WAIT_S) == 0
         except subprocess.TimeoutExpired:
             ended = False
             for helper in Path(f"/proc/{ender.pid}/task/{ender.pid}/children").read_text().split():
                 os.kill(int(helper), signal.SIGKILL)
-            ender.wait(30)
+            ender.wait(WAIT_S)
         program.kill()
-        assert program.wait(30) == -signal.SIGKILL
+        assert program.wait(WAIT_S) == -signal.SIGKILL
         program.stdout.close()
         assert ended, "the helper was stopped, and with it the supervisor that waits for it"

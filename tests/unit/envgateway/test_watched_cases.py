@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.waiting import PROCESS_S
+
 # In a process of its own, which adopts what the case leaves, as a host does. What is left says its word when the output has
 # been read, and has ended when the streams are closed.
 _LEFT_BEHIND = """
@@ -36,5 +38,7 @@ print(case.can_be_recorded(9.0, 1 << 40), bytes(stdout.data))
 
 
 def test_a_process_that_ends_after_the_output_was_read_was_left_behind() -> None:
-    told = subprocess.run([sys.executable, "-c", _LEFT_BEHIND], capture_output=True, text=True, timeout=30, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", _LEFT_BEHIND], capture_output=True, text=True, timeout=PROCESS_S, check=True
+    )
     assert told.stdout == "False b''\n"

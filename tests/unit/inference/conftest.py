@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from services.inference.engine.base import Engine
+from tests.waiting import WAIT_S
 
 
 class StepGate:
@@ -27,11 +28,11 @@ class StepGate:
         self._steps += 1
         if self._steps == self._at:
             self._loop.call_soon_threadsafe(self._reached.set)
-            assert self._open.wait(timeout=20), "no call came through the gate"
+            assert self._open.wait(timeout=WAIT_S), "no call came through the gate"
 
     async def run(self, command: Awaitable[Any]) -> Any:
         """Run ``command`` exactly between steps ``at`` and ``at + 1``."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             await self._reached.wait()
         task = asyncio.ensure_future(command)
         await asyncio.sleep(0)

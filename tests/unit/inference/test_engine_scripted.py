@@ -16,7 +16,7 @@ from services.inference.engine.base import FinishReason, GenerationRequest, KvPo
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import make_prompt, make_request
-from tests.waiting import until
+from tests.waiting import PROCESS_S, until
 
 
 def echo(request: GenerationRequest) -> list[int]:
@@ -31,7 +31,7 @@ async def started(*args: object, **settings: object) -> ScriptedEngine:
 
 def test_importing_it_does_not_import_torch() -> None:
     code = "import sys, services.inference.engine.scripted; sys.exit(not {'torch', 'transformers'}.isdisjoint(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PROCESS_S, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("script", [echo, f"{__name__}:echo"])

@@ -210,9 +210,9 @@ async def slow_player(gateway: FakeGateway, before: Behaviour | None = None, **e
 
 
 async def played_late(gateway: FakeGateway, before: Behaviour | None = None, **engine: Any) -> str:
-    """Why a rollout that runs out of time has failed."""
+    """Why a rollout that runs out of time has failed. The time is enough to reach the wait on a busy machine."""
     player, records, _ = await slow_player(gateway, before, **engine)
-    player.play(make_order(indices=(0,), timeout_s=0.05))
+    player.play(make_order(indices=(0,), timeout_s=1.0))
     await player.wait_until_idle()
     (failure,) = records.failures
     return failure.reason

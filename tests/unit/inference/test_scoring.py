@@ -122,7 +122,7 @@ async def test_time_that_runs_out_while_a_teacher_scores_is_no_doing_of_the_poli
             return await super().score(request)
 
     player, records = await make_player(Slow())
-    player.play(make_order(indices=(0,), timeout_s=0.3))
+    player.play(make_order(indices=(0,), timeout_s=2.0))  # enough to reach the teacher
     await player.wait_until_idle()
     (failure,) = records.failures
     assert failure.reason == DeadlineError.reason and "score" in failure.detail

@@ -9,6 +9,7 @@ from services.orchestrator.dispatch.announcer import AT_ONCE, NEXT, NEXT_S
 from services.orchestrator.members.commands import AnnounceVersion
 from services.orchestrator.members.replica import Replica
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 
 async def test_a_large_pool_hears_of_a_version_a_part_at_a_time_and_of_the_newest_only(tmp_path: Path) -> None:
@@ -21,7 +22,7 @@ async def test_a_large_pool_hears_of_a_version_a_part_at_a_time_and_of_the_newes
         assert len(told) < len(replicas), "not all at one moment"
         world.parts.pool.expect(replicas[-1].replica_id, "another life")  # replicas that left hear of no version
         await world.publish(2)
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(WAIT_S):
             while not all(replica.announced == {"model0": (2, world.clock.now)} for replica in replicas[:-1]):
                 await asyncio.sleep(NEXT_S)
         for replica in (replicas[0], replicas[-2]):
@@ -41,7 +42,7 @@ async def test_the_rest_of_a_large_pool_hears_of_a_version_few_at_a_moment(tmp_p
         await world.publish(1)
         steps = [sum(bool(replica.moving) for replica in replicas)]
         assert steps[0] <= AT_ONCE + NEXT
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(WAIT_S):
             while sum(steps) < len(replicas):
                 await asyncio.sleep(0)
                 steps.append(sum(bool(replica.moving) for replica in replicas) - sum(steps))
@@ -68,7 +69,7 @@ async def test_relays_hear_of_a_version_before_those_that_fetch_from_them(tmp_pa
 
         world.parts.pool.tell = noted  # type: ignore[method-assign]
         await world.publish(1)
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(WAIT_S):
             while len(told) < len(replicas):
                 await asyncio.sleep(NEXT_S)
         plans = {

@@ -33,7 +33,7 @@ def report(world: World, replica: Replica, number: int) -> None:
 async def train_one_step(world: World, orders: list, step: int, version: int) -> None:  # type: ignore[type-arg]
     for order in orders:
         await world.play(order, version)
-    await world.trainer_api.pull_batch("model0", step, timeout_s=1.0)
+    await world.trainer_api.pull_batch("model0", step, timeout_s=WAIT_S)
     await world.publish(step)
 
 
@@ -45,7 +45,7 @@ async def test_with_replicas_to_spare_one_is_pinned_and_the_others_go_on(worlds:
         training, _ = split(await world.orders(first) + await world.orders(second))
         assert len(training) == 6, "as the quota allows"
         await train_one_step(world, training[:2], 1, 0)
-        await asyncio.sleep(0.01)
+        await world.settle()
         assert split(await world.orders(first) + await world.orders(second))[1] == [], "version 1 is nowhere yet"
         for replica in (first, second):
             report(world, replica, 1)
@@ -74,7 +74,7 @@ async def test_a_lone_replica_evaluates_on_a_share_and_says_which_versions(world
         training, _ = split(await world.orders(replica))
         assert len(training) == 4, "all slots train"
         await train_one_step(world, training[:2], 1, 0)
-        await asyncio.sleep(0.01)
+        await world.settle()
         await world.play(training[2])  # frees 4 slots
         training, evaluation = split(await world.orders(replica))
         assert len(evaluation) == 2, "an eighth of 16 slots"
@@ -116,7 +116,7 @@ async def test_an_evaluator_that_dies_is_replaced_by_one_with_the_same_version(w
         replicas = {name: world.join(name, number=0, slots=16) for name in ("first", "second", "third")}
         training = [o for r in replicas.values() for o in await world.orders(r)]
         await train_one_step(world, training[:2], 1, 0)
-        await asyncio.sleep(0.01)
+        await world.settle()
         for replica in replicas.values():
             report(world, replica, 1)
         got = {name: split(await world.orders(replica))[1] for name, replica in replicas.items()}
@@ -155,7 +155,7 @@ async def test_a_run_that_only_evaluates_takes_the_replicas_checkpoint_for_its_v
     world = worlds(run={"steps": 0})
     async with living(world) as life:
         replica = world.join()
-        await asyncio.sleep(0.01)
+        await world.settle()
         orders = await world.orders(replica)
         assert [dict(order.required_versions) for order in orders] == [{"model0": 0}] * 3
         await world.send(*(trajectory(order.task_group_id, 0, reward=1.0) for order in orders))
@@ -163,7 +163,7 @@ async def test_a_run_that_only_evaluates_takes_the_replicas_checkpoint_for_its_v
             Hello(replica_id="other", incarnation="1", num_slots=8, held={"model0": Held(0, "another digest")})
         )
         assert not world.parts.dispatcher.may_play(other.held, {"model0": 0}), "it loaded something else"
-        await asyncio.sleep(0.01)
+        await world.settle()
         end = await world.orders(replica)
         await world.send(*(trajectory(order.task_group_id, 0, reward=1.0) for order in end))
         await asyncio.wait_for(life, WAIT_S)
@@ -177,9 +177,9 @@ async def test_a_replica_that_was_told_of_a_newer_version_is_pinned_to_that_one(
         first, second = world.join("first", slots=16), world.join("second", slots=16)
         training, _ = split(await world.orders(first) + await world.orders(second))
         await train_one_step(world, training[:2], 1, 0)
-        await asyncio.sleep(0.01)  # the evaluation of version 1 waits: both replicas heard of version 1 and hold 0
+        await world.settle()  # the evaluation of version 1 waits: both replicas heard of version 1 and hold 0
         await world.publish(2)  # before a replica reports version 1
-        await asyncio.sleep(0.01)
+        await world.settle()
         told = {
             replica.replica_id: max(
                 c.version.number for c in await world.commands(replica) if isinstance(c, AnnounceVersion)

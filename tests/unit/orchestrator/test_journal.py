@@ -325,7 +325,7 @@ async def test_a_record_that_is_awaited_does_not_wait_for_others(
     monkeypatch.setattr(writer, "LINGER_S", 3600.0)
     journal = open_journal()
     written: list[str] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         await put(journal, 1)
         for name in ("a", "b"):
             journal.submit("things", name, dict, lambda name=name: written.append(name))

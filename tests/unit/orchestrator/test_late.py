@@ -21,6 +21,7 @@ from services.orchestrator.members.commands import CancelGroup
 from services.orchestrator.members.replica import Held, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 MODES = ["keep", "mask", "wait", "drop"]
 
@@ -147,7 +148,7 @@ async def test_a_batch_is_the_same_after_a_restart_whatever_becomes_of_late_toke
     before = [(b.record, content(b.share(0, 1))) for b in batches]
     await world.crash()
     for number, (record, shared) in enumerate(before, start=2):
-        again = await world.trainer_api.pull_batch("model0", number, 5.0)
+        again = await world.trainer_api.pull_batch("model0", number, WAIT_S)
         assert (again.record, content(again.share(0, 1))) == (record, shared)
 
 
@@ -155,7 +156,7 @@ async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(w
     world = worlds(run={"steps": 9}, late="drop", max_staleness=1)
     replica, slow = await straggling(world)
     assert world.parts.groups[slow.task_group_id].born == {"model0": 0}
-    batch = await world.trainer_api.pull_batch("model0", 2, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
     mine = [e for e in batch.record.entries if e.sequence_id.startswith(f"{slow.task_group_id}/")]
     assert [(e.staleness, e.group_size) for e in mine] == [(1, 3)] * 3, "the last step that may train them"
     assert [c.task_group_id for c in await world.commands(replica) if isinstance(c, CancelGroup)] == [
@@ -173,7 +174,7 @@ async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(w
     assert [(f["task_group_id"], f["index"], f["reason"]) for f in failures if f] == [(slow.task_group_id, 3, TOO_OLD)]
     await world.crash()
     assert slow.task_group_id not in world.parts.groups
-    again = await world.trainer_api.pull_batch("model0", 2, 5.0)
+    again = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
     assert again.record == batch.record
 
 
@@ -188,7 +189,7 @@ async def test_what_can_still_be_trained_is_not_cancelled(worlds: Callable[..., 
     for order in await world.orders(replica):
         for index in order.indices:
             await finish(world, order, index, 2)
-    batch = await world.trainer_api.pull_batch("model0", 3, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 3, WAIT_S)
     mine = {e.sequence_id: e for e in batch.record.entries if e.sequence_id.startswith(f"{slow.task_group_id}/")}
     assert {e.group_size for e in mine.values()} == {4}
     if late == "mask":
@@ -208,7 +209,7 @@ async def test_what_is_played_when_the_last_batch_is_put_together_is_cancelled(
     world = worlds(run={"steps": 2}, late=late, max_staleness=2)
     replica, slow = await straggling(world)
     assert slow.task_group_id in world.parts.groups
-    await world.trainer_api.pull_batch("model0", 2, 5.0)
+    await world.trainer_api.pull_batch("model0", 2, WAIT_S)
     cancelled = [c.task_group_id for c in await world.commands(replica) if isinstance(c, CancelGroup)]
     assert slow.task_group_id in cancelled
     assert world.parts.groups == {} and replica.assignments == {}
@@ -216,10 +217,10 @@ async def test_what_is_played_when_the_last_batch_is_put_together_is_cancelled(
     assert (account.running_slots, account.unfinished) == (0, 0)
     assert not account.has_room(), "and nothing is issued in its place"
     assert await finish_again(world, slow) == [RecordOutcome.DUPLICATE]
-    again = await world.trainer_api.pull_batch("model0", 2, 5.0)
+    again = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
     await world.crash()
     assert world.parts.groups == {}
-    assert (await world.trainer_api.pull_batch("model0", 2, 5.0)).record == again.record
+    assert (await world.trainer_api.pull_batch("model0", 2, WAIT_S)).record == again.record
     await world.publish(2)
 
 
@@ -243,9 +244,9 @@ async def test_what_another_policy_can_still_train_is_played_on_after_the_last_b
     await world.send(
         trajectory(first.task_group_id, 3, sequence(1.0, policy="a"), sequence(1.0, policy="b"), reward=1.0)
     )
-    await world.trainer_api.pull_batch("a", 1, 5.0)
+    await world.trainer_api.pull_batch("a", 1, WAIT_S)
     assert slow and set(world.parts.groups) == {order.task_group_id for order in slow}, "b may train it"
-    await world.trainer_api.pull_batch("b", 1, 5.0)
+    await world.trainer_api.pull_batch("b", 1, WAIT_S)
     assert world.parts.groups == {}
 
 
@@ -277,7 +278,7 @@ async def test_wait_is_over_after_its_share_and_happens_once(worlds: Callable[..
     with pytest.raises(DeadlineError, match="batch of step 2"):
         await world.trainer_api.pull_batch("model0", 2, 0.05)
     world.clock.now += 5.0
-    batch = await world.trainer_api.pull_batch("model0", 2, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
     assert batch.record.statistics[StepFact.LATE_WAIT_S] == 5.0
     assert not any(e.sequence_id.startswith(f"{slow.task_group_id}/") for e in batch.record.entries)
     await world.publish(2)
@@ -286,7 +287,7 @@ async def test_wait_is_over_after_its_share_and_happens_once(worlds: Callable[..
         for index in order.indices:
             await finish(world, order, index, 2)
     late.step_s = 10.0
-    batch = await world.trainer_api.pull_batch("model0", 3, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 3, WAIT_S)
     assert batch.record.statistics[StepFact.LATE_WAIT_S] == 0.0, "it has waited for that group"
 
 
@@ -322,7 +323,7 @@ async def test_drop_cancels_nothing_that_another_policy_can_still_train(worlds: 
     slow, *others = await world.orders(replica)
     for order in others:
         await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, 5.0)
+    await world.trainer_api.pull_batch("a", 1, WAIT_S)
     await world.publish(1, policy="a")
     experience = world.parts.experience
     assert [group.id for group in experience.due("a")] == [slow.task_group_id]

@@ -8,6 +8,7 @@ from services.common.errors import LeaseLostError
 from services.orchestrator.ingest.ingest import RecordOutcome
 from services.orchestrator.members.mailbox import Mailbox
 from services.orchestrator.rpc.acks import MAX_ACKS, MAX_OPEN, AckQueue
+from tests.waiting import WAIT_S
 
 
 async def test_a_full_mailbox_refuses_instead_of_waiting() -> None:
@@ -61,7 +62,7 @@ async def test_at_most_sixteen_are_acknowledged_at_once_and_reading_stops_when_t
 async def test_a_lone_acknowledgement_goes_at_once_and_those_of_a_stream_share_messages() -> None:
     acks: AckQueue[int] = AckQueue(linger_s=600.0)
     acks.open(0)(0)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         assert await acks.next() == [(0, 0)]
     pending = asyncio.ensure_future(acks.next())
     for number in range(1, MAX_ACKS):
@@ -69,7 +70,7 @@ async def test_a_lone_acknowledgement_goes_at_once_and_those_of_a_stream_share_m
         await asyncio.sleep(0)
         assert not pending.done(), "it waits for a message to be full"
     acks.open(MAX_ACKS)(MAX_ACKS)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         assert await pending == [(number, number) for number in range(1, MAX_ACKS + 1)]
 
 
@@ -79,7 +80,7 @@ async def test_a_message_that_does_not_fill_is_sent_when_it_has_lingered() -> No
     assert await acks.next() == [(0, 0)]
     acks.open(1)(1)
     acks.open(2)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         assert await acks.next() == [(1, 1)]
 
 
@@ -91,6 +92,6 @@ async def test_nothing_lingers_when_the_stream_ends() -> None:
     pending = asyncio.ensure_future(acks.next())
     await asyncio.sleep(0)
     acks.end()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         assert await pending == [(1, 1)]
         assert await acks.next() == []

@@ -12,6 +12,7 @@ from services.orchestrator.ingest.ingest import RecordOutcome
 from services.orchestrator.members.replica import Held, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 AB = ("a", "b")
 
@@ -42,7 +43,7 @@ async def test_apart_a_policy_that_trains_faster_gets_more(worlds: Callable[...,
     replica = await begin(world)
     for order in await world.orders(replica):
         await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, timeout_s=1.0)
+    await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)
     await world.publish(1, policy="a")
     swapped(world, replica, a=1, b=0)
     assert {order.policies for order in await world.orders(replica)} == {("a",)}
@@ -67,7 +68,7 @@ async def test_together_the_slowest_policy_sets_the_pace_until_its_trainer_is_lo
     assert len(orders) == 2
     for order in orders:
         await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, timeout_s=1.0)
+    await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)
     await world.publish(1, policy="a")
     swapped(world, replica, a=1, b=0)
     assert await world.orders(replica) == [], "b has no room"
@@ -95,11 +96,11 @@ async def test_trainers_share_a_barrier_only_where_the_recipe_asks_for_it(
     replica = await begin(world)
     for order in await world.orders(replica):
         await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, timeout_s=1.0)
+    await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)
     await world.publish(1, policy="a")
     if lockstep:
         with pytest.raises(DeadlineError):
             await world.trainer_api.pull_batch("a", 2, timeout_s=0.05)
-        await world.trainer_api.pull_batch("b", 1, timeout_s=1.0)
+        await world.trainer_api.pull_batch("b", 1, timeout_s=WAIT_S)
         await world.publish(1, policy="b")
-    await world.trainer_api.pull_batch("a", 2, timeout_s=1.0)
+    await world.trainer_api.pull_batch("a", 2, timeout_s=WAIT_S)

@@ -16,6 +16,7 @@ from services.orchestrator.recovery import recover
 from services.orchestrator.recovery.parts import RecoveryParts
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 
 class Plain:
@@ -99,7 +100,7 @@ async def live(world: World, rng: random.Random, num_actions: int) -> None:
             batches = world.parts.batches[policy]
             step = batches.newest_version + 1
             if batches.newest_step >= step or (world.parts.experience.buffers[policy].ready and step <= world.steps):
-                await world.trainer_api.pull_batch(policy, step, 5.0)
+                await world.trainer_api.pull_batch(policy, step, WAIT_S)
                 if rng.random() < 0.8:
                     await world.publish(step, policy=policy)
                     replica = world.join(number=min(b.newest_version for b in world.parts.batches.values()))

@@ -20,6 +20,7 @@ from services.orchestrator.journal.retention import collect
 from services.orchestrator.state.groups import AdvantageGroup, advantage_groups
 from tests.unit.orchestrator.builders import complete_group
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 
 def made(name: str, version: int, size: int = 2) -> AdvantageGroup:
@@ -98,7 +99,7 @@ class LongWorld(World):
         replica = self.join(number=number - 1)
         for order in await self.orders(replica):
             await self.play(order, version=number - 1)
-        batch = await self.trainer_api.pull_batch("model0", number, 5.0)
+        batch = await self.trainer_api.pull_batch("model0", number, WAIT_S)
         await self.publish(number)
         return batch
 
@@ -175,9 +176,9 @@ async def test_a_restart_at_any_moment_gives_the_same_batches_and_the_same_store
         replica = mortal.join(number=number - 1)
         for order in await mortal.orders(replica):
             await mortal.play(order, version=number - 1)
-        found = await mortal.trainer_api.pull_batch("model0", number, 5.0)
+        found = await mortal.trainer_api.pull_batch("model0", number, WAIT_S)
         await mortal.crash()  # the batch is recorded, its version not published
-        again = await mortal.trainer_api.pull_batch("model0", number, 5.0)
+        again = await mortal.trainer_api.pull_batch("model0", number, WAIT_S)
         assert ids(again.share(0, 1)) == ids(found.share(0, 1)) == ids(expected.share(0, 1))
         assert again.record == found.record
         await mortal.publish(number)
@@ -215,7 +216,7 @@ async def test_trajectories_that_may_be_replayed_are_not_collected(worlds: Make)
     fourth = await world.step(4)
     assert any(entry.replayed for entry in fourth.record.entries)
     await world.crash()
-    assert (await world.trainer_api.pull_batch("model0", 4, 5.0)).record == fourth.record
+    assert (await world.trainer_api.pull_batch("model0", 4, WAIT_S)).record == fourth.record
 
 
 class OtherName(LongWorld):
@@ -244,7 +245,7 @@ async def test_runs_of_one_seed_resample_and_replay_alike_whatever_their_names_a
                     await world.play(order, version=number - 1)
                 await world.crash()  # the resampled groups are drawn again from the journal
                 world.train()
-                batch = await world.trainer_api.pull_batch("model0", number, 5.0)
+                batch = await world.trainer_api.pull_batch("model0", number, WAIT_S)
                 await world.publish(number)
             else:
                 batch = await world.step(number)

@@ -24,6 +24,7 @@ from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.damage import loaded, rows
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 Open = Callable[..., Journal]
 
@@ -394,7 +395,7 @@ async def test_a_run_deletes_what_no_kept_checkpoint_needs_and_goes_on(worlds: C
     for step in range(1, 5):
         for order in await world.orders(world.join(number=step - 1)):
             await world.play(order, version=step - 1)
-        await world.trainer_api.pull_batch("model0", step, 5.0)
+        await world.trainer_api.pull_batch("model0", step, WAIT_S)
         await world.publish(step)
     watch = world.watch()
     await watch.tick()  # no trainer has joined: the needed records are unknown
@@ -416,6 +417,6 @@ async def test_a_run_deletes_what_no_kept_checkpoint_needs_and_goes_on(worlds: C
     await world.crash()
     assert len(world.parts.aside) == 0
     for step in (3, 4):  # a trainer that falls back to the oldest checkpoint
-        assert len((await world.trainer_api.pull_batch("model0", step, 5.0)).record.entries) == len(named[step])
+        assert len((await world.trainer_api.pull_batch("model0", step, WAIT_S)).record.entries) == len(named[step])
     with pytest.raises(BatchLostError):
-        await world.trainer_api.pull_batch("model0", 1, 5.0)
+        await world.trainer_api.pull_batch("model0", 1, WAIT_S)

@@ -30,6 +30,7 @@ from tests.unit.inference.fakes import FakeGateway, Records, make_task, served_p
 from tests.unit.inference.test_agent_env import Corridor, play
 from tests.unit.orchestrator.builders import failure, order, sequence, trajectory
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 Worlds = Callable[..., World]
 Made = Callable[[str, int], Outcome]
@@ -78,7 +79,7 @@ async def trained(world: World, *slots: Made) -> tuple[dict[str, float], Batch]:
     await world.send(*(make(name, index) for index, make in enumerate(slots)))
     for other in orders[1:]:
         await world.play(other)
-    batch = await world.trainer_api.pull_batch("model0", 1, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     found = [s for s in batch.share(0, 1).sequences if s.sequence_id.startswith(name)]
     advantages = sequence_advantages(found, AlgorithmConfig())
     return {s.sequence_id.partition("/")[2]: float(a) for s, a in zip(found, advantages, strict=True)}, batch
@@ -164,7 +165,7 @@ async def test_bias_and_scale_come_before_the_clip_and_after_a_restart_too(world
     found, batch = await trained(world, *map(scored, [0.0, 1.0, 9.0, 1.0]))
     assert list(found.values()) == pytest.approx(expected([-5.0, 5.0, 8.0, 5.0]))
     await world.crash()
-    again = await world.trainer_api.pull_batch("model0", 1, 5.0)
+    again = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     assert again.record == batch.record
     assert [s.sequence.reward for s in again.share(0, 1).sequences] == [e.reward for e in batch.record.entries]
 
@@ -221,7 +222,7 @@ async def test_a_policy_that_is_too_slow_at_its_replica_makes_the_others_better(
     await at_replica(first, (2, 3), latency_s=3600.0, timeout_s=0.05)
     await world.send(*records.all)
     await world.play(second)
-    batch = await world.trainer_api.pull_batch("model0", 1, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     share = [s for s in batch.share(0, 1).sequences if s.sequence_id.startswith(first.task_group_id)]
     assert sequence_advantages(share, AlgorithmConfig()).tolist() == pytest.approx(expected([1.0, 1.0, 0.0, 0.0])[:2])
 

@@ -14,6 +14,7 @@ from services.orchestrator.ingest.ingest import RecordOutcome
 from services.orchestrator.members.replica import Held, Hello, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 SCORES = -np.linspace(0.5, 7.0, 4, dtype=np.float32)
 
@@ -46,9 +47,9 @@ async def test_scores_are_in_the_batch_and_the_same_after_a_restart(worlds: Call
         for i in issued.indices:
             made = scored(sequence(float(i % 2), policy="student"), SCORES - i)
             assert await world.send(trajectory(issued.task_group_id, i, made)) == [RecordOutcome.ACCEPTED]
-    batches = [await world.trainer_api.pull_batch("student", 1, 5.0)]
+    batches = [await world.trainer_api.pull_batch("student", 1, WAIT_S)]
     await world.crash()
-    batches.append(await world.trainer_api.pull_batch("student", 1, 5.0))
+    batches.append(await world.trainer_api.pull_batch("student", 1, WAIT_S))
     said = [{name: s.segments[1].teacher_logprobs.tobytes() for name, s in b.sequences.items()} for b in batches]
     assert said[0] == said[1] and len(said[0]) == 8
     assert set(said[0].values()) == {(SCORES - i).astype(np.float32).tobytes() for i in range(4)}

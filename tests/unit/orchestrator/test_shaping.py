@@ -17,6 +17,7 @@ from services.orchestrator.buffer.shaping import overlong_penalty, shape_group
 from services.orchestrator.state.groups import AdvantageGroup, TaskGroup, advantage_groups, statistics
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 DAPO = OverlongPenaltyConfig(max_tokens=20480, buffer_tokens=4096)
 SHORT = OverlongPenaltyConfig(max_tokens=10, buffer_tokens=4, factor=0.5)
@@ -117,12 +118,12 @@ async def test_a_recorded_batch_has_the_shaped_rewards_after_a_restart(world: Wo
                 for i in issued.indices
             )
         )
-    batch = await world.trainer_api.pull_batch("model0", 1, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     trained = {s.sequence_id: s.sequence.reward for s in batch.share(0, 1).sequences}
     assert sorted(trained.values()) == sorted([-0.125, 0.75, -0.375, 0.5] * 2)
     assert batch.record.statistics["batch_reward_mean"] == pytest.approx(0.1875)
     assert batch.record.statistics["rollout_reward_mean"] == pytest.approx(0.5), "what was played is told as it was"
     await world.crash()
-    again = await world.trainer_api.pull_batch("model0", 1, 5.0)
+    again = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     assert again.record == batch.record
     assert {s.sequence_id: s.sequence.reward for s in again.share(0, 1).sequences} == trained

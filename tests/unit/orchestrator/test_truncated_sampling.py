@@ -16,6 +16,7 @@ from services.orchestrator.ingest.ingest import RecordOutcome
 from services.orchestrator.ingest.record_facts import RecordRefusedError
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 BOUNDS = RecordBounds({"model0": PolicyBounds(context_length=64)})
 CUT: dict[str, Any] = {"top_p": 0.9, "min_p": 0.05}
@@ -52,9 +53,9 @@ async def test_what_was_kept_is_in_the_batch_and_the_same_after_a_restart(worlds
             assert await world.send(trajectory(issued.task_group_id, i, made, reward=float(i % 2))) == [
                 RecordOutcome.ACCEPTED
             ]
-    batches = [await world.trainer_api.pull_batch("model0", 1, 5.0)]
+    batches = [await world.trainer_api.pull_batch("model0", 1, WAIT_S)]
     await world.crash()
-    batches.append(await world.trainer_api.pull_batch("model0", 1, 5.0))
+    batches.append(await world.trainer_api.pull_batch("model0", 1, WAIT_S))
     said = [[trained.segments[1] for _, trained in sorted(batch.sequences.items())] for batch in batches]
     assert len(said[0]) == 8
     for before, after in zip(*said, strict=True):

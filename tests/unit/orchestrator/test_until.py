@@ -144,7 +144,7 @@ async def play_training(world: World, replica: Replica, version: int) -> list[Ta
 async def train(world: World, replica: Replica, step: int) -> list[TaskGroupOrder]:
     """One training step and the replica's switch to its version; returns the orders of the evaluation after that."""
     await play_training(world, replica, step - 1)
-    await world.trainer_api.pull_batch("model0", step, timeout_s=1.0)
+    await world.trainer_api.pull_batch("model0", step, timeout_s=WAIT_S)
     await world.publish(step)
     report(world, replica, step)
     return await play_training(world, replica, step)
@@ -202,7 +202,7 @@ async def test_a_batch_that_a_trainer_holds_is_trained_before_the_end(worlds: Ma
         replica = world.join()
         orders = await train(world, replica, 1)
         await world.trainer_api.pull_batch(
-            "model0", 2, timeout_s=1.0
+            "model0", 2, timeout_s=WAIT_S
         )  # beside the evaluation, which delays no training
         await answer(world, orders, 1.0)
         await until(lambda: progress(world.progress_view).policies[0].num_steps == 2)
@@ -220,7 +220,7 @@ async def test_a_crash_after_the_threshold_held_does_not_train_on(worlds: Make) 
         await world.publish(0)
         replica = world.join()
         orders = await train(world, replica, 1)
-        await world.trainer_api.pull_batch("model0", 2, timeout_s=1.0)
+        await world.trainer_api.pull_batch("model0", 2, timeout_s=WAIT_S)
         await answer(world, orders, 1.0)
         before = progress(world.progress_view).threshold
     await world.crash()
@@ -229,7 +229,7 @@ async def test_a_crash_after_the_threshold_held_does_not_train_on(worlds: Make) 
         replica = world.join(number=1)
         await world.publish(1)
         assert await world.orders(replica) == [], "neither training nor an evaluation while a batch is with the trainer"
-        assert (await world.trainer_api.pull_batch("model0", 2, timeout_s=1.0)).replayed
+        assert (await world.trainer_api.pull_batch("model0", 2, timeout_s=WAIT_S)).replayed
         await world.publish(2)
         with pytest.raises(DeadlineError):
             await world.trainer_api.pull_batch("model0", 3, timeout_s=0.05)
@@ -248,7 +248,7 @@ async def test_a_threshold_that_holds_before_training_ends_the_run_without_a_ste
         replica = world.join()
         for _ in range(2):  # start and end
             await answer(world, await world.orders(replica), 0.0)
-            await asyncio.sleep(0.02)
+            await world.settle()
         await asyncio.wait_for(life, WAIT_S)
     told = json.loads((world.run_dir / "summary.json").read_text())
     assert (told["steps"], told["until"]["reached"], told["until"]["step"]) == ({"model0": 0}, True, 0)
@@ -282,7 +282,7 @@ async def test_a_lone_replica_plays_what_fits_at_once_on_one_version_and_trains_
         replica = world.join()
         for order in (await world.orders(replica))[:2]:
             await world.play(order)
-        await world.trainer_api.pull_batch("model0", 1, timeout_s=1.0)
+        await world.trainer_api.pull_batch("model0", 1, timeout_s=WAIT_S)
         await world.publish(1)
         report(world, replica, 1)
         orders = await world.orders(replica)
@@ -291,7 +291,7 @@ async def test_a_lone_replica_plays_what_fits_at_once_on_one_version_and_trains_
         assert len(orders) > len(evaluation), "new training groups are issued beside it"
         await world.play(next(order for order in orders if order.purpose is Purpose.TRAIN), 1)
         await world.play([order for order in orders if order.purpose is Purpose.TRAIN][1], 1)
-        await world.trainer_api.pull_batch("model0", 2, timeout_s=1.0)
+        await world.trainer_api.pull_batch("model0", 2, timeout_s=WAIT_S)
         await world.publish(2)
         assert not any(isinstance(command, AnnounceVersion) for command in await world.commands(replica))
         await answer(world, evaluation, 1.0)

@@ -48,7 +48,7 @@ async def test_a_group_is_trained_for_one_and_played_by_both(worlds: Callable[..
     assert len(orders) == 4, "the quota of a alone: two batches of 8"
     for order in orders:
         await world.play(order)  # a sequence of each policy
-    batch = (await world.trainer_api.pull_batch("a", 1, timeout_s=1.0)).share(0, 1)
+    batch = (await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)).share(0, 1)
     assert {item.sequence.policy for item in batch.sequences} == {"a"}
     assert list(world.parts.experience.admission.accounts) == ["a"] == list(world.parts.batches)
     account = world.parts.experience.admission.accounts["a"]
@@ -65,7 +65,7 @@ async def test_its_versions_its_steps_and_its_trainer_hold_nothing_up(worlds: Ca
         for step in range(1, world.steps + 1):
             for order in await world.orders(replica):
                 await world.play(order)
-            await world.trainer_api.pull_batch("a", step, timeout_s=1.0)
+            await world.trainer_api.pull_batch("a", step, timeout_s=WAIT_S)
             await world.publish(step, policy="a")
             held = {"a": Held(step, f"d{step}"), "b": Held(0, "d0")}
             world.replica_api.report("a", "1", held=held, num_tokens=0, emission=[], gauges={})
@@ -78,7 +78,7 @@ async def test_nobody_trains_it(worlds: Callable[..., World]) -> None:
     world = worlds(policies=AB, untrained=("b",))
     await begin(world)
     with pytest.raises(UnknownPolicyError):
-        await world.trainer_api.pull_batch("b", 1, timeout_s=1.0)
+        await world.trainer_api.pull_batch("b", 1, timeout_s=WAIT_S)
     with pytest.raises(UnknownPolicyError):
         world.trainer_api.join("b", "t", 1, 0, {})
 
@@ -98,7 +98,7 @@ async def test_a_restarted_orchestrator_holds_what_the_earlier_one_held(worlds: 
     orders = await world.orders(replica)
     for order in orders[:3]:
         await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, timeout_s=1.0)
+    await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)
     before = world.parts
     await world.crash()
     after = world.parts
@@ -114,7 +114,7 @@ async def test_fates_are_of_the_trained_policy_and_add_up(worlds: Callable[..., 
     replica = await begin(world)
     for order in await world.orders(replica):
         await world.play(order)
-    await world.trainer_api.pull_batch("a", 1, timeout_s=1.0)
+    await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)
     await world.publish(1, policy="a")
     found = read_fates(world.run_dir)
     assert found.policies == ["a"]

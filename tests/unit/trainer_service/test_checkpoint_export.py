@@ -24,6 +24,7 @@ from services.trainer.model.policy_model import load_policy_model
 from services.trainer.ranks.sharding import Ranks
 from tests.unit.trainer_service.building import save_model
 from tests.unit.trainer_service.test_checkpoint import IDENTITY
+from tests.waiting import PROCESS_S
 
 RANKS = Ranks.single()
 
@@ -154,5 +155,5 @@ assert grown < 100 << 10, f"{grown} KiB"
 assert "torch" not in sys.modules
 """
     argv = [sys.executable, "-c", script, str(path), str(tmp_path / "large")]
-    done = subprocess.run(argv, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(argv, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=PROCESS_S)
     assert done.returncode == 0, done.stderr

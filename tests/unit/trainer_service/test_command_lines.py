@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.trainer.config import Settings, parse
+from tests.waiting import PROCESS_S
 
 
 @pytest.mark.parametrize("module", ["services.trainer", "services.trainer.warm_start", "services.trainer.replay",
@@ -23,7 +24,7 @@ def test_help_teaches_without_importing_torch(module: str) -> None:
         "heavy = {'torch', 'transformers', 'grpc'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROCESS_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "usage: python -m services.trainer" in done.stdout
 

@@ -128,7 +128,7 @@ _MEMORY = {
 
 def _memory(name: str, code: str) -> Bad:
     text = f"import ctypes, mmap, os, time\nlibc = ctypes.CDLL(None, use_errno=True)\nlibc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]\n{code}{_KEPT}"
-    return bad(56, name, text, ML, RE, check=lambda result: "kept" not in first(result).stdout, wall_s=8.0)
+    return bad(56, name, text, ML, RE, check=lambda result: "kept" not in first(result).stdout, wall_s=20.0)
 
 
 _BUFFERS = """
@@ -298,11 +298,11 @@ CASES: list[Bad] = [
     *(_signals(name, code) for name, code in _SIGNALS.items()),
     *(_memory(name, code) for name, code in _MEMORY.items()),
     bad(56, "pipes", _BUFFERS.replace("SOCKETS", "False"), ML, RE, OK,
-        check=lambda result: first(result).peak_memory_bytes <= 192 << 20, wall_s=6.0),
+        check=lambda result: first(result).peak_memory_bytes <= 192 << 20, wall_s=20.0),
     bad(56, "sockets", _BUFFERS.replace("SOCKETS", "True"), ML, RE, OK,
-        check=lambda result: first(result).peak_memory_bytes <= 192 << 20, wall_s=6.0),
+        check=lambda result: first(result).peak_memory_bytes <= 192 << 20, wall_s=20.0),
     bad(57, "beside-the-work-dir", _DISK, RE, OK, WA, check=lambda result: True),
-    bad(58, "the-gateway", _GATEWAY, OK, check=lambda result: "DONE []" in first(result).stdout, wall_s=6.0),
+    bad(58, "the-gateway", _GATEWAY, OK, check=lambda result: "DONE []" in first(result).stdout, wall_s=20.0),
     bad(59, "watches", _WATCHES, OK, check=lambda result: first(result).stdout == "[] 7\n"),
     bad(59, "locks", _LOCKS, OK, check=lambda result: first(result).stdout.startswith("[] [(7,)]")),
 ]  # fmt: skip

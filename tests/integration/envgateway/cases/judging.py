@@ -136,7 +136,7 @@ CASES: list[Bad] = [
     bad(31, "leaves-before-printing", "import os\nos._exit(0)\nprint(1)", WA, expected="1"),
     *_liar("int", "5"), *_liar("str", "''"), *_liar("list", "()"), *_liar("object", ""),
     *_for_all(34, "patches-everything", _PATCHES, WA),
-    *_for_all(35, "searches-for-the-answer", _SEARCH, WA, check=_no_secret, wall_s=8.0),
+    *_for_all(35, "searches-for-the-answer", _SEARCH, WA, check=_no_secret, wall_s=20.0),
     *_for_all(36, "forges-the-end", _FORGERY, WA),
     bad(36, "prints-a-verdict", _FORGERY, WA, expected="9"),
     bad(37, "knows-the-samples", "print({2: 4, 3: 9}.get(int(input()), 0))", WA, tests=_SAMPLES,
@@ -173,7 +173,7 @@ CASES: list[Bad] = [
         tests=CallTests(entry_point="f", cases=(CallCase(args=(1,), expected={1, 2, 3}),))),
     bad(44, "endless-value-returned", "def f(n):\n    x = []\n    x.append(x)\n    return x", WA, tests=_CALL),
     bad(44, "exploding-value-returned", "def f(n):\n    x = [1]\n    for _ in range(60): x = [x, x]\n    return x", RE, RunStatus.TIME_LIMIT,
-        RunStatus.MEMORY_LIMIT, RunStatus.OUTPUT_LIMIT, tests=_CALL, wall_s=5.0),
+        RunStatus.MEMORY_LIMIT, RunStatus.OUTPUT_LIMIT, tests=_CALL, wall_s=20.0),
     bad(45, "crash-with-nothing-expected", "raise SystemError", RE, expected=""),
     bad(45, "exit-code-with-nothing-expected", "import sys; sys.exit(3)", RE, expected=""),
 ]  # fmt: skip

@@ -32,7 +32,7 @@ TL, ML, OL, IR = RunStatus.TIME_LIMIT, RunStatus.MEMORY_LIMIT, RunStatus.OUTPUT_
 OUTPUT_CAP = 20_000
 CONFIG = SandboxConfig(
     num_slots=2,
-    wall_time_s=10.0,
+    wall_time_s=30.0,
     cpu_time_s=10.0,
     memory_bytes=192 << 20,
     num_processes=8,
@@ -135,7 +135,7 @@ def bad(
         language=language,
         tests=tests if tests is not None else StdinTests(cases=(StdinCase(stdin=stdin, expected=expected),)),
         comparison=comparison or Comparison(),
-        limits=ExecutionLimits(**{"wall_s": 3.0, **limits}),
+        limits=ExecutionLimits(**{"wall_s": 10.0, **limits}),
     )
     return Bad(number=number, name=name, request=request, verdicts=frozenset(verdicts), check=check)
 

@@ -61,7 +61,7 @@ attempt("realtime", lambda: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_par
 """
 _BURN = """
 import os, threading, time
-def burn(end=time.time() + 6):
+def burn(end=time.time() + 18):
     while time.time() < end:
         sum(range(1000))
 """
@@ -87,7 +87,7 @@ def _overflow(r: Any) -> bool:
 
 
 CASES: list[Bad] = [
-    bad(1, "fork-bomb", _FORK_BOMB, TL, RE, wall_s=1.0,
+    bad(1, "fork-bomb", _FORK_BOMB, TL, RE, wall_s=3.0,
         check=lambda r: len(first(r).stdout) <= 8 and ("refused" in first(r).stderr or "processes" in first(r).detail)),
     bad(1, "fork-bomb-by-subprocess", "import subprocess, sys\nfor _ in range(20):\n  subprocess.Popen([sys.executable, "
         "'-c', 'import time; time.sleep(2)'])", RE),
@@ -107,7 +107,7 @@ CASES: list[Bad] = [
     bad(13, "kills-the-judge", "import os, time\nos.kill(JUDGE_PID, 9)\ntime.sleep(0.2)\nprint('after')", RE),
     bad(13, "kills-its-group", "import os\nos.killpg(0, 9)", RE, check=_killed_by(signal.SIGKILL)),  # type: ignore[arg-type]
     bad(24, "ignores-signals-and-spins", _IGNORING + "while time.time() < end: pass", TL, wall_s=0.5,
-        check=lambda r: first(r).wall_s < 4),
+        check=lambda r: first(r).wall_s < 15),
     bad(24, "ignores-signals-and-sleeps", _IGNORING + "time.sleep(20)", TL, wall_s=0.5),
     bad(25, "disarms-alarms", "import signal, time\nsignal.alarm(0)\nsignal.setitimer(signal.ITIMER_REAL, 0)\ntime.sleep(20)",
         TL, wall_s=0.5, check=lambda r: first(r).detail == "wall time"),
@@ -115,10 +115,10 @@ CASES: list[Bad] = [
     bad(26, "sleeps-just-under-the-limit", "import time; time.sleep(0.45)", OK, TL, wall_s=0.5,
         # On a busy machine its end may be noticed late; but it is never stopped early.
         check=lambda r: first(r).verdict is OK or first(r).wall_s >= 0.5),
-    bad(26, "sleeps-well-under-the-limit", "import time; time.sleep(0.1)", OK, wall_s=2.0),
-    bad(27, "burns-in-processes", _BURN + "for _ in range(3): os.fork()\nburn()", TL, wall_s=5.0, cpu_s=0.8,
+    bad(26, "sleeps-well-under-the-limit", "import time; time.sleep(0.1)", OK, wall_s=10.0),
+    bad(27, "burns-in-processes", _BURN + "for _ in range(3): os.fork()\nburn()", TL, wall_s=20.0, cpu_s=0.8,
         check=lambda r: first(r).detail == "CPU time" and first(r).cpu_s >= 0.8),
-    bad(27, "burns-in-threads", _BURN + "for _ in range(3): threading.Thread(target=burn).start()\nburn()", TL, wall_s=5.0,
+    bad(27, "burns-in-threads", _BURN + "for _ in range(3): threading.Thread(target=burn).start()\nburn()", TL, wall_s=20.0,
         cpu_s=0.5, check=lambda r: first(r).detail == "CPU time"),
     # twenty children of 0.1 s CPU each; their ends are ignored, so the kernel charges their time to nobody
     bad(27, "burns-in-children-that-nobody-waits-for", """
@@ -131,7 +131,7 @@ for _ in range(20):
         os._exit(0)
     try: os.waitpid(child, 0)
     except ChildProcessError: pass
-""", TL, wall_s=8.0, cpu_s=0.5),
+""", TL, wall_s=20.0, cpu_s=0.5),
     bad(28, "huge-power", "pow(3, 10**9)", TL, wall_s=0.5),
     bad(28, "regex-backtracking", "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')", TL, wall_s=0.5),
     bad(28, "big-sort", "import itertools\nx = [(i * 7919) % 1000003 for i in range(1000)]\n"
@@ -151,9 +151,9 @@ for _ in range(20):
         OK, expected="late"),
     bad(32, "thread-never-ends", "import threading, time\nthreading.Thread(target=lambda: time.sleep(20)).start()", TL, wall_s=0.5),
     bad(38, "recursion", "def f(): f()\nf()", RE, check=lambda r: "RecursionError" in first(r).stderr),
-    bad(38, "recursion-without-limit", "import sys\nsys.setrecursionlimit(10**9)\ndef f(): return f()\nf()", RE, ML, wall_s=5.0),
+    bad(38, "recursion-without-limit", "import sys\nsys.setrecursionlimit(10**9)\ndef f(): return f()\nf()", RE, ML, wall_s=20.0),
     bad(38, "recursion-that-overflows-the-stack", "import sys\nsys.setrecursionlimit(10**9)\n"
-        "def f(x): return sorted([1], key=f)\nf(1)", RE, wall_s=5.0, check=_overflow),
+        "def f(x): return sorted([1], key=f)\nf(1)", RE, wall_s=20.0, check=_overflow),
     bad(38, "recursion-in-c", "x = []\nfor _ in range(100000): x = [x]\nrepr(x)", RE),
     bad(38, "recursion-in-json", "import json\njson.loads('[' * 100000)", RE),
     bad(46, "leaves-a-burner", _DAEMON.replace("CLOSE", "pass").replace("WORK", "pass"), OK, expected="parent done"),

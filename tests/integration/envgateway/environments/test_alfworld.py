@@ -20,10 +20,11 @@ from services.common.errors import (
 from services.envgateway.envs.alfworld import prompts
 from services.envgateway.envs.alfworld.unpack import unpack
 from services.envgateway.envs.alfworld.world import AlfworldWorld
+from services.envgateway.envs.engines import pool as engine_pool
 from services.envgateway.envs.replies import offer
 from tests import needs
 
-from .serving import Client, served_world
+from .serving import TIMEOUT_S, Client, served_world
 
 pytestmark = pytest.mark.needs("alfworld")
 
@@ -46,8 +47,15 @@ def data(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Games wait for their turn at an engine as long as the test takes on a busy machine."""
+    monkeypatch.setattr(engine_pool, "_QUEUE_TIMEOUT_S", TIMEOUT_S)
+
+
 def world_of(data: Path, **engine: Any) -> AlfworldWorld:
-    return AlfworldWorld(AlfworldConfig(data=data, engine=EnginePoolConfig(**engine)), data)
+    config = EnginePoolConfig(**{"step_timeout_s": TIMEOUT_S, "load_timeout_s": TIMEOUT_S, **engine})
+    return AlfworldWorld(AlfworldConfig(data=data, engine=config), data)
 
 
 def traces(rows: Path, kind: str) -> list[dict[str, Any]]:

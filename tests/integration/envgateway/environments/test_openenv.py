@@ -27,6 +27,7 @@ from services.common.system.free_ports import free_ports
 from services.envgateway.envs.base import EpisodeLostError
 from services.envgateway.envs.openenv.world import OpenEnvWorld
 from services.envgateway.envs.worlds import make_worlds
+from tests.waiting import WAIT_S
 
 from .serving import served_world
 
@@ -285,12 +286,12 @@ def test_a_program_that_is_not_there_is_named_before_the_run() -> None:
 
 
 async def test_a_command_that_ends_at_once_or_never_serves_is_an_infrastructure_failure() -> None:
-    for code, message in (
-        ("raise SystemExit(3)", "exited with 3"),
-        ("import time; time.sleep(60)", "did not answer at"),
+    for code, start_timeout_s, message in (
+        ("raise SystemExit(3)", WAIT_S, "exited with 3"),
+        ("import time; time.sleep(60)", 1.0, "did not answer at"),
     ):
         command = [sys.executable, "-c", code, PORT_MARK]
-        world = OpenEnvWorld("guess", OpenEnvConfig(command=command, start_timeout_s=1.0))
+        world = OpenEnvWorld("guess", OpenEnvConfig(command=command, start_timeout_s=start_timeout_s))
         with pytest.raises(InfrastructureError, match=message):
             await world.build().reset({}, seed=1)
         await world.close()

@@ -53,7 +53,7 @@ class Process:
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(30)
+        return self._process.wait(WAIT_S)
 
     def wait(self) -> int:
         """For its own end; the exit code."""

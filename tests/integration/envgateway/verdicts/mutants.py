@@ -94,7 +94,7 @@ async def counts(pool: SandboxPool, reference: JudgeRequest, mutant: JudgeReques
     }
     result = await pool.run(
         ExecutionRequest(
-            code=_library() + _SIDE_BY_SIDE, stdin=json.dumps(task).encode(), limits=ExecutionLimits(wall_s=1.0)
+            code=_library() + _SIDE_BY_SIDE, stdin=json.dumps(task).encode(), limits=ExecutionLimits(cpu_s=1.0)
         )
     )
     # otherwise: another answer, an error while loading, a loop without end

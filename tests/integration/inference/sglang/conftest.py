@@ -18,6 +18,7 @@ from services.inference.engine.served.server import Server
 from services.inference.engine.served.stage import Stage
 from services.inference.engine.served.transfer import DiskTransfer
 from services.inference.engine.sglang.program import sglang_program
+from tests.waiting import WAIT_S
 
 FAKE = Path(__file__).with_name("fake_server.py")
 WEIGHTS = {"model.norm.weight": np.ones(8, np.float32)}
@@ -32,7 +33,7 @@ def build(
     number: int = 1,
     slots: int = 8,
     kv_policy: KvPolicy = KvPolicy.RECOMPUTE,
-    ready_timeout_s: float = 20.0,
+    ready_timeout_s: float = WAIT_S,
     **settings: Any,
 ) -> ServedEngine:
     stage = Stage(directory / "stage", WEIGHTS, 0)

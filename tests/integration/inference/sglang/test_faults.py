@@ -26,7 +26,7 @@ from services.inference.engine.served.engine import ServedEngine
 from services.inference.engine.served.process import ServerCommand, ServerProcess
 from services.inference.engine.sglang.program import sglang_program
 from services.inference.engine.weight_update import WeightUpdate
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 from .conftest import WEIGHTS, Launch, build, misbehave, seen
 
@@ -168,7 +168,7 @@ async def test_an_incomplete_stage_is_waited_for_no_longer_than_its_deadline(
     with pytest.raises(
         InfrastructureError, match=r"an update that completes the weights of SGLang server .* took longer"
     ):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             await engine.generate(request())
 
 
@@ -314,13 +314,13 @@ async def test_a_server_that_does_not_answer_is_named_after_its_deadline(tmp_pat
 async def test_a_server_that_is_frozen_before_it_takes_a_request_is_started_anew(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.inference.engine.served.server.STALL_ANSWER_S", 0.3)
+    monkeypatch.setattr("services.inference.engine.served.server.STALL_ANSWER_S", 2.0)
     engine = await launch(stall_timeout_s=0.2)
     (server,) = engine.servers
     frozen = server.process.pid
     assert frozen is not None
     os.kill(frozen, signal.SIGSTOP)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         check_whole(await engine.generate(request()))
     assert server.process.pid != frozen
 
@@ -396,8 +396,8 @@ async def test_an_update_that_no_server_takes_fails_and_may_be_given_again(launc
 
 async def test_an_update_without_an_answer_is_in_doubt_too(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = await launch()
-    monkeypatch.setattr("services.inference.engine.sglang.client.UPDATE_TIMEOUT_S", 0.3)
-    await misbehave(engine, "/update_weights_from_disk", hang_s=2.0, applied=False)
+    monkeypatch.setattr("services.inference.engine.sglang.client.UPDATE_TIMEOUT_S", 2.0)
+    await misbehave(engine, "/update_weights_from_disk", hang_s=6.0, applied=False)
     await engine.update(version(1))
     assert updates(await seen(engine), 1) == 2
 

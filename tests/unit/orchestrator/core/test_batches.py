@@ -15,6 +15,7 @@ from services.common.errors import (
 from services.orchestrator.monitoring.progress import progress
 from tests.metrics_catalogue import is_documented
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 ENVELOPE = ("time", "kind", "policy", "step")  # of a row of metrics
 
@@ -25,11 +26,11 @@ async def test_batch_is_the_same_when_asked_again_with_other_rank_count(worlds: 
     world.train()
     for order in await world.orders(world.join()):
         await world.play(order)
-    batch = await world.trainer_api.pull_batch("model0", 1, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     whole = batch.share(0, 1)
     assert not batch.replayed
     await world.crash()
-    again = await world.trainer_api.pull_batch("model0", 1, 5.0)
+    again = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     assert again.replayed
     assert again.record == batch.record
     for num_ranks in (1, 2, 3):
@@ -74,7 +75,7 @@ async def test_a_trained_sequence_is_never_in_a_second_batch(worlds: Callable[..
         replica = world.join(number=step - 1)
         for order in await world.orders(replica):
             await world.play(order, version=step - 1)
-        batch = await world.trainer_api.pull_batch("model0", step, 5.0)
+        batch = await world.trainer_api.pull_batch("model0", step, WAIT_S)
         seen += [entry.sequence_id for entry in batch.record.entries]
         await world.crash()
         await world.publish(step)

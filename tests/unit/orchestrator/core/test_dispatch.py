@@ -16,6 +16,7 @@ from services.orchestrator.members.commands import AnnounceVersion, PlayGroup
 from services.orchestrator.members.replica import Held
 from services.orchestrator.monitoring.progress import waits
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 
 async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetch(worlds: Callable[..., World]) -> None:
@@ -40,7 +41,7 @@ async def test_a_replica_that_fell_behind_the_staleness_bound_gets_no_training_w
     replica = world.join()
     for order in await world.orders(replica):
         await world.play(order)
-    await world.trainer_api.pull_batch("model0", 1, 5.0)
+    await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     await world.publish(1)
     assert await world.orders(replica) == []
     fresh = world.join("fresh", number=1)
@@ -57,7 +58,7 @@ async def test_a_replica_that_still_holds_the_version_before_gets_only_what_can_
     orders = await world.orders(replica)
     for order in orders[:2]:
         await world.play(order)
-    await world.trainer_api.pull_batch("model0", 1, 5.0)
+    await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     await world.publish(1)  # its batch returns 8, but 8 of version 0 are ahead of any sample of that replica
     assert await world.orders(replica) == []
     assert "only for replicas that hold newer versions" in world.parts.dispatcher.waits_for

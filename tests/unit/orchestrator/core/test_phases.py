@@ -13,7 +13,7 @@ from services.orchestrator.members.commands import AnnounceVersion, LeavePool
 from services.orchestrator.state.run_control import RunState
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World, living
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 
 async def test_pause_issues_nothing_and_starts_no_step_and_resume_goes_on(worlds: Callable[..., World]) -> None:
@@ -119,7 +119,7 @@ async def test_stop_ends_the_run_before_its_last_step(worlds: Callable[..., Worl
         replica = world.join()
         await world.orders(replica)
         world.parts.control.stop("enough")
-        await asyncio.wait_for(life, 5)
+        await asyncio.wait_for(life, WAIT_S)
         commands = await world.commands(replica)
         assert isinstance(commands[-1], LeavePool)
         assert world.parts.control.state is RunState.STOPPED

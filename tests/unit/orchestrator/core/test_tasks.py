@@ -10,6 +10,7 @@ from services.orchestrator.state.groups import TaskGroup
 from services.orchestrator.tasks.curation import FilterSolved, PassRate
 from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 
 async def test_new_task_groups_go_on_in_the_curriculum_after_a_restart(worlds: Callable[..., World]) -> None:
@@ -20,7 +21,7 @@ async def test_new_task_groups_go_on_in_the_curriculum_after_a_restart(worlds: C
     before = await world.orders(replica)
     for order in before:
         await world.play(order)
-    await world.trainer_api.pull_batch("model0", 1, 5.0)
+    await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     await world.crash()
     await world.publish(1)
     world.train()
@@ -100,7 +101,7 @@ async def test_each_source_goes_on_in_its_own_curriculum_and_share_after_a_resta
     assert [order.source for order in first] == ["a", "b", "b"]
     for order in first:
         await world.play(order)
-    batch = await world.trainer_api.pull_batch("model0", 1, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     assert len(batch.sequences) == 12
     await world.crash()
     assert world.parts.experience.mixtures["model0"].trained == {"a": 4, "b": 8}
@@ -124,7 +125,7 @@ async def test_sequences_of_a_source_carry_its_advantage_scale_to_the_trainer_al
     for order in await world.orders(world.join()):
         await world.play(order)
     for _ in range(2):
-        batch = await world.trainer_api.pull_batch("model0", 1, 5.0)
+        batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
         scales = sorted(item.advantage_scale for item in batch.share(0, 1).sequences)
         assert scales == [0.5] * 8 + [1.0] * 4
         await world.crash()

@@ -23,6 +23,7 @@ from tests.unit.orchestrator.journal.helpers import (
     put,
     write,
 )
+from tests.waiting import WAIT_S
 
 
 async def test_commits_share_a_transaction_of_the_index_and_readers_find_their_records_before_it(
@@ -59,7 +60,7 @@ async def test_the_index_gets_the_last_rows_though_nothing_more_is_written(
     journal.start()
     await put(journal, range(3))
     with closing(sqlite3.connect(tmp_path / INDEX_FILE, isolation_level=None)) as other:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while other.execute("SELECT COUNT(*) FROM records").fetchone() != (3,):
                 await asyncio.sleep(0.01)
     await journal.close()
@@ -86,7 +87,7 @@ async def test_another_holder_of_the_index_stops_nothing(tmp_path: Path) -> None
     await put(journal, range(3))
     with closing(sqlite3.connect(tmp_path / INDEX_FILE, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
-        await asyncio.wait_for(put(journal, range(3, 9)), 10)
+        await asyncio.wait_for(put(journal, range(3, 9)), WAIT_S)
         assert kept(tmp_path) == list(range(9)), "what is acknowledged is found, before the index has it"
         again = Journal(tmp_path)
         assert again.damage == []
@@ -111,7 +112,7 @@ async def test_an_index_spoiled_while_it_is_used_stops_nothing(tmp_path: Path, h
     else:
         SPOILED[how](tmp_path / INDEX_FILE)
     for n in range(3, 9):
-        await asyncio.wait_for(put(journal, range(n, n + 1)), 10)
+        await asyncio.wait_for(put(journal, range(n, n + 1)), WAIT_S)
         await asyncio.sleep(0.02)
     assert kept(tmp_path) == list(range(9))
     await journal.close()

@@ -9,6 +9,7 @@ from services.common.records.types import TaskGroupOrder
 from services.orchestrator.journal import records
 from tests.unit.orchestrator.damage import flip, loaded
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 Make = Callable[..., World]
 
@@ -26,7 +27,7 @@ async def stepped(world: World, step: int) -> list[TaskGroupOrder]:
     orders = await world.orders(world.join(number=step - 1))
     for order in orders:
         await world.play(order, version=step - 1)
-    await world.trainer_api.pull_batch("model0", step, 5.0)
+    await world.trainer_api.pull_batch("model0", step, WAIT_S)
     await world.publish(step)
     return orders
 
@@ -57,7 +58,7 @@ async def trains_on(world: World, step: int) -> None:
     for _ in range(4):
         for order in await world.orders(replica):
             await world.play(order, version=step - 1)
-    batch = await world.trainer_api.pull_batch("model0", step, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", step, WAIT_S)
     assert len(batch.record.entries) >= 8
     assert await world.publish(step) == step
 

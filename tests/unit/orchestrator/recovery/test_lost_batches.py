@@ -19,6 +19,7 @@ from tests.unit.orchestrator.recovery.helpers import (
     stepped,
     trains_on,
 )
+from tests.waiting import WAIT_S
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -81,7 +82,7 @@ async def test_a_damaged_batch_that_was_not_trained_is_put_together_again_of_oth
     world = worlds()
     for order in await begun(world):
         await world.play(order)
-    first = {entry.sequence_id for entry in (await world.trainer_api.pull_batch("model0", 1, 5.0)).record.entries}
+    first = {entry.sequence_id for entry in (await world.trainer_api.pull_batch("model0", 1, WAIT_S)).record.entries}
     await spoiled(world, records.BATCH, "model0/1")
     assert world.parts.batches["model0"].newest_step == 0
     with pytest.raises(DeadlineError):
@@ -90,7 +91,7 @@ async def test_a_damaged_batch_that_was_not_trained_is_put_together_again_of_oth
     found = loaded(world.run_dir, records.BATCH, "model0/1")
     assert len(found) == 1 and not first & {entry["sequence_id"] for entry in found[0]["sequences"]}
     await world.crash()  # no batch in memory
-    again = await world.trainer_api.pull_batch("model0", 1, 5.0)  # the record that can be read
+    again = await world.trainer_api.pull_batch("model0", 1, WAIT_S)  # the record that can be read
     assert {entry.sequence_id for entry in again.record.entries} == {e["sequence_id"] for e in found[0]["sequences"]}
 
 
@@ -98,10 +99,10 @@ async def test_a_recorded_batch_is_served_without_what_of_it_is_lost(worlds: Mak
     world = worlds(minibatches=2)
     for order in await begun(world):
         await world.play(order)
-    whole = await world.trainer_api.pull_batch("model0", 1, 5.0)
+    whole = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     lost = whole.record.entries[0].sequence_id
     await spoiled(world, records.TRAJECTORY, lost.rpartition("/")[0])
-    left = await world.trainer_api.pull_batch("model0", 1, 5.0)
+    left = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     share = left.share(0, 1)
     assert {s.sequence_id for s in share.sequences} == {e.sequence_id for e in whole.record.entries} - {lost}
     assert sum(totals.num_sequences for totals in share.minibatches) == 7
@@ -117,13 +118,13 @@ async def test_a_batch_of_which_nothing_is_left_is_named_as_lost(worlds: Make) -
     world = worlds()
     for order in await begun(world):
         await world.play(order)
-    await world.trainer_api.pull_batch("model0", 1, 5.0)
+    await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     await world.publish(1)
     await world.crash()
     for path in (world.run_dir / "journal").glob("trajectories-*"):
         path.unlink()
     with pytest.raises(BatchLostError, match="no trajectory of the batch of step 1 of model0 can be used"):
-        await world.trainer_api.pull_batch("model0", 1, 5.0)
+        await world.trainer_api.pull_batch("model0", 1, WAIT_S)
 
 
 async def test_a_part_that_is_not_in_the_damaged_batch_for_sure_is_not_trained(worlds: Make) -> None:
@@ -131,7 +132,7 @@ async def test_a_part_that_is_not_in_the_damaged_batch_for_sure_is_not_trained(w
     world = worlds(policies=("model0", "model1"))
     for order in await begun_with_two(world):
         await world.play(order)
-    await world.trainer_api.pull_batch("model0", 1, 5.0)
+    await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     await spoiled(world, records.BATCH, "model0/1")
     assert world.parts.experience.buffers["model0"].num_sequences == 0
     assert world.parts.experience.buffers["model1"].num_sequences == 16

@@ -21,6 +21,7 @@ from tests.unit.orchestrator.recovery.helpers import (
     trains_on,
 )
 from tests.unit.orchestrator.world import World
+from tests.waiting import WAIT_S
 
 
 async def test_the_slot_of_a_damaged_trajectory_is_open_again(worlds: Make) -> None:
@@ -115,7 +116,7 @@ async def test_a_group_of_which_a_part_was_trained_is_not_played_again(worlds: M
     orders = await begun_with_two(world)
     for order in orders:
         await world.play(order)
-    batch = await world.trainer_api.pull_batch("model0", 1, 5.0)
+    batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     name = batch.record.entries[0].sequence_id.split("/")[0]
     await spoiled(world, records.TRAJECTORY, f"{name}/2")
     assert name not in world.parts.groups

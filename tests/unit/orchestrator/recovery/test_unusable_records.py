@@ -24,6 +24,7 @@ from tests.unit.orchestrator.recovery.helpers import (
     set_aside,
     trains_on,
 )
+from tests.waiting import WAIT_S
 
 ABSURD = {
     "a huge reward": trajectory("g", 3, reward=1e300),
@@ -69,7 +70,7 @@ async def test_a_recorded_batch_is_served_without_what_its_trainer_cannot_read(w
     for _ in range(2):
         batch = None
         for step in (1, 2):
-            batch = await world.trainer_api.pull_batch("model0", step, 5.0)
+            batch = await world.trainer_api.pull_batch("model0", step, WAIT_S)
             ids = {entry.sequence_id for entry in batch.record.entries}
             if any(i.startswith(name) for i in ids):
                 break
