@@ -16,14 +16,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.check.gpu_memory import estimates, misfits
-from services.cli.check.host_memory import embedded_estimates, small_caches
 from services.cli.check.hub import hub_problems
 from services.cli.check.launch import launch_problems
-from services.cli.check.memory_estimate import GIB
+from services.cli.check.memory.estimate import GIB
+from services.cli.check.memory.gpus import estimates, misfits
+from services.cli.check.memory.host import embedded_estimates, small_caches
+from services.cli.check.memory.shared_device import with_others
 from services.cli.check.model_files import model_problems
 from services.cli.check.one_row import FIRST_ROW, Tried, try_rows
-from services.cli.check.shared_device import with_others
 from services.cli.check.sizes import size_notes, size_problems
 from services.cli.check.worlds import index_problems
 from services.cli.plan.specs import orchestrator_address, plan, ports_in_use
