@@ -97,9 +97,9 @@ def _named_problems(recipe: Recipe, left_out: list[str], sources: dict[str, Task
 def _checks(
     recipe: Recipe, left_out: list[str], sources: dict[str, TaskSource]
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(key in the recipe, check) of everything that the recipe names; the key is empty where the check tells it itself.
+    """(key in the recipe, check) of every part that the recipe names; the key is empty if the message of the check has the key.
 
-    An engine, a loss and what the gateway loads by import path are only looked for: their modules may import torch, or
+    Engines, losses and import paths of the gateway are searched and not imported: their modules may import torch, or
     packages that are not here.
     """
     for where in recipe.data.sections():
