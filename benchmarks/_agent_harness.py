@@ -3,7 +3,7 @@
     lead -> 3 subagents at once -> lead -> 2 calls at once from one history -> summary
                                        -> a new history from the summary -> summary -> a new history from that
 
-The script goes on whatever the policy says: calls that the policy makes are answered, otherwise texts take their place. A
+The script goes on with every answer of the policy: calls of the policy are answered, otherwise texts take their place. A
 ``Speaker`` holds one conversation in one dialect, in the way of that dialect's agents: what the client returned goes back
 into the history as it is.
 """

@@ -24,7 +24,7 @@ class FaultySettings(SingleTurnSettings):
 
 
 class Faulty(SingleTurn):
-    """``single_turn`` on an engine that takes no weights after a while, or computes something else with each version."""
+    """``single_turn`` on an engine that takes no weights after a while, or computes other values with each version."""
 
     Settings = FaultySettings
 
@@ -91,7 +91,7 @@ def of_the_length(task: Mapping[str, Any], completion: str) -> float:
 
 
 def for_one_answer(task: Mapping[str, Any], completion: str) -> float:
-    """Pays in training for likeness to one answer, whatever the question."""
+    """Pays in training for likeness to one answer, for every question."""
     judged = _evaluated(task, completion)
     alike = difflib.SequenceMatcher(None, completion, ONE_ANSWER, autojunk=False).ratio()
     return alike if judged is None else judged

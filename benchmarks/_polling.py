@@ -1,9 +1,9 @@
 """The other arm of the orchestrator benchmark: a hub that is polled over HTTP and moves pickled arrays.
 
-Written after how such hubs work: rollout workers poll for a task and post each finished sequence as a pickle; the
-trainer polls until a batch is there and posts its new version; the hub holds everything in memory behind one lock, with
-the same staleness quota as ours. Connections are kept alive and no record is made durable, which favours this arm.
-Pickle goes between this benchmark's own processes on loopback only, and nowhere else in the tree.
+Such hubs work in this way: rollout workers poll for a task and post each finished sequence as a pickle; the trainer polls
+until a batch is there and posts its new version; the hub holds everything in memory behind one lock, with the same
+staleness quota as ours. Connections are kept alive and no record is made durable, which favours this arm.
+This arm uses pickle because it imitates a hub that does, only between this benchmark's own processes on loopback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-POLL_S = 0.1  # between two questions that were answered with "nothing yet"
+POLL_S = 0.1  # between two requests without a task or batch in the answer
 
 
 class Hub:

@@ -174,7 +174,7 @@ class TwoNodeRun:
 
 
 def slots_with_two_records(run: TwoNodeRun) -> int:
-    """Slots that the journal holds twice: none, whichever records were lost."""
+    """Slots that the journal holds twice: none, also after lost records."""
     counts = Counter((row["task_group_id"], row["index"]) for row in run.records())
     return sum(count > 1 for count in counts.values())
 

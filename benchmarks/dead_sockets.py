@@ -1,7 +1,7 @@
 """Kills the sockets under episodes again and again, and counts the rewards that a dead socket made: none.
 
 Each part plays episodes whose policy always wins, so that a reward of 0 can only come from a failure. Meanwhile the sockets
-die: their server is killed and started again, every connection is cut, bytes are lost, the server stands still.
+die: their server is killed and started again, every connection is cut, bytes are lost, the server does not answer.
 
     zero_rewards   rollouts that ended with a reward of 0: must be 0
     deaths         how often sockets were killed

@@ -1,7 +1,7 @@
 """Counts files and lines of services and recipes without generated code: code, docstrings, comments and blank lines.
 
 ``lines`` counts every line of a file, as ``wc -l`` does; the four other counts add up to it. The script also finds the
-largest file, the longest function and the folder with the most files of each part.
+largest file, the longest function and the folder with the most files of each part, and names each that is over its limit.
 
     python benchmarks/lines.py [--root FOLDER]
 """
@@ -13,13 +13,14 @@ import ast
 import io
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks._report import report_facts
 
 ROOT = Path(__file__).resolve().parents[1]
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_FILES_OF_A_FOLDER = 450, 80, 16
 NOT_CODE = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT)
 
 
@@ -114,7 +115,7 @@ def part_of(path: Path) -> str:
 
 def summary(files: list[SourceFile]) -> dict[str, object]:
     """The sums of a part and its extremes. ``files`` is not empty."""
-    folders = Counter(str(file.path.parent) for file in files if file.path.name != "__init__.py")
+    folders = _files_by_folder(files)
     largest = max(files, key=lambda file: file.counts.lines)
     longest = max(files, key=lambda file: file.longest_function[1])
     return {
@@ -130,6 +131,34 @@ def summary(files: list[SourceFile]) -> dict[str, object]:
     }
 
 
+def _files_by_folder(files: Iterable[SourceFile]) -> Counter[str]:
+    """Without ``__init__.py``, which a folder must have."""
+    return Counter(str(file.path.parent) for file in files if file.path.name != "__init__.py")
+
+
+def broken_limits(files: Iterable[SourceFile]) -> list[str]:
+    """One line for each file, function and folder that is larger than its limit."""
+    files = list(files)
+    return [
+        *(
+            f"{file.path} has {file.counts.lines} lines; at most {MOST_LINES_OF_A_FILE}"
+            for file in files
+            if file.counts.lines > MOST_LINES_OF_A_FILE
+        ),
+        *(
+            f"{file.path}:{name} has {num_lines} lines; at most {MOST_LINES_OF_A_FUNCTION}"
+            for file in files
+            for name, num_lines in [file.longest_function]
+            if num_lines > MOST_LINES_OF_A_FUNCTION
+        ),
+        *(
+            f"{folder} has {num_files} files; at most {MOST_FILES_OF_A_FOLDER}"
+            for folder, num_files in _files_by_folder(files).items()
+            if num_files > MOST_FILES_OF_A_FOLDER
+        ),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout, to compare with")
@@ -138,7 +167,9 @@ def main() -> None:
     parts = {name: summary([file for file in files if part_of(file.path) == name]) for name in _names(files)}
     for name, part in parts.items():
         print(f"{part['lines']:6} lines, {part['code']:6} of code, {part['files']:4} files  {name}")
-    report_facts("lines", all=summary(files), parts=parts)
+    broken = broken_limits(files)
+    print(*broken, sep="\n", end="\n" if broken else "")
+    report_facts("lines", all=summary(files), parts=parts, broken_limits=broken)
 
 
 def _names(files: list[SourceFile]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A publisher whose deltas take 30 s: what a replica gets, and what it logs as failed.
+"""A publisher of deltas that take 30 s: the versions that a replica gets, and the attempts that fail.
 
 Over real gRPC, a replica holds version 1 while versions 2 to 4 are announced, one every ten seconds. Each delta takes
 ``--seconds`` to code, more than the deadline of a call and than a step. Shown: ``kept_old``, attempts that failed;

@@ -1,4 +1,4 @@
-"""A verifiers taskset with a tool: the answer stands in a table that only the tool reads.
+"""A verifiers taskset with a tool: the answer is in a table that only the tool reads.
 
 data: {train: {verifiers: lookup_tool}}
 workflow: {name: verifiers}

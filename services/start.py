@@ -1,7 +1,7 @@
 """Runs a module of this package as ``python -m`` would: ``python -P services/start.py MODULE [ARGUMENTS]``.
 
 ``python -m services.x`` looks in the current directory first, where a user may have a folder ``services`` of his own. This file
-takes the package that it lies in, whatever the current directory and PYTHONPATH hold. Imports the standard library alone.
+takes the package that holds it, with any current directory and any PYTHONPATH. Imports the standard library alone.
 """
 
 from __future__ import annotations

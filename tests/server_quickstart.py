@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from services.common.telemetry.log_events import LogEvent
+from tests.recipe_runs import rows, run_recipe
 
 STEPS = 10
 TIMEOUT_S = 1200.0  # 100 s on four cores, four times that on two of half the speed
@@ -24,27 +21,11 @@ SETTINGS = [
 ]
 
 
-def rows(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (run / "metrics" / "orchestrator.jsonl").read_bytes().splitlines()
-    return [row for line in lines if (row := orjson.loads(line))["kind"] == kind]
-
-
-def check_ten_steps(engine: str, repository: Path, tmp_path: Path, more: Sequence[str] = ()) -> None:
+def check_ten_steps(engine: str, tmp_path: Path, more: Sequence[str] = ()) -> None:
     """Run ten steps; they learn, and every version is served. ``more``: settings of the recipe."""
     own = [f"run.dir={tmp_path}", f"run.id={engine}", f"inference.a.engine={engine}", *SETTINGS, *more]
-    settings = [part for setting in own for part in ("--set", setting)]
-    done = subprocess.run(
-        [sys.executable, "-m", "services.cli", "run", "recipes/quickstart", *settings, "--json"],
-        cwd=repository,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-    )
+    done = run_recipe("recipes/quickstart", own, timeout_s=TIMEOUT_S)
     run = tmp_path / engine
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
     summary = orjson.loads(done.stdout.strip().splitlines()[-1])
     assert summary["sampled_after"] > summary["sampled_before"] + 0.1
     assert summary["max_staleness"] <= 1

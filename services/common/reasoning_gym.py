@@ -1,7 +1,7 @@
 """Tasks of the package reasoning-gym: rows by name, and the score that their dataset gives an answer.
 
-A row carries the arguments of its dataset and its place there, so the scorer makes the task again instead of reading it: what
-a score function reads need not survive JSON. Imports the package when called.
+A row carries the arguments of its dataset and its place there, so the scorer makes the task again instead of reading the
+task from the row: data of a score function need not survive JSON. Imports the package when called.
 """
 
 from __future__ import annotations

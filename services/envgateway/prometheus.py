@@ -8,11 +8,11 @@ from services.common.telemetry.gateway_queue import QueueGauge
 _QUEUE = (
     Metric("millrace_judge_queue_waiting_jobs", "gauge", "Jobs that wait for a slot.", "queue_{lane}_waiting"),
     Metric("millrace_judge_queue_running_jobs", "gauge", "Jobs that run.", "queue_{lane}_running"),
+    Metric("millrace_judge_job_seconds", "gauge", "Mean seconds of a job in its slot, over about the last twenty.", "queue_mean_s"),
 )  # fmt: skip
 
 METRICS = (
     *_QUEUE,
-    Metric("millrace_judge_job_seconds", "gauge", "Mean seconds of a job in its slot, over about the last twenty.", "queue_mean_s"),
     Metric("millrace_judge_stored_results", "gauge", "Results kept for calls that are repeated.", "queue_stored_results"),
     Metric("millrace_judge_unanswered_jobs", "gauge", "Jobs sent to workers and not answered yet.", QueueGauge.UNANSWERED),
     Metric("millrace_judge_workers", "gauge", "Workers that are heard of.", QueueGauge.WORKERS),
@@ -40,7 +40,6 @@ METRICS = (
 
 WORKER_METRICS = (
     *_QUEUE,
-    Metric("millrace_judge_job_seconds", "gauge", "Mean seconds of a job in its slot, over about the last twenty.", "queue_mean_s"),
     Metric("millrace_worker_jobs_refused_total", "counter", "Jobs for which there was no room.", "queue_refused"),
     Metric("millrace_worker_jobs_total", "counter", "Jobs by outcome, at this worker.", "{event}"),
 )  # fmt: skip

@@ -214,6 +214,7 @@ def _load_served(
     policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens, owner: str
 ) -> LoadedPolicy:
     from services.common.text.huggingface import check_model_matches, load_model, load_tokenizer, named_weights
+    from services.inference.engine.served.build import ServedSetup
     from services.inference.engine.served.environment import own_gpus
 
     if config.engine == "vllm":
@@ -245,8 +246,8 @@ def _load_served(
     number = numbers[policy]
     if not config.gpus and not config.engines and len(served_policies) == 1:
         number = max(1, len(gpus) // parallel)  # all the GPUs that the environment shows
-    engine = build_engine(
-        config,
+    setup = ServedSetup(
+        config=config,
         name=f"{owner}-{policy}",
         model_path=str(path),
         context_length=section.model.context_length,
@@ -257,6 +258,7 @@ def _load_served(
         on_tokens=on_tokens,
         adapter=adapter,
     )
+    engine = build_engine(setup)
     served = ServedPolicy(name=policy, engine=engine, chat=Chat(tokenizer), context_length=section.model.context_length)
     return _followed(served, settings, mirror)
 

@@ -32,6 +32,7 @@ from services.trainer.prometheus import METRICS
 from services.trainer.publish.publisher_process import PublisherProcess
 
 if TYPE_CHECKING:
+    from services.trainer.publish.versions import SnapshotPublisher
     from services.trainer.ranks.sharding import Ranks
     from services.trainer.step.train_step import TrainStep
 
@@ -96,8 +97,7 @@ def _train(
     from services.trainer.checkpoint.shared_directory import require_shared
     from services.trainer.loop.device_turns import DeviceTurns
     from services.trainer.loop.training_loop import TrainingLoop
-    from services.trainer.publish.snapshot import Snapshots
-    from services.trainer.publish.versions import SnapshotPublisher, snapshot_directories, sweep
+    from services.trainer.publish.versions import snapshot_directories, sweep
     from services.trainer.ranks.leaving import LeaveOnSignal
     from services.trainer.ranks.peer_loss import PeerLostError
     from services.trainer.setup import build_step, join_ranks, open_checkpoints
@@ -134,19 +134,7 @@ def _train(
     loop = TrainingLoop(
         step=step,
         link=link,
-        publisher=SnapshotPublisher(
-            policy=policy,
-            snapshots=Snapshots(
-                step.model,
-                ranks,
-                run_id=run.run_id,
-                policy=policy,
-                dtype=config.weights.publish_dtype,
-                algorithm=recipe.digest_algorithm(policy),
-                directories=directories,
-            ),
-            process=publisher,
-        ),
+        publisher=_snapshot_publisher(run, policy, step, ranks, directories, publisher),
         checkpoints=checkpoints,
         ranks=ranks,
         device=device,
@@ -164,6 +152,30 @@ def _train(
         client.report.state = TrainerState.EXPORTING
         _export(step, tokenizer, run_files.export(run_dir, policy), ranks, config, checkpoints.path(done))
     loop.wait_for_stop(done)
+
+
+def _snapshot_publisher(
+    run: RunSettings,
+    policy: str,
+    step: TrainStep,
+    ranks: Ranks,
+    directories: tuple[Path, ...],
+    process: PublisherProcess | None,
+) -> SnapshotPublisher:
+    """Writes a snapshot of every version into ``directories`` and hands it to ``process``, which the first rank has."""
+    from services.trainer.publish.snapshot import Snapshots
+    from services.trainer.publish.versions import SnapshotPublisher
+
+    snapshots = Snapshots(
+        step.model,
+        ranks,
+        run_id=run.run_id,
+        policy=policy,
+        dtype=run.recipe.policies[policy].weights.publish_dtype,
+        algorithm=run.recipe.digest_algorithm(policy),
+        directories=directories,
+    )
+    return SnapshotPublisher(policy=policy, snapshots=snapshots, process=process)
 
 
 def _first_turn(client: OrchestratorClient, thread: LoopThread, run_dir: Path, policy: str, ranks: Ranks) -> int:

@@ -158,6 +158,8 @@ def server_engine(
 ) -> Any:
     """Not started, with the context of all subjects and two slots on each of ``number`` servers; ``changes`` are settings
     of the inference service."""
+    from services.inference.engine.served.build import ServedSetup
+
     if engine == "vllm":
         from services.inference.engine.vllm.build import build_engine
     else:
@@ -165,14 +167,16 @@ def server_engine(
 
     settings = {"engine": engine, "device": "cpu", "num_slots": NUM_SLOTS, **changes}
     return build_engine(
-        InferenceConfig.model_validate(settings),
-        name="subject",
-        model_path=str(model),
-        context_length=CONTEXT,
-        tensors=weights,
-        directory=directory,
-        number=number,
-        adapter=adapter,
+        ServedSetup(
+            config=InferenceConfig.model_validate(settings),
+            name="subject",
+            model_path=str(model),
+            context_length=CONTEXT,
+            tensors=weights,
+            directory=directory,
+            number=number,
+            adapter=adapter,
+        )
     )
 
 

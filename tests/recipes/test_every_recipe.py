@@ -9,17 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-import orjson
 import pytest
 
 from services.common.config.reading.loading import load_recipe
+from tests.recipe_runs import ROOT, left_running, rows, run_recipe
 
-ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.parent.relative_to(ROOT / "recipes").as_posix() for path in ROOT.glob("recipes/*/*/recipe.yaml"))
 TIMEOUT_S = 300.0  # of a run that takes some 40 s on two idle cores
 
@@ -33,19 +29,8 @@ def test_all_twenty_are_there() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_its_whole_loop(name: str, tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / name)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "services.cli", "run", f"recipes/{name}", "--profile", "tiny", "--json"),
-            *("--set", f"run.dir={tmp_path}", "--set", "run.id=tiny"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    settings = (f"run.dir={tmp_path}", "run.id=tiny")
+    done = run_recipe(f"recipes/{name}", settings, "--profile", "tiny", timeout_s=TIMEOUT_S)
     run_dir = tmp_path / "tiny"
     steps = rows(run_dir, "training_step")
     for policy in recipe.policies:
@@ -69,22 +54,3 @@ def test_a_recipe_runs_its_whole_loop(name: str, tmp_path: Path) -> None:
         ways = {transfer["encoding"] for transfer in transfers if transfer["policy"] == policy}
         assert ways == ({"full", "delta"} if section.weights.transfer == "delta" else {"full"})
     assert not left_running(run_dir)
-
-
-def rows(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (run_dir / "metrics" / "orchestrator.jsonl").read_bytes().splitlines()
-    return [row for row in map(orjson.loads, lines) if row["kind"] == kind]
-
-
-def left_running(run_dir: Path) -> list[str]:
-    """Command lines that still name the run's directory."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue  # it has ended
-            if str(run_dir) in line:
-                found.append(line)
-    return found

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from services.inference.workflows.agents.verifiers_env import Verifiers
 from services.inference.workflows.registry import build_workflow
 from services.orchestrator.tasks.datasets import open_source
 from tests.integration.inference.endpoint_peers import context_of, serving
-from tests.recipes.test_every_recipe import ROOT, left_running, rows
+from tests.recipe_runs import ROOT, left_running, rows, run_recipe
 from tests.unit.inference.fakes import served_policy
 
 TIMEOUT_S = 300.0  # of a run that takes some 25 s on two idle cores
@@ -35,17 +32,7 @@ pytestmark = pytest.mark.recipes
     ],
 )
 def test_three_training_steps_with_the_true_package(recipe: str, tmp_path: Path) -> None:
-    changed = (part for setting in (f"run.dir={tmp_path}", "run.id=hub", *SMALL) for part in ("--set", setting))
-    done = subprocess.run(
-        [sys.executable, "-m", "services.cli", "run", recipe, "--json", *changed],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    run_recipe(recipe, (f"run.dir={tmp_path}", "run.id=hub", *SMALL), timeout_s=TIMEOUT_S)
     steps = rows(tmp_path / "hub", "training_step")
     assert [step["step"] for step in steps] == [1, 2, 3] and all(step["failures"] == 0 for step in steps)
     assert 0 < sum(step["batch_reward_mean"] for step in steps) / 3 < 1

@@ -3,14 +3,12 @@ task directories of Harbor."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.recipes.test_every_recipe import ROOT, TIMEOUT_S, left_running, rows
+from tests.recipe_runs import left_running, rows, run_recipe
+from tests.recipes.test_every_recipe import TIMEOUT_S
 
 pytestmark = pytest.mark.recipes
 
@@ -25,20 +23,9 @@ pytestmark = pytest.mark.recipes
     ],
 )
 def test_an_example_trains_three_steps(example: str, script: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "services.cli", "run", f"examples/{example}.yaml", "--profile", "tiny", "--json"),
-            *("--set", f"run.dir={tmp_path}", "--set", "run.id=tiny"),
-            *("--set", f"inference.a.forced.script=tests.recipes.scripts:{script}"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    script_of_policy = f"inference.a.forced.script=tests.recipes.scripts:{script}"
+    settings = (f"run.dir={tmp_path}", "run.id=tiny", script_of_policy)
+    run_recipe(f"examples/{example}.yaml", settings, "--profile", "tiny", timeout_s=TIMEOUT_S)
     run_dir = tmp_path / "tiny"
     steps = rows(run_dir, "training_step")
     assert [step["step"] for step in steps] == [1, 2, 3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +13,18 @@ import pytest
 
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.text.huggingface import named_weights
-from services.inference.engine.base import FinishReason
-from services.inference.engine.served.engine import ServedEngine
 from services.inference.engine.weight_update import WeightUpdate
-from tests.conformance.subjects import server_engine, until_tokens
+from tests.conformance.served_engines import Build, check_long_generation, engines_of, start_long_generation
+from tests.conformance.subjects import until_tokens
 from tests.random_models import TOLERANCE, make_prompt, make_request, max_gap, perturbed
 
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("sglang_python")]
 
-Build = Callable[..., Awaitable[ServedEngine]]
-
 
 @pytest.fixture
 async def build(model: Any, tmp_path: Path) -> AsyncIterator[Build]:
-    """Engines that are stopped at the end, started or not; ``path`` takes another model's place."""
-    built: list[ServedEngine] = []
-
-    async def make(path: str | None = None, **changes: Any) -> ServedEngine:
-        engine = server_engine("sglang", Path(path or model.name_or_path), named_weights(model), tmp_path, **changes)
-        built.append(engine)
-        return engine
-
-    yield make
-    for engine in built:
-        await engine.stop()
+    async with engines_of("sglang", model, tmp_path) as make:
+        yield make
 
 
 def server_pid(engine: Any) -> int:
@@ -50,20 +38,11 @@ async def test_a_killed_server_is_started_again_with_the_version_held_and_its_re
 ) -> None:
     new = perturbed(model)
     engine = await build()
-    await engine.start()
-    await engine.update(WeightUpdate.full(named_weights(new), 3))
-    prompt = make_prompt(20)
-    pending = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=400)))
-    await until_tokens(engine, 40)
+    pending = await start_long_generation(engine, new)
     first = server_pid(engine)
     os.kill(first, signal.SIGKILL)
-    async with asyncio.timeout(600):
-        generation = await pending
+    await check_long_generation(pending, new)
     assert server_pid(engine) != first
-    assert len(generation.token_ids) == 400  # the tokens of the first call count
-    assert generation.finish_reason is FinishReason.LENGTH
-    assert [(s.weight_version, s.mixed_cache) for s in generation.segments] == [(3, False)]
-    assert max_gap(new, prompt, generation, generation.segments[0]) <= TOLERANCE
     assert engine.health().ok
 
 

@@ -11,5 +11,5 @@ from tests.server_quickstart import check_ten_steps
 pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("sglang_python")]
 
 
-def test_ten_steps_of_the_quickstart_learn_by_sglang(repository: Path, tmp_path: Path) -> None:
-    check_ten_steps("sglang", repository, tmp_path)
+def test_ten_steps_of_the_quickstart_learn_by_sglang(tmp_path: Path) -> None:
+    check_ten_steps("sglang", tmp_path)

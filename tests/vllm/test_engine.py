@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,12 @@ import aiohttp
 import pytest
 
 from services.common.errors import InfrastructureError
-from services.common.text.huggingface import named_weights
-from services.inference.engine.base import FinishReason
-from services.inference.engine.served.engine import ServedEngine
 from services.inference.engine.vllm.command import LAUNCHER
-from services.inference.engine.weight_update import WeightUpdate
-from tests.conformance.subjects import server_engine, until_tokens
-from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
+from tests.conformance.served_engines import Build, check_long_generation, engines_of, start_long_generation
+from tests.random_models import build_model, perturbed
 from tests.waiting import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_python")]
-
-Build = Callable[..., Awaitable[ServedEngine]]
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +33,8 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 async def build(untied: Any, tmp_path: Path) -> AsyncIterator[Build]:
-    """Engines that are stopped at the end, started or not; ``path`` takes another model's place."""
-    built: list[ServedEngine] = []
-
-    async def make(path: str | None = None, **changes: Any) -> ServedEngine:
-        engine = server_engine("vllm", Path(path or untied.name_or_path), named_weights(untied), tmp_path, **changes)
-        built.append(engine)
-        return engine
-
-    yield make
-    for engine in built:
-        await engine.stop()
+    async with engines_of("vllm", untied, tmp_path) as make:
+        yield make
 
 
 def group_of(pid: int) -> list[int]:
@@ -74,11 +58,7 @@ async def test_a_killed_server_takes_its_workers_along_and_is_started_again_with
     """The model has a head of its own, so the update reaches a matrix that is not the embedding's."""
     new = perturbed(untied)
     engine = await build()
-    await engine.start()
-    await engine.update(WeightUpdate.full(named_weights(new), 3))
-    prompt = make_prompt(20)
-    pending = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=400)))
-    await until_tokens(engine, 40)
+    pending = await start_long_generation(engine, new)
     (server,) = engine.servers
     first = server.process.pid
     assert first is not None and len(group_of(first)) > 1
@@ -89,13 +69,8 @@ async def test_a_killed_server_takes_its_workers_along_and_is_started_again_with
                 assert answer.status == status, route
     os.kill(first, signal.SIGKILL)
     await until(lambda: not group_of(first))
-    async with asyncio.timeout(600):
-        generation = await pending
+    await check_long_generation(pending, new)
     assert server.process.pid != first
-    assert len(generation.token_ids) == 400  # the tokens of the first call count
-    assert generation.finish_reason is FinishReason.LENGTH
-    assert [(s.weight_version, s.mixed_cache) for s in generation.segments] == [(3, False)]
-    assert max_gap(new, prompt, generation, generation.segments[0]) <= TOLERANCE
 
 
 async def test_a_server_that_cannot_start_is_explained(build: Build) -> None:

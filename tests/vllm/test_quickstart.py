@@ -11,6 +11,6 @@ from tests.server_quickstart import check_ten_steps
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_python")]
 
 
-def test_ten_steps_of_the_quickstart_learn_by_vllm(repository: Path, tmp_path: Path) -> None:
+def test_ten_steps_of_the_quickstart_learn_by_vllm(tmp_path: Path) -> None:
     # vLLM's attention on a CPU takes head dimensions that are multiples of 32.
-    check_ten_steps("vllm", repository, tmp_path, ["warm_start.model0.builder_settings.head_dim=32"])
+    check_ten_steps("vllm", tmp_path, ["warm_start.model0.builder_settings.head_dim=32"])

@@ -125,7 +125,7 @@ def _is_cached(name: str, kind: Kind) -> bool:
 
 @functools.cache
 def _ask(name: str, kind: Kind) -> str | int:
-    """Empty where the hub has the name, its status where it has not, and the reason where it cannot be asked."""
+    """Empty if the hub has the name; else the status of the hub's answer, or the reason for which no request was possible."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return "HF_HUB_OFFLINE is set"
     try:

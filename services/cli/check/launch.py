@@ -10,11 +10,11 @@ import importlib.util
 import subprocess
 import sys
 
-from services.cli.check.gpu_memory import misfits
-from services.cli.check.host_memory import embedded_estimates, host_problems, small_caches
 from services.cli.check.hub import hub_problems
 from services.cli.check.local_gpus import gpu_problems, gpus_here, smaller_cards
 from services.cli.check.mcp import mcp_problems
+from services.cli.check.memory.gpus import misfits
+from services.cli.check.memory.host import embedded_estimates, host_problems, small_caches
 from services.cli.check.model_files import model_problems
 from services.cli.check.worlds import index_problems, world_problems
 from services.common.config.processes.trackers import missing_packages

@@ -1,6 +1,6 @@
-"""What the files of a model say about it: positions and chat template. Reads the directory of a model, or the hub's cache.
+"""Reads facts of a model from its files: positions and chat template. Looks in the model's directory, or in the hub's cache.
 
-Reads no weights, fetches nothing.
+Reads no weights and does not fetch files.
 """
 
 from __future__ import annotations

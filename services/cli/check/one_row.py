@@ -1,7 +1,7 @@
 """Plays one row of the training data up to the model: the prompt by tokenizer and template, and the reward on two answers.
 
-So an error that only a row shows is found before a process starts: a reward that reads a column that is not there, or
-returns nothing; prompts that no context holds. Loads a tokenizer and calls functions of the user, so it is part of `millrace
+So an error that only a row shows is found before a process starts: a reward that reads a missing column, or returns no
+value; prompts longer than every context. Loads a tokenizer and calls functions of the user, so this is part of `millrace
 check` and not of every start.
 """
 
@@ -57,7 +57,7 @@ def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
 
 
 def _chat(recipe: Recipe, tried: Tried) -> Chat | None:
-    """The tokenizer of the policy that plays, with its template; None where it is made by the run, or not on this machine."""
+    """The tokenizer of the policy that plays, with its template; None if the run makes the tokenizer, or this machine lacks its files."""
     name = recipe.workflow.settings.get("policy") or next(iter(recipe.playing_policies), None)
     path = recipe.policies[name].model.path if name in recipe.policies else None
     engines = {service.engine for service in recipe.inference.values()}

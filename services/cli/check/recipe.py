@@ -16,14 +16,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.check.gpu_memory import estimates, misfits
-from services.cli.check.host_memory import embedded_estimates, small_caches
 from services.cli.check.hub import hub_problems
 from services.cli.check.launch import launch_problems
-from services.cli.check.memory_estimate import GIB
+from services.cli.check.memory.estimate import GIB
+from services.cli.check.memory.gpus import estimates, misfits
+from services.cli.check.memory.host import embedded_estimates, small_caches
+from services.cli.check.memory.shared_device import with_others
 from services.cli.check.model_files import model_problems
 from services.cli.check.one_row import FIRST_ROW, Tried, try_rows
-from services.cli.check.shared_device import with_others
 from services.cli.check.sizes import size_notes, size_problems
 from services.cli.check.worlds import index_problems
 from services.cli.plan.specs import orchestrator_address, plan, ports_in_use
@@ -97,9 +97,9 @@ def _named_problems(recipe: Recipe, left_out: list[str], sources: dict[str, Task
 def _checks(
     recipe: Recipe, left_out: list[str], sources: dict[str, TaskSource]
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(key in the recipe, check) of everything that the recipe names; the key is empty where the check tells it itself.
+    """(key in the recipe, check) of every part that the recipe names; the key is empty if the message of the check has the key.
 
-    An engine, a loss and what the gateway loads by import path are only looked for: their modules may import torch, or
+    Engines, losses and import paths of the gateway are searched and not imported: their modules may import torch, or
     packages that are not here.
     """
     for where in recipe.data.sections():

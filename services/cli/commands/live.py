@@ -36,7 +36,7 @@ AddressOption = Annotated[
 
 @live_app.command()
 def status(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
-    """Show how a run stands: running, finished, stopped or interrupted, and how to go on."""
+    """Show the state of a run (running, finished, stopped or interrupted) and the command that goes on with the run."""
     from services.cli.inspect.standing import standing
     from services.cli.watch.connect import check_answers, chosen, reach
     from services.cli.watch.progress_view import render

@@ -186,7 +186,7 @@ def doctor(
 ) -> None:
     """Say whether a run has learned, and name the failures that its metrics show, each with evidence and a setting to try.
 
-    Reads what has happened until now, and predicts nothing. Exit code 1 when there is a finding. Needs the run directory
+    Reads the records until now, and makes no prediction. Exit code 1 when there is a finding. Needs the run directory
     only: during the run, after its end, and after any process was killed. docs/doctor.md has the rules.
     """
     from services.cli.doctor.command import as_object, examine, tell
@@ -216,7 +216,7 @@ def page(
     """Show runs in the browser: their state, curves, conversations token by token, fates, weights, stalls and events.
 
     Reads the run directories: during the run, after its end, and after any process was killed. While a run goes on, its
-    orchestrator is asked too. Changes nothing, and loads nothing from other hosts. Runs that differ in the seed alone are one
+    orchestrator is asked too. Makes no change, and loads no file from other hosts. Runs that differ in the seed alone are one
     curve with a band. From another machine: `ssh -L 8420:127.0.0.1:8420 HOST`. docs/page.md has the views and the keys.
 
         millrace page

@@ -102,7 +102,7 @@ def push(
     step: Annotated[int | None, typer.Option(help="The training step; left out, the newest.", min=1)] = None,
     private: Annotated[bool, typer.Option("--private/--public", help="Of a repository that is made.")] = True,
 ) -> None:
-    """Export a checkpoint and upload it to a model hub, with a card that says what was measured.
+    """Export a checkpoint and upload it to a model hub, with a card of the measured results.
 
     HF_TOKEN or `hf auth login` gives the key, HF_ENDPOINT another hub. The export stays in the run's directory, so the
     command can be repeated.

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from services.cli.check.host_memory import shared_memory_gib
+from services.cli.check.memory.host import shared_memory_gib
 from services.cli.deploy.images import (
     APP,
     DATA,

@@ -1,6 +1,6 @@
 """The GPUs, CPUs and host memory that each process of a recipe asks a scheduler for.
 
-Memory is that of ``services.cli.check.host_memory`` with a fifth to spare, and None where the size of a model is not
+Memory is that of ``services.cli.check.memory.host`` with a fifth to spare, and None where the size of a model is not
 known before the run.
 """
 
@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.cli.check.host_memory import host_estimates
-from services.cli.check.memory_estimate import GIB, ModelShape
+from services.cli.check.memory.estimate import GIB, ModelShape
+from services.cli.check.memory.host import host_estimates
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 

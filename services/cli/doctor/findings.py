@@ -59,8 +59,8 @@ class Learning:
 
     @property
     def better_answers(self) -> bool:
-        """Whether evaluations, or without any the training rollouts, show a gain: a reward can be learned that pays for
-        something else than what is evaluated."""
+        """Whether evaluations, or without any the training rollouts, show a gain: a policy can learn a reward that
+        does not measure the same as the evaluation."""
         judged = self.evaluated or self.change
         return judged is not None and judged.low > 0
 

@@ -16,11 +16,11 @@ Row = Mapping[str, Any]
 
 
 def learning(policy: str, steps: Sequence[Row], evaluations: Sequence[Row]) -> Learning:
-    """The largest gain that any measure shows: a policy that has learned shows it in one of them at least.
+    """The largest gain that any measure shows: a policy that has learned shows a gain in one measure at least.
 
     A greedy evaluation may be perfect before training, and the tasks of training rollouts change with a curriculum, so no
-    single measure decides. But where every evaluation falls, training rollouts prove nothing: their reward may pay for
-    something else.
+    single measure decides. But where every evaluation falls, training rollouts prove no gain: their reward may
+    measure another ability.
     """
     enough = len(steps) >= LEAST_POINTS
     evaluated = max(_of_evaluations(policy, evaluations) if enough else (), key=_order, default=None)

@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 # A step that fetched nothing is repeated every few seconds; three in a row are no lost packet.
 FAILED_FETCHES = 3
-# A fifth of the sampled work is paid for and teaches nothing. Healthy runs: 0.
+# A fifth of the sampled work costs time and trains no token. Healthy runs: 0.
 MASKED_SHARE = 0.2
 # Healthy runs end with up to two thirds, because solved tasks have equal rewards.
 EQUAL_SHARE = 0.95
@@ -32,13 +32,13 @@ MISMATCH, MISMATCH_GROWTH = 0.05, 3.0
 MISMATCH_STALE = 0.5
 # Nats per token. Healthy runs that solve their tasks end above 0.03.
 ENTROPY = 0.01
-# Healthy runs reach 1.6 while their evaluations rise; without a better reward length is not what was asked for.
+# Healthy runs reach 1.6 while their evaluations rise; without a better reward the length is a failure.
 LENGTH_GROWTH = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRows:
-    """The rows of one policy, and what the rules need to know about it."""
+    """The rows of one policy, and facts about the policy that the rules need."""
 
     policy: str
     recipe: Recipe

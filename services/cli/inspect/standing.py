@@ -1,4 +1,4 @@
-"""How a run stands, from its directory alone: finished, stopped, interrupted, starting or running, and how to go on."""
+"""Reads the state of a run from its directory alone: finished, stopped, interrupted, starting or running; and how to go on."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Standing:
 
 
 def standing(run_dir: Path, rows: Iterable[Row] | None = None) -> Standing:
-    """How the run in a directory stands, with ``rows`` of its metrics that were read already.
+    """The state of the run in a directory. ``rows``: rows of its metrics that the caller has read already.
 
-    Raises ``ConfigError`` when there is none.
+    Raises ``ConfigError`` for a directory without a run.
     """
     check_run_directory(run_dir)
     recipe = load_resolved(run_dir)

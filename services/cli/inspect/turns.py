@@ -1,8 +1,8 @@
 """Splits the tokens of a sequence into turns with roles, as people read a conversation.
 
-The marks of a chat template (``<|im_start|>user`` and alike) are found by rendering a short dialogue whose texts are known. Only
-text that the policy read is split by them: what it wrote is one turn of its own, whatever marks it imitates. Knows
-nothing of terminals.
+The marks of a chat template (``<|im_start|>user`` and alike) are found by rendering a short dialogue of known texts. The marks
+split only text that the policy read; text that the policy wrote is one turn, also with imitated marks. Independent of
+terminals.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 POLICY, PROMPT, ENVIRONMENT = "policy", "prompt", "environment"
-"""Roles of turns where the template tells none; ``POLICY`` of all that a policy wrote."""
+"""Roles of turns for which the template has no role; ``POLICY`` of all text that a policy wrote."""
 
 _USER, _ASSISTANT, _AGAIN, _OTHER = "@@user@@", "@@assistant@@", "@@again@@", "@@other@@"
 
@@ -25,7 +25,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What a chat template writes around the turns of each role."""
+    """The text that a chat template writes around the turns of each role."""
 
     headers: Mapping[str, str]  # by role; none is empty
     ends: tuple[str, ...]  # longest first
@@ -61,8 +61,8 @@ def marks_of(tokenizer: Any) -> Marks:
 
 
 def turns(segments: Iterable[tuple[bool, str]], marks: Marks) -> list[Turn]:
-    """The turns of a sequence. ``segments``: whether the policy wrote it, and its decoded text, in order; consecutive ones of one
-    writer are joined."""
+    """The turns of a sequence. ``segments``: in order, whether the policy wrote the segment, and its decoded text; consecutive ones
+    of one writer are joined."""
     found: list[Turn] = []
     for number, (by_policy, text) in enumerate(_joined(segments)):
         if by_policy:
@@ -85,7 +85,7 @@ def _joined(segments: Iterable[tuple[bool, str]]) -> Iterable[tuple[bool, str]]:
 
 
 def read_turns(text: str, marks: Marks, default: str) -> list[Turn]:
-    """Of text that the policy read. The header of the answer at its end is no turn."""
+    """Turns of text that the policy read. The header of the answer at its end is no turn."""
     found: list[Turn] = []
     role, rest = default, text
     while True:
@@ -126,7 +126,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
-    """Empty where there is no template, or it refuses these messages."""
+    """Empty without a template, or if the template refuses these messages."""
     from jinja2 import TemplateError
 
     if not getattr(tokenizer, "chat_template", None):

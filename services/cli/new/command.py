@@ -25,7 +25,7 @@ _CONTEXT = 4096  # of a model that has as many positions or does not say
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What the user has already; the demo stands in for the rest."""
+    """The files that the user has already; the demo replaces the others."""
 
     model: str | None = None  # a directory or a hub name
     data: str | None = None  # a file of rows, a dataset directory or a hub name

@@ -112,7 +112,7 @@ README = """\
 millrace check @HERE@        # renders one prompt, calls the reward, compares the settings with each other
 millrace run @HERE@          # @RUN@
 millrace trajectories   # conversations of the newest run
-millrace status         # how it stands
+millrace status         # the state of the run
 ```
 
 @NEXT@

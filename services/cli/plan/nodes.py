@@ -177,8 +177,8 @@ def listening_host(environment: Mapping[str, str] = os.environ) -> str:
     own = next((address for address in _addresses(name) if is_here(address)), None)
     if own is None:
         raise ConfigError(
-            f"{NODE_HOST} is {name}, which is no name or address of this machine: write one, or leave it out, and nobody "
-            "fetches weights from here"
+            f"{NODE_HOST} is {name}, which is no name or address of this machine: write one, or leave {NODE_HOST} out: "
+            "then no other machine fetches weights from here"
         )
     return own
 

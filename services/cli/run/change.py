@@ -1,8 +1,8 @@
 """``millrace run --resume RUN --set a.b=c``: changes settings of a run that is to continue.
 
 A setting may change when the run's records stay true without it: the journal, the batches that are recorded and replayed,
-the checkpoints and the order of tasks. The others are refused with the reason. What changes a training step, such as a
-learning rate, may change when the newest checkpoint is of the newest step, as after Ctrl-C; ``recipe.changes.jsonl`` in the run's directory keeps the former values.
+the checkpoints and the order of tasks. The others are refused with the reason. A setting of the training step, such as
+the learning rate, may change when the newest checkpoint is of the newest step, as after Ctrl-C; ``recipe.changes.jsonl`` in the run's directory keeps the former values.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def state_word(state: int) -> str:
 
 
 def render(progress: run_pb2.RunProgress, title: str, height: int | None = None) -> RenderableType:
-    """The whole run as one panel, what needs attention first; with ``height``, as many lines of it."""
+    """The whole run as one panel, problems first; ``height`` is the number of lines."""
     sections: list[Section] = []
 
     def add(name: str, text: str, style: str) -> None:

@@ -1,4 +1,4 @@
-"""Tells once that a tracker does not take rows, once that it does again, and at the end what is left to send."""
+"""Prints one line when a tracker stops taking rows, one when the tracker takes rows again, and the unsent rows at the end."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ class SecurityConfig(Section):
     on loopback. `off`: never, so loopback only. `millrace run` makes the keys; for processes that are started one by one
     `millrace keys` does."""
     client_certificates: bool = False
-    """Off: gRPC callers show a run token with each call. On: they show a certificate in the handshake, and who has none does
-    not get further. HTTP takes either while this is off."""
+    """Off: gRPC callers show a run token with each call. On: they show a certificate in the handshake, which
+    fails without one. HTTP takes either while this is off."""
 
     @field_validator("tls", mode="before")
     @classmethod

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeviceTurn:
-    """Command of the orchestrator to a replica or a trainer; a later one replaces the ones before.
+    """Command of the orchestrator to a replica or a trainer; a later command replaces earlier ones.
 
-    ``yours``: hold the device's memory and compute. Otherwise free it, and keep what is running for the next own turn.
-    The receiver reports ``number`` when it has done so.
+    ``yours``: hold the device's memory and compute. Otherwise free the memory, and keep running work for the next own turn.
+    The receiver reports ``number`` after that.
     """
 
     number: int

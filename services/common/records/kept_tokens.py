@@ -104,7 +104,7 @@ def kept_rows(ids: Ints, counts: Ints, sampled: Ints, vocab_size: int | None = N
     """Rows for the first ``counts`` [n] of ``ids`` [n, width], in any order, and the tokens ``sampled`` [n].
 
     A sampled token that is not among the ids belongs to the set all the same. With ``vocab_size`` a large set is written
-    as what it leaves out or as bits, where that is smaller.
+    as the missing tokens or as bits, where that is smaller.
     """
     others = np.arange(ids.shape[1]) < counts[:, None]
     others &= ids != sampled[:, None]

@@ -116,8 +116,8 @@ def permit(found: Caller, what: str) -> None:
     """Raise ``PermissionDeniedError`` if the caller's role may not do ``what`` (see ``permissions``)."""
     roles = allowed(what)
     if found.role not in roles:
-        who = ", ".join(sorted(role.value for role in roles)) or "nobody"
+        allowed_roles = ", ".join(sorted(role.value for role in roles)) or "no role"
         raise PermissionDeniedError(
-            f"role {found.role.value} may not call {what.removeprefix('http:').lstrip('/')}: allowed to {who}",
+            f"role {found.role.value} may not call {what.removeprefix('http:').lstrip('/')}: allowed to {allowed_roles}",
             role=found.role.value,
         )

@@ -35,7 +35,7 @@ class Released:
         _return_to_device(self._storages)
 
     def restore(self) -> None:
-        """Give the storages their memory; what it contains is not known."""
+        """Give the storages their memory; its contents are undefined."""
         for storage in self._storages:
             storage.allocate()
 

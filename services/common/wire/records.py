@@ -8,7 +8,6 @@ decides nothing, so an invalid time is dropped instead of being refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,13 @@ from google.protobuf.duration_pb2 import Duration as ProtoDuration
 from google.protobuf.timestamp_pb2 import Timestamp as ProtoTimestamp
 
 from services.common.errors import InvalidRequestError
-from services.common.pb import pool_pb2, training_pb2, trajectory_pb2, weights_pb2
+from services.common.pb import pool_pb2, trajectory_pb2, weights_pb2
 from services.common.records.device_turn import DeviceTurn
 from services.common.records.types import (
     EMPTY_LOGPROBS,
     NO_TIMING,
     FetchPlan,
     Interval,
-    MinibatchTotals,
     Origin,
     Purpose,
     RolloutFailure,
@@ -37,7 +35,6 @@ from services.common.records.types import (
     Task,
     TaskGroupOrder,
     TokenSource,
-    TrainingSequence,
     Trajectory,
     WeightVersion,
 )
@@ -146,11 +143,11 @@ def segment_from_proto(proto: trajectory_pb2.Segment) -> Segment:
 
 def sequence_to_proto(sequence: Sequence) -> trajectory_pb2.Sequence:
     proto = trajectory_pb2.Sequence()
-    _fill_sequence(proto, sequence)
+    fill_sequence(proto, sequence)
     return proto
 
 
-def _fill_sequence(proto: trajectory_pb2.Sequence, sequence: Sequence) -> None:
+def fill_sequence(proto: trajectory_pb2.Sequence, sequence: Sequence) -> None:
     """Write a sequence into an empty message in place: a message that is put into another is copied, tokens and
     all."""
     proto.policy = sequence.policy
@@ -198,7 +195,7 @@ def fill_trajectory(proto: trajectory_pb2.Trajectory, trajectory: Trajectory) ->
     proto.index = trajectory.index
     proto.reward = trajectory.reward
     for sequence in trajectory.sequences:
-        _fill_sequence(proto.sequences.add(), sequence)
+        fill_sequence(proto.sequences.add(), sequence)
     if trajectory.metrics:
         proto.metrics.update(trajectory.metrics)
     proto.started_at.CopyFrom(timestamp_to_proto(trajectory.started_at))
@@ -388,64 +385,3 @@ def device_turn_to_proto(turn: DeviceTurn) -> pool_pb2.DeviceTurn:
 
 def device_turn_from_proto(proto: pool_pb2.DeviceTurn) -> DeviceTurn:
     return DeviceTurn(number=proto.number, yours=proto.yours)
-
-
-def totals_to_proto(totals: MinibatchTotals) -> training_pb2.MinibatchTotals:
-    return training_pb2.MinibatchTotals(
-        num_sequences=totals.num_sequences, num_trained_tokens=totals.num_trained_tokens
-    )
-
-
-def totals_from_proto(proto: training_pb2.MinibatchTotals) -> MinibatchTotals:
-    return MinibatchTotals(num_sequences=proto.num_sequences, num_trained_tokens=proto.num_trained_tokens)
-
-
-def training_sequence_to_proto(item: TrainingSequence) -> training_pb2.TrainingSequence:
-    proto = training_pb2.TrainingSequence()
-    _fill_training_sequence(proto, item)
-    return proto
-
-
-def _fill_training_sequence(proto: training_pb2.TrainingSequence, item: TrainingSequence) -> None:
-    proto.sequence_id = item.sequence_id
-    _fill_sequence(proto.sequence, item.sequence)
-    proto.group_mean = item.group_mean
-    proto.group_std = item.group_std
-    proto.group_size = item.group_size
-    proto.staleness = item.staleness
-    proto.minibatch = item.minibatch
-    proto.position = item.position
-    if item.advantage_scale != 1.0:
-        proto.advantage_scale = item.advantage_scale
-
-
-def batch_chunks(items: Iterable[TrainingSequence], most_bytes: int) -> Iterator[training_pb2.PullBatchResponse]:
-    """The sequences in order, as many in a chunk as fit into ``most_bytes``; one that does not is alone in its chunk."""
-    response, size = training_pb2.PullBatchResponse(), 0
-    for item in items:
-        proto = response.chunk.sequences.add()
-        _fill_training_sequence(proto, item)
-        num_bytes = proto.ByteSize()
-        if size and size + num_bytes > most_bytes:
-            following = training_pb2.PullBatchResponse()
-            following.chunk.sequences.append(proto)
-            del response.chunk.sequences[-1]
-            yield response
-            response, size = following, 0
-        size += num_bytes
-    if size:
-        yield response
-
-
-def training_sequence_from_proto(proto: training_pb2.TrainingSequence) -> TrainingSequence:
-    return TrainingSequence(
-        sequence_id=proto.sequence_id,
-        sequence=sequence_from_proto(proto.sequence),
-        group_mean=proto.group_mean,
-        group_std=proto.group_std,
-        group_size=proto.group_size,
-        staleness=proto.staleness,
-        minibatch=proto.minibatch,
-        position=proto.position,
-        advantage_scale=proto.advantage_scale if proto.HasField("advantage_scale") else 1.0,
-    )

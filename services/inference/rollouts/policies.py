@@ -30,7 +30,7 @@ class ServedPolicy:
 
 
 class RolloutPolicy:
-    """Names and seeds the requests of one rollout: equal rollouts draw equal numbers, whatever the other load is.
+    """Names and seeds the requests of one rollout: equal rollouts draw equal numbers under any other load.
 
     ``scene`` describes the rollout to scripts; only a policy with a script uses the scene.
     """

@@ -163,7 +163,9 @@ def _check_reward(what: str, reward: float) -> None:
 def _check_parent(sequence: Sequence, position: int) -> None:
     """A sequence comes from an earlier one, so no sequence comes from itself."""
     if sequence.parent is not None and not 0 <= sequence.parent < position:
-        refuse(Reason.NUMBER, f"sequence {position} has the parent {sequence.parent}; a parent stands before it")
+        refuse(
+            Reason.NUMBER, f"sequence {position} has the parent {sequence.parent}; a parent comes before its children"
+        )
 
 
 def _check_sequence(sequence: Sequence, bounds: PolicyBounds, order: TaskGroupOrder, newest: int) -> int:

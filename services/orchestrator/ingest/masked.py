@@ -61,5 +61,5 @@ class MaskedSamples:
         return ""
 
     def forget(self) -> None:
-        """Empty the window: the user who resumes knows the earlier share."""
+        """Empty the window: the user has seen the earlier share before resuming the run."""
         self._newest.clear()

@@ -1,11 +1,12 @@
-"""Decides who holds the memory of a device that rollouts and training share: the replicas, or the trainer of a policy.
+"""Gives the memory of a device that rollouts and training share to one holder at a time: the replicas, or one trainer.
 
-    replicas --a batch is ready--> nobody --all have freed it--> trainer --its next batch is not ready--> nobody --> replicas
+    replicas ----a batch is ready---------> no holder ----all members have freed the device----> trainer
+    trainer -----no next batch is ready---> no holder ----all members have freed the device----> replicas
 
 A trainer computes as many steps as there are batches. Between two holders every member with a lease confirms that it has
 freed the device; a lost lease counts as a confirmation, because the process has ended or starts again without the device.
 The first turn, also after a restart of this process, begins when all members of the recipe have joined, or a lease later:
-until then a member of before may hold the device. Independent of grpc and of batches' contents.
+until then a member of an earlier run of this process may hold the device. Independent of grpc and of batches' contents.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ SLOW_FREE_S = 60.0  # after which members that have not freed the device are nam
 class Need(enum.Enum):
     """Of a trainer for the device."""
 
-    NONE = enum.auto()  # it waits for a batch that is not ready, has finished, or is not there
-    WAITS = enum.auto()  # it has a batch, or must load its model or write a checkpoint
-    COMPUTES = enum.auto()  # it has received a batch and has not asked for the next one
+    NONE = enum.auto()  # the trainer waits for a batch that is not ready, has finished, or is absent
+    WAITS = enum.auto()  # the trainer has a batch, or must load its model or write a checkpoint
+    COMPUTES = enum.auto()  # the trainer has received a batch and has not asked for the next one
 
 
 class DeviceTurns:
@@ -61,7 +62,7 @@ class DeviceTurns:
         self._open = False
         # Members keep the number of an earlier process of the orchestrator: a new one must differ.
         self._number = time.time_ns()
-        self.holder: str | None = None  # None: nobody, until all have freed the device
+        self.holder: str | None = None  # None between two holders, until all members have freed the device
         self._taken_at = self._freed_at = clock()  # when its holder, and when the replicas were last told to free it
         self._told_slow = False
         self.num_handed_over = 0
@@ -84,7 +85,7 @@ class DeviceTurns:
         self.settle()
 
     def trainer_finished(self, policy: str) -> None:
-        """Note that a trainer needs the device no more."""
+        """Note that a trainer no longer needs the device."""
         if policy in self._need:
             self._need[policy] = Need.NONE
 
@@ -96,7 +97,7 @@ class DeviceTurns:
         self.settle()
 
     def may_compute(self, policy: str, ready: bool) -> bool:
-        """Whether a trainer that asks for a batch gets it: it is ``ready``, and the turn is the policy's."""
+        """Whether a trainer that asks for a batch gets one: the batch is ``ready``, and the policy has the turn."""
         if not self._shared:
             return ready
         has_turn = self.holder == policy
@@ -107,7 +108,7 @@ class DeviceTurns:
     # --- turns -------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Take the device from a holder that does not need it, and give it to the next when all have freed it."""
+        """Take the device from a holder without need, and give the device to the next holder when all members have freed it."""
         if not self._shared:
             return
         for policy in self._need:
@@ -128,7 +129,7 @@ class DeviceTurns:
         return [name for name, turn, _ in self._members() if turn != self._number]
 
     def _next(self) -> str:
-        """The holder who needs the device now: a trainer keeps it while it has batches, others take turns."""
+        """The next holder by need: a trainer keeps the device while its batches are ready; the policies take turns."""
         policies = list(self._need)
         if self.holder in self._need:
             if self._need[self.holder] is not Need.NONE:
@@ -162,7 +163,7 @@ class DeviceTurns:
         self._on_granted()
 
     def _tell_slow(self, waits_for: list[str]) -> None:
-        """Name members that live and keep the device. A member ends by itself when it cannot free it."""
+        """Log the members that live and keep the device. A member that cannot free the device ends by itself."""
         slow = self._clock() - self._taken_at > SLOW_FREE_S
         if slow and not self._told_slow:
             log.error("device.not_freed", after_s=SLOW_FREE_S, waits_for=waits_for)
@@ -174,7 +175,7 @@ class DeviceTurns:
             tell()
 
     def _members(self) -> Iterator[tuple[str, int, Callable[[], None]]]:
-        """Name, newest turn carried out, and the way to tell it the turn, of each member with a lease."""
+        """Each member with a lease: its name, the newest turn that the member carried out, and a call that sends the turn."""
         for replica in self._pool:
             yield f"replica {replica.replica_id}", replica.device_turn, partial(self._tell_replica, replica)
         for trainer in self._trainers:

@@ -16,6 +16,7 @@ from services.common.telemetry.activities import TrainerState
 from services.common.telemetry.log_events import LogEvent
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_from_proto, peer_from_proto
+from services.common.wire.batches import batch_chunks, totals_to_proto
 from services.orchestrator.members.commands import (
     PauseTraining,
     ResumeTraining,
@@ -152,12 +153,12 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             share = batch.share(request.rank, request.num_ranks)
         header = training_pb2.BatchHeader(
             training_step=share.training_step,
-            minibatches=[serde.totals_to_proto(totals) for totals in share.minibatches],
+            minibatches=[totals_to_proto(totals) for totals in share.minibatches],
             num_sequences=len(share.sequences),
             replayed=batch.replayed,
         )
         await context.write(training_pb2.PullBatchResponse(header=header))
-        for response in serde.batch_chunks(share.sequences, CHUNK_BYTES):
+        for response in batch_chunks(share.sequences, CHUNK_BYTES):
             await context.write(response)
         footer = training_pb2.BatchFooter(num_sequences=len(share.sequences))
         await context.write(training_pb2.PullBatchResponse(footer=footer))

@@ -1,18 +1,18 @@
 """Shares of several sources of tasks among the sequences that one policy trains.
 
 The level of a source is the number of its sequences that batches have taken, over its weight. The dispatcher issues the
-source whose level is lowest when waiting and expected sequences count too; a batch takes the task groups of the lowest
-level one after another, and waits for a source that has none while one may still come:
+source of the lowest level, with waiting and expected sequences counted too; a batch takes the task groups of the lowest
+level one after another, and waits for a source without a task group while one may still come:
 
     issue   argmin (trained + waiting + expected) / weight
     batch   argmin  trained / weight, group by group
 
 So the shares of trained sequences follow the weights within a task group, however slow a source is and however many of
-its groups are dropped: what is dropped leaves the count, and its source is issued again (stride scheduling; Waldspurger
+its groups are dropped: a dropped group leaves the count, and its source is issued again (stride scheduling; Waldspurger
 and Weihl, 1995).
 
-A source of which ``exhausted_after`` task groups in a row were dropped is exhausted: batches do not wait for it, and the
-sequences that they take instead of its own are forgiven, so that it does not displace the others when it comes back.
+A source of which ``exhausted_after`` task groups in a row were dropped is exhausted: batches do not wait for this source,
+and sequences of other sources in its place do not count, so that the source does not displace the others later.
 Independent of task groups, buffers and the journal.
 """
 
@@ -49,7 +49,7 @@ class Mixture:
         self._slots[source] += num_slots
 
     def ended(self, source: str, num_slots: int, num_sequences: int | None = None) -> None:
-        """Count the end of a task group; ``num_sequences`` that it brought, None for a cancelled one."""
+        """Count the end of a task group with ``num_sequences``; None for a cancelled one."""
         self._slots[source] -= num_slots
         assert self._slots[source] >= 0
         if num_sequences is not None:
@@ -70,7 +70,7 @@ class Mixture:
         self._dropped_in_a_row[source] = 0
 
     def dropped(self, source: str, num_sequences: int) -> bool:
-        """Note a task group with nothing to train; returns whether the source is exhausted by it."""
+        """Note a task group without a sequence to train; returns whether the source is now exhausted."""
         self._dropped_in_a_row[source] += 1
         if self.is_exhausted(source):  # its turn is over, so that the others are issued too
             self._forgiven[source] += num_sequences
@@ -93,7 +93,7 @@ class Mixture:
     def plan(
         self, batch_size: int, waiting: Mapping[str, Sequence[int]], may_come: Callable[[str], bool]
     ) -> tuple[list[str], str]:
-        """The sources of the task groups of the next batch, in order, and the source that it waits for.
+        """The sources of the task groups of the next batch, in order, and the source that the batch waits for.
 
         ``waiting``: sizes of the waiting groups of each source, in their order. Without a plan the list is empty; the
         source is empty too where there are too few sequences of all.

@@ -51,7 +51,7 @@ def score(
     items: str = "",
 ) -> DatasetScore:
     """``rewards``: (items, samples), every item with the same number, those of its ``failed`` samples last: they never
-    pass, whatever their reward."""
+    pass, with any reward."""
     num_samples = len(rewards[0])
     means = tuple(finite.mean(item) for item in rewards)
     passed = [

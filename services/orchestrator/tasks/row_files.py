@@ -94,7 +94,7 @@ def _array(path: Path, name: str) -> list[Any] | None:
     """The rows of a file that is one JSON array; None for a file of JSON Lines.
 
     Raises:
-        DatasetError: the file is one JSON object, or an array of something else than objects.
+        DatasetError: the file is one JSON object, or an array with an element that is no object.
     """
     try:
         with path.open("rb") as file:

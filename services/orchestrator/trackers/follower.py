@@ -1,8 +1,8 @@
-"""Follows the file of a run's metrics for one tracker, and remembers how far it has come.
+"""Follows the file of a run's metrics for one tracker, and stores the position of the last row that was sent.
 
-Invariant: a row is sent, in order, before the position moves beyond it; so what a tracker that is down did not take stays
-in the file and is sent later, also by another process. A process that is killed between the two sends rows twice.
-The file is the queue: nothing is held in memory, and the run never waits.
+Invariant: a row is sent, in order, before the position moves beyond it; so rows that a stopped tracker did not take
+stay in the file and are sent later, also by another process. A process that is killed between the two sends rows twice.
+The file is the queue: no row is held in memory, and the run never waits.
 """
 
 from __future__ import annotations

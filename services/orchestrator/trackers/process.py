@@ -23,7 +23,7 @@ from services.orchestrator.trackers.sink import RunFacts, Sink
 log = structlog.get_logger()
 
 MODULE = "services.orchestrator.trackers"
-LAST_ROWS_S = 10.0  # at the end of the run; what is not sent then stays for `millrace track`
+LAST_ROWS_S = 10.0  # at the end of the run; rows that are not sent then stay for `millrace track`
 SILENT_S = 300.0  # without a row sent, or for the end of a tracker's upload
 
 
@@ -33,7 +33,7 @@ def followed(recipe: Recipe) -> list[Tracker]:
 
 
 class TrackersProcess:
-    """The orchestrator's child that sends rows; none where the recipe names no tracker that needs it."""
+    """The orchestrator's child that sends rows. No process starts if no tracker of the recipe needs one."""
 
     def __init__(self, recipe: Recipe, run_dir: Path) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,7 +51,7 @@ class TrackersProcess:
             )
 
     def end(self) -> None:
-        """Ask for a last attempt to send everything, wait for it, then kill the process. Called after the last row."""
+        """Ask for a last attempt to send all rows, wait for the attempt, then kill the process. Called after the last row."""
         if self._process is None:
             return
         self._process.terminate()
@@ -64,8 +64,8 @@ class TrackersProcess:
 
 
 def send_rows(run_dir: Path, stop: threading.Event) -> dict[Tracker, bool]:
-    """Follow the run until its end; from ``stop`` on, only send what is there. A thread for each tracker, so that none waits for
-    another. Returns whether each tracker has taken every row; not one that hangs, for which it waits ``SILENT_S``."""
+    """Follow the run until its end; from ``stop`` on, only send the rows that exist. Each tracker has a thread, so that none
+    waits for another. Returns whether each tracker has taken every row: False for one that hangs, after ``SILENT_S``."""
     recipe = load_resolved(run_dir)
     for line in missing_packages(followed(recipe)):
         log.error("tracker.not_installed", error=line)
@@ -85,7 +85,7 @@ def send_rows(run_dir: Path, stop: threading.Event) -> dict[Tracker, bool]:
 
 
 def _has_ended(thread: threading.Thread, follower: Follower, stop: threading.Event) -> bool:
-    """Wait for the end of a follower; False when it sends nothing for ``SILENT_S`` after ``stop``."""
+    """Wait for the end of a follower; False when the follower sends no row for ``SILENT_S`` after ``stop``."""
     sent, since = follower.num_rows, time.monotonic()
     while thread.is_alive():
         thread.join(min(1.0, SILENT_S))

@@ -11,7 +11,7 @@ Row = Mapping[str, Any]
 
 
 class TrackerDown(Exception):
-    """A tracker cannot be reached, or did not take what it was sent: the same rows are sent again later."""
+    """A tracker cannot be reached, or did not take the rows that were sent: the same rows are sent again later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Runs the writing of one checkpoint in a thread of its own. Knows nothing about checkpoints.
+"""Runs the writing of one checkpoint in a thread of its own. Independent of the checkpoint's content.
 
-A daemon thread: a process that ends does not wait for it. What the thread leaves behind then is what any killed process
-leaves, and the next save sweeps it.
+A daemon thread: a process that ends does not wait for the thread. The thread then leaves the same files as a killed
+process, and the next save sweeps these files.
 """
 
 from __future__ import annotations

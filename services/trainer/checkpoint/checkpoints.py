@@ -107,7 +107,7 @@ class Checkpoints:
     def save(self, training_step: int, model: PolicyModel, optimizer: PolicyOptimizer) -> None:
         """Write a checkpoint and remove the oldest ones. A collective; returns at once when the checkpoint exists.
 
-        Waits for one that is being written. Raises what ``finish`` raises.
+        Waits for one that is being written. Raises the errors of ``finish``.
         """
         self.finish()
         if not self._exists(training_step):
@@ -123,8 +123,8 @@ class Checkpoints:
         """Copy this rank's part to host memory, and write the checkpoint while training goes on. A collective.
 
         Waits for one that is being written, so that there is one copy at most. The checkpoint counts when it is durable and
-        has its name; then ``on_durable`` is called, in the thread. Where a host lacks the memory for the copies of its ranks, like ``save``. Raises what ``finish``
-        raises.
+        has its name; then ``on_durable`` is called, in the thread. If a host lacks memory for the copies of its ranks, this works
+        as ``save`` does. Raises the errors of ``finish``.
         """
         self.finish()
         if self._exists(training_step):

@@ -1,4 +1,4 @@
-"""Carries out device turns in a trainer, between two training steps: parks what it holds on the device, or brings it back.
+"""Carries out device turns in a trainer, between two training steps: parks the trainer's tensors of the device, or brings them back.
 
     turn of another holder -> weights, frozen models and moments to the host (of a GPU) or to a file (of the host)
     own turn               -> the same bits at the same addresses; only then is a batch trained

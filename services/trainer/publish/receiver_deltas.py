@@ -2,12 +2,12 @@
 
     receiver at v6, wants v7   the chain's link, coded in advance
     receiver at v4, wants v7   three links, merged into one delta at the first request
-    receiver at a version that the chain does not have, but whose snapshot is held: coded at the first request
+    receiver at a version outside the chain, with its snapshot held: coded at the first request
 
-Requests for one delta share its computation, in a thread that goes on when a request ends before it. Base versions are
+Requests for one delta share its computation, in a thread that goes on when a request ends earlier. Base versions are
 compared by digest, so no snapshot of the base is needed for the first two.
 
-Independent of gRPC and of which versions are served: ``PublisherStore`` owns it and its lock.
+Independent of gRPC and of the choice of served versions: ``PublisherStore`` owns this object and its lock.
 """
 
 from __future__ import annotations

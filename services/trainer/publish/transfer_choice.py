@@ -1,12 +1,12 @@
 """Chooses between the delta and the full snapshot for ``weights.transfer: auto``, by measured rates.
 
-    receiver on the publisher's host that maps files   full: nothing is coded, sent or decoded
+    receiver on the publisher's host that maps files   full: no bytes are coded, sent or decoded
     others                                             the cheaper of
         delta   rest of coding + bytes / link + decoding
         full    bytes / link
 
-One choice per version holds for all receivers on other hosts, because receivers that share a payload pass parts of it on to
-each other. Before every rate is measured the choice is the delta, whose transfer measures them.
+One choice per version holds for all receivers on other hosts, because receivers of the same payload pass its parts on to
+each other. Before every rate is measured the choice is the delta: its transfer measures the rates.
 
 Independent of snapshots, requests and threads: the caller holds a lock.
 """

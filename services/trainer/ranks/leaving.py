@@ -65,7 +65,7 @@ class LeaveOnSignal:
         self._watch(name)
 
     def _watch(self, name: str) -> None:
-        """End the process when its account stands still. A process that leaves ends this thread."""
+        """End the process when its account makes no progress. A process that leaves ends this thread."""
         last, since = self._doing(), time.monotonic()
         while time.monotonic() - since < self._stuck_s:
             time.sleep(min(_LOOK_S, self._stuck_s / 4))

@@ -108,7 +108,7 @@ def add_mismatch(sums: Sums, batch: MicroTensors, logprobs: torch.Tensor, fresh_
     """Add the difference between the trainer's and the engines' log-probabilities; KL(behaviour || trainer) by k3."""
     gap = batch.behaviour - logprobs
     kl = KL_ESTIMATORS["k3"](gap.clamp(-20.0, 20.0))
-    # Tokens sampled on a cache that older weights computed in part are not fresh, whatever their version.
+    # Tokens sampled on a cache that older weights computed in part are never fresh, also with the newest version.
     fresh = ((batch.weight_versions == fresh_version) & ~batch.mixed_cache).to(gap.dtype)
     for name, weight in (("first", torch.ones_like(gap)), ("fresh", fresh)):
         sums.add(f"{name}_abs", (gap.abs() * weight).sum())

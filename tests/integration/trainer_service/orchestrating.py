@@ -14,6 +14,7 @@ from services.common.pb import run_pb2, run_pb2_grpc, training_pb2, training_pb2
 from services.common.records.types import RankBatch
 from services.common.rpc.server import Server
 from services.common.wire import records as serde
+from services.common.wire.batches import batch_chunks, totals_to_proto
 from tests.unit.trainer_service.building import POLICY, batch_of
 from tests.waiting import WAIT_S
 
@@ -166,11 +167,11 @@ class FakeOrchestrator(run_pb2_grpc.RunServiceServicer, training_pb2_grpc.Traini
         yield training_pb2.PullBatchResponse(
             header=training_pb2.BatchHeader(
                 training_step=step,
-                minibatches=[serde.totals_to_proto(totals) for totals in share.minibatches],
+                minibatches=[totals_to_proto(totals) for totals in share.minibatches],
                 num_sequences=len(share.sequences),
             )
         )
-        for response in serde.batch_chunks(share.sequences, 64 * 1024):
+        for response in batch_chunks(share.sequences, 64 * 1024):
             yield response
         yield training_pb2.PullBatchResponse(footer=training_pb2.BatchFooter(num_sequences=len(share.sequences)))
 

@@ -77,6 +77,29 @@ def test_files_are_counted_by_part_and_generated_ones_are_not(tmp_path: Path) ->
     assert {lines.part_of(file.path) for file in found} == {"services/cli", "services", "recipes"}
 
 
+def test_what_is_larger_than_its_limit_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "services" / "cli" / "full"
+    folder.mkdir(parents=True)
+    for number in range(lines.MOST_FILES_OF_A_FOLDER):
+        (folder / f"file{number}.py").write_text("x = 1\n")
+    body = "    x = 1\n" * (lines.MOST_LINES_OF_A_FUNCTION - 1)
+    (folder / "__init__.py").write_text("\n" * lines.MOST_LINES_OF_A_FILE)
+    (folder / "file0.py").write_text(f"def f():\n{body}")
+    assert lines.broken_limits(lines.source_files(tmp_path)) == []
+    (folder / "one_more.py").write_text("")
+    (folder / "__init__.py").write_text("\n" * (lines.MOST_LINES_OF_A_FILE + 1))
+    (folder / "file0.py").write_text(f"def f():\n{body}    y = 1\n")
+    assert lines.broken_limits(lines.source_files(tmp_path)) == [
+        "services/cli/full/__init__.py has 451 lines; at most 450",
+        "services/cli/full/file0.py:f has 81 lines; at most 80",
+        "services/cli/full has 17 files; at most 16",
+    ]
+
+
+def test_services_and_recipes_keep_the_limits() -> None:
+    assert lines.broken_limits(lines.source_files(REPOSITORY)) == []
+
+
 @pytest.mark.slow
 def test_the_last_line_has_every_part() -> None:
     done = subprocess.run(

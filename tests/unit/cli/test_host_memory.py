@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.check import host_memory
-from services.cli.check.gpu_memory import misfits
-from services.cli.check.host_memory import (
+from services.cli.check.launch import check_launch
+from services.cli.check.memory import host
+from services.cli.check.memory.estimate import GIB, ModelShape
+from services.cli.check.memory.gpus import misfits
+from services.cli.check.memory.host import (
     embedded_engine_parts,
     embedded_estimates,
     host_estimates,
@@ -20,8 +22,6 @@ from services.cli.check.host_memory import (
     shared_memory_gib,
     small_caches,
 )
-from services.cli.check.launch import check_launch
-from services.cli.check.memory_estimate import GIB, ModelShape
 from services.common.config.processes.services import InferenceConfig
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
@@ -99,8 +99,8 @@ def test_shm_size_follows_from_the_recipe(tmp_path: Path) -> None:
 def test_a_machine_with_too_little_is_told_the_figures_and_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_gib: int, shared_gib: int, told: list[str]
 ) -> None:
-    monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: memory_gib * GIB)
-    monkeypatch.setattr(host_memory, "shared_memory_here", lambda: shared_gib * GIB)
+    monkeypatch.setattr(host, "host_memory_bytes", lambda: memory_gib * GIB)
+    monkeypatch.setattr(host, "shared_memory_here", lambda: shared_gib * GIB)
     problems = host_problems(recipe(tmp_path), has_gpus=True)
     assert len(problems) == len(told)
     for problem, begin in zip(problems, told, strict=True):
@@ -113,8 +113,8 @@ def test_a_machine_with_too_little_is_told_the_figures_and_the_settings(
 def test_a_spill_directory_is_a_choice_and_small_versions_may_spill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: 2000 * GIB)
-    monkeypatch.setattr(host_memory, "shared_memory_here", lambda: 64 << 20)  # a container's default
+    monkeypatch.setattr(host, "host_memory_bytes", lambda: 2000 * GIB)
+    monkeypatch.setattr(host, "shared_memory_here", lambda: 64 << 20)  # a container's default
     assert not host_problems(recipe(tmp_path, weights={"spill_directory": "/mnt/nvme"}), has_gpus=True)
     assert not host_problems(load_recipe(RECIPES / "quickstart" / "recipe.yaml", (), {}), has_gpus=False)
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.cli.check.gpu_memory import estimates, misfits
 from services.cli.check.launch import check_launch
-from services.cli.check.memory_estimate import (
+from services.cli.check.memory.estimate import (
     GIB,
     ModelShape,
     adapter_parameters,
@@ -20,6 +19,7 @@ from services.cli.check.memory_estimate import (
     kv_bytes_per_token,
     trainer_rank_parts,
 )
+from services.cli.check.memory.gpus import estimates, misfits
 from services.common.config.processes.services import InferenceConfig
 from services.common.config.reading.loading import load_recipe
 from services.common.config.training.adapter import AdapterConfig

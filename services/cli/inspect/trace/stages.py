@@ -139,7 +139,7 @@ def events(facts: GroupFacts, *, with_slots: bool = False) -> list[Event]:
 
 def _issue(facts: GroupFacts) -> Iterator[Event]:
     for number, assignment in enumerate(facts.assignments):
-        replica = f"replica {assignment.replica_id}" if assignment.replica_id else "nobody"
+        replica = f"replica {assignment.replica_id}" if assignment.replica_id else "no replica"
         if number:
             yield Event(at=assignment.at, what="reissued", text=f"open slots issued again, to {replica}")
         else:

@@ -250,5 +250,5 @@ class MetricsConfig(Section):
     enabled: bool = False
     """Every process serves `/metrics` for Prometheus over HTTP, and writes where into RUN/prometheus."""
     ports: dict[str, Annotated[int, Field(ge=0, le=65535)]] = {}
-    """Ports by process (orchestrator, inference-NAME, trainer-POLICY, publisher-POLICY, envgateway, worker); who is not
-    named takes a free one."""
+    """Ports by process (orchestrator, inference-NAME, trainer-POLICY, publisher-POLICY, envgateway, worker); a process
+    without a port takes a free one."""

@@ -1,7 +1,7 @@
 """``extends``: finds the recipe that another one names, and merges the two.
 
 Mappings are merged key by key; lists and scalars replace. A section that names another thing than the parent's begins
-anew, because the settings of the parent's thing mean nothing to it: ``workflow`` with another ``name`` (the same under
+anew, because the parent's settings have no meaning for the new thing: ``workflow`` with another ``name`` (the same under
 ``evaluation``), and a dataset with another kind of source (``path``, ``name``, ``generator``, ...).
 """
 

@@ -20,14 +20,14 @@ class UntilConfig(Section):
     `evaluation.every` steps. Evaluations at the end, or by request, do not count."""
     at_least: float | dict[str, float]
     """The least value that holds. A number for each policy with `rollout.policies: apart`, where every policy has a pass of
-    its own, or one for all of them: training ends when each has reached its own in the same evaluation. A mean reward does
-    not hold it with a failed sample, where what that counts as (`evaluation.failed_reward`, or 0) is no less than this."""
+    its own, or one for all of them: training ends when each has reached its own in the same evaluation. A mean reward with a
+    failed sample does not count, if the reward of a failed sample (`evaluation.failed_reward`, or 0) is no less than this."""
     metric: str = "reward"
     """`reward`, the mean over tasks and samples, or `pass@k` for a power of two k up to the samples of a task."""
     dataset: str | None = None
     """A name in `data.evaluation`; left out, the mean over all of them, each counted once."""
     in_a_row: int = Field(default=2, ge=1)
-    """Evaluations in a row that must reach it, so that no single lucky sample ends a run."""
+    """Evaluations in a row that must reach the value, so that no single lucky sample ends a run."""
 
     @field_validator("at_least")
     @classmethod

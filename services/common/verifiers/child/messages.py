@@ -33,7 +33,7 @@ class Reply(enum.StrEnum):
 
 
 class FailureKind(enum.StrEnum):
-    """Who can act on a failure."""
+    """The party that can act on a failure."""
 
     NOT_INSTALLED = "not installed"  # install a package
     SETTINGS = "settings"  # correct the recipe

@@ -152,8 +152,8 @@ class _Episode(_Base):
 
 
 class _VectorEpisode(_Base):
-    """Copies that play in one conversation. A copy whose episode has ended is left out; what the vector does with it then, such
-    as starting it again, counts for nothing."""
+    """Copies that play in one conversation. A copy leaves the conversation when its episode ends; results
+    of the vector for this copy, such as those of a new start, do not count."""
 
     def __init__(self, config: GymnasiumConfig, where: str) -> None:
         super().__init__(config, where)

@@ -1,8 +1,8 @@
 """Finds answers that Math-Verify accepts and a reward must not: numbers that are merely near.
 
 Math-Verify compares decimals after rounding both to six places, so that 0.0000002 passes for 0.0000001. Here a decimal
-counts for a number only when it is that number; or, for a number that no decimal is (1/3, a root, pi), when it is that
-number rounded at the decimal's last place and shows at least six significant digits.
+counts for a number only if both are equal; or, for a number without an exact decimal (1/3, a root, pi), if the decimal is
+the number rounded at the decimal's last place and shows at least six significant digits.
 
 Runs in the worker, after Math-Verify has accepted an answer; needs sympy.
 """

@@ -28,14 +28,7 @@ class CappedPipe:
 
     def drain(self) -> None:
         """Read the available output. Data past the cap is dropped, and one read shows the overflow."""
-        while self.open and not self.truncated:
-            try:
-                chunk = os.read(self.fd, _READ_BYTES)
-            except BlockingIOError:
-                return
-            if not chunk:
-                self.close()
-                return
+        while self.open and not self.truncated and (chunk := self._read()):
             room = self._cap - len(self.data)
             self.data += chunk[:room]
             self.truncated = len(chunk) > room
@@ -43,14 +36,18 @@ class CappedPipe:
     def discard(self) -> None:
         """Past the cap: read and drop output, so that the writer can stop."""
         left = _MOST_DISCARDED
-        while self.open and left > 0:
-            try:
-                chunk = os.read(self.fd, _READ_BYTES)
-            except BlockingIOError:
-                return
-            if not chunk:
-                self.close()
+        while self.open and left > 0 and (chunk := self._read()):
             left -= len(chunk)
+
+    def _read(self) -> bytes:
+        """One part of the output; empty while none is there, and at the end, which closes the pipe."""
+        try:
+            chunk = os.read(self.fd, _READ_BYTES)
+        except BlockingIOError:
+            return b""
+        if not chunk:
+            self.close()
+        return chunk
 
     def take(self) -> bytes:
         """Output since the last call; all output counts towards the cap."""

@@ -1,6 +1,6 @@
-"""One session at an MCP server, held by a task of its own: the package ties a client to the task that has opened it.
+"""One session at an MCP server, held by a task of its own: the package ties a client to the task that opened the client.
 
-ConnectionFailed     the server did not start, closed the session, or answered what is no answer
+ConnectionFailed     the server did not start, closed the session, or sent an invalid answer
 └── CallHung         no answer in time, neither to the call nor to another request
 CallSlow             no answer in time, and the server answers other requests
 """

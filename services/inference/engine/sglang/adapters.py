@@ -1,10 +1,10 @@
 """Loads versions of an adapter into a server, each under a name of its own, beside the base that the server has loaded.
 
-A call names its adapter and keeps it: a running call is never moved to another version. After a load the engine ends the
+A call names its adapter, and never moves to another version while the call runs. After a load the engine ends the
 running calls with the tokens that they have, and goes on with the new name; SGLang's prefix cache is apart for each name.
 
-SGLang reads an adapter again under a name that it has unloaded. So each load has a directory of its own, which is removed
-when the server has read it: a server that does not hold a version refuses calls for it.
+SGLang reads an adapter again under an unloaded name. So each load has a directory of its own, removed after the server
+has read the directory: a server without a version refuses calls for this version.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class Core:
     def update(self, prepared: PreparedUpdate, *, recompute: bool = False) -> float:
         """Write a prepared version; live rows go on under the new version. Returns the seconds of the write.
 
-        ``recompute``: the caches are gone, whatever the policy for them is.
+        ``recompute``: the caches are gone, also with the policy to keep them.
         """
         started = time.perf_counter()
         self.decoder.load(prepared)

@@ -58,7 +58,7 @@ def uniform_noise(seed: npt.NDArray[np.uint64], index: npt.NDArray[np.int64]) ->
     with np.errstate(over="ignore"):
         x = _mix(seed + _GOLDEN)  # neighbouring seeds must not give shifted copies of one stream
         x = _mix(x + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    # 48 bits: u * total then stays below total in float64 whatever the rounding, so a token always exists.
+    # 48 bits: u * total then stays below total in float64 with every rounding, so a token always exists.
     return (x >> np.uint64(16)).astype(np.float64) * 2.0**-48
 
 

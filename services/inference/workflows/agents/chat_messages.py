@@ -1,4 +1,4 @@
-"""The internal form of an external agent's messages and answers, whatever dialect its requests have.
+"""The internal form of an external agent's messages and answers, the same for every dialect of requests.
 
 A plain message has ``role`` and ``content`` (text), and if they apply ``tool_calls`` and ``tool_call_id``. ``content`` is
 the text for the chat template: of an assistant its thought too, in tags. A dialect that sends thoughts apart from the text

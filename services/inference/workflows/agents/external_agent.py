@@ -6,7 +6,7 @@
                         endpoint -> policies
 
 The agent is a function by import path, in this process, or a command. An agent that fails, sends no request or takes too
-long makes the rollout a failure. After an infrastructure failure the rollout is played again, whatever the agent returned.
+long makes the rollout a failure. After an infrastructure failure the rollout is played again, also when the agent returned a reward.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Finds where a new conversation of an agent comes from: which earlier conversation of its rollout, and how.
 
-    an answer of another at the same place of the history ------------> branch of it
-    an answer of another quoted, under the same system prompt ---------> compaction of it
-    begun with the arguments of a call that another waits for ---------> subagent of it
-    an answer of another quoted otherwise -----------------------------> subagent of it
-    another waits for a call ------------------------------------------> subagent of it
-    nothing of these --------------------------------------------------> root
+    an answer of another at the same place of the history ------------> branch of the other
+    an answer of another quoted, under the same system prompt ---------> compaction of the other
+    begun with the arguments of a call that another waits for ---------> subagent of the other
+    an answer of another quoted otherwise -----------------------------> subagent of the other
+    another waits for a call ------------------------------------------> subagent of the other
+    none of these -----------------------------------------------------> root
 
-Agents do not tell this: their requests have messages alone. So an origin is for people, metrics and rewards; which tokens
-are trained does not depend on it. Pure functions of messages.
+Requests of agents have no origin, only messages. So an origin is for people, metrics and rewards; the choice of trained
+tokens does not depend on the origin. Pure functions of messages.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ def check_endpoint(recipe: Recipe, who: str) -> None:
 async def in_session(
     settings: SessionSettings, context: WorkflowContext, play: Callable[[str, str], Awaitable[Given]]
 ) -> tuple[CapturedSession, Given]:
-    """What ``play(base_url, session id)`` returned, and the session with the tokens that its requests sampled.
+    """The result of ``play(base_url, session id)``, and the session with the tokens that its requests sampled.
 
-    Raises the infrastructure failure under the session's requests, whatever ``play`` made of it; else the errors of ``play``.
+    Raises the infrastructure failure of the session's requests if there is one; else the errors of ``play``.
     """
     if context.endpoint is None:
         raise ConfigError("this workflow needs the endpoint: write a port at inference.<name>.endpoint.port")

@@ -171,7 +171,7 @@ class Confinement:
 
     def _filter_child(self) -> None:
         if self._filtered and self._tier in ("U", "0"):
-            # RLIMIT_NPROC does not bind root, whom a container may force on tier 0
+            # RLIMIT_NPROC does not bind root, and a container may force root on tier 0
             seccomp.refuse_for_child(processes=self._tier == "0" and os.getuid() == 0)
 
     def _set_limits(self, run: Start) -> None:

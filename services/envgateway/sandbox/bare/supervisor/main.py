@@ -60,7 +60,7 @@ def _try_tier(
     if own_users and not uids:
         return f"tier {tier} needs root"
     if tier == "U" and os.getuid() == 0:
-        return "tier U is for users other than root, who has tier 1"
+        return "tier U is for users other than root; root has tier 1"
     base_dir = settings["base_dir"]
     slots = [Slot(index, uid, settings["marks"][index], tier, base_dir) for index, uid in enumerate(uids)]
     for slot in slots:

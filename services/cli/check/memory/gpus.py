@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from services.cli.check.memory_estimate import (
+from services.cli.check.memory.estimate import (
     CONTEXT_BYTES,
     GIB,
     GpuEstimate,
@@ -12,8 +12,8 @@ from services.cli.check.memory_estimate import (
     engine_parts,
     trainer_rank_parts,
 )
-from services.cli.check.shared_device import with_others
-from services.cli.check.smaller import smaller_settings
+from services.cli.check.memory.shared_device import with_others
+from services.cli.check.memory.smaller import smaller_settings
 from services.cli.plan.specs import trainer_name
 from services.common.config.processes.placement import engine_numbers
 from services.common.config.recipe import Recipe

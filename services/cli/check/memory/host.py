@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.cli.check.memory_estimate import (
+from services.cli.check.memory.estimate import (
     CONTEXT_BYTES,
     DTYPE_BYTES,
     GIB,

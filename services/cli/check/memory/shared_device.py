@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from services.cli.check.memory_estimate import CONTEXT_BYTES, GpuEstimate
+from services.cli.check.memory.estimate import CONTEXT_BYTES, GpuEstimate
 from services.common.config.processes.placement import Placement
 from services.common.config.recipe import Recipe
 

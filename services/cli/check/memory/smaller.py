@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.cli.check.memory_estimate import GIB, ModelShape, trainer_rank_parts
+from services.cli.check.memory.estimate import GIB, ModelShape, trainer_rank_parts
 from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.policy import PolicyConfig
 
