@@ -108,6 +108,12 @@ def memory_rows(quick: bool) -> dict[str, object]:
                 "recipes": owners,
             }
         )  # fmt: skip
+        row = rows[-1]
+        print(
+            f"{name}, {row['ranks']} ranks, {row['tokens']} tokens, {row['master_dtype']}, {len(owners)} policies as {owners[0]}: "
+            f"peak {row['peak_gib']:.2f} GiB, check {row['check_gib']:.2f}, error {row['error']:.2%} ({row['seconds']:.0f} s)",
+            flush=True,
+        )
     return {"check_error": max(row["error"] for row in rows), "memory": rows}
 
 

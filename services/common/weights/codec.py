@@ -4,18 +4,22 @@ A tensor is cut into chunks of 2**20 elements. Unchanged chunks take no space. E
 
     chunk index (4 bytes) | method (1) | padding (3) | number of changes (4) | body
 
-and takes the cheapest of
+and takes one of
 
 - sparse: gaps between changed positions, and the steps there (``planes``);
+- two-bit: the difference of every element, in two bits if it is small (``two_bit``);
 - dense: the step of every element, in byte planes;
 - raw: the new elements.
+
+Two-bit is for long chunks that begin with more than .15 of changed elements and have few large differences: beside sparse it
+takes up to 7% more bytes and three quarters of the time for decoding. Other chunks take the fewest bytes of the three.
 
 A step is the number of representable values from the old element to the new one (``elements``). Planes go through zstd's
 entropy coder if that saves bytes (``planes``). The first byte of a coded tensor is its format, which is 1.
 
 Consecutive deltas of one tensor merge into one, from the newest version's bits alone: elements that no delta changes are the
-same in the base and in the newest version. Steps wrap, so stepping back all deltas from the newest bits, in any order, gives
-exactly the base. Only raw chunks have no steps: a chunk that is raw in any delta is sent with its newest elements, for which
+same in the base and in the newest version. Steps wrap, so stepping back all deltas from the newest bits, the newest delta
+first, gives exactly the base. Only raw chunks have no steps: a chunk that is raw in any delta is sent with its newest elements, for which
 no base is needed.
 
 Independent of tensors' names, versions and digests; the caller verifies results.
@@ -44,6 +48,7 @@ from services.common.weights.planes import (
     unpack_positions,
     unpack_steps,
 )
+from services.common.weights.two_bit import pack_differences, unpack_values
 
 CHUNK_ELEMENTS = 1 << 20
 
@@ -51,6 +56,7 @@ _FORMAT = 1  # first byte of every coded tensor
 _RECORD = struct.Struct("<IBxxxI")  # chunk index, method, number of changes
 _BLOCK = 1 << 17  # elements that are compared at once
 _DENSE_FROM = 0.9  # bits of positions per element, below which dense is not tried
+_TWO_BIT_FROM = 0.15  # changed share of the first block above which two-bit is tried before the others
 _SPARSE_UP_TO = 0.5  # changed share above which sparse is never the cheapest
 
 
@@ -58,6 +64,7 @@ class Method(enum.IntEnum):
     SPARSE = 1
     DENSE = 2
     RAW = 3
+    TWO_BIT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +94,7 @@ class ChunkSteps:
     start: int
     positions: npt.NDArray[np.intp] | None  # None when ``steps`` covers the chunk
     steps: Bits | None  # zigzagged; None for a raw chunk, whose new elements are the receiver's already
+    of_bits: bool = False  # ``steps`` are the differences of a two-bit chunk instead
 
 
 def encode_tensor(old: Bits, new: Bits, dtype: str) -> bytes:
@@ -104,8 +112,12 @@ def decode_tensor(old: Bits, data: bytes | memoryview, dtype: str) -> Iterator[C
     is_float = element_type(dtype).is_float
     for record in _records(old, data):
         start, here = record.start, old[record.start : record.start + CHUNK_ELEMENTS]
-        if record.method == Method.RAW:
-            values: Bits = np.frombuffer(record.reader.take(here.nbytes), dtype=old.dtype)
+        if record.method in (Method.RAW, Method.TWO_BIT):
+            values: Bits
+            if record.method == Method.RAW:
+                values = np.frombuffer(record.reader.take(here.nbytes), dtype=old.dtype)
+            else:
+                values = unpack_values(record.reader, here)
             yield ChunkChange(start=start, positions=None, values=values, num_changes=record.num_changes)
             continue
         positions, steps = record.steps(here)
@@ -121,6 +133,9 @@ def decode_steps(like: Bits, data: bytes | memoryview) -> Iterator[ChunkSteps]:
         if record.method == Method.RAW:
             record.reader.take(here.nbytes)
             yield ChunkSteps(start=record.start, positions=None, steps=None)
+        elif record.method == Method.TWO_BIT:
+            differences = unpack_values(record.reader, np.zeros_like(here))
+            yield ChunkSteps(start=record.start, positions=None, steps=differences, of_bits=True)
         else:
             positions, steps = record.steps(here)
             yield ChunkSteps(start=record.start, positions=positions, steps=steps)
@@ -166,6 +181,12 @@ class TensorEncoder:
 
     def add(self, start: int, old: Bits, new: Bits) -> None:
         """One chunk, changed or not."""
+        # One block decides: to count first would be one more pass over every chunk. Short chunks have little time to save.
+        if len(new) >= _BLOCK and np.count_nonzero(old[:_BLOCK] != new[:_BLOCK]) > _TWO_BIT_FROM * _BLOCK:
+            body = pack_differences(old, new)
+            if body is not None:
+                self._record(start, Method.TWO_BIT, int(np.count_nonzero(old != new)), body)
+                return
         positions, steps = self._changes(old, new)
         num_changes = len(positions)
         if not num_changes:
@@ -253,10 +274,13 @@ def _records(like: Bits, data: bytes | memoryview) -> Iterator[_Record]:
 
 
 def _before(after: Bits, chunks: Sequence[ChunkSteps], is_float: bool) -> Bits:
+    """The chunk before ``chunks``, oldest first, of which none is raw."""
     before: Bits = np.array(after)
-    for chunk in chunks:
+    for chunk in reversed(chunks):  # differences of bits lead from the very bits of their version
         assert chunk.steps is not None
-        if chunk.positions is None:
+        if chunk.of_bits:
+            before -= chunk.steps
+        elif chunk.positions is None:
             before = step_back(before, chunk.steps, is_float)
         else:
             before[chunk.positions] = step_back(before[chunk.positions], chunk.steps, is_float)

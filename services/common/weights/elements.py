@@ -96,6 +96,11 @@ def zigzagged_steps(old: Bits, new: Bits, is_float: bool) -> Bits:
             difference -= rank(old, is_float)
         else:
             _turn(difference, old)
+    return zigzag(difference)
+
+
+def zigzag(difference: Bits) -> Bits:
+    """Zigzagged differences; ``difference`` itself is changed."""
     fill = _sign_fill(difference)
     difference <<= _one(difference)
     difference ^= fill
@@ -104,12 +109,12 @@ def zigzagged_steps(old: Bits, new: Bits, is_float: bool) -> Bits:
 
 def step_forward(old: Bits, zigzagged: Bits, is_float: bool) -> Bits:
     """The value ``zigzagged`` steps after ``old``."""
-    return _step(old, _signed(zigzagged), is_float)
+    return _step(old, unzigzag(zigzagged), is_float)
 
 
 def step_back(new: Bits, zigzagged: Bits, is_float: bool) -> Bits:
     """The value ``zigzagged`` steps before ``new``."""
-    difference = _signed(zigzagged)
+    difference = unzigzag(zigzagged)
     np.negative(difference, out=difference)
     return _step(new, difference, is_float)
 
@@ -163,7 +168,8 @@ def unrank(ranks: Bits, is_float: bool) -> Bits:
     return ranks
 
 
-def _signed(zigzagged: Bits) -> Bits:
+def unzigzag(zigzagged: Bits) -> Bits:
+    """The differences of zigzagged ones."""
     one = _one(zigzagged)
     difference: Bits = zigzagged & one
     np.negative(difference, out=difference)

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks._rehearsal_memory import layouts, measured_and_estimated  # type: ignore[import-not-found]
 from services.cli.check.memory.estimate import ModelShape
+from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.losses import M2po
 from services.common.config.training.policy import ModelConfig, PolicyConfig, TrainerConfig
 
@@ -54,6 +55,23 @@ def policy(*, kl: float = 0.0, tokens: int = 8192, **trainer: Any) -> PolicyConf
 )
 def test_the_estimate_is_within_three_percent_of_the_storages_of_a_step(of: ModelShape, section: PolicyConfig) -> None:
     peak, estimate = measured_and_estimated(of, section)
+    assert estimate == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("of", "section"),
+    [
+        (shape(), policy()),
+        (shape(), policy(num_ranks=4, kl=0.1)),
+        (shape(head_norms=False), policy()),
+        (shape(), policy(gradient_checkpointing=False, tokens=4096)),
+    ],
+    ids=["two", "four and reference", "without norms", "kept"],
+)
+def test_the_estimate_below_an_adapter_is_within_three_percent(of: ModelShape, section: PolicyConfig) -> None:
+    adapted = section.model_copy(update={"adapter": AdapterConfig(rank=16, alpha=32)})
+    peak, estimate = measured_and_estimated(of, adapted)
     assert estimate == pytest.approx(peak, rel=0.03)
 
 

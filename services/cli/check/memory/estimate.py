@@ -237,7 +237,8 @@ def _moments(shape: ModelShape, policy: PolicyConfig) -> list[dict[str, float]]:
     and in the update, with the optimizer offloaded, three buckets of moments.
     saved is layers x hidden x c per token with gradient checkpointing, else layers x S. 4 is the type in which gradients
     are reduced over ranks. T is the token budget, or the context length if that is more: one sequence is never cut. A
-    single rank in its own precision gathers and reduces nothing. Below an adapter no weight has a gradient.
+    single rank in its own precision gathers and reduces nothing. Below an adapter no weight has a gradient, and the peak is
+    where the last layer is computed again, before the weights of the layer below are gathered: (B + E) c.
     """  # fmt: skip
     trainer, hidden, wide = policy.trainer, shape.hidden, shape.intermediate
     master, compute = DTYPE_BYTES[trainer.master_dtype], DTYPE_BYTES[trainer.compute_dtype]
@@ -258,7 +259,7 @@ def _moments(shape: ModelShape, policy: PolicyConfig) -> list[dict[str, float]]:
         "backward": head * (4 + compute) * gradients + blocks,
     }
     in_layer = {
-        "gathered": float((2 * layer + ends) * compute * sharded),
+        "gathered": float(((1 + gradients) * layer + ends) * compute * sharded),
         "activations": float(tokens * (kept + again)),
         "backward": ((head * compute + 4 * layer) * sharded + hidden * wide * compute) * gradients,
     }

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.errors import CorruptDataError
 from services.common.weights import codec
 from services.common.weights.codec import TensorEncoder, decode_tensor
 from services.common.weights.elements import rank as rank_of
@@ -17,6 +18,7 @@ from services.common.weights.elements import step_back, step_forward, unrank, zi
 from services.common.weights.planes import (
     PlaneReader,
     pack_columns,
+    pack_plane,
     pack_positions,
     pack_steps,
     scatter,
@@ -36,6 +38,32 @@ def test_true_positions_are_those_of_numpy(share: float, size: int, seed: int) -
     found = true_positions(flags)
     np.testing.assert_array_equal(found, np.flatnonzero(flags))
     assert found.dtype == np.intp
+
+
+def plainly_coded(positions: np.ndarray) -> bytes:
+    """Gaps of one byte, before each a byte of 255 for every full 255 elements."""
+    gaps = np.diff(positions, prepend=-1) - 1
+    return b"".join(bytes([255] * (gap // 255) + [gap % 255]) for gap in gaps.tolist())
+
+
+@settings(max_examples=60)
+@given(st.sampled_from([0.0005, 0.005, 0.02, 0.2]), st.integers(1, 5000), SEEDS)
+def test_positions_are_coded_as_gaps_with_escapes(share: float, size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    chosen = rng.random(size) < share
+    chosen[-1] = True  # at least one
+    positions = np.flatnonzero(chosen)
+    data = pack_positions(positions)
+    plane = PlaneReader(memoryview(data)).plane(at_least=len(positions), at_most=size)
+    assert plane.tobytes() == plainly_coded(positions)
+    np.testing.assert_array_equal(unpack_positions(PlaneReader(memoryview(data)), len(positions), size), positions)
+
+
+@pytest.mark.parametrize("coded", [[3] * 200 + [255], [255] + [3] * 199, [3] * 100 + [255, 255] + [3] * 100])
+def test_positions_of_another_number_or_with_a_last_escape_are_refused(coded: list[int]) -> None:
+    data = pack_plane(np.array(coded, dtype=np.uint8))
+    with pytest.raises(CorruptDataError):
+        unpack_positions(PlaneReader(memoryview(data)), 201 if coded[0] == 3 else 200, 1 << 16)
 
 
 @pytest.mark.parametrize("has_torch", [True, False])
