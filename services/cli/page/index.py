@@ -230,7 +230,9 @@ class RolloutIndex:
         evaluations = db.execute("SELECT evaluation, COUNT(*) AS found FROM rollouts GROUP BY evaluation")
         # One subquery for each end: SQLite reads it from the index, and several in one query from every row.
         ends = ", ".join(
-            f"(SELECT {end}({column}) FROM rollouts)" for column in ("reward", "tokens", "step") for end in ("MIN", "MAX")
+            f"(SELECT {end}({column}) FROM rollouts)"
+            for column in ("reward", "tokens", "step")
+            for end in ("MIN", "MAX")
         )
         ranges = list(db.execute(f"SELECT {ends}").fetchone())
         return {

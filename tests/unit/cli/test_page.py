@@ -149,7 +149,9 @@ def test_facets_are_counted_once_until_the_index_changes() -> None:
     facts: dict[str, Any] = {"task_group": "g", "turns": 1, "version": 0, "stop": "stop", "written_at": 1.0}
     for slot in range(3):
         with rollouts.writing():
-            rollouts.add_rollout(Rollout(number=slot + 1, slot=slot, reward=slot / 2, tokens=3, fate="waiting", **facts))
+            rollouts.add_rollout(
+                Rollout(number=slot + 1, slot=slot, reward=slot / 2, tokens=3, fate="waiting", **facts)
+            )
         found = rollouts.facets()
         assert found["fates"] == {"waiting": slot + 1} and found["reward"] == [0.0, slot / 2]
         assert rollouts.facets() is found, "counted once"
