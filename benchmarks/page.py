@@ -7,6 +7,7 @@ words, filters by task, step, reward, length and fate, sorts, goes through conve
     p95_ms            95th percentile over interactions, from the key or the address to the drawn result
     request_p95_ms    the same of the requests of the page, as the browser measures them
     slowest           the slowest kind of interaction and its median
+    server_cpu_ms     by kind, the median of the processor time of the server, which no other process lengthens
     errors            exceptions, errors of the console, failed requests
     indexed_s         seconds from the start of the command until everything is indexed and can be searched
     memory_mb         resident memory of the server at the end
@@ -31,7 +32,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from benchmarks._page_run import write_run
+from benchmarks._page_run import GROUP_SIZE, write_run
 from benchmarks._report import report_facts, report_nothing
 from services.common.system.free_ports import free_ports
 from tests.chromium import Page, browser
@@ -47,18 +48,21 @@ VIEWS = {"now": ".ring", "curves": "figure path.line", "fates": ".column", "weig
 class Person:
     """Does things in the page and measures them."""
 
-    def __init__(self, page: Page, address: str) -> None:
+    def __init__(self, page: Page, server: int) -> None:
+        """``server``: the process id of the server."""
         self._page = page
-        self._address = address
+        self._server_clock = (~server << 3) | 2  # as clock_getcpuclockid(3) makes it
         self.ms: dict[str, list[float]] = defaultdict(list)
+        self.server_cpu_ms: dict[str, list[float]] = defaultdict(list)
 
     async def timed(self, what: str, act: Callable[[], Awaitable[object]], shown: str) -> None:
         """From the act until what it wants is drawn: seen after the next frame."""
-        began = time.perf_counter()
+        began, spent = time.perf_counter(), time.clock_gettime(self._server_clock)
         await act()
         await self._page.until(shown)
         await self._page.run("new Promise((done) => requestAnimationFrame(() => done(1)))")
         self.ms[what].append(1000 * (time.perf_counter() - began))
+        self.server_cpu_ms[what].append(1000 * (time.clock_gettime(self._server_clock) - spent))
 
     async def goes(self, what: str, hash_: str, shown: str) -> None:
         await self.timed(what, lambda: self._page.run(f"void (location.hash = {hash_!r})"), shown)
@@ -79,12 +83,14 @@ class Person:
             await self.timed("next conversation", lambda: self._page.key("j"), shown)
 
 
-async def _measure(address: str, rounds: int, random: np.random.Generator) -> tuple[Person, list[float], list[str]]:
+async def _measure(
+    address: str, server: int, rounds: int, random: np.random.Generator
+) -> tuple[Person, list[float], list[str]]:
     async with browser() as page:
         await page.size(1280, 900)
         await page.open(address)
         await page.until("document.querySelector('.ring')")
-        person = Person(page, address)
+        person = Person(page, server)
         for _ in range(rounds):
             await person.looks_round()
             number = int(random.integers(1000))
@@ -94,6 +100,7 @@ async def _measure(address: str, rounds: int, random: np.random.Generator) -> tu
             await person.filters("fate=equal_rewards&order=-tokens", "filter by fate, sorted")
             await person.filters(f"words=grinds+{int(random.integers(100, 999))}", "search words")
             await person.filters("words=sacks", "search a word of all")
+            await person.filters("words=sacks&min_reward=0.5&order=tokens", "search, filter and sort")
             await person.filters("order=reward", "sort all by reward")
             await person.reads(5)
         requests = await page.run(
@@ -102,14 +109,14 @@ async def _measure(address: str, rounds: int, random: np.random.Generator) -> tu
         return person, requests, page.errors
 
 
-async def _indexed(address: str, process: asyncio.subprocess.Process, texts_of: int) -> None:
+async def _indexed(address: str, process: asyncio.subprocess.Process, rollouts: int) -> None:
     """Waits until the journal is indexed, texts included."""
     async with asyncio.timeout(INDEX_S), aiohttp.ClientSession() as session:
         while process.returncode is None:
             try:
-                async with session.get(f"{address}api/runs/0/rollouts", params={"words": "sacks"}) as answer:
+                async with session.get(f"{address}api/runs/0/facets") as answer:
                     found = await answer.json()
-                    if found["complete"] and found["total"] >= 0.95 * texts_of:
+                    if found["complete"] and found["texts_searched"] and found["indexed"] == rollouts:
                         return
             except aiohttp.ClientConnectionError:
                 pass  # not listening yet
@@ -132,9 +139,9 @@ async def _run(options: argparse.Namespace, folder: Path) -> None:
         sys.executable, "-m", "services.cli", "page", str(folder / "run"), "--port", str(port), cwd=ROOT
     )
     try:
-        await _indexed(address, process, options.trajectories * 63 // 64)
+        await _indexed(address, process, options.trajectories // GROUP_SIZE * GROUP_SIZE)
         indexed_s = time.perf_counter() - began
-        person, requests, errors = await _measure(address, options.rounds, np.random.default_rng(7))
+        person, requests, errors = await _measure(address, process.pid, options.rounds, np.random.default_rng(7))
         memory = _memory_mb(process.pid)
     finally:
         if process.returncode is None:
@@ -156,6 +163,7 @@ async def _run(options: argparse.Namespace, folder: Path) -> None:
         requests=len(requests),
         slowest={slowest: medians[slowest]},
         medians_ms=medians,
+        server_cpu_ms={what: statistics.median(values) for what, values in person.server_cpu_ms.items()},
         errors=len(errors),
         indexed_s=indexed_s,
         memory_mb=memory,

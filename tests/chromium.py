@@ -30,6 +30,7 @@ WAIT_S = 30.0  # on a busy machine
 _START_S = 60.0
 _END_S = 10.0
 _LOOK_S = 0.01
+_TOLD = 2000  # characters of the end of what a browser wrote
 
 
 class Page:
@@ -49,7 +50,11 @@ class Page:
             await self._reading
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the protocol. Raises ``AssertionError`` for a refused one, ``TimeoutError`` without an answer."""
+        """One command of the protocol.
+
+        Raises ``AssertionError`` for a refused one, ``TimeoutError`` without an answer, ``ConnectionError`` when the browser
+        has ended.
+        """
         self._number += 1
         number = self._number
         self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -109,6 +114,14 @@ class Page:
         path.write_bytes(base64.b64decode(answer["data"]))
 
     async def _read(self) -> None:
+        try:
+            await self._take_messages()
+        finally:  # nothing more comes, so no call waits for it
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(ConnectionError("the browser has closed its socket"))
+
+    async def _take_messages(self) -> None:
         async for message in self._socket:
             told = json.loads(message.data)
             if (number := told.get("id")) is not None:
@@ -131,20 +144,21 @@ async def browser(*arguments: str) -> AsyncIterator[Page]:
     """A new browser with a profile of its own, which ends with the block. ``arguments``: more of its switches."""
     program = installed("chromium")
     assert program is not None, "tests that need chromium say so"
-    with tempfile.TemporaryDirectory(prefix="millrace-browser-", ignore_cleanup_errors=True) as profile:
+    with (
+        tempfile.TemporaryDirectory(prefix="millrace-browser-", ignore_cleanup_errors=True) as profile,
+        (Path(profile) / "stderr").open("wb") as stderr,
+    ):
         process = await asyncio.create_subprocess_exec(
             program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
             "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
             "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost",
             f"--user-data-dir={profile}", "--remote-debugging-port=0", "--remote-allow-origins=*", *arguments, "about:blank",
-            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=stderr, start_new_session=True,
         )  # fmt: skip
         try:
-            port = await _port(Path(profile) / "DevToolsActivePort")
             async with aiohttp.ClientSession() as session:
-                async with session.get(f"http://127.0.0.1:{port}/json") as answer:
-                    targets = [target for target in await answer.json() if target["type"] == "page"]
-                async with session.ws_connect(targets[0]["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                address = await _address(process, Path(profile), session)
+                async with session.ws_connect(address, max_msg_size=0) as socket:
                     page = Page(socket)
                     for domain in ("Page", "Runtime", "Log", "Network"):
                         await page.call(f"{domain}.enable")
@@ -159,11 +173,23 @@ async def browser(*arguments: str) -> AsyncIterator[Page]:
                 await process.wait()
 
 
-async def _port(path: Path) -> int:
-    async with asyncio.timeout(_START_S):
-        while True:
-            with contextlib.suppress(FileNotFoundError):
-                lines = path.read_text().splitlines()
-                if len(lines) > 1:
-                    return int(lines[0])
-            await asyncio.sleep(_LOOK_S)
+async def _address(process: asyncio.subprocess.Process, profile: Path, session: aiohttp.ClientSession) -> str:
+    """The address of the first tab. Raises ``RuntimeError`` with what the browser wrote, when it has ended or is too late."""
+
+    def told(what: str) -> str:
+        return f"chromium {what}; it wrote:\n{(profile / 'stderr').read_text(errors='replace')[-_TOLD:]}"
+
+    try:
+        async with asyncio.timeout(_START_S):
+            while process.returncode is None:
+                with contextlib.suppress(FileNotFoundError, aiohttp.ClientConnectionError):
+                    lines = (profile / "DevToolsActivePort").read_text().splitlines()
+                    if len(lines) > 1:  # it listens before its first tab is there
+                        async with session.get(f"http://127.0.0.1:{lines[0]}/json") as answer:
+                            for target in await answer.json():
+                                if target["type"] == "page":
+                                    return str(target["webSocketDebuggerUrl"])
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        raise RuntimeError(told(f"has no tab after {_START_S:g} s")) from None
+    raise RuntimeError(told(f"ended with {process.returncode} at its start"))

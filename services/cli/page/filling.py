@@ -106,7 +106,7 @@ class Filler:
         group, _, slot = row.key.rpartition("/")
         sequences = record["sequences"]
         written = _written(record)
-        self._index.add_rollout(
+        is_first = self._index.add_rollout(
             Rollout(
                 number=row.number,
                 task_group=group,
@@ -120,6 +120,8 @@ class Filler:
                 written_at=row.written_at,
             )
         )
+        if not is_first:
+            return
         if self._pieces() is None:
             self._without_text.append(row.number)
         else:
@@ -136,13 +138,14 @@ class Filler:
 
     def _failure(self, row: Row, record: Json) -> None:
         group, _, slot = row.key.rpartition("/")
-        self._index.add_rollout(
+        is_first = self._index.add_rollout(
             Rollout(
                 number=row.number, task_group=group, slot=int(slot), reward=None, tokens=0, turns=0, version=0,
                 stop=str(record["reason"]), fate=FAILED, written_at=row.written_at,
             )
         )  # fmt: skip
-        self._index.add_text(row.number, f"{record['reason']} {record['detail']}")
+        if is_first:
+            self._index.add_text(row.number, f"{record['reason']} {record['detail']}")
 
     def _verdict(self, row: Row, record: Json) -> None:
         for verdict in records.verdicts_from_json(record):

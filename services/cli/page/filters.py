@@ -14,11 +14,15 @@ ORDERS = {
     "newest": "r.number DESC",
     "oldest": "r.number",
     "reward": "r.reward DESC, r.number DESC",
-    "-reward": "r.reward IS NULL, r.reward, r.number DESC",
+    "-reward": "r.reward NULLS LAST, r.number",
     "tokens": "r.tokens DESC, r.number DESC",
-    "-tokens": "r.tokens, r.number DESC",
+    "-tokens": "r.tokens, r.number",
 }
-"""The orders of a list. A rollout that failed has no reward and comes last."""
+"""The orders of a list, each one that SQLite reads from an index without a sort. A rollout that failed has no reward and
+comes last."""
+
+BY_AGE = {"newest": "DESC", "oldest": "ASC"}
+"""Orders by number, with the direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +46,7 @@ class Filter:
 
 
 def condition(wanted: Filter) -> tuple[str, list[Any]]:
-    """The condition on ``rollouts AS r`` in SQL, and its values."""
+    """The condition on ``rollouts AS r`` in SQL, and its values. Words are not part of it."""
     parts: list[str] = []
     values: list[Any] = []
     # A + keeps SQLite from the index of a wide range: the newest rows come first, and are soon enough.
@@ -67,14 +71,6 @@ def condition(wanted: Filter) -> tuple[str, list[Any]]:
     if wanted.task:
         parts.append("r.task IN (SELECT id FROM tasks WHERE name GLOB ?)")
         values.append(_glob(wanted.task))
-    if match := _match(wanted.words):
-        parts.append(
-            "(r.number IN (SELECT rowid FROM written WHERE written MATCH ?)"
-            " OR r.task IN (SELECT rowid FROM asked WHERE asked MATCH ?))"
-        )
-        values += [match, match]
-    elif wanted.words.strip():
-        parts.append("0")  # signs alone: no word has them
     return " AND ".join(parts) or "1", values
 
 
@@ -83,10 +79,10 @@ def _glob(pattern: str) -> str:
     return "".join(f"[{sign}]" if sign in "?[" else sign for sign in pattern)
 
 
-def _match(words: str) -> str:
-    """All words, each a prefix; each is quoted, so that FTS5 reads no syntax in the word.
+def words_of(text: str) -> list[str]:
+    """The words of a search; the first ``_MOST_WORDS`` count.
 
-    >>> _match('two AND "seven')
-    '"two"* "AND"* "seven"*'
+    >>> words_of('two AND "seven-8')
+    ['two', 'AND', 'seven', '8']
     """
-    return " ".join(f'"{word}"*' for word in _WORD.findall(words)[:_MOST_WORDS])
+    return _WORD.findall(text)[:_MOST_WORDS]

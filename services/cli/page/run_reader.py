@@ -52,7 +52,7 @@ LOOK_S = 1.0
 WATCHED_S = 15.0  # after a question, for which the orchestrator is asked
 FATES_SHARE = 10.0  # times the seconds that the last count of fates took: the least pause before the next
 TEXT_S = 20.0  # that the first conversation waits for its tokenizer; then ids are shown
-TRANSFERS = 400  # that are listed
+TRANSFERS = 100  # that are listed
 _STOP_S = 10.0
 _LOADING = threading.Lock()  # two threads that import transformers at once see half of it
 

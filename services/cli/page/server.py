@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 
+from services.cli.inspect.rows import Row
 from services.cli.page.curves import curves
 from services.cli.page.filters import ORDERS, Filter
 from services.cli.page.run_reader import RunReader, guarded
@@ -44,6 +45,7 @@ class PageServer:
     def __init__(self, run_dirs: Sequence[Path], host: str, port: int) -> None:
         """Raises ``ConfigError`` for a host other than loopback without keys."""
         self.readers = [RunReader(run_dir) for run_dir in run_dirs]
+        self._drawn: tuple[dict[Path, list[Row]], Json] = ({}, {})  # the newest curves, and the rows that they are of
         application = web.Application(middlewares=[_told])
         application.router.add_get("/", self._page)
         application.router.add_get("/assets/{name}", self._asset)
@@ -96,7 +98,16 @@ class PageServer:
         chosen = {r.run_dir: r for r in map(self._reader, request.query.get("runs", "0").split(","))}
         for reader in chosen.values():
             reader.asked()
-        return await _answer("the metrics", lambda: curves(list(chosen), lambda run_dir: chosen[run_dir].rows()))
+        return await _answer("the metrics", lambda: self._curves_of(chosen))
+
+    def _curves_of(self, chosen: Mapping[Path, RunReader]) -> Json:
+        """Computed once until a run has new rows, which make a new list."""
+        rows = {run_dir: reader.rows() for run_dir, reader in chosen.items()}
+        before, found = self._drawn
+        if list(rows) != list(before) or any(rows[run_dir] is not before[run_dir] for run_dir in rows):
+            found = curves(list(rows), lambda run_dir: rows[run_dir])
+            self._drawn = rows, found
+        return found
 
     async def _subject(self, request: web.Request) -> web.Response:
         reader = self._reader(request.match_info["run"])

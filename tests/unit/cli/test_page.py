@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from benchmarks._page_run import HOSTILE, write_run
 from services.cli.__main__ import app
 from services.cli.inspect.turns import marks_of, turns
+from services.cli.page import index
 from services.cli.page.command import check_runs, keys_to_serve
 from services.cli.page.curves import thinned
 from services.cli.page.filters import Filter
@@ -113,6 +114,53 @@ async def test_rollouts_are_found_by_words_task_step_reward_length_and_fate(runs
         assert lengths == sorted(lengths)
 
 
+async def test_a_search_stops_at_a_bound_and_says_so(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "MOST_FOUND", 120)
+    async with serving(runs / "one") as ask:
+        await complete(ask)
+        every = [row["number"] for row in (await ask("runs/0/rollouts", fate=TRAINED))[1]["rows"]]
+
+        async def found(**query: str | int) -> tuple[int, bool, list[int]]:
+            answer = (await ask("runs/0/rollouts", **query))[1]
+            return answer["total"], answer["more"], [row["number"] for row in answer["rows"]]
+
+        for words in ("sacks", "question"):  # of answers, and of the rows of all tasks
+            for order in ("newest", "oldest"):
+                total, more, numbers = await found(words=words, order=order)
+                assert (total, more) == (120, True)
+                assert numbers == sorted(numbers, reverse=order == "newest")
+            assert (await found(words=words, order="reward"))[:2] == (157 if words == "sacks" else 160, False)
+        assert (await found(words="sacks"))[2][:20] == [n for n, r in await _spoken(ask)][:20]
+        assert (await found(words="timeout"))[:2] == (3, False)
+        total, more, numbers = await found(words="sacks", fate=TRAINED)
+        assert numbers == every and more == (total == 120)
+        assert len((await found(words="sacks", offset=100))[2]) >= 20, "the rows up to the bound"
+        rewards = [r for n, r in await _spoken(ask, order="-reward")]
+        assert rewards == sorted(rewards)
+
+
+async def _spoken(ask: Ask, order: str = "newest") -> list[tuple[int, float]]:
+    rows = (await ask("runs/0/rollouts", order=order))[1]["rows"]
+    return [(row["number"], row["reward"]) for row in rows if row["reward"] is not None]
+
+
+def test_facets_are_counted_once_until_the_index_changes() -> None:
+    rollouts = RolloutIndex()
+    facts: dict[str, Any] = {"task_group": "g", "turns": 1, "version": 0, "stop": "stop", "written_at": 1.0}
+    for slot in range(3):
+        with rollouts.writing():
+            rollouts.add_rollout(
+                Rollout(number=slot + 1, slot=slot, reward=slot / 2, tokens=3, fate="waiting", **facts)
+            )
+        found = rollouts.facets()
+        assert found["fates"] == {"waiting": slot + 1} and found["reward"] == [0.0, slot / 2]
+        assert rollouts.facets() is found, "counted once"
+    with rollouts.writing():
+        rollouts.mark_closed("g", "cancelled")
+    assert rollouts.facets()["fates"] == {"cancelled": 3}
+    rollouts.close()
+
+
 async def test_a_conversation_has_roles_tools_expectation_and_every_token(runs: Path) -> None:
     async with serving(runs / "one") as ask:
         await complete(ask)
@@ -162,6 +210,26 @@ async def test_state_curves_fates_weights_and_events_come_from_files_alone(runs:
 
 async def _is_there(ask: Ask, path: str, key: str) -> bool:
     return (await ask(path))[1][key] is not None
+
+
+async def test_curves_follow_the_rows_that_a_run_adds(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "one", tmp_path / "grows")
+    path = tmp_path / "grows" / "metrics" / "orchestrator.jsonl"
+    (row,) = [row for row in map(json.loads, path.read_text().splitlines()) if row["kind"] == "training_step"]
+    async with serving(tmp_path / "grows") as ask:
+
+        async def last_step() -> float:
+            lines = (await ask("curves", runs="0"))[1]["panels"][0]["lines"]
+            return float(lines[0]["x"][-1]) if lines else 0.0
+
+        async def is_at(step: int) -> bool:
+            return await last_step() == step
+
+        await holds(lambda: is_at(1))
+        assert await is_at(1)
+        with path.open("a") as file:
+            file.write(json.dumps({**row, "step": 2}) + "\n")
+        await holds(lambda: is_at(2))
 
 
 async def test_runs_of_other_seeds_are_one_curve_with_a_band(runs: Path) -> None:
@@ -353,14 +421,14 @@ def test_a_turn_after_the_policys_own_end_has_its_role() -> None:
 
 
 def test_the_first_record_of_a_slot_counts_and_a_group_may_be_unknown() -> None:
-    index = RolloutIndex()
+    rollouts = RolloutIndex()
     facts: dict[str, Any] = {"task_group": "g", "slot": 0, "turns": 1, "version": 0, "stop": "stop", "written_at": 1.0}
-    with index.writing():
-        index.add_rollout(Rollout(number=1, reward=0.5, tokens=3, fate="waiting", **facts))
-        index.add_rollout(Rollout(number=2, reward=1.0, tokens=4, fate="waiting", **facts))
-    (row,) = index.list_(Filter())["rows"]
+    with rollouts.writing():
+        assert rollouts.add_rollout(Rollout(number=1, reward=0.5, tokens=3, fate="waiting", **facts))
+        assert not rollouts.add_rollout(Rollout(number=2, reward=1.0, tokens=4, fate="waiting", **facts))
+    (row,) = rollouts.list_(Filter())["rows"]
     assert (row["number"], row["reward"], row["task_id"]) == (1, 0.5, None)
-    index.close()
+    rollouts.close()
 
 
 def test_a_thinned_curve_keeps_its_peaks() -> None:

@@ -82,7 +82,7 @@
       const answer = await get(`runs/${page.run}/rollouts`, { ...query, offset: offset || "" }, asking.signal);
       rows = offset ? [...rows, ...answer.rows] : answer.rows;
       total = answer.total;
-      count.textContent = `${num(total)} of ${num(answer.indexed)} rollouts` + (answer.complete ? "" : ", more are being read …") +
+      count.textContent = `${answer.more ? "more than " : ""}${num(total)} of ${num(answer.indexed)} rollouts` + (answer.complete ? "" : ", more are being read …") +
         (answer.unreadable ? `, ${num(answer.unreadable)} records cannot be read` : "");
       const made = answer.rows.map((row, n) => item(row, offset + n));
       if (offset) list.append(...made);
@@ -131,7 +131,9 @@
     }
 
     function move(step) {
-      const at = rows.findIndex((row) => row.number === open);
+      // From the address: it is ahead of the shown rollout while keys come faster than conversations are drawn.
+      const from = page.parameters().get("open");
+      const at = from === null ? -1 : rows.findIndex((row) => row.number === Number(from));
       const next = rows[at < 0 ? (step > 0 ? 0 : rows.length - 1) : at + step];
       if (next) location.hash = link({ open: next.number });
       else if (step > 0 && rows.length < total) load(rows.length).then(() => move(step));

@@ -6,8 +6,6 @@
   const { get } = Millrace.api;
   const { bytes, card, clock, el, note, num, put, seconds, table, words } = Millrace.dom;
 
-  const LISTED = 100;
-
   function weights(place, page) {
     let last = "";
     return {
@@ -23,7 +21,7 @@
 
   function shown({ stages, replicas, transfers, total }) {
     const names = stages.map((stage) => stage.replace(/_s$/, ""));
-    const newest = [...transfers].reverse().slice(0, LISTED);
+    const newest = [...transfers].reverse();
     const sorted = newest.map((one) => one.serving_s ?? 0).sort((a, b) => a - b);
     const longest = Math.max(sorted[Math.floor(0.95 * sorted.length)] ?? 0, 1e-9); // one slow transfer does not hide the others
     return [
