@@ -57,7 +57,7 @@ def _call(cue: Cue, code: str) -> str | None:
 def _listed(prompt: str) -> list[Mapping[str, Any]]:
     """The functions between ``<tools>`` and ``</tools>``, one JSON object in each line."""
     _, _, rest = prompt.partition("<tools>")
-    found = []
+    found: list[Mapping[str, Any]] = []
     for line in rest.partition("</tools>")[0].splitlines():
         try:
             entry = json.loads(line)

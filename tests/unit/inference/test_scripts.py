@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 import millrace
-
 from services.common.config.data import WorkflowConfig
 from services.common.config.processes.services import ForcedEngineConfig
 from services.common.config.reading.loading import validate
