@@ -28,6 +28,11 @@ def summary(run_dir: Path) -> Path:
     return run_dir / "summary.json"
 
 
+def pids(run_dir: Path) -> Path:
+    """The process ids of the launch, by instance; written anew when a process starts."""
+    return run_dir / "pids.json"
+
+
 def changes(run_dir: Path) -> Path:
     """Settings that changed when the run was continued, a row for each."""
     return run_dir / "recipe.changes.jsonl"

@@ -73,6 +73,20 @@ def test_the_recipe_of_a_guide_is_valid(follow: Callable[[str], Path], guide: st
     assert load_recipe(Path(recipe), [], {}).name == yaml.safe_load(Path(recipe).read_text())["name"]
 
 
+@pytest.mark.parametrize("recipe", [name for name in files("hub-environments.md") if name.endswith(".yaml")])
+def test_the_recipe_of_an_environment_from_a_hub_is_valid(follow: Callable[[str], Path], recipe: str) -> None:
+    """Without the environment itself, which is a package or a server elsewhere."""
+    follow("hub-environments.md")
+    assert load_recipe(Path(recipe), [], {}).data.evaluation
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_the_recipes_of_a_guide_name_no_path_in_the_checkout(guide: str) -> None:
+    """So that they work in any folder."""
+    for name, text in files(guide).items():
+        assert "extends: ../recipes" not in text, name
+
+
 @pytest.mark.parametrize(("guide", "block"), CONSOLE, ids=[guide for guide, _ in CONSOLE])
 def test_the_error_of_a_guide_is_what_the_command_says(follow: Callable[[str], Path], guide: str, block: str) -> None:
     here = follow(guide)

@@ -47,7 +47,8 @@ def _cells(metrics: Mapping[str, float], source: str) -> list[str]:
 
 
 def source_words(row: Mapping[str, float]) -> str:
-    """The sources of a row of a training step in one line; empty for a run with one dataset.
+    """The sources of a row of a training step in one line; empty for a run with one dataset. A source without a rollout
+    that ended since the batch before has the mean reward of the batch.
 
     >>> source_words({"source/a/share": 0.25, "source/a/wanted_share": 0.25, "source/a/rollout_reward_mean": 0.5})
     'a 25.0% of the sequences (wanted 25.0%), reward 0.500'
@@ -55,5 +56,7 @@ def source_words(row: Mapping[str, float]) -> str:
     told = []
     for source in sources_in(row):
         share, wanted, reward, *_ = _cells(row, source)
-        told.append(f"{source} {share} of the sequences (wanted {wanted}), reward {reward}")
+        batch = row.get(source_key(source, SourceKey.BATCH_REWARD_MEAN))
+        shown = f"batch reward {batch:.3f}" if reward == _DASH and batch is not None else f"reward {reward}"
+        told.append(f"{source} {share} of the sequences (wanted {wanted}), {shown}")
     return "; ".join(told)

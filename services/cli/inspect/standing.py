@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import filterfalse
 from pathlib import Path
 
 from services.cli.console.source_table import source_words
@@ -105,14 +106,36 @@ def _read_metrics(found: Standing, rows: Iterable[Row] | None) -> None:
 
 
 def newest_run(runs: Path = Path("runs")) -> Path | None:
-    """The run in a directory of runs that was begun last; None without any."""
+    """The run in a directory of runs that was begun or resumed last; None without any.
+
+    A finished evaluation (``millrace eval``) counts only where no other run is: it has no checkpoint, and the run that it
+    evaluated is the one to read.
+    """
     found = []
     for resolved in runs.glob(f"*/{RESOLVED}"):
         try:
-            found.append((resolved.stat().st_mtime_ns, resolved.parent))
+            found.append((_begun_ns(resolved), resolved.parent))
         except OSError:
             continue  # it was removed meanwhile
-    return max(found, default=(0, None))[1]
+    newest_first = [run_dir for _, run_dir in sorted(found, reverse=True)]
+    return next(filterfalse(_is_finished_evaluation, newest_first), next(iter(newest_first), None))
+
+
+def _begun_ns(resolved: Path) -> int:
+    """When the processes of a run were started last; each launch writes their ids."""
+    try:
+        return max(resolved.stat().st_mtime_ns, run_files.pids(resolved.parent).stat().st_mtime_ns)
+    except FileNotFoundError:
+        return resolved.stat().st_mtime_ns
+
+
+def _is_finished_evaluation(run_dir: Path) -> bool:
+    if not ended(run_dir):
+        return False
+    try:
+        return load_resolved(run_dir).run.steps == 0
+    except ConfigError:
+        return False  # damaged, or of another version: the command that reads it tells
 
 
 def run_or_newest(run: Path | None) -> Path:

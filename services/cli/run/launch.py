@@ -249,7 +249,7 @@ def _write_pids(run_dir: Path, processes: Processes) -> None:
         run_dir / ".pids.json.partial"
     )  # so that no reader sees half a file, and a full disk leaves the previous one
     beside.write_text(json.dumps(processes.pids(), indent=1))
-    beside.replace(run_dir / "pids.json")
+    beside.replace(run_files.pids(run_dir))
 
 
 def _summary(run_dir: Path, seconds: float, load: float) -> RunSummary:

@@ -256,11 +256,10 @@ def check_sampling(trains: bool, sampling: SamplingConfig, inference: dict[str, 
 
 def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, policies: dict[str, PolicyConfig]) -> None:
     """Check that evaluations have datasets and name policies of the recipe. Raises ``ValueError``."""
-    evaluation = evaluation
     if not data.evaluation and (evaluation.at_start or evaluation.at_end or evaluation.every):
         raise ValueError(
-            "evaluation is on but data.evaluation is missing: name a dataset there, "
-            "or set evaluation.at_start and evaluation.at_end to false and evaluation.every to 0"
+            "evaluation is on but data.evaluation is missing: name a dataset there, such as the rows of data.train with "
+            "hold_out: 20 in both, or set evaluation.at_start and evaluation.at_end to false and evaluation.every to 0"
         )
     for name, dataset in data.evaluation.items():
         if evaluation.max_in_flight is not None and evaluation.max_in_flight < (dataset.samples_per_task or 0):

@@ -33,6 +33,12 @@ def test_watch_shows_a_line_for_each_source_with_share_reward_and_staleness() ->
     assert maths[1:5] == ["maths", "34.0%", "33.3%", "-"], "no rollout finished since the batch before"
 
 
+def test_the_line_of_a_run_has_the_reward_of_the_batch_where_no_rollout_ended_since_the_batch_before() -> None:
+    row = ROW | {source_key("maths", SourceKey.BATCH_REWARD_MEAN): 0.25}
+    assert "(wanted 33.3%), batch reward 0.250" in source_words(row)
+    assert "(wanted 66.7%), reward 0.125" in source_words(row)
+
+
 def test_sources_of_several_policies_are_told_apart() -> None:
     policies = [run_pb2.PolicyProgress(policy=name, metrics=ROW) for name in ("a", "b")]
     text = shown(policies)

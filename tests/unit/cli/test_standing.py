@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import threading
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,8 @@ def run_dir(tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatc
     return make_run(tmp_path / "runs" / "quick", unused_tcp_port)
 
 
-def make_run(directory: Path, port: int) -> Path:
-    overrides = [f"run.id={directory.name}", f"orchestrator.port={port}"]
+def make_run(directory: Path, port: int, *more: str) -> Path:
+    overrides = [f"run.id={directory.name}", f"orchestrator.port={port}", *more]
     save_resolved(load_recipe(REPOSITORY / "recipes/quickstart", overrides, {}), directory)
     return directory
 
@@ -106,6 +107,27 @@ def test_the_newest_run_is_the_one_begun_last(run_dir: Path, unused_tcp_port: in
     assert newest_run() == Path("runs") / later.name
     os.utime(later / "recipe.json", (0, 0))
     assert newest_run() == Path("runs") / run_dir.name
+
+
+def test_a_run_that_was_resumed_is_newer_than_one_begun_meanwhile(run_dir: Path, unused_tcp_port: int) -> None:
+    later = make_run(run_dir.parent / "a-later-one", unused_tcp_port)
+    os.utime(run_dir / "recipe.json", (1, 1))
+    os.utime(later / "recipe.json", (2, 2))
+    (run_dir / "pids.json").write_text("{}")
+    assert newest_run() == Path("runs") / run_dir.name
+
+
+@pytest.mark.parametrize(("state", "alone", "newest"), [("", False, 1), ("finished", False, 0), ("finished", True, 1)])
+def test_a_finished_evaluation_is_the_newest_run_only_where_it_is_alone(
+    run_dir: Path, unused_tcp_port: int, state: str, alone: bool, newest: int
+) -> None:
+    evaluation = make_run(run_dir.parent / "an-evaluation", unused_tcp_port, "run.steps=0", "run.until=null")
+    os.utime(run_dir / "recipe.json", (1, 1))
+    if state:
+        end(evaluation, state)
+    if alone:
+        shutil.rmtree(run_dir)
+    assert newest_run() == Path("runs") / (run_dir, evaluation)[newest].name
 
 
 @pytest.mark.parametrize("named", [True, False])

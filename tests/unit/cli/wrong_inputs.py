@@ -207,7 +207,7 @@ WRONG = [
           {TRAIN: {"generator": "my_rewards:rows", "settings": {"split": "a"}}}),
     Wrong("generator of texts", (TRAIN, "row 1", "must be a mapping"), {TRAIN: {"generator": "my_rewards:bad_rows"}}),
     Wrong("generator that raises", (TRAIN, "my_rewards.py:", "raised ValueError", "no such file"), {TRAIN: {"generator": "my_rewards:raising_rows"}}),
-    Wrong("evaluation without data", ("data.evaluation is missing", "at_start"), {"evaluation": {"at_start": True}}),
+    Wrong("evaluation without data", ("data.evaluation is missing", "hold_out", "at_start"), {"evaluation": {"at_start": True}}),
     Wrong("evaluation on training rows", ("12 of 12 tasks", "overlap with data.train"), HELD_OUT),
     # -- the reward
     reward("a misspelt reward", "maths", REWARD, "'maths'", "did you mean 'math'"),

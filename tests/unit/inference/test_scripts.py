@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
 
+import millrace
 from services.common.config.data import WorkflowConfig
 from services.common.config.processes.services import ForcedEngineConfig
 from services.common.config.reading.loading import validate
@@ -202,6 +203,24 @@ async def test_a_tool_is_called_before_the_answer_and_sometimes_fails(workflow: 
     assert set(failed) == {0.0, 1.0}
     if workflow == "tool_math":
         assert all(outcome.sequences[0].metrics["format_penalty"] == 0 for outcome in played.outcomes)
+
+
+@millrace.tool
+def convert(amount: float, unit: Literal["km", "miles"], digits: int, labels: list[str], note: str = "") -> str:
+    """Convert a length."""
+    return f"{amount:.{digits}f} {unit} {labels} {note}"
+
+
+async def test_a_tool_that_runs_no_code_is_called_as_the_prompt_lists_it() -> None:
+    played = await play("tool_use", MATH, policy="model0", tools=["tests.unit.inference.test_scripts:convert"])
+    assert about_half([reward == 1.0 for reward in played.rewards])
+    calls = [parse_json_call(find_call(texts[0])) for texts in played.texts]  # type: ignore[arg-type]
+    assert {call.name for call in calls} == {"convert"}  # type: ignore[union-attr]
+    right = {"amount": 1.5, "unit": "km", "digits": 1, "labels": []}
+    given = [dict(call.arguments) for call in calls]  # type: ignore[union-attr]
+    assert all(arguments in ({}, right) for arguments in given) and right in given and {} in given
+    failed = [outcome.sequences[0].metrics["tool_errors"] for outcome in played.outcomes]
+    assert failed == [float(not arguments) for arguments in given]
 
 
 async def test_code_between_the_tags_is_code() -> None:
