@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import threading
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
