@@ -35,6 +35,13 @@ def percent() -> Any:
     return PercentFormatter(1.0)
 
 
+def thousands() -> Any:
+    """A formatter of large numbers with a prefix: 150k, 2M."""
+    from matplotlib.ticker import EngFormatter
+
+    return EngFormatter(sep="")
+
+
 def drawn(draw: Callable[[], T], console: Console) -> T | None:
     """The result of ``draw``; or None and the reason if no picture can be made, because no command fails for a missing
     picture."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from services.cli.console import drawing
 from services.cli.inspect.pictures.seeds import Points, Runs, band
 from services.cli.inspect.rows import Row
 from services.common.telemetry.metrics import (
@@ -126,6 +127,8 @@ def _frame(ax: Any, panel: Panel) -> None:
     ax.set_ylabel(panel.y)
     if panel.x != SECONDS:
         ax.xaxis.get_major_locator().set_params(integer=True)
+    if panel.x == TOKENS:  # labels of six digits overlap
+        ax.xaxis.set_major_formatter(drawing.thousands())
 
 
 def _draw_group(ax: Any, panel: Panel, group: Runs, number: int, alone: bool) -> None:
