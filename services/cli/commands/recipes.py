@@ -11,7 +11,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from services.cli.console.options import JsonOption, ProfileOption, RecipeArgument, SetOption, console
+from services.cli.console.options import (
+    JsonOption,
+    OptionalRecipeArgument,
+    ProfileOption,
+    RecipeArgument,
+    SetOption,
+    console,
+)
 from services.cli.console.plain import say
 
 recipe_app = typer.Typer()
@@ -50,7 +57,7 @@ def new(
 
 @recipe_app.command()
 def run(
-    recipe: Annotated[Path | None, typer.Argument(help="A recipe.yaml, or a directory that holds one.")] = None,
+    recipe: OptionalRecipeArgument = None,
     set_: SetOption = None,
     profile: ProfileOption = None,
     resume: Annotated[

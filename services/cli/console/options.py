@@ -8,9 +8,21 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from services.common.config.reading.inherit import is_name, shipped_recipe
+
 console = Console()
 
-RecipeArgument = Annotated[Path, typer.Argument(help="A recipe.yaml, or a directory that holds one.")]
+
+def _file_of_name(recipe: Path | None) -> Path | None:
+    """The file of a recipe that comes with Millrace, where its name is given and no file or directory has this name."""
+    if recipe is None or recipe.exists() or not is_name(str(recipe)):
+        return recipe
+    return shipped_recipe(str(recipe)) or recipe
+
+
+RECIPE_HELP = "A recipe.yaml, a directory that holds one, or the name of a recipe of Millrace, such as `quickstart`."
+RecipeArgument = Annotated[Path, typer.Argument(help=RECIPE_HELP, callback=_file_of_name)]
+OptionalRecipeArgument = Annotated[Path | None, typer.Argument(help=RECIPE_HELP, callback=_file_of_name)]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Override a setting, e.g. `--set run.steps=20`. May be repeated.")
 ]

@@ -225,3 +225,9 @@ def test_every_import_path_that_leads_nowhere_is_told_with_its_key(recipe: Path)
             "envgateway.tools.paths[0]", "envgateway.rewards[0]")  # fmt: skip
     lines = [line.strip() for line in caught.value.message.splitlines()[1:]]
     assert [line.partition(": ")[0] for line in lines] == list(keys)
+
+
+def test_commands_take_the_name_of_a_recipe_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(app, ["check", "quickstart", "--show"])
+    assert shown.exit_code == 0 and "name: quickstart" in shown.output, shown.output

@@ -167,3 +167,27 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, advice: str) -> None:
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no recipe at"):
         load_recipe(tmp_path / "nothing")
+
+
+def test_the_name_of_a_recipe_of_millrace_finds_it_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe(Path("quickstart")).name == "quickstart"
+
+
+def test_a_folder_of_ones_own_goes_before_a_recipe_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    write(tmp_path / "quickstart", MINIMAL)
+    assert load_recipe(Path("quickstart")).name == "tiny"
+
+
+def test_a_name_that_no_recipe_has_is_answered_with_those_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no recipe at quickstar:.* quickstart, "):
+        load_recipe(Path("quickstar"))

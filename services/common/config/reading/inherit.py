@@ -33,10 +33,9 @@ def parent_of(file: Path, extends: object) -> Path:
     for place in (beside, beside / "recipe.yaml"):
         if place.is_file():
             return place
-    if not extends.endswith((".yaml", ".yml")) and "/" not in extends:
-        for place in (RECIPES / f"{extends}.yaml", RECIPES / extends / "recipe.yaml"):
-            if place.is_file():
-                return place
+    if is_name(extends):
+        if (shipped := shipped_recipe(extends)) is not None:
+            return shipped
         raise ConfigError(
             f"{file}: extends names {extends!r}, which is neither a file beside it nor a recipe that comes with Millrace: "
             f"write a path, or one of {', '.join(names())}"
@@ -45,6 +44,17 @@ def parent_of(file: Path, extends: object) -> Path:
         f"{file}: extends names {beside}, which does not exist: write a path relative to {file.parent}, or the name of a "
         f"recipe that comes with Millrace, such as base"
     )
+
+
+def is_name(text: str) -> bool:
+    """Whether ``text`` can name a recipe that comes with Millrace, because it is no path."""
+    return not text.endswith((".yaml", ".yml")) and "/" not in text
+
+
+def shipped_recipe(name: str) -> Path | None:
+    """The file of the recipe ``name`` that comes with Millrace, such as ``quickstart``; None if there is none."""
+    places = (RECIPES / f"{name}.yaml", RECIPES / name / "recipe.yaml")
+    return next((place for place in places if place.is_file()), None)
 
 
 def names() -> list[str]:

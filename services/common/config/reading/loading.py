@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from services.common.config.reading.defaults import spread_defaults
 from services.common.config.reading.explain import explain
 from services.common.config.reading.gpu_variables import gpu_settings
-from services.common.config.reading.inherit import inherit, parent_of
+from services.common.config.reading.inherit import inherit, is_name, names, parent_of, shipped_recipe
 from services.common.config.reading.own_workflows import with_own_workflows
 from services.common.config.recipe import Recipe
 from services.common.config.yaml_files import read_yaml
@@ -42,7 +42,8 @@ def load_recipe(
     environment: Mapping[str, str] = os.environ,
     profile: Profile | None = None,
 ) -> Recipe:
-    """Read and validate a recipe (a file, or a directory that holds ``recipe.yaml``).
+    """Read and validate a recipe: a file, a directory that holds ``recipe.yaml``, or the name of a recipe that comes
+    with Millrace, such as ``quickstart``; a file or directory of that name in the current directory goes first.
 
     ``profile`` transforms the whole recipe, and may choose other devices than the GPUs that variables name; overrides
     count before it and, but for ``data``, once more after it.
@@ -130,11 +131,14 @@ def _add_modules(tree: dict[str, Any], folder: Path) -> None:
 
 def _recipe_file(path: Path) -> Path:
     file = path / "recipe.yaml" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(
-            f"no recipe at {file}: name a recipe.yaml or a directory that holds one, such as recipes/quickstart"
-        )
-    return file
+    if file.is_file():
+        return file
+    if is_name(str(path)) and (shipped := shipped_recipe(str(path))) is not None:
+        return shipped
+    raise ConfigError(
+        f"no recipe at {file}: name a recipe.yaml, a directory that holds one, or a recipe that comes with Millrace: "
+        f"{', '.join(names())}"
+    )
 
 
 def _read(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
