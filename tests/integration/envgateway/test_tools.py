@@ -166,7 +166,7 @@ async def test_a_process_killed_in_mid_cell_is_reported_and_replaced(played: Pla
 
 async def test_a_process_that_ends_between_two_cells_is_reported_and_replaced(played: Played) -> None:
     episode = await played.episode("tools", ["jupyter_code"])
-    await episode.cell("import os, threading\nx = 1\nthreading.Timer(0.1, os._exit, (3,)).start()")
+    await episode.cell("import os, threading\nx = 1\nthreading.Timer(1.0, os._exit, (3,)).start()")  # after the cell
     await until(lambda: not programs(supervisor_of(played.pool)), "it has ended")
     fresh = await episode.cell("'x' in globals()")
     assert _status(fresh) == "ok" and fresh.observation.endswith("it ended between two calls)\nFalse")
