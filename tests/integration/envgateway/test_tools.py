@@ -168,9 +168,12 @@ async def test_a_process_that_ends_between_two_cells_is_reported_and_replaced(pl
     episode = await played.episode("tools", ["jupyter_code"])
     await episode.cell("import os, threading\nx = 1\nthreading.Timer(1.0, os._exit, (3,)).start()")  # after the cell
     await until(lambda: not programs(supervisor_of(played.pool)), "it has ended")
+    other = await played.episode("tools", ["jupyter_code"])
+    await other.cell("1")  # its answer comes after the supervisor's message of the end
     fresh = await episode.cell("'x' in globals()")
     assert _status(fresh) == "ok" and fresh.observation.endswith("it ended between two calls)\nFalse")
-    await episode.close()
+    for one in (episode, other):
+        await one.close()
     await played.all_ended()
 
 
