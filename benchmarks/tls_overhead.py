@@ -82,10 +82,10 @@ def main() -> None:
         asyncio.run(_control("control", _calls, "reports_per_s", keys, folder, rounds, seconds, measured))
         asyncio.run(_control("commands", _commands, "commands_per_s", keys, folder, rounds // 2, seconds, measured))
         asyncio.run(_weights(keys, folder, rounds, mib, measured))
-        of_length = ((TOKENS, "trajectories_per_s", 6, 24), (options.tokens, "long_trajectories_per_s", 2, 10))
+        of_length = ((TOKENS, "trajectories_per_s", 5, 24), (options.tokens, "long_trajectories_per_s", 2, 10))
         for tokens, quantity, num_quick, num_full in of_length:
-            number = num_quick if options.quick else num_full
-            asyncio.run(_trajectories(quantity, tokens, keys, folder, number, 1.0, measured))
+            number, turn_s = (num_quick, 0.7) if options.quick else (num_full, 1.0)
+            asyncio.run(_trajectories(quantity, tokens, keys, folder, number, turn_s, measured))
     found = {quantity: _ratio(arms) for quantity, arms in measured.items()}
     control = found["reports_per_s"]["ratio"]
     trajectories = found["trajectories_per_s"]
