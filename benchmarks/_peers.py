@@ -284,6 +284,7 @@ class ScriptedTrainer:
         self.commands: list[str] = []
         self.stopped = asyncio.Event()
         self.pulled: dict[int, Pulled] = {}
+        self._step = 0  # the last of ``throughput``
         self._channel = channel(address)
         self.stub = training_pb2_grpc.TrainingServiceStub(self._channel)
         self._tasks = TaskOwner()
@@ -320,14 +321,14 @@ class ScriptedTrainer:
         self, seconds: float, warm_up: int = 1, warm: Callable[[], None] = lambda: None
     ) -> tuple[int, float]:
         """Pull and publish step after step for so long; sequences pulled and seconds, both after ``warm_up`` steps, at
-        then ``warm`` is called."""
-        count, begin, step = 0, 0.0, 0
+        then ``warm`` is called. Another call goes on with the step after."""
+        count, begin, warm_at = 0, 0.0, self._step + warm_up
         while not begin or time.perf_counter() - begin < seconds:
-            step += 1
-            pulled = await self.pull(step)
+            self._step += 1
+            pulled = await self.pull(self._step)
             count += len(pulled.sequences)
-            await self.publish(step)
-            if step == warm_up:
+            await self.publish(self._step)
+            if self._step == warm_at:
                 warm()
                 count, begin = 0, time.perf_counter()
         return count, time.perf_counter() - begin

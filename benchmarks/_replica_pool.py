@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks._peers import Rollouts, digest_of
 from services.common.aio import TaskOwner
 from services.common.pb import account_pb2, pool_pb2, pool_pb2_grpc, weights_pb2
-from services.common.rpc.client.channel import KEEPALIVE
+from services.common.rpc.client.channel import KEEPALIVE, MEMBER_WINDOW
 from services.common.telemetry.activities import ActivityName
 from services.common.wire.records import duration_from_proto
 
@@ -260,7 +260,7 @@ async def play(plan: PoolPlan) -> None:
 
 def _stub(address: str) -> pool_pb2_grpc.PoolServiceAsyncStub:
     """Of a connection of its own: channels to one address share theirs unless they are told not to."""
-    options = [*KEEPALIVE, ("grpc.use_local_subchannel_pool", 1)]
+    options = [*KEEPALIVE, *MEMBER_WINDOW, ("grpc.use_local_subchannel_pool", 1)]
     stub: pool_pb2_grpc.PoolServiceAsyncStub = pool_pb2_grpc.PoolServiceStub(
         grpc.aio.insecure_channel(address, options=options)
     )

@@ -53,6 +53,9 @@ from services.inference.weights.fetcher import SourceFetcher
 AT_ONCE = 16
 BATCH = 256
 TOKENS = 1000
+MAX_STALENESS = 2
+TURN_S = 120.0  # at most; records that are refused would else be waited for without end
+WAITING_BATCHES = MAX_STALENESS + 1  # that an orchestrator has made before its turn
 _ARMS = ("plain", "secured")
 
 Measured = dict[str, dict[str, list[float]]]  # by quantity, by arm
@@ -77,17 +80,12 @@ def main() -> None:
         folder = Path(name)
         keys = Keyring.make(folder / "keys", RUN)
         asyncio.run(_control("control", _calls, "reports_per_s", keys, folder, rounds, seconds, measured))
-        asyncio.run(_control("commands", _commands, "commands_per_s", keys, folder, rounds, seconds, measured))
+        asyncio.run(_control("commands", _commands, "commands_per_s", keys, folder, rounds // 2, seconds, measured))
         asyncio.run(_weights(keys, folder, rounds, mib, measured))
-        # Each takes new processes, so a round is long, and differs from the next by a tenth and more.
-        of_length = ((TOKENS, "trajectories_per_s", 5, 12), (options.tokens, "long_trajectories_per_s", 1, 5))
+        of_length = ((TOKENS, "trajectories_per_s", 5, 24), (options.tokens, "long_trajectories_per_s", 2, 10))
         for tokens, quantity, num_quick, num_full in of_length:
-            for number in range(num_quick if options.quick else num_full):
-                for arm in _in_turn(number):
-                    place = folder / f"{quantity}-{arm}{number}"
-                    place.mkdir()
-                    rate = asyncio.run(_trajectories(keys if arm == "secured" else None, place, tokens, 1.5))
-                    _note(measured, quantity, arm, rate)
+            number, turn_s = (num_quick, 0.7) if options.quick else (num_full, 1.0)
+            asyncio.run(_trajectories(quantity, tokens, keys, folder, number, turn_s, measured))
     found = {quantity: _ratio(arms) for quantity, arms in measured.items()}
     control = found["reports_per_s"]["ratio"]
     trajectories = found["trajectories_per_s"]
@@ -264,22 +262,34 @@ async def _serve_control(options: argparse.Namespace) -> None:
 # --- trajectories ----------------------------------------------------------------------------------------------------
 
 
-async def _trajectories(keys: Keyring | None, folder: Path, tokens: int, seconds: float) -> float:
-    """Sequences per second that a trainer holds, from the second batch on."""
-    port = free_port()
-    _write_recipe(folder, port)
-    processes = [_spawn("orchestrator", port, keys, folder), _spawn("replica", port, keys, tokens=tokens)]
-    with identity.used(_holding(keys, Role.TRAINER)):
-        trainer = ScriptedTrainer(f"127.0.0.1:{port}")
-    try:
-        async with asyncio.timeout(60):
-            await trainer.join()
-            await trainer.publish(0)
-        count, took_s = await trainer.throughput(seconds)
-        return count / took_s
-    finally:
-        await trainer.close()
-        kill(processes)
+async def _trajectories(
+    quantity: str, tokens: int, keys: Keyring, folder: Path, rounds: int, seconds: float, found: Measured
+) -> None:
+    """Sequences per second that a trainer holds. Both orchestrators run all the time, and are measured in turn: one whose
+    batches are not pulled stands still at its quota."""
+    with ExitStack() as ended:
+        trainers = {}
+        for arm in _ARMS:
+            port, held = free_port(), keys if arm == "secured" else None
+            place = folder / f"{quantity}-{arm}"
+            place.mkdir()
+            _write_recipe(place, port, tokens)
+            for process in (_spawn("orchestrator", port, held, place), _spawn("replica", port, held, tokens=tokens)):
+                ended.callback(kill, [process])
+            with identity.used(_holding(held, Role.TRAINER)):
+                trainers[arm] = ScriptedTrainer(f"127.0.0.1:{port}")
+        for trainer in trainers.values():
+            async with asyncio.timeout(60):
+                await trainer.join()
+                await trainer.publish(0)
+        for number in range(-1, rounds):  # the first one warms up
+            for arm in _in_turn(number):
+                async with asyncio.timeout(TURN_S):
+                    count, took_s = await trainers[arm].throughput(seconds, WAITING_BATCHES)
+                if number >= 0:
+                    _note(found, quantity, arm, count / took_s)
+        for trainer in trainers.values():
+            await trainer.close()
 
 
 async def _play(options: argparse.Namespace) -> None:
@@ -291,16 +301,17 @@ async def _play(options: argparse.Namespace) -> None:
     await replica.close()
 
 
-def _write_recipe(folder: Path, port: int) -> None:
+def _write_recipe(folder: Path, port: int, tokens: int = TOKENS) -> None:
     data = folder / "tasks.jsonl"
     data.write_text("".join(json.dumps({"question": f"question {row}"}) + "\n" for row in range(1000)))
     tree = {
         "name": "tls-overhead",
         "run": {"id": RUN, "steps": 1_000_000},
-        "policies": {POLICY: {"model": {"path": "none"}, "batch": {"size": BATCH, "max_staleness": 2}}},
+        "policies": {POLICY: {"model": {"path": "none"}, "batch": {"size": BATCH, "max_staleness": MAX_STALENESS}}},
         "data": {"train": {"path": str(data)}},
         "evaluation": {"at_start": False, "at_end": False},
         "rollout": {"group_size": 8},
+        "sampling": {"max_new_tokens": tokens},
         "orchestrator": {"port": port, "min_free_bytes": 0},
         "inference": {"a": {"engine": "scripted", "port": 0}},
         "envgateway": None,

@@ -77,7 +77,8 @@ def measure(directory: Path, rounds: int) -> None:
             joined_s = run.wait_for(lambda: run.trajectories()["a"] > 0, "the first trajectory of a")
             print(f"a brings its first trajectory {joined_s:.1f} s after the command was pasted")
             run.wait_for(lambda: run.trajectories()["b"] > 0, "a trajectory of b")
-            losses = Losses(run, away_s=LEASE_S + (2.0 if rounds == 1 else 7.0), there_s=2.0)
+            # With one round, node 1 is away until its work has been given away, and no longer.
+            losses = Losses(run, away_s=LEASE_S + (0.0 if rounds == 1 else 7.0), there_s=0.5 if rounds == 1 else 2.0)
             for _ in range(rounds):
                 machines.unplug()
                 losses.lost("cable out")

@@ -28,7 +28,7 @@ from services.common.aio import deadline
 from services.common.errors import ConfigError
 from services.common.net import hosts
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.rpc.client.channel import KEEPALIVE
+from services.common.rpc.client.channel import KEEPALIVE, fixed_window
 from services.common.rpc.credentials import server_credentials
 from services.common.rpc.interceptors import CallInterceptor, Chain, ContextInterceptor, ErrorInterceptor
 from services.common.rpc.limits import server_options
@@ -43,6 +43,7 @@ from services.common.wire.records import timestamp_to_proto
 
 log = structlog.get_logger()
 
+REQUEST_WINDOW = 256 << 10  # a message of records; a thousand members may fill theirs at once
 STATUS_SERVICE = "millrace.v1.StatusService"
 GRACE_S = 5.0
 STOP_CALLBACK_S = 30.0
@@ -89,6 +90,7 @@ class Server:
             options=[
                 *KEEPALIVE,
                 *server_options(service),
+                *fixed_window(REQUEST_WINDOW),
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.so_reuseport", 0),  # or two services would share a port and each see half of the calls
             ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from services.common.telemetry.accounts import AccountState, Activity, PeerState
 from services.common.telemetry.activities import ActivityName
@@ -27,7 +27,7 @@ UNSEEN_REPORTS = 2  # one may cross the order on its way
 
 
 def facts(view: StallView, wall: Callable[[], float] = time.time) -> Facts:
-    control = view.control
+    control, peers = view.control, _peers(view)
     return Facts(
         now=view.clock(),
         wall=wall(),
@@ -41,8 +41,8 @@ def facts(view: StallView, wall: Callable[[], float] = time.time) -> Facts:
         lost=dict(view.stall_state.lost),
         trainers=tuple(_trainer(view, policy) for policy in view.policies.values()) if view.versions.num_steps else (),
         policies=tuple(_policy(policy) for policy in view.policies.values()),
-        accounts=_live_accounts(view),
-        peers=_peers(view),
+        accounts=_live_accounts(view, peers),
+        peers=peers,
         failures_in_a_row=view.ingest.failures_in_a_row,
         last_failure=view.ingest.last_failure,
         refused=tuple(
@@ -124,17 +124,13 @@ def _policy(policy: PolicyView) -> PolicyFacts:
     )
 
 
-def _live_accounts(view: StallView) -> dict[Component, AccountState]:
+def _live_accounts(view: StallView, peers: Mapping[Component, PeerState]) -> dict[Component, AccountState]:
     """Accounts of the orchestrator and of components with a lease; older reports do not describe the present."""
-    found: dict[Component, AccountState] = {}
-    for replica in view.pool:
-        found |= {account.component: account for account in replica.accounts}
-    for trainer in view.trainers:
-        found |= {account.component: account for accounts in trainer.accounts.values() for account in accounts}
-    for peer in _peers(view).values():
-        found |= {account.component: account for account in peer.accounts}
-    own = view.stall_state.account.state()
-    return found | {own.component: own}
+    told = [account for replica in view.pool for account in replica.accounts]
+    told += [account for trainer in view.trainers for accounts in trainer.accounts.values() for account in accounts]
+    told += [account for peer in peers.values() for account in peer.accounts]
+    told.append(view.stall_state.account.state())
+    return {account.component: account for account in told}
 
 
 def _peers(view: StallView) -> dict[Component, PeerState]:
@@ -159,8 +155,9 @@ def _progress(view: StallView) -> dict[str, float]:
             f"{name}/batch": policy.batches.newest_step,
         }
     for replica in view.pool:
-        found |= {f"{a.component}/done": float(a.progress) for a in replica.accounts}
-        found |= {f"{replica.replica_id}/tokens": float(replica.num_tokens)}
+        for account in replica.accounts:
+            found[f"{account.component}/done"] = float(account.progress)
+        found[f"{replica.replica_id}/tokens"] = float(replica.num_tokens)
     for trainer in view.trainers:
         found |= {f"{a.component}/done": float(a.progress) for accounts in trainer.accounts.values() for a in accounts}
         found |= {f"{trainer.policy}/checkpoint": float(trainer.checkpoint_step)}
