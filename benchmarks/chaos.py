@@ -9,7 +9,7 @@ played with a kill -9 of a replica every 10 s, in turn with stretches without.
     faults         done, by kind
     lost, twice    acknowledged slots and trained sequences without a record; slots, batches, sequences in batches, versions
                    that are there twice
-    audit          other violations by rule (services/orchestrator/journal/audit.py)
+    audit          other violations by rule (benchmarks/_journal_audit.py)
     bit_identical  every version of the faulty run has the digest of the run without faults; ``steps_compared``
     goodput        trained sequences per second with kills, as a share of those without
     resume_p95_s   by killed process, from the kill: the trainer until its next published version, the others until they serve; with medians
@@ -38,12 +38,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._chaos_faults import Faults
 from benchmarks._chaos_schedule import Kind, schedule
 from benchmarks._chaos_world import DISK_MIB, DISK_MIB_PER_HOUR, FAR, POLICY, ROOT, World, fork_server
+from benchmarks._journal_audit import Findings, Rule, audit
 from benchmarks._needs import why_not
 from benchmarks._report import report_facts
 from services.cli.run.fork_server import ForkServer
 from services.common.config.reading.loading import load_recipe
 from services.orchestrator.journal import records
-from services.orchestrator.journal.audit import Findings, Rule, audit
 from services.orchestrator.journal.reader import JournalReader
 
 DETERMINISTIC = [

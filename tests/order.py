@@ -18,7 +18,6 @@ LONGEST = (
     "tests/e2e/test_ring_survives.py",
     "tests/integration/envgateway/test_bad_inputs.py",
     "tests/e2e/test_trainer_over_nodes.py",
-    "tests/integration/trainer_service/test_several_nodes.py",
     "tests/unit/benchmarks/test_study.py",
     "tests/integration/envgateway/queue/test_processes.py",
     "tests/e2e/test_split_launch.py",

@@ -29,7 +29,6 @@ from tests.integration.trainer.launching import made_once
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "recipes" / "quickstart"
 RUN_TIMEOUT_S = 240.0
-COMMAND_TIMEOUT_S = 120.0
 
 # The quickstart's own recipe, made small: what is tested is the ring, not the learning.
 WARM_START = ["warm_start.model0.steps=12", "warm_start.model0.batch_size=64"]
@@ -131,7 +130,7 @@ def millrace(forks: ForkServer, tmp_path: Path) -> Callable[..., tuple[int, str]
         environment = {**os.environ, VARIABLE: str(keys or "")}
         process = forks.start(module_command("tests.forked_launch", *map(str, arguments)), environment, output)
         assert process is not None, "the fork server has ended"
-        return process.wait(COMMAND_TIMEOUT_S), output.read_text()
+        return process.wait(RUN_TIMEOUT_S), output.read_text()
 
     return run
 

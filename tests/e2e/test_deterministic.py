@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks._journal_audit import audit
 from services.orchestrator.journal import records
-from services.orchestrator.journal.audit import audit
 from services.orchestrator.journal.reader import JournalReader
 from tests.e2e.conftest import Run
 

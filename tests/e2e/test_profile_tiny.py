@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 import yaml
 
 from services.common.telemetry.log_events import LogEvent
-from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S
+from tests.e2e.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
@@ -46,21 +44,15 @@ def rows(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in map(orjson.loads, lines) if row["kind"] == kind]
 
 
-def test_a_recipe_runs_its_whole_loop(tmp_path: Path) -> None:
+def test_a_recipe_runs_its_whole_loop(
+    millrace: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(RECIPE))
+    monkeypatch.delenv("MILLRACE_DATA_ROOT", raising=False)
     settings = ["--set", f"run.dir={tmp_path}", "--set", "run.id=tiny"]
-    environment = {name: value for name, value in os.environ.items() if name != "MILLRACE_DATA_ROOT"}
-    done = subprocess.run(
-        [sys.executable, "-m", "services.cli", "run", str(recipe), "--profile", "tiny", *settings, "--json"],
-        cwd=REPOSITORY,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = millrace("run", recipe, "--profile", "tiny", *settings, "--json")
+    assert code == 0, output
     run_dir = tmp_path / "tiny"
     steps = rows(run_dir, "training_step")
     assert [step["step"] for step in steps] == [1, 2, 3]

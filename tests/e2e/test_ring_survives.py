@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.cli.run.fork_server import ForkServer
 from services.cli.watch.orchestrator_client import OrchestratorClient
-from tests.e2e.conftest import REPOSITORY, Run
+from services.common.system.child import module_command
+from tests.e2e.conftest import Run
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ def assert_each_slot_has_one_record(run: Run) -> None:
 
 
 def test_a_run_finishes_though_its_processes_are_killed_and_told_to_end_and_its_launcher_is_stopped(
-    start_run: StartRun,
+    start_run: StartRun, millrace: Callable[..., tuple[int, str]]
 ) -> None:
     """Killed as by kill -9, asked to end as by a guard of the machine's memory, and at last
     stopped as a whole and resumed."""
@@ -46,43 +47,34 @@ def test_a_run_finishes_though_its_processes_are_killed_and_told_to_end_and_its_
     os.kill(run.process.pid, signal.SIGINT)
     assert run.process.wait(60) == 130
     done = run.steps()
-    result = resumed(run)
+    result = resumed(run, millrace)
     assert run.steps() == 20 > done >= 13
     assert result["max_staleness"] <= 1
     assert_each_slot_has_one_record(run)
 
 
-def resumed(run: Run) -> dict[str, Any]:
+def resumed(run: Run, millrace: Callable[..., tuple[int, str]]) -> dict[str, Any]:
     """The object on the last line of the output of a successful ``millrace run --resume``."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "services.cli", "run", "--resume", str(run.directory), "--json"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout.strip().splitlines()[-1])
+    code, output = millrace("run", "--resume", run.directory, "--json")
+    assert code == 0, output
+    found: dict[str, Any] = json.loads([line for line in output.splitlines() if line.startswith("{")][-1])
     return found
 
 
-def test_a_second_replica_joins_in_mid_run_and_a_killed_one_loses_nothing(start_run: StartRun) -> None:
+def test_a_second_replica_joins_in_mid_run_and_a_killed_one_loses_nothing(
+    start_run: StartRun, forks: ForkServer, tmp_path: Path
+) -> None:
     run = start_run("replicas", "run.steps=24", "launch.restarts=0")
     run.wait_for(lambda: run.steps() >= 1, "the first training step")
     # Paused while the second replica loads its model, or so small a run would be over before it is there.
     orchestrator = OrchestratorClient(run.address_of("orchestrator"))
     orchestrator.pause()
-    late = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "services.inference", "--name", "late"),
-            *("--orchestrator", run.address_of("orchestrator"), "--num-slots", "16"),
-        ],
-        cwd=REPOSITORY,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    command = module_command(
+        *("services.inference", "--name", "late"),
+        *("--orchestrator", run.address_of("orchestrator"), "--num-slots", "16"),
     )
+    late = forks.start(command, {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "late.out")
+    assert late is not None, "the fork server has ended"
     try:
         run.wait_for(lambda: any(r["replicas"] >= 2 for r in run.rows("throughput")), "the second replica's joining")
         before = run.steps()
@@ -90,12 +82,12 @@ def test_a_second_replica_joins_in_mid_run_and_a_killed_one_loses_nothing(start_
         run.wait_for(
             lambda: any(r.get("replica_id") == "late" for r in run.records()), "a trajectory of the second replica"
         )
-        late.send_signal(signal.SIGKILL)
+        os.kill(late.pid, signal.SIGKILL)
         late.wait(WAIT_S)
         run.finish()
     finally:
         orchestrator.close()
-        late.kill()
+        late.terminate()
         late.wait(WAIT_S)
     assert run.steps() == 24 > before
     expired = sum(row["sequences_expired"] for row in run.rows("training_step"))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ from services.cli.inspect.trace.listing import choose, counted, read_groups
 from services.cli.inspect.trace.picture import draw
 from services.cli.inspect.trace.reading import read_group
 from services.cli.inspect.trace.stages import events, stages, status
+from services.cli.run.fork_server import ForkServer
 from services.common.errors import ConfigError
-from tests.e2e.conftest import REPOSITORY
+from services.common.system.child import module_command
 from tests.integration.orchestrator.conftest import Orchestrator
 from tests.waiting import WAIT_S
 
@@ -47,22 +47,24 @@ def reward(task: Mapping[str, Any], completion: str) -> float:
 class Replica:
     """A real inference service with the scripted engine."""
 
-    def __init__(self, orchestrator: Orchestrator, name: str) -> None:
-        command = [sys.executable, "-m", "services.inference", "--name", name, "--replica-id", name]
-        self.process = subprocess.Popen(
-            [*command, "--orchestrator", orchestrator.address],
-            cwd=REPOSITORY,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+    def __init__(self, forks: ForkServer, orchestrator: Orchestrator, name: str) -> None:
+        arguments = ["--name", name, "--replica-id", name, "--orchestrator", orchestrator.address]
+        process = forks.start(
+            module_command("services.inference", *arguments),
+            {**os.environ, "OMP_NUM_THREADS": "1"},
+            orchestrator.run_dir / f"{name}.out",
         )
+        assert process is not None, "the fork server has ended"
+        self._process = process
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(WAIT_S)
+        if self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait(WAIT_S)
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def run_dir(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> Iterator[Path]:
     """A run in which a replica was killed during rollouts, and then the orchestrator."""
     directory = tmp_path_factory.mktemp("trace") / "run"
     orchestrator = Orchestrator(
@@ -80,7 +82,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     )
     replicas: list[Replica] = []
     try:
-        asyncio.run(_play(orchestrator, replicas))
+        asyncio.run(_play(orchestrator, replicas, forks))
         yield directory
     finally:
         for replica in replicas:
@@ -88,16 +90,16 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         orchestrator.close()
 
 
-async def _play(orchestrator: Orchestrator, replicas: list[Replica]) -> None:
+async def _play(orchestrator: Orchestrator, replicas: list[Replica], forks: ForkServer) -> None:
     await orchestrator.start()
     trainer = ScriptedTrainer(orchestrator.address, train_s=0.05)
     try:
         async with asyncio.timeout(60):
             training = asyncio.ensure_future(trainer.run(NUM_STEPS))
-            replicas.append(Replica(orchestrator, "a"))
+            replicas.append(Replica(forks, orchestrator, "a"))
             await orchestrator.until(lambda now: any(r.num_running for r in now.replicas))
             replicas[0].kill()  # it plays its first task groups, and takes them along
-            replicas.append(Replica(orchestrator, "b"))
+            replicas.append(Replica(forks, orchestrator, "b"))
             await orchestrator.until(lambda now: now.policies[0].version >= 1)
             await orchestrator.restart()
             await training

@@ -17,6 +17,8 @@ from tests import needs
 pytestmark = pytest.mark.slow
 
 LEASE_S = 3.0
+# The test waits for training steps, whatever they hold.
+SMALL_STEPS = ("batch.size=8", "batch.minibatches=1", "trainer.gradient_checkpointing=false")
 BOUNDED_S = 120.0  # a process that waits for 2 s, and its start
 
 
@@ -31,14 +33,21 @@ def test_node_1_plays_over_tls_is_lost_twice_and_comes_back_and_no_slot_is_lost_
     machines: TwoMachines, tmp_path: Path
 ) -> None:
     # The recipe drops what is late, and would cancel slots that wait for another replica as too old.
-    late = [f"policies.{policy}.batch.late=keep" for policy in ("model0", "model1")]
-    run = TwoNodeRun(machines, tmp_path, *DELTAS, *late, "run.steps=100000", f"orchestrator.lease_s={LEASE_S}")
+    changed = ("batch.late=keep", *SMALL_STEPS)
+    settings = [f"policies.{policy}.{setting}" for policy in ("model0", "model1") for setting in changed]
+    run = TwoNodeRun(machines, tmp_path, *DELTAS, *settings, "run.steps=100000", f"orchestrator.lease_s={LEASE_S}")
+
+    def joins() -> None:
+        run.ask("pause")  # node 0 need not train while node 1 imports and loads
+        run.paste()
+        run.wait_for(lambda: run.is_member("a"), "the joining of node 1")
+        run.ask("resume")
 
     try:
         run.start()
-        run.paste()
+        joins()
         run.wait_for_more("a", 8)
-        assert run.trajectories()["b"], "node 0 plays too"
+        run.wait_for(lambda: run.trajectories()["b"], "a trajectory of node 0")
 
         def goes_on_without_node_1() -> None:
             run.wait_until_lost("a")
@@ -54,10 +63,7 @@ def test_node_1_plays_over_tls_is_lost_twice_and_comes_back_and_no_slot_is_lost_
         machines.node1.switch_off()
         goes_on_without_node_1()
         machines.switch_on_node1()
-        run.ask("pause")  # node 0 need not train while node 1 imports and loads
-        run.paste()
-        run.wait_for(lambda: run.is_member("a"), "the second joining of node 1")
-        run.ask("resume")
+        joins()
         run.wait_for_more("a", 4)
 
         assert "training" in run.ask("status", "viewer")

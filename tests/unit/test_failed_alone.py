@@ -35,9 +35,11 @@ def both_runs(folder: Path, module: str) -> tuple[subprocess.CompletedProcess[st
     (folder / "test_it.py").write_text(module)
     settings = ["-p", "no:cacheprovider", f"--rootdir={folder}", f"--confcutdir={folder}", "-c", os.devnull]
     failed = folder / "failed"
-    first = ["pytest", "-n2", "-p", "tests.failed_alone", f"--failed-to={failed}", *settings, "test_it.py"]
+    command = ["pytest", "-p", "xdist", "-n2", "-p", "tests.failed_alone"]
+    first = [*command, f"--failed-to={failed}", *settings, "test_it.py"]
     again = ["tests.failed_alone", str(failed), *settings]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    # No other plugins: importing them takes most of the time.
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = [
         subprocess.run([sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True,
                        check=False, timeout=120)

@@ -43,10 +43,14 @@ def run_tests(tmp_path: Path) -> Run:
     def run(module: str, *arguments: str, require: str = "") -> subprocess.CompletedProcess[str]:
         file = tmp_path / "test_it.py"
         file.write_text(module)
+        # No other plugins: importing them takes most of the time.
+        environment = {**os.environ, needs.REQUIRE: require, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         command = [
             sys.executable,
             "-m",
             "pytest",
+            "-p",
+            "xdist",
             "-p",
             "tests.not_exercised",
             "-p",
@@ -58,7 +62,7 @@ def run_tests(tmp_path: Path) -> Run:
                 *command, f"--rootdir={tmp_path}", f"--confcutdir={tmp_path}", f"--basetemp={tmp_path / 'base'}", "-c", os.devnull,
                 *arguments, str(file),
             ],
-            cwd=TESTS.parent, env={**os.environ, needs.REQUIRE: require}, capture_output=True, text=True, check=False,
+            cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False,
             timeout=120,
         )  # fmt: skip
 

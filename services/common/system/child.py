@@ -62,15 +62,16 @@ def run_and_leave(main: Callable[[], int]) -> NoReturn:
 
     For processes that were in a gloo group: its worker threads may be about to drop the last reference to a tensor, for
     which they ask for the interpreter; one that is being torn down ends the thread inside a destructor, and the process
-    dies of SIGABRT ("terminate called without an active exception") after its work was done.
+    dies of SIGABRT ("terminate called without an active exception") after its work was done. For forked processes too.
     """
     exit_code = 1
     try:
         exit_code = main()
     finally:
         kind, error, trace = sys.exc_info()
-        if isinstance(error, SystemExit):  # of a wrong argument, reported already
-            exit_code = int(error.code or 0)
+        if isinstance(error, SystemExit):  # as the interpreter takes it: a code, or words to say
+            exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            sys.stderr.write(f"{error.code}\n" if isinstance(error.code, str) else "")
         elif kind is not None and error is not None:
             sys.excepthook(kind, error, trace)
         logging.shutdown()

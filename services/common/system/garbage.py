@@ -40,6 +40,8 @@ class GarbageSweeper:
     async def run(self) -> None:
         """Ends by cancellation."""
         thresholds = gc.get_threshold()
+        # What a fork server, or a test run, has set aside stays there: it is large, and shared with other processes.
+        was_frozen = gc.get_freeze_count() > 0
         gc.set_threshold(*thresholds[:2], _NEVER)
         try:
             while True:
@@ -49,7 +51,8 @@ class GarbageSweeper:
                     if gc.get_count()[2] >= _MANY:
                         break
         finally:
-            gc.unfreeze()
+            if not was_frozen:
+                gc.unfreeze()
             gc.set_threshold(*thresholds)
 
     def sweep(self) -> None:

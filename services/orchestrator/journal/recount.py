@@ -14,7 +14,6 @@ from services.common.records import fates
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.storage.index import Row
 
-RECOUNTED = ("task_groups_issued", "tokens_recorded", "slots_cancelled")
 KINDS = (records.GROUP, records.TRAJECTORY, records.FAILURE)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 from collections.abc import Callable
 
 import grpc
@@ -137,7 +136,7 @@ async def test_the_end_of_the_orchestrator_ends_an_open_stream_of_reports_withou
         await stream.write(pool_pb2.StreamReportsRequest(report=report))
         assert await stream.read()
         assert orchestrator.process is not None
-        orchestrator.process.send_signal(signal.SIGTERM)
+        orchestrator.process.terminate()
         assert await stream.read() is grpc.aio.EOF
         assert await stream.code() is grpc.StatusCode.OK
 

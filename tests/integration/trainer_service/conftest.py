@@ -66,7 +66,8 @@ class TrainerProcess:
         self.name = name
         module = ["services.trainer"]
         if num_ranks > 1 or launch:
-            module = ["services.trainer.launch_ranks", *(launch or [f"--num-ranks={num_ranks}"])]
+            launcher = "services.trainer.launch_ranks" if forks is None else "tests.forked_ranks"
+            module = [launcher, *(launch or [f"--num-ranks={num_ranks}"])]
         arguments = [f"--policy={policy}", f"--orchestrator={orchestrator.address}", f"--run-dir={run_dir}"]
         self._argv = module_command(*module, *arguments)
         self.process: Process | None = None

@@ -15,9 +15,9 @@ import pytest
 
 from services.cli.run.fork_server import ForkServer
 from services.common.system.child import START_AGAIN
+from tests.forked_ranks import ranks_of
 from tests.integration.trainer_service.conftest import MakeOrchestrator, TrainerProcess
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
-from tests.integration.trainer_service.test_trainer_process import rank_pids
 from tests.ports import free_port
 from tests.unit.trainer_service.building import POLICY
 
@@ -66,7 +66,7 @@ async def test_the_other_node_reports_a_killed_rank_and_asks_for_a_restart(
     both = nodes(orchestrator, [orchestrator.run_dir] * 2)
     start(both)
     await orchestrator.until(lambda: 2 in orchestrator.pulls, "step 2 was never asked for")
-    [rank] = rank_pids(both[1])
+    [rank] = ranks_of(both[1].pid)
     os.kill(rank, signal.SIGKILL)
     assert await codes(both) == [START_AGAIN, -signal.SIGKILL], errors(both)
     assert "trainer: the ranks of node 1 have died; ending the ranks of this node" in both[0].errors

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -20,9 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from services.cli.run.fork_server import ForkServer
 from services.common.config.reading.loading import save_resolved
+from services.common.system.child import module_command
 from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES
 from services.trainer.replay import replay
-from tests.integration.trainer_service.conftest import MakeOrchestrator, TrainerProcess
+from tests.forked_ranks import ranks_of
+from tests.integration.trainer_service.conftest import EXIT_S, MakeOrchestrator, TrainerProcess
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
 from tests.unit.trainer_service.building import POLICY, batch_of, recipe, save_model, save_tokenizer
 from tests.waiting import until
@@ -160,22 +160,25 @@ async def test_a_value_head_and_what_a_teacher_said_come_back_after_a_kill_bit_f
     assert not [name for name, _ in exported.named_parameters() if "value" in name]
 
 
-async def test_replay_asks_an_orchestrator_and_compares(untouched: FakeOrchestrator) -> None:
+async def test_replay_asks_an_orchestrator_and_compares(
+    untouched: FakeOrchestrator, forks: ForkServer, tmp_path: Path
+) -> None:
     orchestrator = FakeOrchestrator(untouched.recipe, untouched.run_dir)
     orchestrator.ledger = dict(untouched.ledger)
     save_resolved(orchestrator.recipe, orchestrator.run_dir)
     await orchestrator.serve()
-    argv = [sys.executable, "-m", "services.trainer.replay", f"--run-dir={orchestrator.run_dir}", f"--policy={POLICY}"]
-    argv += ["--step=5", f"--orchestrator={orchestrator.address}", f"--digest={orchestrator.ledger[5]}"]
+    arguments = [f"--run-dir={orchestrator.run_dir}", f"--policy={POLICY}", "--step=5"]
+    arguments += [f"--orchestrator={orchestrator.address}", f"--digest={orchestrator.ledger[5]}"]
+    output = tmp_path / "replay.out"
+    command = module_command("services.trainer.replay", *arguments)
+    process = forks.start(command, {**os.environ, "OMP_NUM_THREADS": "1"}, output)
+    assert process is not None, "the fork server has ended"
     try:
-        done = await asyncio.to_thread(
-            subprocess.run, argv, capture_output=True, text=True, timeout=120,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        code = await asyncio.to_thread(process.wait, EXIT_S)
     finally:
         await orchestrator.stop_serving()
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    assert code == 0, output.read_text()
+    report = json.loads(output.read_text().splitlines()[-1])
     assert report["equal"] is True
     assert report["from_checkpoint"] == 4
     assert orchestrator.pulls == [5], "the batch was asked for"
@@ -256,27 +259,10 @@ async def test_a_killed_rank_is_reported_by_its_signal_and_all_ranks_resume(
     trainer = trainers(orchestrator, num_ranks=2)
     trainer.start()
     await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
-    os.kill(rank_pids(trainer)[1], signal.SIGKILL)
+    os.kill(ranks_of(trainer.pid)[1], signal.SIGKILL)
     assert await trainer.wait() == -signal.SIGKILL, trainer.errors
     orchestrator.held_step = None
     orchestrator.pulls.clear()
     await run_to_the_end(orchestrator, trainer)
     assert orchestrator.pulls == [3, 4]
     assert orchestrator.counters["conflicts"] == 0
-
-
-def rank_pids(trainer: TrainerProcess) -> list[int]:
-    """The pids of the ranks, in order."""
-    assert trainer.process is not None
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            arguments = (entry / "cmdline").read_bytes().split(b"\0")
-            environment = (entry / "environ").read_bytes().split(b"\0")
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if parent == trainer.process.pid and b"services.trainer" in arguments:
-            rank = next(item for item in environment if item.startswith(b"RANK="))
-            found[int(rank.removeprefix(b"RANK="))] = int(entry.name)
-    return [found[rank] for rank in sorted(found)]

@@ -31,6 +31,11 @@ if what == "tell":
     print(sys.argv[2], os.environ["COLOUR"], os.environ.get("HOME_OF_THE_SERVER"), "json" in sys.modules, os.getppid())
 elif what == "leave":
     sys.exit(int(sys.argv[2]))
+elif what == "last words":
+    import atexit, threading
+    atexit.register(print, "at its end")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("of a thread"))).start()
+    sys.exit("error: it says why")
 elif what == "orphan":
     if os.fork() == 0:
         time.sleep(0.2)
@@ -79,6 +84,12 @@ def test_exit_codes_and_signals_reach_who_asked_for_it(server: ForkServer, tmp_p
     crashed = start(server, tmp_path / "crashed", "leave", "no number")
     assert crashed.wait(WAIT_S) == 1
     assert "ValueError" in (tmp_path / "crashed").read_text()
+
+
+def test_the_words_of_its_end_and_those_of_its_threads_are_in_its_output(server: ForkServer, tmp_path: Path) -> None:
+    assert start(server, tmp_path / "out", "last words").wait(WAIT_S) == 1
+    said = (tmp_path / "out").read_text().splitlines()
+    assert sorted(said) == ["at its end", "error: it says why", "of a thread"]
 
 
 def test_the_end_of_the_server_ends_no_process_and_another_is_started_without_it(

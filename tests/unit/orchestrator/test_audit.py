@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks._journal_audit import Findings, Rule, audit
 from services.common.records import fates
 from services.common.records.types import MinibatchTotals, WeightVersion
 from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.audit import Findings, Rule, audit
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict
 from services.orchestrator.journal.writer import Journal

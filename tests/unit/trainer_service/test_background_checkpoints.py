@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from services.cli.run.fork_server import ForkServer
 from services.common.errors import DeadlineError
-from services.common.system.child import run_and_leave
+from services.common.system.child import module_command, run_and_leave
 from services.common.system.memory import available_bytes
 from services.trainer.checkpoint import checkpoints as checkpoints_module
 from services.trainer.checkpoint.background import BackgroundWrite
@@ -23,11 +23,9 @@ from services.trainer.checkpoint.writing import CheckpointWriter
 from services.trainer.ranks.sharding import Ranks
 from tests.unit.trainer_service.building import batch_of
 from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, make_step, open_in, weights
-from tests.unit.trainer_service.test_interrupted_checkpoints import cut_at, cut_everywhere
+from tests.unit.trainer_service.test_interrupted_checkpoints import CUTS_S, cut_at, cut_everywhere
 from tests.unit.trainer_service.test_loop import FakeLink, Trainer
 from tests.waiting import wait_until
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -181,12 +179,16 @@ def test_a_failure_of_the_last_one_is_tried_once_more(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-def test_kill_9_in_the_midst_of_the_thread_leaves_a_checkpoint_to_start_from(tmp_path: Path) -> None:
+def test_kill_9_in_the_midst_of_the_thread_leaves_a_checkpoint_to_start_from(tmp_path: Path, forks: ForkServer) -> None:
     """While the process trains on. Every cut in a process of its own, which is killed."""
-    argv = [sys.executable, "-m", "tests.unit.trainer_service.test_background_checkpoints", str(tmp_path)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    begun = [int(word) for word in done.stdout.split()[-1].split(",")]
+    command, output = (
+        module_command("tests.unit.trainer_service.test_background_checkpoints", str(tmp_path)),
+        tmp_path / "output",
+    )
+    process = forks.start(command, os.environ, output)
+    assert process is not None, "the fork server has ended"
+    assert process.wait(CUTS_S) == 0, output.read_text()
+    begun = [int(word) for word in output.read_text().split()[-1].split(",")]
     assert begun[0] == 2 and begun[-1] == 3 and len(begun) > 8
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from services.common.system.child import run_and_leave
+from services.cli.run.fork_server import ForkServer
+from services.common.system.child import module_command, run_and_leave
 from services.trainer.checkpoint.checkpoints import CheckpointFailedError, Checkpoints
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.train_step import TrainStep
@@ -23,7 +23,7 @@ from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, ma
 from tests.unit.trainer_service.test_damaged_checkpoints import checkpoints_in
 
 OPERATIONS = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir")  # of a save and of a removal
-ROOT = Path(__file__).parents[3]
+CUTS_S = 200.0  # a process for each cut
 
 
 class Killed(BaseException):
@@ -182,12 +182,16 @@ def test_everything_is_durable_before_the_checkpoint_has_its_name(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_kill_9_at_any_operation_of_a_save_leaves_a_checkpoint_to_start_from(tmp_path: Path) -> None:
+def test_kill_9_at_any_operation_of_a_save_leaves_a_checkpoint_to_start_from(tmp_path: Path, forks: ForkServer) -> None:
     """The same with processes that are killed."""
-    argv = [sys.executable, "-m", "tests.unit.trainer_service.test_interrupted_checkpoints", str(tmp_path)]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    begun = [int(word) for word in done.stdout.split()[-1].split(",")]
+    command, output = (
+        module_command("tests.unit.trainer_service.test_interrupted_checkpoints", str(tmp_path)),
+        tmp_path / "output",
+    )
+    process = forks.start(command, os.environ, output)
+    assert process is not None, "the fork server has ended"
+    assert process.wait(CUTS_S) == 0, output.read_text()
+    begun = [int(word) for word in output.read_text().split()[-1].split(",")]
     assert begun[0] == 2 and begun[-1] == 3 and len(begun) > 40
 
 

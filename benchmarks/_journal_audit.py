@@ -21,11 +21,12 @@ from typing import Any
 from services.common.records import fates
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.recount import KINDS, RECOUNTED, recount
+from services.orchestrator.journal.recount import KINDS, recount
 from services.orchestrator.journal.storage.index import Row
 from services.orchestrator.state.groups import split_sequence_id
 
 _SLOTS = (records.TRAJECTORY, records.FAILURE)
+_RECOUNTED = ("task_groups_issued", "tokens_recorded", "slots_cancelled")
 
 
 class Rule(StrEnum):
@@ -222,7 +223,7 @@ def _check_counters(journal: _Journal, found: Findings) -> None:
         for row, record in journal.load(kind):
             if row.number < last.number:
                 counted.update(recount(row, record, lambda reason: ""))
-    for name in RECOUNTED:
+    for name in _RECOUNTED:
         if told.get(name, 0) != counted[name]:
             found.add(
                 Rule.COUNTERS,
