@@ -174,8 +174,8 @@ class Core:
             self._admit()
         self._kv.grow()
         sources, targets = plan_moves(table.live, table.length, self.counters.steps % SORT_EVERY == 0, self._holes)
+        self._move(sources, targets)
         if sources:
-            self._move(sources, targets)
             self._holes.closed()
         num_rows = table.extent
         if not num_rows:
@@ -222,6 +222,7 @@ class Core:
         for slot in revived:
             self._mark(slot)
         batch = [] if table.num_parked else self._next_batch()
+        front = table.num_live + len(batch)
         # Continued conversations first: another request must not take their slots in the same round.
         newcomers: list[tuple[Entry, Any, int, int]] = []
         known: dict[tuple[int, ...], tuple[Any, int, int]] = {}  # equal prompts come together: a task group's
@@ -231,15 +232,19 @@ class Core:
                 prompt = np.asarray(ids, dtype=np.int32)
                 known[ids] = (prompt, *table.longest_prefix(prompt))
             prompt, source, shared = known[ids]
-            # Taken over: the free slot whose whole cache is a prefix of the prompt.
+            # Taken over: a free slot among the live ones whose whole cache is a prefix of the prompt.
             is_worth = worth_sharing(shared, len(prompt) - 1)
-            if is_worth and not table.live[source] and table.cached[source] - shared <= TAKEOVER_LOSS:
+            is_near = source < front and not table.live[source]
+            if is_worth and is_near and table.cached[source] - shared <= TAKEOVER_LOSS:
                 self._place(entry, source, prompt, source, shared)
                 known.clear()  # slots have changed
             else:
                 newcomers.append((entry, prompt, source, shared))
-        for newcomer in newcomers:
-            self._take_free(*newcomer)
+        sources, targets = table.displaced(len(newcomers))
+        self._move(sources, targets)
+        now_at = dict(zip(sources, targets, strict=True))
+        for entry, prompt, source, shared in newcomers:
+            self._take_free(entry, prompt, now_at.get(source, source), shared)
         self._kv.compute([*revived, *(entry.slot for entry in batch)])
 
     def _next_batch(self) -> list[Entry]:
@@ -297,6 +302,8 @@ class Core:
             entry.marks.append((int(self.table.length[slot]), *mark))
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
+        if not sources:
+            return
         self.decoder.cache.move(sources, targets, int(self.table.cached[sources].max()))
         self.table.moved(sources, targets)
         entries = [self._rows[slot] for slot in sources]

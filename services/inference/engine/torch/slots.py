@@ -80,12 +80,17 @@ class SlotTable:
         return bool((self.tokens[slot, : len(prefix)] == prefix).all())
 
     def free_slot(self) -> int | None:
-        """An empty slot, lowest first; else the free one unused for longest; None when all are live."""
+        """The lowest free slot, so that live rows lie close together; None without any."""
         free = (~self.live & ~self.parked).nonzero()[0]
-        if not len(free):
-            return None
-        empty = free[self.cached[free] == 0]
-        return int(empty[0]) if len(empty) else int(free[self.last_used[free].argmin()])
+        return int(free[0]) if len(free) else None
+
+    def displaced(self, num: int) -> tuple[list[int], list[int]]:
+        """Moves (sources, targets) after which the ``num`` lowest free slots have the caches that are worth least: none, or
+        those unused for longest."""
+        free = (~self.live & ~self.parked).nonzero()[0]
+        least = free[np.argsort(np.where(self.cached[free] > 0, self.last_used[free], -1), kind="stable")[:num]]
+        kept, given = np.setdiff1d(free[:num], least), np.setdiff1d(least, free[:num])
+        return [*kept.tolist(), *given.tolist()], [*given.tolist(), *kept.tolist()]
 
     @property
     def num_live(self) -> int:
