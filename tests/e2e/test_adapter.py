@@ -31,13 +31,15 @@ def test_an_adapter_is_trained_served_and_exported_through_a_killed_trainer(star
     run.wait_for(lambda: run.steps() >= 3, "the third step")
     run.kill("trainer-model0")
     run.finish()
-    transfers = run.rows("weight_transfer")
+    offered = run.rows("weight_transfer")
+    # A fetch from the killed trainer fails; it is repeated, unless the run ends before that.
+    transfers = [row for row in offered if not row["error"]]
     manifest = read_manifest(run.directory / "checkpoints" / "model0" / f"step_{STEPS:06d}")
     own = sum(t.size_bytes for name, t in manifest.tensors.items() if name.startswith("weights/"))
     assert manifest.adapter is not None and manifest.adapter.rank == 4
-    assert max(row["version"] for row in transfers) >= STEPS - 1
-    assert all(own <= row["full_size_bytes"] == row["payload_size_bytes"] < 1.1 * own for row in transfers)
-    assert all(row["error"] == "" for row in transfers)
+    assert max(row["version"] for row in offered) >= STEPS - 1 and len(transfers) >= STEPS - 2
+    sizes = {(row["full_size_bytes"], row["payload_size_bytes"]) for row in transfers}
+    assert all(own <= full == payload < 1.1 * own for full, payload in sizes), (own, sizes)
     # An estimate from samples, of either sign; that of the first step, whose policy is the base, is rounding.
     rounding, *distances = [abs(row["trainer/kl_reference"]) for row in run.rows("training_step")]
     assert max(distances) > rounding, "the policy leaves its base"

@@ -73,7 +73,7 @@ class NodeWatch:
     def _beat(self, store: TCPStore) -> tuple[str, float]:
         """Beat until stopped or until a node is lost; returns the reason and the time that our ranks have to end."""
         heard: dict[int, tuple[int, float]] = {}
-        while not self._stopped.wait(BEAT_S):
+        while True:  # the first beat at once: a node that is lost without one counts as one that never joined
             store.add(_key(self._node_rank, "beats"), 1)
             now = time.monotonic()
             for node in self._others:
@@ -85,7 +85,8 @@ class NodeWatch:
                 elif count and now - heard[node][1] > self._lost_after_s:
                     # torchrun waits for a node that never joined.
                     return f"node {node} sent no heartbeat for {self._lost_after_s:g} s", 0.0
-        return "", 0.0
+            if self._stopped.wait(BEAT_S):
+                return "", 0.0
 
 
 def _key(node: int, what: str) -> str:
