@@ -34,7 +34,7 @@ async def test_what_a_kept_cache_goes_into_is_marked_until_it_is_flushed(exact: 
     """The engine may reuse such a cache for a later request; the tokens of the request are then marked, too."""
     engine, new = exact.engine, exact.next_model()
     prompt = make_prompt(40)
-    pending = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=200)))
+    pending = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=500)))
     await until_tokens(engine, 10)
     await engine.update(WeightUpdate.full(named_weights(new), 1))
     generation = await pending
