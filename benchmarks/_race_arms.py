@@ -113,13 +113,16 @@ def settings_of(cell: Cell) -> dict[str, Any]:
 
 
 def our_overrides(cell: Cell) -> dict[str, Any]:
+    own = OURS[cell.arm].get(cell.task, {})
+    if "workflow.name" in own:  # another workflow begins without the recipe's settings
+        own = {**own, "workflow.settings": json.dumps(recipe_of(cell.task).workflow.settings)}
     return {
         "run.seed": cell.seed,
         "evaluation.at_start": "false",
         "evaluation.at_end": "false",
         "evaluation.every": 0,
         "run.until": "null",
-        **OURS[cell.arm].get(cell.task, {}),
+        **own,
     }
 
 

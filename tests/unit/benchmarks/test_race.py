@@ -220,3 +220,12 @@ async def test_phases_of_rollouts_are_means_over_what_the_journal_has(tmp_path: 
     assert found["phases"]["generate"] == {"ms": 750.0, "per_rollout": 0.5}
     assert found["phases"]["waiting for a slot"]["ms"] == 500.0
     assert found["phases"]["between"]["ms"] == pytest.approx((0.25 + 2.0) / 2 * 1e3)
+
+
+@pytest.mark.parametrize("task", ["code", "tool"])
+def test_both_arms_of_ours_play_with_the_settings_of_the_recipe(task: str) -> None:
+    isolated, inside = (
+        _race_arms.settings_of(_race_arms.Cell(task, arm, 1))["recipe"]["workflow"]["settings"]
+        for arm in _race_arms.OURS
+    )
+    assert {**inside, "reward": isolated["reward"]} == isolated
