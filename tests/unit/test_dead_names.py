@@ -37,7 +37,7 @@ SEEN_BY_TESTS = {
 KEPT_ALIVE = {"_own_modules"}  # objects that must not be freed
 CHECKS = REPOSITORY / "services" / "cli" / "check"
 READ_BY_CHECKS = {"gpu_memory_gib"}  # settings that no running process needs
-FOR_USERS = {"converse", "respond"}  # of the API of users, who are in no folder of this repository
+FOR_USERS = {"converse", "respond"}  # part of the users' API; their callers are outside this repository
 
 
 @cache
@@ -123,7 +123,7 @@ def test_every_setting_of_a_recipe_is_read() -> None:
         outside = not path.is_relative_to(CONFIG)
         estimated = path.is_relative_to(CHECKS)
         for node in ast.walk(tree):
-            # Sections read their own fields to check them; what they offer to others is a property or a method.
+            # Sections read their own fields to check them; other modules use properties and methods of a section.
             if isinstance(node, ast.FunctionDef) and not outside and is_validator(node):
                 read.subtract(inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute))
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):

@@ -31,7 +31,7 @@ def test_good(): pass
 
 
 def both_runs(folder: Path, module: str) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
-    """The run of a module by two workers, and the run of what failed there."""
+    """The run of a module by two workers, and the run of its failed tests."""
     (folder / "test_it.py").write_text(module)
     settings = ["-p", "no:cacheprovider", f"--rootdir={folder}", f"--confcutdir={folder}", "-c", os.devnull]
     failed = folder / "failed"

@@ -14,7 +14,7 @@ import pytest
 
 from services.cli.run.fork_server import ForkServer
 from services.common.errors import DeadlineError
-from services.common.system.child import module_command, run_and_leave
+from services.common.system.child import run_and_leave
 from services.common.system.memory import available_bytes
 from services.trainer.checkpoint import checkpoints as checkpoints_module
 from services.trainer.checkpoint.background import BackgroundWrite
@@ -23,7 +23,7 @@ from services.trainer.checkpoint.writing import CheckpointWriter
 from services.trainer.ranks.sharding import Ranks
 from tests.unit.trainer_service.building import batch_of
 from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, make_step, open_in, weights
-from tests.unit.trainer_service.test_interrupted_checkpoints import CUTS_S, cut_at, cut_everywhere
+from tests.unit.trainer_service.test_interrupted_checkpoints import cut_at, cut_everywhere, steps_of_cuts
 from tests.unit.trainer_service.test_loop import FakeLink, Trainer
 from tests.waiting import wait_until
 
@@ -181,14 +181,7 @@ def test_a_failure_of_the_last_one_is_tried_once_more(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_kill_9_in_the_midst_of_the_thread_leaves_a_checkpoint_to_start_from(tmp_path: Path, forks: ForkServer) -> None:
     """While the process trains on. Every cut in a process of its own, which is killed."""
-    command, output = (
-        module_command("tests.unit.trainer_service.test_background_checkpoints", str(tmp_path)),
-        tmp_path / "output",
-    )
-    process = forks.start(command, os.environ, output)
-    assert process is not None, "the fork server has ended"
-    assert process.wait(CUTS_S) == 0, output.read_text()
-    begun = [int(word) for word in output.read_text().split()[-1].split(",")]
+    begun = steps_of_cuts(forks, "test_background_checkpoints", tmp_path)
     assert begun[0] == 2 and begun[-1] == 3 and len(begun) > 8
 
 

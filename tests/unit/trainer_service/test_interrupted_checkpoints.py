@@ -181,17 +181,20 @@ def test_everything_is_durable_before_the_checkpoint_has_its_name(tmp_path: Path
     assert checkpoints.kept() == [2]
 
 
-@pytest.mark.slow
-def test_kill_9_at_any_operation_of_a_save_leaves_a_checkpoint_to_start_from(tmp_path: Path, forks: ForkServer) -> None:
-    """The same with processes that are killed."""
-    command, output = (
-        module_command("tests.unit.trainer_service.test_interrupted_checkpoints", str(tmp_path)),
-        tmp_path / "output",
-    )
+def steps_of_cuts(forks: ForkServer, module: str, folder: Path) -> list[int]:
+    """Run ``main`` of a module of this package in a forked process; returns the step that each cut left to start from."""
+    output = folder / "output"
+    command = module_command(f"tests.unit.trainer_service.{module}", str(folder))
     process = forks.start(command, os.environ, output)
     assert process is not None, "the fork server has ended"
     assert process.wait(CUTS_S) == 0, output.read_text()
-    begun = [int(word) for word in output.read_text().split()[-1].split(",")]
+    return [int(word) for word in output.read_text().split()[-1].split(",")]
+
+
+@pytest.mark.slow
+def test_kill_9_at_any_operation_of_a_save_leaves_a_checkpoint_to_start_from(tmp_path: Path, forks: ForkServer) -> None:
+    """The same with processes that are killed."""
+    begun = steps_of_cuts(forks, "test_interrupted_checkpoints", tmp_path)
     assert begun[0] == 2 and begun[-1] == 3 and len(begun) > 40
 
 
