@@ -23,8 +23,8 @@ from services.common.text.huggingface import named_weights
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import load_policy_model
 from services.trainer.ranks.sharding import Ranks, init_ranks, leave_ranks, local_rows
+from services.trainer.step.metrics import peak_flops
 from services.trainer.step.train_step import TrainStep
-from services.trainer.step.usage import peak_flops
 
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {},

@@ -21,8 +21,8 @@ from typing import Any
 from services.common.records import fates
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.recount import KINDS, recount
 from services.orchestrator.journal.storage.index import Row
+from services.orchestrator.recovery.completion import KINDS, recount
 from services.orchestrator.state.groups import split_sequence_id
 
 _SLOTS = (records.TRAJECTORY, records.FAILURE)

@@ -13,9 +13,8 @@ from benchmarks._oracle_vectors import Adapter, Answer, Case, Values
 from services.common.config.training.algorithm import AlgorithmConfig
 from services.common.config.training.losses import ImportanceSettings, LossConfig, Tis
 from services.common.records.types import MinibatchTotals
-from services.trainer.algorithms.base import TokenBatch, aggregate
+from services.trainer.algorithms.base import TokenBatch, aggregate, kl_per_token
 from services.trainer.algorithms.losses.importance import importance_weights, truncated, weight_sum
-from services.trainer.algorithms.losses.kl import kl_per_token
 
 _SECTION: TypeAdapter[Any] = TypeAdapter(LossConfig)
 

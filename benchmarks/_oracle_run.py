@@ -16,8 +16,7 @@ from services.trainer.algorithms.base import aggregate
 from services.trainer.model.documents import Documents, Targets
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.credit import with_teacher
-from services.trainer.step.micro_batches import MicroTensors
-from services.trainer.step.minibatch_context import MinibatchContext, minibatch_context
+from services.trainer.step.micro_batches import MicroTensors, MinibatchContext, minibatch_context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,7 @@ class TrlSetting:
     learning_rate: float = 1e-3  # the recipes' own
     schedule: str = "constant"
     loss_type: str = "dapo"  # TRL's default: GRPO, clipped, a mean over all tokens of the batch
+    advantage: Literal["group", "reward"] = "group"  # TRL's, or the reward alone: a change of TRL's code
     threads: int = 1  # of torch
 
 
@@ -56,14 +57,27 @@ TRL = {
     "trl-8x8": TrlSetting(prompts=8),
     "trl-32x8-2t": TrlSetting(prompts=32, threads=2),
 }
-OURS = {
+# TRL has no setting for the recipes' estimator: `_race_trl.py` puts the reward where TRL put the group's advantage.
+CHANGED_TRL = {
+    "trl-16x8-reward": TrlSetting(prompts=16, advantage="reward"),
+    "trl-8x8-reward": TrlSetting(prompts=8, advantage="reward"),
+}
+ALL_TRL = {**TRL, **CHANGED_TRL}
+_GRPO = f"policies.{POLICY}.algorithm.advantage"
+_SIZE, _DROPS = f"policies.{POLICY}.batch.size", f"policies.{POLICY}.batch.dynamic_sampling"
+OURS: dict[str, dict[str, dict[str, str]]] = {
     "isolated": {},
     "inprocess": {
         "code": {"workflow.settings.reward": "benchmarks._race_programs:passes"},
         "tool": {"workflow.name": "benchmarks._race_workflow:InProcessToolUse"},
     },
+    # The estimator that TRL has, with the batches that the recipes had for it (ADR 60).
+    "isolated-grpo": {
+        "code": {_GRPO: "grpo"},
+        "tool": {_GRPO: "grpo", _SIZE: "128", _DROPS: "true"},
+    },
 }
-ARMS = (*OURS, *TRL)
+ARMS = (*OURS, *ALL_TRL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +123,7 @@ def settings_of(cell: Cell) -> dict[str, Any]:
     """The inputs of a cell: after a change the cell is measured again."""
     recipe = recipe_of(cell.task, our_overrides(cell) if cell.arm in OURS else {})
     told = recipe.model_dump(mode="json", exclude={"run": {"id", "dir"}})
-    return {"recipe": told, "trl": asdict(TRL[cell.arm]) if cell.arm in TRL else None}
+    return {"recipe": told, "trl": asdict(ALL_TRL[cell.arm]) if cell.arm in ALL_TRL else None}
 
 
 def our_overrides(cell: Cell) -> dict[str, Any]:
@@ -134,7 +148,7 @@ def checkpoint_of(task: str, cache: Path) -> Path:
 def run_cell(cell: Cell, cache: Path, folder: Path, cap_s: float, trl_python: Path) -> Result:
     """One run in ``folder``, which is empty."""
     checkpoint = checkpoint_of(cell.task, cache)
-    if cell.arm in TRL:
+    if cell.arm in ALL_TRL:
         return _run_trl(cell, checkpoint, folder, cap_s, trl_python)
     return _run_ours(cell, checkpoint, folder, cap_s)
 
@@ -144,7 +158,7 @@ def _run_trl(cell: Cell, checkpoint: Path, folder: Path, cap_s: float, python: P
     data = recipe.data.train
     rows = load_object(data.generator)(seed=cell.seed, **data.settings)
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    setting = TRL[cell.arm]
+    setting = ALL_TRL[cell.arm]
     settings = {
         **asdict(setting),
         "task": cell.task,

@@ -1,4 +1,4 @@
-"""TRL's side of ``race.py``: GRPO on one of the two tasks. Runs in an environment of its own (``make race-env``).
+"""TRL's side of ``race.py``: GRPO on one of the two tasks, or GRPO without its baseline. Runs in an environment of its own (``make race-env``).
 
     python benchmarks/_race_trl.py SETTINGS.json
 
@@ -52,6 +52,22 @@ class Curve:
         self.over = self.over or hit or wall_s > self._cap_s
 
 
+class RewardTrainer(GRPOTrainer):  # type: ignore[misc]
+    """GRPO without a baseline: the advantage of a rollout is its reward. TRL has no setting for that."""
+
+    rewards: Sequence[float] = ()  # of the batch that was scored last, in its order
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        advantages = batch["advantages"]
+        batch["advantages"] = torch.tensor(self.rewards, dtype=advantages.dtype, device=advantages.device)
+        assert batch["advantages"].shape == advantages.shape
+        return batch
+
+
+TRAINERS = {"group": GRPOTrainer, "reward": RewardTrainer}
+
+
 class Until(TrainerCallback):
     def __init__(self, curve: Curve) -> None:
         self._curve = curve
@@ -78,9 +94,10 @@ def main() -> None:
             task.score(tasks[name], text) for name, text in zip(id, task.texts(completions, kwargs), strict=True)
         ]
         curve.add(rewards)
+        trainer.rewards = rewards
         return rewards
 
-    trainer = GRPOTrainer(
+    trainer = TRAINERS[settings["advantage"]](
         model=model,
         processing_class=tokenizer,
         reward_funcs=reward,

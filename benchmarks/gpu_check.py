@@ -193,7 +193,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="trainer ranks; on cuda one per GPU")
     parser.add_argument("--quick", action="store_true", help="a small model; a minute on a CPU")
     parser.add_argument(
-        "--peak-tflops", type=float, help="of a device that services/trainer/step/usage.py does not know"
+        "--peak-tflops", type=float, help="of a device that services/trainer/step/metrics.py does not know"
     )
     options = parser.parse_args()
     size = "quick" if options.quick or options.device == "cpu" else "gpu"

@@ -43,10 +43,16 @@ from services.common.errors import MillraceError
 from services.common.records.types import Segment, Sequence, StopReason, Trajectory
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.frames import Packer, Unpacker, checksum_of, write_header
 from services.orchestrator.journal.storage.index import INDEX_FILE
 from services.orchestrator.journal.storage.index_keeper import IndexKeeper
-from services.orchestrator.journal.storage.segments import segment_path, sizes_in
+from services.orchestrator.journal.storage.segments import (
+    Packer,
+    Unpacker,
+    checksum_of,
+    segment_path,
+    sizes_in,
+    write_header,
+)
 from services.orchestrator.journal.writer import Journal
 
 MILLION = 1_000_000

@@ -8,12 +8,16 @@ Both demonstrations of the repository are trained by both sides, in turns, never
     isolated    Millrace as the recipe has it: every program in the sandbox
     inprocess   Millrace with reward and tool as plain functions in the replica's process
     trl-PxG     TRL's GRPOTrainer with P prompts of G rollouts in a batch, reward and tool as plain functions
+    isolated-grpo, trl-PxG-reward
+                the estimator of the other side: Millrace with GRPO's advantages, and TRL changed so that the reward is
+                the advantage, as in the recipes
 
 The hit is the first moment at which the mean over the last 1,280 sampled rollouts, those of dropped groups included, is
 .9. Seconds count from version 0: imports, the loading of the model and the making of the checkpoint do not. CPU seconds
 are those of all processes of a side. No side evaluates. ``code_ratio`` and ``tool_ratio`` are TRL's seconds to the hit
 over those of Millrace isolated, ``…_inprocess_ratio`` over those of Millrace in process, ``…_cpu_ratio`` the same of
-CPU seconds; medians over seeds, TRL at its best setting. A run that has not hit at the cap counts with its end
+CPU seconds; medians over seeds, TRL at its best setting. ``…_grpo_ratio`` has GRPO's advantages on both sides,
+``…_changed_ratio`` the reward as advantage on both sides. A run that has not hit at the cap counts with its end
 (``cut_off``).
 
 Runs are kept in docs/race.jsonl as they end, so an interrupted race continues; ``--quick`` keeps no results: one seed,
@@ -42,13 +46,14 @@ from typing import Any
 import structlog
 
 from benchmarks._cores import pin
-from benchmarks._race_arms import ARMS, OURS, RECIPES, ROOT, Cell, checkpoint_of, run_cell, settings_of
+from benchmarks._race_arms import ARMS, RECIPES, ROOT, Cell, checkpoint_of, run_cell, settings_of
 from benchmarks._race_report import draw, ratios, table
 from benchmarks._report import report_facts, report_nothing
 from benchmarks._study_report import put_into
 
 CAP_S, QUICK_CAP_S = 300.0, 150.0
-QUICK_TRL = {"code": "trl-32x8-2t", "tool": "trl-8x8"}  # the best in docs/race.jsonl
+# The best in docs/race.jsonl.
+QUICK_TRL = {"code": ("trl-16x8", "trl-16x8-reward"), "tool": ("trl-8x8", "trl-8x8-reward")}
 TRL_PYTHON = ROOT / ".venv-race" / "bin" / "python"
 
 
@@ -116,7 +121,7 @@ def main() -> None:
     cores = pin(2)
     num_seeds = options.seeds or (1 if options.quick else 3)
     cap_s = options.cap or (QUICK_CAP_S if options.quick else CAP_S)
-    quick = {task: (*OURS, QUICK_TRL[task]) for task in RECIPES}
+    quick = {task: ("isolated", "inprocess", *QUICK_TRL[task]) for task in RECIPES}
     arms = {task: options.arms or (quick[task] if options.quick else ARMS) for task in RECIPES}
     with tempfile.TemporaryDirectory(prefix="millrace-race-") as folder:
         results = Results(Path(folder) / "race.jsonl" if options.quick else options.results)

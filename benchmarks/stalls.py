@@ -43,7 +43,7 @@ from benchmarks._needs import why_not
 from benchmarks._peers import ScriptedTrainer
 from benchmarks._report import report_facts
 from benchmarks._stall_worlds import Shape, Step, World
-from services.cli.watch.orchestrator_liveness import OrchestratorLiveness
+from services.cli.watch.notices import OrchestratorLiveness
 from services.common.errors import MillraceError
 from services.common.system.cores import num_cores
 

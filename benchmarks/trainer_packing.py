@@ -36,8 +36,7 @@ from benchmarks._workload import MODELS, Workload
 from services.trainer.data import prefixes
 from services.trainer.data.packing import Document, pack
 from services.trainer.model.logprobs import token_logprobs
-from services.trainer.model.norms import speed_up_norms
-from services.trainer.model.policy_model import build_policy_model
+from services.trainer.model.policy_model import build_policy_model, speed_up_norms
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.micro_batches import forward, pack_for_ranks
 

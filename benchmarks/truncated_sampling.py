@@ -32,8 +32,7 @@ from services.common.records.types import Sampling
 from services.inference.engine.base import GenerationRequest
 from services.inference.engine.torch.engine import TorchEngine
 from services.inference.engine.torch.sampler import SamplingRows, sample
-from services.trainer.model.drawn import Drawn, KeptBlocks
-from services.trainer.model.logprobs import token_logprobs
+from services.trainer.model.logprobs import Drawn, KeptBlocks, token_logprobs
 
 VOCAB = 150_000
 BATCH = 64

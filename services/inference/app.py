@@ -45,8 +45,7 @@ from services.inference.config import replica_config
 from services.inference.device_turns import EngineTurns
 from services.inference.loading import LoadedPolicy, load_policy
 from services.inference.metrics.emission import EmissionLog
-from services.inference.metrics.gauges import gauges
-from services.inference.metrics.prometheus import METRICS
+from services.inference.metrics.gauges import METRICS, gauges
 from services.inference.replica import Replica
 from services.inference.rollouts.player import RolloutPlayer
 from services.inference.rpc.gateway_client import GatewayClient

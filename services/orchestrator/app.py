@@ -37,9 +37,8 @@ from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.survey import first_facts
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.lock import RunLock
-from services.orchestrator.monitoring.gauges import gauges
+from services.orchestrator.monitoring.gauges import METRICS, gauges
 from services.orchestrator.monitoring.progress import waits
-from services.orchestrator.monitoring.prometheus import METRICS
 from services.orchestrator.recovery.recover import recovered
 from services.orchestrator.tasks.datasets import TaskSource, log_opened, open_source
 from services.orchestrator.tasks.prompt_length import short_prompts

@@ -35,9 +35,8 @@ from services.orchestrator.dispatch.published_versions import PublishedVersions
 from services.orchestrator.dispatch.retry_limit import RetryLimit
 from services.orchestrator.dispatch.threshold import Threshold
 from services.orchestrator.ingest.bounds import RecordBounds
-from services.orchestrator.ingest.ingest import Ingest
+from services.orchestrator.ingest.ingest import Ingest, Refusals
 from services.orchestrator.ingest.masked import MaskedSamples
-from services.orchestrator.ingest.refusals import Refusals
 from services.orchestrator.journal import records
 from services.orchestrator.journal.quarantine import Quarantine
 from services.orchestrator.journal.reader import JournalReader
@@ -50,8 +49,8 @@ from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.members.trainers import TrainerLeases
 from services.orchestrator.metrics.run_metrics import RunMetrics
 from services.orchestrator.policy_view import PolicyView
+from services.orchestrator.stalls.detector import StallState
 from services.orchestrator.stalls.facts import Hold
-from services.orchestrator.stalls.stall_state import StallState
 from services.orchestrator.state.disk_forecast import DiskForecast
 from services.orchestrator.state.groups import Outcome, TaskGroup
 from services.orchestrator.state.run_control import RunControl

@@ -23,8 +23,7 @@ from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.dispatch.evaluation import Evaluations
 from services.orchestrator.dispatch.published_versions import PublishedVersions
 from services.orchestrator.dispatch.threshold import END, START, Threshold, evaluation_of
-from services.orchestrator.metrics.run_metrics import RunMetrics
-from services.orchestrator.metrics.summary import Summary
+from services.orchestrator.metrics.run_metrics import RunMetrics, Summary
 from services.orchestrator.state.run_control import RunControl, RunState
 from services.orchestrator.state.versions import VersionLedger
 

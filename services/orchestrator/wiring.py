@@ -6,11 +6,9 @@ Each function makes one consumer. Consumers name the parts that they need, impor
 from __future__ import annotations
 
 from services.orchestrator.core import OrchestratorCore
-from services.orchestrator.dispatch.gone_versions import GoneVersions
-from services.orchestrator.dispatch.overdue import OverdueGroups
+from services.orchestrator.dispatch.retry_limit import GoneVersions, OverdueGroups
 from services.orchestrator.lifecycle import RunParts
-from services.orchestrator.metrics.step_rows import StepRows
-from services.orchestrator.metrics.summary import Summary
+from services.orchestrator.metrics.run_metrics import StepRows, Summary
 from services.orchestrator.monitoring.collector import Collector
 from services.orchestrator.monitoring.failure_pause import FailurePause
 from services.orchestrator.monitoring.progress import progress, waits

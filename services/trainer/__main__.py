@@ -9,8 +9,7 @@ import sys
 from services.common.errors import DeadlineError, InfrastructureError, MillraceError, UserError
 from services.common.system.child import DIE_WITH_PARENT, START_AGAIN, die_with_parent_if_asked, run_and_leave
 from services.common.telemetry.logs import quiet_grpc
-from services.trainer.config import parse
-from services.trainer.environment import set_defaults
+from services.trainer.config import parse, set_defaults
 
 
 def main() -> int:
@@ -34,7 +33,7 @@ def main() -> int:
         sys.stderr.write(f"trainer: {error.message}\n")
         return 2
     except (MillraceError, RuntimeError) as error:
-        from services.trainer.ranks.peer_loss import peer_loss
+        from services.trainer.ranks.sharding import peer_loss
 
         if lost := peer_loss(error):
             sys.stderr.write(f"trainer: {lost.message}; started again, all ranks resume together\n")

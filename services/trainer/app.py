@@ -32,7 +32,7 @@ from services.trainer.prometheus import METRICS
 from services.trainer.publish.publisher_process import PublisherProcess
 
 if TYPE_CHECKING:
-    from services.trainer.publish.versions import SnapshotPublisher
+    from services.trainer.publish.snapshot import SnapshotPublisher
     from services.trainer.ranks.sharding import Ranks
     from services.trainer.step.train_step import TrainStep
 
@@ -97,9 +97,9 @@ def _train(
     from services.trainer.checkpoint.shared_directory import require_shared
     from services.trainer.loop.device_turns import DeviceTurns
     from services.trainer.loop.training_loop import TrainingLoop
-    from services.trainer.publish.versions import snapshot_directories, sweep
+    from services.trainer.publish.snapshot import snapshot_directories, sweep
     from services.trainer.ranks.leaving import LeaveOnSignal
-    from services.trainer.ranks.peer_loss import PeerLostError
+    from services.trainer.ranks.sharding import PeerLostError
     from services.trainer.setup import build_step, join_ranks, open_checkpoints
 
     recipe = run.recipe
@@ -163,8 +163,7 @@ def _snapshot_publisher(
     process: PublisherProcess | None,
 ) -> SnapshotPublisher:
     """Writes a snapshot of every version into ``directories`` and hands it to ``process``, which the first rank has."""
-    from services.trainer.publish.snapshot import Snapshots
-    from services.trainer.publish.versions import SnapshotPublisher
+    from services.trainer.publish.snapshot import SnapshotPublisher, Snapshots
 
     snapshots = Snapshots(
         step.model,

@@ -1,9 +1,9 @@
-"""Command line of one trainer rank. All other settings are in the recipe, which the orchestrator serves."""
+"""Command line and environment of one trainer rank. All other settings are in the recipe, which the orchestrator serves."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,9 @@ Several ranks: python -m services.trainer.launch_ranks --num-ranks N --policy PO
 Exit codes: 0 the run ended or SIGTERM arrived, 1 an error that another start may resolve, 2 the recipe, the model or a
 checkpoint cannot be used (the message says why), 75 another rank was lost (start all ranks again; they resume together).
 """
+
+# The allocator's name since torch 2.9, and its name before, which people still set.
+ALLOCATOR, EARLIER_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,3 +55,15 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     return Settings(
         policy=options.policy, orchestrator=options.orchestrator, run_dir=options.run_dir, host=options.host
     )
+
+
+def set_defaults(environment: MutableMapping[str, str]) -> None:
+    """Set what is not set. Call before the import of torch.
+
+    Packed micro-batches differ in size, so blocks of a GPU's memory are cut into pieces that fit no later micro-batch.
+    Expandable segments map free pages together instead; without a GPU the setting has no effect.
+    """
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if EARLIER_ALLOCATOR not in environment:
+        environment.setdefault(ALLOCATOR, "expandable_segments:True")

@@ -20,8 +20,8 @@ from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel, Scorer, load_policy_model
 from services.trainer.model.value_head import own_rates
 from services.trainer.ranks.sharding import Ranks, init_ranks
+from services.trainer.step.metrics import peak_flops
 from services.trainer.step.train_step import TrainStep
-from services.trainer.step.usage import peak_flops
 
 # Timeout of the ranks' wait for the first, which waits for the orchestrator; a dead rank is noticed at once.
 COLLECTIVE_TIMEOUT_S = 1800.0

@@ -23,8 +23,8 @@ from services.common.pb import pool_pb2, pool_pb2_grpc, status_pb2, status_pb2_g
 from services.common.rpc import limits
 from services.common.rpc.client.channel import DEADLINES, channel
 from services.common.rpc.limits import LIMITS, MOST_BYTES, Limit, Rates, limit_of
+from services.common.rpc.metadata import translated_errors
 from services.common.rpc.server import Server
-from services.common.rpc.status import translated_errors
 from services.orchestrator.rpc.servicer_pool import PoolServicer
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import RunServicer, make_server

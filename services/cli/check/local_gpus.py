@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from services.common.config.processes.placement import gpu_claims
 from services.common.config.recipe import Recipe
-from services.common.system.visible_gpus import visible_gpus
+from services.common.system.devices import visible_gpus
 
 _ASK = ("nvidia-smi", "--query-gpu=memory.total,uuid", "--format=csv,noheader,nounits")  # a line for each, in MiB
 _TIMEOUT_S = 20.0

@@ -173,7 +173,7 @@ def fate(
         millrace fate RUN --step 40
         millrace fate RUN --json | jq '.policies.model0.lengths'
     """
-    from services.cli.inspect.fate.command import tell_fates
+    from services.cli.inspect.fate.view import tell_fates
 
     run = chosen_run(run)
     tell_fates(run, console, policy=policy, step=step, last=last, as_object=as_json)

@@ -126,7 +126,7 @@ def check(
     if show:
         import yaml
 
-        from services.common.telemetry.redaction import without_passwords
+        from services.common.telemetry.logs import without_passwords
 
         typer.echo(
             yaml.safe_dump(without_passwords(resolved.model_dump(mode="json")), sort_keys=False, allow_unicode=True)

@@ -100,7 +100,7 @@ class Layout:
 
     def makes_worlds(self) -> bool:
         """Whether the profile finds or makes the world of the environment at the start
-        (``services.cli.plan.local_data``)."""
+        (``services.cli.plan.profiles``)."""
         return self.profile is not None and self.environment() in ("alfworld", "webshop")
 
     def worlds(self) -> list[Path]:

@@ -16,7 +16,7 @@ from services.cli.doctor.windows import LEAST_POINTS, change, medians, windows
 from services.common.config.recipe import Recipe
 from services.common.records.fates import StepFact
 from services.common.telemetry.metrics import StepKey, TrainerKey
-from services.orchestrator.stalls.causes import Cause
+from services.orchestrator.stalls.facts import Cause
 
 Row = Mapping[str, Any]
 

@@ -26,8 +26,7 @@ from services.cli.inspect.trace.reading import open_journal
 from services.cli.inspect.trajectories import load_tokenizer
 from services.cli.inspect.turns import Marks, marks_of
 from services.cli.inspect.weights import bits_per_change, serving_s, summarise
-from services.cli.page.advantages import uses
-from services.cli.page.conversation import conversation
+from services.cli.page.conversation import conversation, uses
 from services.cli.page.events import events
 from services.cli.page.filling import Filler
 from services.cli.page.filters import Filter

@@ -1,20 +1,117 @@
 """``--profile``: transforms a whole recipe before the run or the check.
 
-The transformations are pure; ``plan.local_data`` finds the data on this machine.
+The transformations are pure. The data of this machine are found here: rows of a dataset or of a similar one, and the files
+of an environment's world, made if needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.cli.plan.local_data import rows_here, world_here
-from services.common.config.profiles.tiny import FindRows, FindWorld, tiny
+from services.common.config.profiles.tiny import FindRows, FindWorld, World, tiny
 from services.common.config.reading.loading import Profile, load_recipe
 from services.common.config.recipe import Recipe
-from services.common.errors import ConfigError
+from services.common.errors import ConfigError, DatasetError
+from services.orchestrator.tasks.catalogue import DATA_ROOT, known, local_file
+from services.orchestrator.tasks.rows.code import code_row
+from services.orchestrator.tasks.rows.math import math_row
+
+# Preferred stand-ins first: rows with reference answers and short prompts.
+_STAND_INS = ("deepscaler", "math-train", "gsm8k", "leetcode", "humaneval", "math500", "code-contests")
+
+
+def rows_here(dataset: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a dataset that is on this machine: the same dataset if its rows are here, else one with rows of the
+    same form, else generated rows. A dataset without a name is assumed to be here."""
+    name = dataset.get("name")
+    if name is None or local_file(name) is not None:
+        return dict(dataset)
+    form = known(name).normalise
+    for other in _STAND_INS:
+        if known(other).normalise is form and local_file(other) is not None:
+            return {**dataset, "name": other, "id_field": None}
+    made = {math_row: "sums", code_row: "programs"}
+    if form not in made:
+        raise DatasetError(f"dataset {name!r} is not on this machine, and no other has rows like it")
+    generator = f"services.common.tiny.tasks:{made[form]}"
+    return {**dataset, "name": None, "generator": generator, "settings": {}, "id_field": "id"}
+
+
+def world_here(environment: str, tree: Mapping[str, Any]) -> World | None:
+    """Settings that point an environment to its world on this machine, and its tasks; None if it needs no files.
+
+    Takes the folder that the recipe names if present, else the one in ``MILLRACE_DATA_ROOT``, else makes a world.
+    Unpacks or makes the world once, below the recipe's directory of runs.
+
+    Raises:
+        ConfigError: the environment's engine is not installed.
+    """
+    if tree["envgateway"] is None:
+        return None
+    root = os.environ.get(DATA_ROOT)
+    worlds = Path(tree["run"]["dir"]).resolve() / "worlds"
+    if environment == "alfworld":
+        games = _games_folder(tree["envgateway"]["alfworld"]["data"], root, worlds)
+        rows = {"generator": "services.common.tiny.tasks:games", "settings": {"data": str(games)}}
+        return {"alfworld": {"data": str(games), "games": None}}, rows
+    if environment == "webshop":
+        section, num_goals = _shop(tree["envgateway"]["webshop"]["data"], root, worlds)
+        rows = {"generator": "services.common.tiny.tasks:places", "settings": {"count": num_goals}}
+        return {"webshop": section}, rows
+    return None
+
+
+def _games_folder(own: str | None, root: str | None, worlds: Path) -> Path:
+    from services.envgateway.envs.alfworld.make import houses, package_data
+    from services.envgateway.envs.alfworld.unpack import unpack, write_games
+
+    if own is not None and Path(own).is_dir():
+        return Path(own)
+    kept = Path(root or "", "alfworld_made")
+    if root and (kept / "games.jsonl").is_file():
+        return _written_once(
+            worlds / "alfworld", lambda folder: unpack(kept / "games.jsonl", kept / "domain.json", folder)
+        )
+
+    def make(folder: Path) -> None:
+        package = package_data()
+        grammar = (package / "alfred.twl2").read_text(encoding="utf-8")
+        write_games(houses(24, 1, grammar), (package / "alfred.pddl").read_text(encoding="utf-8"), folder)
+
+    return _written_once(worlds / "alfworld-houses", make)
+
+
+def _shop(own: str | None, root: str | None, worlds: Path) -> tuple[dict[str, Any], int]:
+    """Settings of the gateway's section, and the least number of tasks. Every word counts as a noun, so that no tagger
+    model is needed."""
+    from services.envgateway.envs.webshop.make import write_catalogue
+
+    if own is not None and Path(own).is_dir():
+        return {"tagger": "words"}, 64
+    kept = Path(root or "", "webshop_made")
+    if root and kept.is_dir():
+        goals = kept / "oracle-goals.json"
+        return {"data": str(kept), "goals": str(goals) if goals.is_file() else None, "tagger": "words"}, 64
+    made = _written_once(worlds / "webshop-catalogue", lambda folder: write_catalogue(folder, 48, 1))
+    return {"data": str(made), "goals": None, "tagger": "words"}, 48
+
+
+def _written_once(folder: Path, write: Callable[[Path], object]) -> Path:
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial_folder = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+        write(partial_folder)
+        try:
+            partial_folder.rename(folder)
+        except OSError:  # another run has written it meanwhile
+            shutil.rmtree(partial_folder)
+    return folder
 
 
 class Transformation(Protocol):

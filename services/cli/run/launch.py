@@ -37,11 +37,9 @@ from services.cli.plan.specs import (
 from services.cli.run.other_ports import with_other_ports
 from services.cli.run.processes import Processes, children_cpu_seconds
 from services.cli.watch.follow import show_now
+from services.cli.watch.notices import OrchestratorLiveness, StallsAtStart, TrackersTold
 from services.cli.watch.orchestrator_client import OrchestratorClient
-from services.cli.watch.orchestrator_liveness import OrchestratorLiveness
 from services.cli.watch.progress_view import ProgressView, StallsTold
-from services.cli.watch.startup_stalls import StallsAtStart
-from services.cli.watch.trackers_told import TrackersTold
 from services.common import run_files
 from services.common.config.recipe import Recipe
 from services.common.errors import InfrastructureError

@@ -25,7 +25,7 @@ from services.common.errors import DeadlineError, InfrastructureError
 from services.common.rpc.client.health import is_serving
 from services.common.system.child import DIE_WITH_PARENT, START_AGAIN
 from services.common.system.children import how_ended, last_lines, signal_group
-from services.common.system.visible_gpus import inside
+from services.common.system.devices import inside
 
 log = structlog.get_logger()
 

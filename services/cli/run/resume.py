@@ -17,7 +17,7 @@ from services.common.config.reading.loading import RESOLVED, load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.net.loopback import is_loopback
-from services.common.telemetry.redaction import without_passwords
+from services.common.telemetry.logs import without_passwords
 
 AUTO = "auto"
 _TOLD = 5  # runs that are left alone, in the line that says so

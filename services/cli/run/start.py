@@ -39,8 +39,8 @@ from services.common.config.reading.loading import RESOLVED, load_resolved, save
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.net.hosts import address, is_here
+from services.common.system.devices import inside
 from services.common.system.free_ports import LOOPBACK
-from services.common.system.visible_gpus import inside
 from services.common.telemetry.logs import configure
 
 WARM_START = "warm-start"
@@ -85,7 +85,7 @@ def start(
     if alone and process != "envgateway":
         raise ConfigError(f"--alone starts environments without a run: write envgateway instead of {process}")
     if process == WORLDS:
-        return  # made, where the profile wants some, when the recipe was read (services.cli.plan.local_data)
+        return  # made, where the profile wants some, when the recipe was read (services.cli.plan.profiles)
     if process == WARM_START:
         _make_run(recipe, (run_dir or Path(recipe.run.dir) / recipe.name).resolve(), console)
     elif process == "orchestrator":

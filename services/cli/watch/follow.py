@@ -6,8 +6,8 @@ import time
 
 import structlog
 
+from services.cli.watch.notices import OrchestratorLiveness
 from services.cli.watch.orchestrator_client import OrchestratorClient
-from services.cli.watch.orchestrator_liveness import OrchestratorLiveness
 from services.cli.watch.progress_view import ProgressView
 from services.common.errors import InfrastructureError
 from services.common.pb import run_pb2

@@ -10,8 +10,8 @@ import grpc
 from services.common.errors import AccessError, InfrastructureError, MillraceError, NotFoundError
 from services.common.net.hosts import is_known
 from services.common.pb import run_pb2, run_pb2_grpc
-from services.common.rpc.client.sync_channel import sync_channel
-from services.common.rpc.status import from_call
+from services.common.rpc.credentials import sync_channel
+from services.common.rpc.metadata import from_call
 from services.common.security import identity
 from services.common.security.handshake import refusal_now
 from services.common.security.roles import Peer

@@ -34,11 +34,26 @@ from services.common.config.processes.services import (
     WarmStartConfig,
 )
 from services.common.config.processes.trackers import Tracker
-from services.common.config.security import SecurityConfig
 from services.common.config.training.optimizer import OptimizerConfig
 from services.common.config.training.policy import PolicyConfig
 from services.common.config.training.until import UntilConfig, check_until
 from services.common.net.loopback import is_loopback
+
+
+class SecurityConfig(Section):
+    tls: Literal["auto", "on", "off"] = "auto"
+    """`auto`: TLS and keys as soon as any service binds another address than loopback, or MILLRACE_KEYS is set. `on`: also
+    on loopback. `off`: never, so loopback only. `millrace run` makes the keys; for processes that are started one by one
+    `millrace keys` does."""
+    client_certificates: bool = False
+    """Off: gRPC callers show a run token with each call. On: they show a certificate in the handshake, which
+    fails without one. HTTP takes either while this is off."""
+
+    @field_validator("tls", mode="before")
+    @classmethod
+    def _yaml_words(cls, value: Any) -> Any:
+        """YAML reads a bare `on` or `off` as true or false."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class RunConfig(Section):

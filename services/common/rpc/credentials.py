@@ -1,14 +1,13 @@
-"""TLS credentials for gRPC servers and channels, from an identity.
+"""TLS credentials for gRPC servers and channels, from an identity, and a synchronous channel with them.
 
-grpc for Python either demands a certificate of every caller or asks for none, so a run decides
-(``client_certificates``): with them the handshake admits members of the run only; without, each call has a token, and a
-refusal has a reason.
+The synchronous channel is for commands and probes: without keys plain, with keys over TLS and with the token.
 """
 
 from __future__ import annotations
 
 import grpc
 
+from services.common.security import identity
 from services.common.security.bundle import Bundle
 from services.common.security.identity import Identity
 from services.common.security.roles import Peer
@@ -46,3 +45,14 @@ def channel_options(peer: Peer) -> list[tuple[str, str]]:
 
 def _configuration(held: Bundle) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(held.key, held.certificate)], held.ca)
+
+
+def sync_channel(address: str, peer: Peer = Peer.MEMBER) -> grpc.Channel:
+    """Like ``services.common.rpc.client.channel.channel``, without asyncio and without retries."""
+    who = identity.current()
+    if who is None:
+        return grpc.insecure_channel(address)
+    credentials = grpc.composite_channel_credentials(
+        channel_credentials(who), grpc.access_token_call_credentials(who.bundle.token)
+    )
+    return grpc.secure_channel(address, credentials, options=channel_options(peer))

@@ -30,9 +30,15 @@ from services.common.net import hosts
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.rpc.client.channel import KEEPALIVE, fixed_window
 from services.common.rpc.credentials import server_credentials
-from services.common.rpc.interceptors import CallInterceptor, Chain, ContextInterceptor, ErrorInterceptor
+from services.common.rpc.interceptors import (
+    CallInterceptor,
+    Chain,
+    ContextInterceptor,
+    ErrorInterceptor,
+    MessageInterceptor,
+    RateInterceptor,
+)
 from services.common.rpc.limits import server_options
-from services.common.rpc.messages import MessageInterceptor, RateInterceptor
 from services.common.security import identity
 from services.common.security.binding import check_bind
 from services.common.telemetry.accounts import AccountState

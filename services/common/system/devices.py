@@ -1,8 +1,19 @@
-"""The device of a section of the recipe, as an object of PyTorch. Imports torch on use."""
+"""Devices: the device of a section of the recipe as an object of PyTorch, and the GPUs that the environment shows.
+
+CUDA_VISIBLE_DEVICES of a job scheduler stays in force:
+
+    environment CUDA_VISIBLE_DEVICES=4,5,6,7    recipe gpus: [0, 1]    process CUDA_VISIBLE_DEVICES=4,5
+
+Imports torch on use.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from services.common.errors import ConfigError
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def chosen_device(wanted: str, where: str) -> str:
@@ -22,3 +33,46 @@ def chosen_device(wanted: str, where: str) -> str:
             why = "PyTorch sees no GPU: look at `nvidia-smi -L` and at CUDA_VISIBLE_DEVICES"
         raise ConfigError(f"{where} is cuda, but {why}, or write cpu")
     return wanted
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
+    """The names of the GPUs that the environment shows, in CUDA's notation; None without a choice.
+
+    >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "4, 5"})
+    ['4', '5']
+    """
+    value = environment.get(VARIABLE)
+    if value is None:
+        return None
+    names = [name.strip() for name in value.split(",")]
+    # CUDA shows the GPUs before the first name that is none, as -1.
+    end = next((place for place, name in enumerate(names) if not name or name.startswith("-")), len(names))
+    return names[:end]
+
+
+def mapped_gpus(gpus: Sequence[int], environment: Mapping[str, str], where: str) -> list[str]:
+    """The names of ``gpus``, counted among those that the environment shows.
+
+    Raises:
+        ConfigError: the environment shows fewer; ``where`` names the setting.
+    """
+    shown = visible_gpus(environment)
+    if shown is None:
+        return [str(gpu) for gpu in gpus]
+    missing = [gpu for gpu in gpus if gpu >= len(shown)]
+    if missing:
+        numbers = f"the numbers 0 to {len(shown) - 1}" if shown else "no GPU"
+        raise ConfigError(
+            f"{where} takes GPU {', '.join(map(str, missing))}, but {VARIABLE}={environment[VARIABLE]} of this environment "
+            f"shows {len(shown)} GPUs: a recipe counts among these, so write {numbers}, or unset the variable"
+        )
+    return [shown[gpu] for gpu in gpus]
+
+
+def inside(environment: Mapping[str, str], own: Mapping[str, str], where: str) -> dict[str, str]:
+    """The variables of a process within an environment: its own, with its GPUs mapped. Raises as ``mapped_gpus``."""
+    gpus = [int(gpu) for gpu in visible_gpus(own) or []]
+    variables = {**environment, **own}
+    if gpus:
+        variables[VARIABLE] = ",".join(mapped_gpus(gpus, environment, where))
+    return variables

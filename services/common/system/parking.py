@@ -15,6 +15,7 @@ import mmap
 import os
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
@@ -81,6 +82,7 @@ class Parked:
     def _write(self, storage: _Storage, directory: Path) -> None:
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=directory, prefix=".parked-", buffering=0)  # noqa: SIM115 (until restored)
+            weakref.finalize(self, self._file.close)  # of a process that leaves without its turn, too
         left = storage.memory()
         while left:
             left = left[os.write(self._file.fileno(), left) :]

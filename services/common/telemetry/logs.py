@@ -1,7 +1,8 @@
 """Logs: events with fields, readable on a terminal, JSON lines in the run directory.
 
 ``log.info("batch.ready", step=7)``: machines count events, so their names are stable. Ids bound with ``bind`` (run,
-step, policy, task group) are on every later event of the same task. Secrets are not written.
+step, policy, task group) are on every later event of the same task. Secrets are not written: run
+tokens, bearer headers, private keys, passwords in addresses.
 """
 
 from __future__ import annotations
@@ -18,13 +19,48 @@ import structlog
 from structlog.typing import EventDict, WrappedLogger
 
 from services.common import run_files
-from services.common.telemetry.redaction import redacted
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 MOST_CHARACTERS = 2000  # of one value
 # Control characters, directions of writing, and halves of surrogate pairs, which no file takes.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+HIDDEN = "[hidden]"
+
+# Only texts with one of these are searched: most have none.
+_HINTS = ("eyJ", "earer ", "PRIVATE KEY", "uthorization", "@")
+_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s\"']*@")
+_SECRETS = (
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----|.*)", re.DOTALL), HIDDEN),
+    (re.compile(r"eyJ[\w-]{8,}(?:\.[\w-]*){0,2}(?:~[\w-]+)?"), HIDDEN),  # a JWT, and the session that may follow it
+    (re.compile(r"(\b[Bb]earer )[^\s\"'\\,)\]}]+"), rf"\1{HIDDEN}"),
+    (
+        re.compile(
+            r"([\"']?[Aa]uthorization[\"']?\s*[:=,]\s*[\"']?(?:[Bb]asic )?)(?![Bb]earer |[Bb]asic )[^\s\"'\\,)\]}]+"
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    (_PASSWORD, rf"\1{HIDDEN}@"),
+)
+
+
+def without_passwords(tree: Any) -> Any:
+    """Settings for display: user and password of every address are hidden, at any depth."""
+    if isinstance(tree, dict):
+        return {key: without_passwords(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [without_passwords(value) for value in tree]
+    return _PASSWORD.sub(rf"\1{HIDDEN}@", tree) if isinstance(tree, str) else tree
+
+
+def redacted(text: str) -> str:
+    """The text with ``[hidden]`` in place of every secret that is recognised by its form."""
+    if not any(hint in text for hint in _HINTS):
+        return text
+    for pattern, instead in _SECRETS:
+        text = pattern.sub(instead, text)
+    return text
 
 
 def configure(service: str, run_dir: Path | None = None, instance: str | None = None, level: str = "info") -> None:

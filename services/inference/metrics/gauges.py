@@ -1,13 +1,43 @@
-"""Gauges of a replica's process, for its status and its report."""
+"""Gauges of a replica's process, for its status and its report, and their names as metrics."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 
+from services.common.prometheus.metric import Metric
 from services.inference.loading import LoadedPolicy
 from services.inference.rollouts.player import RolloutPlayer
 from services.inference.rpc.trajectory_sender import TrajectorySender
+
+METRICS = (
+    Metric("millrace_tokens_generated_total", "counter", "Tokens sampled since the process started.", "tokens_generated/{policy}"),
+    Metric("millrace_engine_requests_running", "gauge", "Requests that an engine generates now.", "requests_running/{policy}"),
+    Metric("millrace_engine_requests_waiting", "gauge", "Requests that wait in an engine.", "requests_waiting/{policy}"),
+    Metric("millrace_engine_kv_blocks", "gauge", "Blocks of a paged KV cache that requests can hold.", "kv_blocks/{policy}"),
+    Metric("millrace_engine_kv_blocks_used", "gauge", "Blocks held by running requests and by cached prefixes.", "kv_used/{policy}"),
+    Metric("millrace_engine_kv_blocks_shared", "gauge", "Blocks held by several sequences at once.", "kv_shared/{policy}"),
+    Metric("millrace_engine_kv_evicted_total", "counter", "Cached prefixes given up for their memory.", "kv_evicted/{policy}"),
+    Metric("millrace_engine_kv_parked_total", "counter", "Running requests that gave up their KV for memory and computed it again.", "kv_parked/{policy}"),
+    Metric("millrace_slots", "gauge", "Rollouts that this replica plays at once.", "slots"),
+    Metric("millrace_free_slots", "gauge", "Slots without a rollout.", "free_slots"),
+    Metric("millrace_rollouts_running", "gauge", "Rollouts played now, or waiting for a slot.", "running_rollouts"),
+    Metric("millrace_unacknowledged_records", "gauge", "Records that are not known to be durable yet.", "unacknowledged_records"),
+    Metric("millrace_trajectories_total", "counter", "Rollouts that ended in a trajectory.", "trajectories"),
+    Metric("millrace_failed_rollouts_total", "counter", "Rollouts that ended in a failure.", "failures"),
+    Metric("millrace_rollout_retries_total", "counter", "Rollouts played again after an infrastructure failure.", "retries"),
+    Metric("millrace_cancelled_rollouts_total", "counter", "Rollouts ended from outside.", "cancelled"),
+    Metric("millrace_record_streams_total", "counter", "Streams opened for trajectories; more than one when they broke.", "record_streams"),
+    Metric("millrace_records_acknowledged_total", "counter", "Acknowledgements by outcome.", "acknowledged/{outcome}"),
+    Metric("millrace_records_refused_here_total", "counter", "Records of this replica that the orchestrator did not take, by reason.", "refused/{reason}"),
+    Metric("millrace_engine_weight_version", "gauge", "The version in an engine.", "version_{policy}"),
+    Metric("millrace_weight_fetch_failures_total", "counter", "Versions that could not be taken at the first attempt.", "weights/{policy}/weights_failures"),
+    Metric("millrace_weight_transfer_bytes", "gauge", "Bytes of the newest version's transfer.", "weights/{policy}/weights_bytes"),
+    Metric("millrace_weight_transfer_bits_per_change", "gauge", "Bits per changed element of the newest transfer.", "weights/{policy}/weights_bits_per_change"),
+    Metric("millrace_weight_fetch_seconds", "gauge", "Seconds that fetching the newest version took.", "weights/{policy}/weights_fetch_s"),
+    Metric("millrace_weight_swap_pause_seconds", "gauge", "Seconds that decoding stood still for the newest version.", "weights/{policy}/swap_pause_s"),
+    Metric("millrace_mirror_weight_version", "gauge", "The version in the host mirror.", "weights/{policy}/weights_version"),
+)  # fmt: skip
 
 
 def gauges(player: RolloutPlayer, sender: TrajectorySender, policies: Mapping[str, LoadedPolicy]) -> dict[str, float]:

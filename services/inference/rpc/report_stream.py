@@ -20,7 +20,7 @@ from services.common.rpc.client.channel import DEADLINES, translated_errors
 from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.wire.accounts import account_to_proto, peer_to_proto
 from services.common.wire.records import interval_to_proto
-from services.common.wire.transfers import weight_transfer_to_proto
+from services.common.wire.weights import weight_transfer_to_proto
 
 Call = grpc.aio.StreamStreamCall[pool_pb2.StreamReportsRequest, pool_pb2.StreamReportsResponse]
 

@@ -30,7 +30,7 @@ from services.common.records.fates import StepFact
 from services.common.records.types import MinibatchTotals, RankBatch, Sequence, TrainingSequence, Trajectory
 from services.common.telemetry.metrics import StepKey
 from services.orchestrator.buffer.assembly import assemble, rank_share
-from services.orchestrator.buffer.late import mask_sequence
+from services.orchestrator.buffer.experience import mask_sequence
 from services.orchestrator.buffer.late_groups import LateGroups
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.journal import records, rollouts

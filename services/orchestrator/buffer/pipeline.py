@@ -24,13 +24,10 @@ from services.common.config.training.policy import BatchConfig, OverlongPenaltyC
 from services.common.finite import finite
 from services.common.records import fates
 from services.common.records.types import Trajectory
-from services.orchestrator.buffer.experience import ExperienceBuffer, ReplayStore, sizes_by_source
-from services.orchestrator.buffer.late import LateRule
-from services.orchestrator.buffer.member_fates import member_fates
-from services.orchestrator.buffer.resample import resample_group
-from services.orchestrator.buffer.rewards import RewardRules, without_masked
-from services.orchestrator.buffer.shaping import shape_group
-from services.orchestrator.buffer.step_statistics import StepStatistics, of_sources
+from services.orchestrator.buffer.assembly import StepStatistics, of_sources
+from services.orchestrator.buffer.experience import ExperienceBuffer, LateRule, ReplayStore, sizes_by_source
+from services.orchestrator.buffer.resample import member_fates, resample_group
+from services.orchestrator.buffer.rewards import RewardRules, shape_group, without_masked
 from services.orchestrator.journal.records import BatchRecord, GroupVerdict
 from services.orchestrator.state.admission import Admission, Limits
 from services.orchestrator.state.groups import (

@@ -5,7 +5,8 @@ rollout while the group has two of that kind. Positives with the lowest penalty 
 that the policy does not imitate right answers with errors on the way. Source: rStar2-Agent (arXiv 2508.20722), section
 on GRPO-RoC.
 
-A pure function of rewards and penalties: the kept rollouts can be computed again at any time. Independent of tokens.
+A pure function of rewards and penalties: the kept rollouts can be computed again at any time, and so can the fate of
+each sequence of a group, for its verdict. Independent of tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Literal
 
 from services.common.config.training.policy import ResampleConfig
 from services.common.finite import finite
+from services.common.records.fates import GroupFate
 from services.common.seeds import derived_seed
-from services.orchestrator.state.groups import AdvantageGroup, part_of
+from services.orchestrator.journal.records import MemberFate
+from services.orchestrator.state.groups import AdvantageGroup, part_of, split_sequence_id
 
 Positives = Literal["lowest", "weighted"]
 Negatives = Literal["first", "uniform"]
@@ -113,3 +116,28 @@ def _weighted(draw: random.Random, items: Sequence[int], weights: Sequence[float
     keys = [draw.random() ** (1 / weight) for weight in weights]
     order = sorted(range(len(items)), key=lambda index: keys[index], reverse=True)
     return [items[index] for index in order[:count]]
+
+
+def member_fates(
+    group: AdvantageGroup, kept: AdvantageGroup | None, outcome: GroupFate, resample: ResampleConfig | None, seed: int
+) -> tuple[MemberFate, ...]:
+    """``group`` is the played group, ``kept`` its part in the buffer; ``seed`` is that of its task group."""
+    chosen: AdvantageGroup | None = group
+    if resample is not None and outcome is not GroupFate.EQUAL_REWARDS:
+        chosen = resample_group(group, resample, seed)
+    resampled = {member.sequence_id for member in chosen.members} if chosen is not None else set()
+    buffered = {member.sequence_id for member in kept.members} if kept is not None else set()
+    found = []
+    for member in group.members:
+        _, index, position = split_sequence_id(member.sequence_id)
+        if member.sequence_id in buffered:
+            fate = GroupFate.KEPT
+        elif member.sequence_id not in resampled:
+            fate = GroupFate.RESAMPLED_AWAY
+        elif not member.trained and outcome is not GroupFate.EQUAL_REWARDS:
+            fate = GroupFate.TRUNCATED
+        else:  # of a group that was kept, its own age kept this one out
+            fate = GroupFate.EXPIRED if outcome is GroupFate.KEPT else outcome
+        tokens = member.sequence.num_trained_tokens
+        found.append(MemberFate(index=index, position=position, num_tokens=tokens, fate=fate))
+    return tuple(found)

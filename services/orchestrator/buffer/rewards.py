@@ -6,6 +6,14 @@
 All readers of rewards use this module, so training, curation and evaluation give an unfinished rollout the same reward.
 The statistics of a group are of transformed rewards, so a clip that binds changes mean and deviation. An infrastructure
 failure has no reward and enters no statistics. Pure functions of records and settings.
+
+The overlong penalty is on the tokens of a sequence beyond a soft limit (DAPO, arXiv 2503.14476, section 3.4):
+
+    penalty(n) = 0                                       n <= max_tokens - buffer_tokens
+                 factor (n - max + buffer) / buffer      in between
+                 factor                                  n >= max_tokens
+
+n counts the tokens that the policy wrote, over all turns.
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ from types import MappingProxyType
 
 from services.common.config.processes.services import RolloutConfig
 from services.common.config.recipe import Recipe
+from services.common.config.training.policy import OverlongPenaltyConfig
 from services.common.errors import RolloutTimeoutError
 from services.common.finite import finite
 from services.common.records.types import RolloutFailure, Sequence, StopReason, Trajectory
@@ -30,6 +39,7 @@ from services.orchestrator.state.groups import (
     compared_sequences,
     rewarded,
     stamped,
+    with_members,
 )
 
 
@@ -174,3 +184,26 @@ def without_masked(group: AdvantageGroup) -> AdvantageGroup | None:
 
 def _marked(member: Member, masked: bool) -> Member:
     return replace(member, trained=False) if masked else member
+
+
+def overlong_penalty(num_tokens: int, config: OverlongPenaltyConfig) -> float:
+    """Penalty on the reward of a sequence with this many tokens.
+
+    >>> config = OverlongPenaltyConfig(max_tokens=100, buffer_tokens=20)
+    >>> [overlong_penalty(n, config) for n in (80, 90, 100, 500)]
+    [0.0, 0.5, 1.0, 1.0]
+    """
+    beyond = num_tokens - (config.max_tokens - config.buffer_tokens)
+    return config.factor * min(max(beyond, 0) / config.buffer_tokens, 1.0)
+
+
+def shape_group(group: AdvantageGroup, config: OverlongPenaltyConfig) -> tuple[AdvantageGroup, list[float]]:
+    """The group with the penalties in its rewards and statistics, and the penalty of each member."""
+    penalties = [overlong_penalty(member.sequence.num_trained_tokens, config) for member in group.members]
+    if not any(penalties):
+        return group, penalties
+    shaped = (
+        rewarded(member, finite(member.sequence.reward - penalty))
+        for member, penalty in zip(group.members, penalties, strict=True)
+    )
+    return with_members(group, shaped), penalties

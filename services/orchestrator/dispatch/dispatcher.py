@@ -30,9 +30,8 @@ from services.orchestrator.journal import records
 from services.orchestrator.journal.records import GroupRecord
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.members.commands import CancelGroup, PlayGroup
-from services.orchestrator.members.free_slots import Shelf
 from services.orchestrator.members.pool import ReplicaPool
-from services.orchestrator.members.replica import Held, Replica
+from services.orchestrator.members.replica import Held, Replica, Shelf
 from services.orchestrator.stalls.facts import Hold
 from services.orchestrator.state.admission import Admission
 from services.orchestrator.state.groups import TaskGroup

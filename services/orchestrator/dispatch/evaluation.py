@@ -19,8 +19,8 @@ from services.common.config.recipe import Recipe
 from services.common.finite import finite
 from services.common.records.types import Purpose, Sampling, TaskGroupOrder, Trajectory
 from services.common.seeds import derived_seed
+from services.orchestrator.buffer.assembly import MOST_ROLES, OTHER_ROLES
 from services.orchestrator.buffer.rewards import RewardRules, filled_rows
-from services.orchestrator.buffer.step_statistics import MOST_ROLES, OTHER_ROLES
 from services.orchestrator.dispatch.threshold import step_of
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.state.groups import Outcome, TaskGroup

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping
 
 from services.common.config.data import EvaluationConfig
 from services.orchestrator.dispatch.evaluation import EvaluationPass, Evaluations
-from services.orchestrator.members.free_slots import Shelf, ShelfKey
 from services.orchestrator.members.pool import ReplicaPool
-from services.orchestrator.members.replica import Held, Replica
+from services.orchestrator.members.replica import Held, Replica, Shelf, ShelfKey
 
 
 class Evaluators:

@@ -19,12 +19,19 @@ import orjson
 import structlog
 
 from services.common.errors import CorruptDataError
-from services.orchestrator.journal.storage.damage import Damage, DamageReason
-from services.orchestrator.journal.storage.frames import Unpacker, checksum_of
 from services.orchestrator.journal.storage.index import IN_MEMORY, INDEX_FILE, NOTHING, UNUSABLE, Index, Indexed, Row
 from services.orchestrator.journal.storage.index_sync import compare, synchronise
 from services.orchestrator.journal.storage.scan import header_before, scan
-from services.orchestrator.journal.storage.segments import COLLECTED, Place, segment_path, sizes_in
+from services.orchestrator.journal.storage.segments import (
+    COLLECTED,
+    Damage,
+    DamageReason,
+    Place,
+    Unpacker,
+    checksum_of,
+    segment_path,
+    sizes_in,
+)
 
 log = structlog.get_logger()
 

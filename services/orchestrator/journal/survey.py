@@ -22,9 +22,8 @@ from services.orchestrator.journal import records
 from services.orchestrator.journal.quarantine import Quarantine
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import GroupRecord
-from services.orchestrator.journal.storage.damage import DamageReason
 from services.orchestrator.journal.storage.index import Row
-from services.orchestrator.journal.storage.segments import COLLECTED
+from services.orchestrator.journal.storage.segments import COLLECTED, DamageReason
 
 T = TypeVar("T")
 

@@ -13,10 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from services.common.errors import CapacityError, LeaseLostError, NotFoundError, SupersededError
 from services.common.telemetry.accounts import AccountState, PeerState
-from services.orchestrator.members.commands import AnnounceVersion, LeavePool, ReplicaCommand
-from services.orchestrator.members.free_slots import FreeSlots, Shelf
-from services.orchestrator.members.mailbox import Mailbox
-from services.orchestrator.members.replica import Assignment, Held, Hello, Replica
+from services.orchestrator.members.commands import AnnounceVersion, LeavePool, Mailbox, ReplicaCommand
+from services.orchestrator.members.replica import Assignment, FreeSlots, Held, Hello, Replica, Shelf
 from services.orchestrator.state.groups import Incarnation
 
 REPORT_S = 2.0  # between two reports of a replica

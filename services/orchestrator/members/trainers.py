@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from services.common.errors import LeaseLostError, SupersededError, UnknownPolicyError
 from services.common.telemetry.accounts import AccountState, PeerState
-from services.orchestrator.members.commands import TrainerCommand
-from services.orchestrator.members.mailbox import Mailbox
+from services.orchestrator.members.commands import Mailbox, TrainerCommand
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,8 +6,9 @@ dropped, counted and logged once; the run continues.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,13 +16,19 @@ import orjson
 import structlog
 
 from services.common import run_files
-from services.common.records.types import WeightTransfer
-from services.common.telemetry.metrics import MetricsWriter, RowKind, StallMoment
-from services.common.telemetry.summary import EstimateSummary, EvaluationSummary
-from services.orchestrator.dispatch.threshold import ThresholdState
+from services.common.records.types import WeightTransfer, WeightVersion
+from services.common.telemetry.metrics import MetricsWriter, RowKind, StallMoment, StepKey, trainer_key
+from services.common.telemetry.summary import EstimateSummary, EvaluationSummary, RunSummary, ThresholdSummary
+from services.orchestrator.buffer.batches import Batches
+from services.orchestrator.dispatch.evaluation import Evaluations
+from services.orchestrator.dispatch.threshold import Threshold, ThresholdState
 from services.orchestrator.journal.records import EvaluationResult
-from services.orchestrator.metrics.scalars import scalars_of
-from services.orchestrator.metrics.tensorboard import EventFile
+from services.orchestrator.metrics.scalars import EventFile, scalars_of
+from services.orchestrator.stalls.account_book import AccountBook
+from services.orchestrator.state.run_control import RunControl
+from services.orchestrator.state.timeline import Timeline
+from services.orchestrator.state.versions import VersionLedger
+from services.orchestrator.tasks.orders import TrainingOrders
 
 log = structlog.get_logger()
 
@@ -98,3 +105,81 @@ class RunMetrics:
         self._rows.close()
         if self._board is not None:
             self._board.close()
+
+
+class StepRows:
+    """Writes the row of a training step: statistics of its batch, metrics of its trainer, gauges of the curation."""
+
+    def __init__(
+        self,
+        *,
+        batches: Mapping[str, Batches],
+        curation: TrainingOrders,
+        last_metrics: dict[str, dict[str, float]],
+        metrics: RunMetrics,
+        started_at: float,
+        write_state: Callable[[], None],
+    ) -> None:
+        """``last_metrics`` gets the values of every row, by policy; ``started_at`` in seconds since the epoch."""
+        self._batches = batches
+        self._curation = curation
+        self._last_metrics = last_metrics
+        self._metrics = metrics
+        self._started_at = started_at
+        self._write_state = write_state
+
+    def write(self, version: WeightVersion, metrics: Mapping[str, float], compute_s: float) -> None:
+        """Write the row of the training step that brought this version."""
+        policy, step = version.policy, version.number
+        statistics = self._batches[policy].statistics.pop(step, {})
+        values = {
+            **statistics,
+            **{trainer_key(name): value for name, value in metrics.items()},
+            **self._curation.gauges(),
+            StepKey.COMPUTE_S.value: compute_s,
+            StepKey.ELAPSED_S.value: time.time() - self._started_at,
+        }
+        self._last_metrics[policy] = values
+        self._metrics.training_step(policy, step, values)
+        self._write_state()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Refers to live parts: every call gives the present values."""
+
+    run_id: str
+    started_at: float  # seconds since the epoch
+    control: RunControl
+    trained_ledgers: Mapping[str, VersionLedger]
+    evaluations: Evaluations
+    threshold: Threshold | None
+    timeline: Timeline
+    batches: Mapping[str, Batches]
+    counters: Mapping[str, int]
+    book: AccountBook
+
+    def __call__(self) -> RunSummary:
+        return {
+            "run_id": self.run_id,
+            "state": self.control.phase.value,
+            "steps": {policy: max(ledger.newest_number, 0) for policy, ledger in self.trained_ledgers.items()},
+            "evaluations": {result.name: evaluation_values(result) for result in self.evaluations.results.values()},
+            "until": None if self.threshold is None else _threshold(self.threshold.state()),
+            "overlap_share": self.timeline.overlap_share,
+            "max_staleness": max((batches.staleness_max for batches in self.batches.values()), default=0),
+            "seconds": time.time() - self.started_at,
+            "counters": dict(self.counters),
+            "time": self.book.summary(),
+            "waited_for": self.book.waits(),
+        }
+
+
+def _threshold(state: ThresholdState) -> ThresholdSummary:
+    return {
+        "wanted": state.wanted,
+        "newest": state.newest,
+        "reached": state.reached,
+        "step": state.step,
+        "seconds": state.seconds,
+    }

@@ -18,8 +18,8 @@ from services.orchestrator.members.replica import Replica
 from services.orchestrator.metrics.run_metrics import RunMetrics
 from services.orchestrator.monitoring.stall_facts import facts, own_activity
 from services.orchestrator.monitoring.views import StallView
-from services.orchestrator.stalls.causes import Cause
 from services.orchestrator.stalls.detector import Stall, StallDetector
+from services.orchestrator.stalls.facts import Cause
 
 log = structlog.get_logger()
 

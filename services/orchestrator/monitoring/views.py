@@ -16,7 +16,7 @@ from services.orchestrator.journal.writer import Journal
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.members.trainers import TrainerLeases
 from services.orchestrator.policy_view import PolicyView
-from services.orchestrator.stalls.stall_state import StallState
+from services.orchestrator.stalls.detector import StallState
 from services.orchestrator.state.disk_forecast import DiskForecast
 from services.orchestrator.state.run_control import RunControl
 from services.orchestrator.state.timeline import Timeline

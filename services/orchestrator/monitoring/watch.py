@@ -10,8 +10,7 @@ from pathlib import Path
 import structlog
 
 from services.orchestrator.dispatch.dispatcher import Dispatcher
-from services.orchestrator.dispatch.gone_versions import GoneVersions
-from services.orchestrator.dispatch.overdue import OverdueGroups
+from services.orchestrator.dispatch.retry_limit import GoneVersions, OverdueGroups
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.members.absences import Absences
 from services.orchestrator.members.pool import REPORT_S, ReplicaPool

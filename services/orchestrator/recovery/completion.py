@@ -1,26 +1,47 @@
-"""Completes a recovery: state, counters, groups of lost records, replay store, and the slots of running replicas."""
+"""Completes a recovery: state, counters, groups of lost records, replay store, and the slots of running replicas.
+
+The orchestrator journals a state every few seconds, with the counters of that moment; the counts of later records are
+lost with the process, so those records are counted again. Counters without records (stalls, lost leases, duplicates) keep
+the values of the state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import structlog
 
 from services.common.errors import CorruptDataError
+from services.common.records import fates
 from services.common.records.fates import ClosedReason
 from services.orchestrator.buffer.batches import read_fresh_groups
-from services.orchestrator.journal import records
+from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.parsers import StateRecord, state_from_json
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.recount import KINDS, recount
+from services.orchestrator.journal.storage.index import Row
 from services.orchestrator.journal.survey import Survey, decode
 from services.orchestrator.recovery.parts import RecoveryParts
 from services.orchestrator.state.groups import AdvantageGroup, GroupBy, TaskGroup
 from services.orchestrator.state.run_control import RunState
 
 log = structlog.get_logger()
+
+KINDS = (records.GROUP, records.TRAJECTORY, records.FAILURE)
+
+
+def recount(row: Row, record: dict[str, Any], counter_of_failure: Callable[[str], str]) -> Counter[str]:
+    """Counts of one record of ``KINDS``; raises the errors of an unreadable record."""
+    if row.kind == records.GROUP:
+        return Counter(task_groups_issued=int(bool(record["replica_id"])))
+    if row.kind == records.TRAJECTORY:
+        sequences = rollouts.trajectory_from_json(record).sequences
+        return Counter(tokens_recorded=sum(sequence.num_trained_tokens for sequence in sequences))
+    reason = str(record["reason"])
+    return Counter({"slots_cancelled" if reason == fates.TOO_OLD else counter_of_failure(reason): 1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,12 @@ from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.records.device_turn import DeviceTurn
 from services.common.records.refusals import Refusal, RefusalReason
 from services.common.records.types import RolloutFailure
+from services.common.rpc.interceptors import peer_of
 from services.common.rpc.limits import Rates, limit_of
-from services.common.rpc.messages import peer_of
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_from_proto, peer_from_proto
 from services.common.wire.refusals import refusal_reason_to_proto
-from services.common.wire.transfers import weight_transfer_from_proto
+from services.common.wire.weights import weight_transfer_from_proto
 from services.orchestrator.ingest.ingest import INVALID_RECORD, Answer, Ingest, RecordOutcome
 from services.orchestrator.members.commands import (
     AnnounceVersion,

@@ -12,7 +12,7 @@ import orjson
 
 from services.common.config.recipe import Recipe
 from services.common.pb import run_pb2, run_pb2_grpc
-from services.common.telemetry.redaction import without_passwords
+from services.common.telemetry.logs import without_passwords
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_to_proto
 from services.orchestrator.dispatch.threshold import ThresholdState

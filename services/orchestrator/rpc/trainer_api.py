@@ -18,7 +18,7 @@ from services.orchestrator.members.absences import Absences
 from services.orchestrator.members.commands import PauseTraining, SaveCheckpoint, StopTraining
 from services.orchestrator.members.device_turns import DeviceTurns
 from services.orchestrator.members.trainers import Trainer, TrainerLeases
-from services.orchestrator.metrics.step_rows import StepRows
+from services.orchestrator.metrics.run_metrics import StepRows
 from services.orchestrator.state.run_control import RunControl
 from services.orchestrator.state.timeline import Timeline
 from services.orchestrator.state.versions import VersionLedger

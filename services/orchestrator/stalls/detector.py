@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from services.common.telemetry.accounts import LATELY_S
+from services.common.telemetry.accounts import LATELY_S, TimeAccount
 from services.common.telemetry.components import CLOCK, ORCHESTRATOR, Component, is_engine, split
+from services.orchestrator.stalls.account_book import AccountBook
 from services.orchestrator.stalls.adaptive_timeouts import AdaptiveTimeouts
-from services.orchestrator.stalls.causes import Cause
-from services.orchestrator.stalls.facts import Facts, Finding
+from services.orchestrator.stalls.facts import Cause, Facts, Finding
 from services.orchestrator.stalls.graph import WaitGraph
 from services.orchestrator.stalls.rules_peers import (
     absent_peers,
@@ -183,3 +183,15 @@ def _stall(finding: Finding, graph: WaitGraph) -> Stall:
         since=finding.since,
         chain=graph.chain(finding.component),
     )
+
+
+class StallState:
+    """State for stall detection: all time accounts, lost components and present stalls."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.account = TimeAccount(ORCHESTRATOR, clock=clock)
+        self.book = AccountBook()
+        self.stalls: tuple[Stall, ...] = ()  # causes that block the run
+        self.lost: dict[
+            Component, float
+        ] = {}  # components with a lost lease until they return, and the time of the loss

@@ -12,8 +12,7 @@ from services.common.telemetry.components import GATEWAY, GATEWAY_WORKERS, INFER
 from services.common.telemetry.components import trainer as trainer_component
 from services.common.telemetry.gateway_queue import QueueGauge, num_waiting
 from services.orchestrator.stalls.adaptive_timeouts import LEAST_S, AdaptiveTimeouts
-from services.orchestrator.stalls.causes import Cause
-from services.orchestrator.stalls.facts import Facts, Finding, Hold
+from services.orchestrator.stalls.facts import Cause, Facts, Finding, Hold
 
 REPORT_MOST_S = 15.0  # reports come every two seconds, however long the work takes
 ABSENT_S = 60.0  # processes load models before they join

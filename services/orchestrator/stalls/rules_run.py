@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from services.common.telemetry.components import DATASET, ORCHESTRATOR, ROLLOUTS, WORKFLOW, trainer
 from services.orchestrator.stalls.adaptive_timeouts import LEAST_S, AdaptiveTimeouts
-from services.orchestrator.stalls.causes import Cause
-from services.orchestrator.stalls.facts import Facts, Finding, Hold
+from services.orchestrator.stalls.facts import Cause, Facts, Finding, Hold
 from services.orchestrator.stalls.graph import WaitGraph
 
 FILTERED_BATCHES = 2  # so many batches' sequences were dropped and none was kept

@@ -23,8 +23,7 @@ from services.common.telemetry.components import (
 from services.common.telemetry.components import trainer as trainer_component
 from services.common.telemetry.gateway_queue import QueueGauge, num_waiting
 from services.orchestrator.stalls.adaptive_timeouts import LEAST_S, AdaptiveTimeouts
-from services.orchestrator.stalls.causes import Cause
-from services.orchestrator.stalls.facts import Facts, Finding, Hold, ReplicaFacts
+from services.orchestrator.stalls.facts import Cause, Facts, Finding, Hold, ReplicaFacts
 
 COMPUTING = (ActivityName.TRAINING, ActivityName.REPLAYING)
 HEARD_S = 9.0  # without a report: then the silence is the cause

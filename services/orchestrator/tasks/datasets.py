@@ -27,8 +27,7 @@ from services.common.user_code import check_call, place_of_error
 from services.common.verifiers import tasks as verifiers
 from services.orchestrator.tasks.catalogue import FORMS, Normalise, how_to_get, known, local_file
 from services.orchestrator.tasks.raw_rows import HarborRows, HeldOutRows, JsonlRows, ListRows, RawRows, RenamedRows
-from services.orchestrator.tasks.row_files import is_file_of_rows, open_file
-from services.orchestrator.tasks.skipped_rows import SkippedRows
+from services.orchestrator.tasks.row_files import SkippedRows, is_file_of_rows, open_file
 
 log = structlog.get_logger()
 

@@ -16,7 +16,7 @@ from services.common.config.processes.trackers import Tracker, missing_packages
 from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.system.child import DIE_WITH_PARENT, module_command
-from services.common.telemetry.redaction import without_passwords
+from services.common.telemetry.logs import without_passwords
 from services.orchestrator.trackers.follower import Follower
 from services.orchestrator.trackers.sink import RunFacts, Sink
 

@@ -29,9 +29,9 @@ from services.common.system.memory import available_bytes
 from services.common.telemetry.log_events import LogEvent
 from services.common.weights.adapter import check_same_adapter
 from services.trainer.checkpoint import state
-from services.trainer.checkpoint.background import BackgroundWrite
 from services.trainer.checkpoint.writing import (
     DISK_TIMEOUT_S,
+    BackgroundWrite,
     CheckpointFailedError,
     CheckpointIdentity,
     CheckpointWriter,
@@ -39,8 +39,7 @@ from services.trainer.checkpoint.writing import (
 )
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.ranks.host_group import HostGroup
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.ranks.sharding import HostGroup, Ranks
 
 log = structlog.get_logger()
 

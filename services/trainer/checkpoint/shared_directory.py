@@ -12,8 +12,7 @@ import uuid
 from pathlib import Path
 
 from services.common.errors import ConfigError
-from services.trainer.ranks.host_group import HostGroup
-from services.trainer.ranks.sharding import Ranks
+from services.trainer.ranks.sharding import HostGroup, Ranks
 
 APPEAR_S = 5.0  # network file systems show a new file late
 POLL_S = 0.1

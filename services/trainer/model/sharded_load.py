@@ -2,10 +2,17 @@
 
     config -> model on the meta device, where tensors have no memory -> sharded -> memory for the own rows -> read them
 
-A weight that merges experts is filled with the stored matrices of the rank's own experts (``expert_load``).
 So no rank ever holds a whole model: the peak is the rank's rows and one tensor's share of them in the type of the file.
 The result has the same bits as ``from_pretrained``. ``services.common.text.huggingface`` loads all other checkpoints whole:
 names that transformers converts in other ways, quantised weights, files other than safetensors.
+
+Checkpoints store the matrices of each expert, transformers computes with one tensor of all experts:
+
+    experts.E.gate_proj, experts.E.up_proj  [wide, hidden]   ->   experts.gate_up_proj[E]  [2 wide, hidden]
+    experts.E.down_proj                     [hidden, wide]   ->   experts.down_proj[E]     [hidden, wide]
+
+A rank holds some experts whole (sharding cuts along the first dimension), so it reads their matrices and no others. Which
+names belong together is transformers' own table; conversions of any other kind are left to loading the whole model.
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +32,6 @@ from services.common.errors import ConfigError, ModelMismatchError
 from services.common.lora import base_weights
 from services.common.system.memory import available_bytes
 from services.common.text.huggingface import named_weights
-from services.trainer.model.expert_load import Sources, merged_experts
 from services.trainer.ranks.sharding import local_rows
 
 log = structlog.get_logger()
@@ -34,6 +40,53 @@ _GIB = 1 << 30
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PATTERNS = ["*.safetensors", _INDEX, "config.json", "generation_config.json"]
+
+Sources = tuple[str, ...]  # stored matrices of one expert, in the order of their rows
+
+# By name, in order: stack the experts; stack them, then put matrices below each other within each expert.
+_SUPPORTED: tuple[tuple[tuple[str, int], ...], ...] = (
+    (("MergeModulelist", 0),),
+    (("MergeModulelist", 0), ("Concatenate", 1)),
+)
+
+
+def merged_experts(
+    model_type: str, shapes: Mapping[str, Sequence[int]], stored: Collection[str]
+) -> dict[str, list[Sources]]:
+    """The stored matrices of every expert, by the weight that merges them; weights that are stored as they are left out.
+
+    ``shapes`` are those of the model's weights by name, ``stored`` the names in the checkpoint.
+    """
+    found: dict[str, list[Sources]] = {}
+    for patterns, target in _mergers(model_type):
+        for name in shapes:
+            if name in stored or not name.endswith(target):
+                continue
+            prefix = name.removesuffix(target)
+            experts = [
+                tuple(prefix + pattern.replace("*", str(expert)) for pattern in patterns)
+                for expert in range(shapes[name][0])
+            ]
+            if all(source in stored for sources in experts for source in sources):
+                found[name] = experts
+    return found
+
+
+def _mergers(model_type: str) -> list[tuple[list[str], str]]:
+    """(patterns of stored names, ending of the merged name) of the supported conversions of a kind of model."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    found = []
+    for conversion in get_checkpoint_conversion_mapping(model_type) or ():
+        operations: Any = getattr(conversion, "operations", None) or ()
+        kinds = tuple(
+            (type(operation).__name__, operation.dim) for operation in operations if hasattr(operation, "dim")
+        )
+        patterns, targets = conversion.source_patterns, conversion.target_patterns
+        plain = all(pattern.count("*") == 1 for pattern in patterns) and len(targets) == 1
+        if plain and len(kinds) == len(operations) and kinds in _SUPPORTED:
+            found.append((list(patterns), str(targets[0])))
+    return found
 
 
 class _NotByShardsError(Exception):

@@ -1,6 +1,6 @@
-"""Writes the current weights into snapshot files: cast from the master weights, tied weights once.
+"""Publishes versions of one policy: writes the current weights into a snapshot file, and announces the file.
 
-The only place where torch tensors become published bytes. Ranks of one host map one file and each writes its own rows,
+Weights are cast from the master weights, tied ones once. The only place where torch tensors become published bytes. Ranks of one host map one file and each writes its own rows,
 without communication:
 
     first rank reserves the file | all: its name | every rank copies its rows | every rank digests a share of the tensors
@@ -9,6 +9,9 @@ without communication:
 Ranks on several hosts cannot map one file: there the first rank gathers one whole tensor at a time and writes alone.
 Either way ``write`` succeeds or fails on all ranks alike, and only a complete file is visible. The trainer blocks for the
 copy and the digests; the publisher process serves the file.
+
+Files of other processes may fill shared memory and the spill directory for a while: the trainer waits for space, and
+keeps its training state.
 """
 
 from __future__ import annotations
@@ -19,21 +22,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
+import structlog
 import torch
 
+from services.common.config.training.policy import WeightsConfig
 from services.common.net.hosts import host_identity
+from services.common.records.types import WeightVersion
+from services.common.telemetry.log_events import LogEvent
 from services.common.weights.manifest import DEFAULT_ALGORITHM, DigestAlgorithm, Manifest, TensorEntry, TensorSpec
 from services.common.weights.snapshot_file import (
     DEFAULT_DIRECTORIES,
     SnapshotPart,
     SnapshotSpaceError,
     SnapshotWriter,
+    sweep_orphans,
 )
+from services.trainer.loop.training_loop import Published
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.ranks.host_group import HostGroup
-from services.trainer.ranks.sharding import Ranks, own_part, whole_tensors
+from services.trainer.publish.publisher_process import PublisherProcess
+from services.trainer.ranks.sharding import HostGroup, Ranks, own_part, whole_tensors
+
+log = structlog.get_logger()
 
 _STAGED_BYTES = 64 << 20  # of each of two pinned buffers
+
+ROOM_LOOKS = 120  # attempts; counted and not timed, because all ranks must give up at the same one
+ROOM_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,3 +253,60 @@ class HostCopier:
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         return _Staged(ready, data, target)
+
+
+@dataclass(slots=True, kw_only=True)
+class SnapshotPublisher:
+    """The loop's ``Publisher``. Only the first rank has a publisher process."""
+
+    policy: str
+    snapshots: Snapshots
+    process: PublisherProcess | None
+
+    def publish(self, version: int) -> Published | None:
+        """Write and announce a version; None except on the first rank. A collective.
+
+        Raises, on every rank alike:
+            SnapshotSpaceError: no space for ten minutes.
+        """
+        written = self._write_when_there_is_room(version)
+        if written is None or self.process is None:
+            return None
+        self.process.announce(written.path)
+        digest = written.manifest.digest
+        return Published(
+            version=WeightVersion(policy=self.policy, number=version, digest=digest, sources=(self.process.address,)),
+            metrics={
+                "snapshot_s": written.copy_s,
+                "snapshot_digest_s": written.digest_s,
+                "snapshot_bytes": float(written.manifest.size_bytes),
+            },
+        )
+
+    def _write_when_there_is_room(self, version: int) -> WrittenSnapshot | None:
+        for look in range(ROOM_LOOKS):
+            try:
+                written = self.snapshots.write(version)
+            except SnapshotSpaceError as error:
+                if not look:
+                    log.error("snapshot.no_room", version=version, error=error.message, retry_s=ROOM_EVERY_S)
+                time.sleep(ROOM_EVERY_S)
+            else:
+                if look:
+                    log.info("snapshot.room_again", version=version)
+                return written
+        return self.snapshots.write(version)
+
+
+def snapshot_directories(config: WeightsConfig, run_dir: Path) -> tuple[Path, ...]:
+    """The directories of snapshots, in order of preference: shared memory, then the spill directory."""
+    spill = Path(config.spill_directory) if config.spill_directory is not None else run_dir / "snapshots"
+    return (*DEFAULT_DIRECTORIES, spill)
+
+
+def sweep(directories: Iterable[Path]) -> None:
+    """Create the directories, and remove the snapshots of killed writers from them."""
+    for directory in directories:
+        directory.mkdir(parents=True, exist_ok=True)
+        for removed in sweep_orphans([directory]):
+            log.info(LogEvent.SNAPSHOT_ORPHAN_REMOVED, path=str(removed))

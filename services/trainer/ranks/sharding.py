@@ -5,25 +5,40 @@ or NCCL (GPU). Independent of losses, batches and files.
 
 Gradients: FSDP2 *averages* over ranks, while a minibatch's loss is a *sum* of the ranks' shares. ``Ranks.backward``
 compensates the difference for all callers.
+
+``HostGroup`` exchanges short texts over gloo on the hosts, for an action of one rank (such as reserving a file) with a
+result for all ranks. Each exchange has a name and its own deadline, shorter than that of the training's collectives, in
+which ranks wait for batches.
+
+The errors of collectives say whether another rank is lost (``peer_loss``). A rank that loses a peer must start again with
+all others. The rank logs the loss and exits with ``services.common.system.child.START_AGAIN``, which launchers distinguish
+from a refusal.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import orjson
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from services.common.errors import DeadlineError, InfrastructureError, MillraceError
 from services.common.text.huggingface import named_weights
+
+TIMEOUT_S = 300.0
+
+_GLOO = "gloo"
+_GLOO_WORDS = ("closed by peer", "reset by peer", "broken pipe", "timed out", "connection refused", "connect timeout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +202,84 @@ def whole_tensors(
         whole = full(weight)
         # A copy even without a cast: the publisher may hold the copy during the next update.
         yield name, whole.to(device="cpu", dtype=dtype, copy=True) if ranks.is_first else None
+
+
+class PeerLostError(InfrastructureError):
+    """Another rank of this trainer died, or its node cannot be reached."""
+
+
+def peer_loss(error: BaseException) -> PeerLostError | None:
+    """The error as ``PeerLostError``; None for an error with another cause.
+
+    gloo raises a plain ``RuntimeError`` in the running collective; NCCL and the store have their own types.
+    """
+    if isinstance(error, PeerLostError):
+        return error
+    text = str(error)
+    known = isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError))
+    if not known and not (_GLOO in text.lower() and any(word in text.lower() for word in _GLOO_WORDS)):
+        return None
+    first_line = next(iter(text.strip().splitlines()), type(error).__name__)
+    return PeerLostError(f"another rank of this trainer is lost, or its node cannot be reached: {first_line}")
+
+
+class HostGroup:
+    """The group of all ranks over gloo. The constructor and every method are collectives."""
+
+    def __init__(self, ranks: Ranks, timeout_s: float = TIMEOUT_S) -> None:
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._group = None
+        if ranks.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def gather(self, text: str, wait: str) -> list[str]:
+        """Every rank's text, in rank order.
+
+        Raises:
+            DeadlineError: a rank did not join the exchange named ``wait``.
+            PeerLostError: a rank died.
+        """
+        if self._group is None:
+            return [text]
+        encoded = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
+        try:
+            sizes = self._all_gather(torch.tensor([len(text.encode())]))
+            longest = max(1, *(int(size) for size in sizes))
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: len(encoded)] = encoded
+            rows = self._all_gather(padded)
+        except RuntimeError as error:  # gloo raises only this type, for both errors
+            if "timed out" in str(error).lower():
+                raise DeadlineError(
+                    f"{wait} took longer than {self._timeout_s:g} s: not all of {self._ranks.world_size} ranks joined",
+                    wait=wait,
+                ) from error
+            raise PeerLostError(f"{wait}: a rank was lost: {error}") from error
+        return [row[: int(size)].numpy().tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+    def agree(self, wait: str, work: Callable[[], str], error: type[MillraceError] = InfrastructureError) -> list[str]:
+        """Run ``work`` on every rank and gather the results, as a barrier.
+
+        Raises ``error``, with the same message on every rank, when the work raises ``MillraceError`` or ``OSError`` on one
+        of them. Any other exception is a bug: the exception ends this rank, and so the others.
+        """
+        if self._group is None:
+            return [work()]
+        failure: MillraceError | OSError | None = None
+        own = {}
+        try:
+            own["result"] = work()
+        except (MillraceError, OSError) as caught:
+            failure = caught
+            own["failed"] = caught.message if isinstance(caught, MillraceError) else str(caught)
+        answers = [orjson.loads(text) for text in self.gather(orjson.dumps(own).decode(), wait)]
+        failed = [f"rank {rank}: {answer['failed']}" for rank, answer in enumerate(answers) if "failed" in answer]
+        if failed:
+            raise error(f"{wait}: {'; '.join(failed)}") from failure
+        return [str(answer["result"]) for answer in answers]
+
+    def _all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(values) for _ in range(self._ranks.world_size)]
+        dist.all_gather(rows, values, group=self._group)
+        return rows

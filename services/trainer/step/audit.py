@@ -24,8 +24,7 @@ from collections.abc import Mapping
 import torch
 
 from services.common.records.types import MinibatchTotals
-from services.trainer.algorithms.base import PolicyLoss, TokenBatch, log_ratio
-from services.trainer.algorithms.losses.kl import KL_ESTIMATORS
+from services.trainer.algorithms.base import KL_ESTIMATORS, PolicyLoss, TokenBatch, log_ratio
 from services.trainer.step.metrics import Sums
 from services.trainer.step.micro_batches import MicroTensors
 

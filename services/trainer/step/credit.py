@@ -22,11 +22,9 @@ import torch
 
 from services.common.config.training.algorithm import AlgorithmConfig
 from services.common.records.types import MinibatchTotals
-from services.trainer.algorithms.advantages.distillation import distillation_advantages
-from services.trainer.algorithms.advantages.gae import at_last_token, discounted_sums, gae
 from services.trainer.algorithms.advantages.sequences import Moments
-from services.trainer.algorithms.base import aggregate
-from services.trainer.algorithms.losses.kl import kl_per_token
+from services.trainer.algorithms.advantages.tokens import at_last_token, discounted_sums, distillation_advantages, gae
+from services.trainer.algorithms.base import aggregate, kl_per_token
 from services.trainer.algorithms.losses.value_loss import value_loss
 from services.trainer.model.policy_model import PolicyModel, Scorer
 from services.trainer.ranks.sharding import Ranks

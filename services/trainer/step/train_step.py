@@ -41,9 +41,9 @@ from services.trainer.algorithms.base import (
     TokenBatch,
     aggregate,
     check_shape,
+    kl_per_token,
     num_not_finite,
 )
-from services.trainer.algorithms.losses.kl import kl_per_token
 from services.trainer.data.batch_checks import check_batch, check_taught
 from services.trainer.data.packing import Document
 from services.trainer.model.optimizer import PolicyOptimizer, Update
@@ -51,16 +51,17 @@ from services.trainer.model.policy_model import PolicyModel, Scorer
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.audit import GradientAudit, add_mismatch, add_ratios, shares
 from services.trainer.step.credit import CreditModels, value_loss_share, with_credit, with_teacher
-from services.trainer.step.metrics import StepMetrics, Sums, step_metrics
+from services.trainer.step.metrics import StepMetrics, Sums, Usage, step_metrics
 from services.trainer.step.micro_batches import (
+    Logprobs,
     MicroTensors,
+    MinibatchContext,
     forward,
     forward_with_values,
     logprob_dtype,
+    minibatch_context,
     pack_for_ranks,
 )
-from services.trainer.step.minibatch_context import Logprobs, MinibatchContext, minibatch_context
-from services.trainer.step.usage import Usage
 
 log = structlog.get_logger(__name__)
 

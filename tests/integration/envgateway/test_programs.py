@@ -43,6 +43,21 @@ async def test_echo_prints_a_trailing_expression(execute: Execute, code: str, st
     assert (result.status, result.stdout) == (S.OK, stdout)
 
 
+_FRESH = """
+import ctypes, os, signal, sys
+print(signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL)
+print(oct(os.umask(0)), ctypes.CDLL(None).prctl(39, 0, 0, 0, 0), sys.argv, sys.getrecursionlimit(), "solution" in sys.modules)
+print([fd for fd in range(64) if fd not in (0, 1, 2, 3, 4, 7) and os.path.exists(f"/proc/self/fd/{fd}")], os.getsid(0) == os.getpid())
+print(sorted(name for name in globals() if not name.startswith("__")))
+"""
+
+
+async def test_a_program_finds_a_fresh_process(execute: Execute) -> None:
+    result = await execute(_FRESH)
+    fresh = ["set() True", "0o77 1 ['<program>'] 1000 False", "[] True", "['ctypes', 'os', 'signal', 'sys']"]
+    assert (result.stdout.decode().splitlines(), result.stderr) == (fresh, b"")
+
+
 async def test_without_echo_a_trailing_expression_is_silent(execute: Execute) -> None:
     assert (await execute("3 + 4")).stdout == b""
 

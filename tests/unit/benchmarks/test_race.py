@@ -226,6 +226,26 @@ async def test_phases_of_rollouts_are_means_over_what_the_journal_has(tmp_path: 
 def test_both_arms_of_ours_play_with_the_settings_of_the_recipe(task: str) -> None:
     isolated, inside = (
         _race_arms.settings_of(_race_arms.Cell(task, arm, 1))["recipe"]["workflow"]["settings"]
-        for arm in _race_arms.OURS
+        for arm in ("isolated", "inprocess")
     )
     assert {**inside, "reward": isolated["reward"]} == isolated
+
+
+@pytest.mark.parametrize("task", ["code", "tool"])
+def test_the_arm_with_the_advantages_of_grpo_differs_in_the_policy_alone(task: str) -> None:
+    recipe, grpo = (
+        _race_arms.settings_of(_race_arms.Cell(task, arm, 1))["recipe"] for arm in ("isolated", "isolated-grpo")
+    )
+    policies = grpo.pop("policies"), recipe.pop("policies")
+    assert grpo == recipe
+    assert [p["model0"]["algorithm"]["advantage"] for p in policies] == ["grpo", "reinforce"]
+
+
+def test_each_ratio_compares_with_the_settings_of_its_estimator() -> None:
+    seconds = {"isolated": 2.0, "isolated-grpo": 3.0, "trl-8x8": 6.0, "trl-16x8": 9.0, "trl-8x8-reward": 5.0}
+    rows = [
+        {"task": "code", "arm": arm, "seed": 1, "hit_wall_s": wall, "hit_cpu_s": wall} for arm, wall in seconds.items()
+    ]
+    found = _race_report.ratios(rows)
+    assert (found["code_ratio"], found["code_grpo_ratio"], found["code_changed_ratio"]) == (3.0, 2.0, 2.5)
+    assert found["code_inprocess_ratio"] is None

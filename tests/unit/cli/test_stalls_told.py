@@ -13,9 +13,8 @@ import pytest
 from rich.console import Console
 
 from services.cli.inspect.pictures.time import plot_time
-from services.cli.watch.orchestrator_liveness import OrchestratorLiveness
+from services.cli.watch.notices import OrchestratorLiveness, StallsAtStart
 from services.cli.watch.progress_view import ProgressView, StallsTold, render
-from services.cli.watch.startup_stalls import StallsAtStart
 from services.common.errors import InfrastructureError
 from services.common.pb import account_pb2, run_pb2
 from services.common.system import disk

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from services.cli.inspect.trace.clocks import fitted
 from services.cli.inspect.trace.facts import Assignment, GroupFacts, SequenceFacts, SlotFacts, Used
 from services.cli.inspect.trace.logs import pulls_of, read_notes
 from services.cli.inspect.trace.picture import draw
+from services.cli.inspect.trace.reading import fitted
 from services.cli.inspect.trace.stages import events, seconds_in, stages, status
 from services.cli.inspect.trace.view import as_json, show
 from services.common.errors import ConfigError

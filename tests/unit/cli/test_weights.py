@@ -14,7 +14,7 @@ from services.cli.inspect.weights import plot_transfers, read_transfers, show, s
 from services.common.errors import ConfigError
 from services.common.records.types import WeightTransfer
 from services.common.telemetry.metrics import MetricsWriter
-from services.common.wire.transfers import weight_transfer_from_proto, weight_transfer_to_proto
+from services.common.wire.weights import weight_transfer_from_proto, weight_transfer_to_proto
 
 DELTA = WeightTransfer(
     policy="model0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -30,6 +31,15 @@ def test_the_file_of_parked_tensors_has_no_name(tmp_path: Path) -> None:
     parked = Parked([torch.ones(10_000)], tmp_path)
     assert os.listdir(tmp_path) == []
     parked.restore()
+
+
+def test_tensors_that_are_never_restored_close_their_file(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    parked = Parked([torch.ones(10_000)], tmp_path)
+    opened = len(os.listdir("/proc/self/fd"))
+    del parked
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == opened - 1
+    assert not [warning for warning in recwarn if warning.category is ResourceWarning]
 
 
 def test_without_room_for_the_file_nothing_is_freed(tmp_path: Path) -> None:

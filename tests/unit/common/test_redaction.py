@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from services.cli.__main__ import app
 from services.common.security.roles import Role
 from services.common.telemetry import logs
-from services.common.telemetry.redaction import HIDDEN, redacted, without_passwords
+from services.common.telemetry.logs import HIDDEN, redacted, without_passwords
 from tests.keys import as_role, make_keys
 
 TOKEN = "eyJhbGciOiJFUzI1NiJ9.eyJydW4iOiJyMSJ9.c2lnbmF0dXJlLW9mLXRoZS10b2tlbg"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import ConfigError
-from services.common.system.visible_gpus import VARIABLE, inside, mapped_gpus, visible_gpus
+from services.common.system.devices import VARIABLE, inside, mapped_gpus, visible_gpus
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 from services.common.text.huggingface import named_weights
 from services.inference.engine.torch import blocks
+from services.inference.engine.torch import decoder as decoder_module
 from services.inference.engine.torch.decoder import Decoder
 from services.inference.engine.torch.kv.block_cache import Layout
 from services.inference.engine.torch.kv.cache import Bucket
@@ -53,18 +54,21 @@ def expected(model: Any, prompt: list[int]) -> torch.Tensor:
         return model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
 
 
-@pytest.mark.parametrize("layout", ["folded", "shared"])
+@pytest.mark.parametrize("layout", ["folded", "shared", "folded, heads apart"])
 @pytest.mark.parametrize(("kind", "kv"), [*((kind, "blocks") for kind in KINDS), ("qwen3", "rows")])
 def test_a_layout_gives_the_models_log_probabilities_before_and_after_an_update(
     kind: str, kv: Layout, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if layout == "shared":
         monkeypatch.setattr(blocks, "FOLDED_BYTES", 0)
+    if "apart" in layout:
+        monkeypatch.setattr(decoder_module, "WIDEST_JOINT", 0)
     model, prompt = model_of(kind), make_prompt(31)
     new = perturbed(model)
     before, after = expected(model, prompt), expected(new, prompt)
     decoder = Decoder(model, num_slots=2, context_length=64, layout=kv)
-    assert type(decoder._blocks).__name__ == f"{layout.capitalize()}Blocks"
+    assert type(decoder._blocks).__name__ == f"{layout.split(',')[0].capitalize()}Blocks"
+    assert (decoder._joint is None) == ("apart" in layout)
     assert (last_logprobs(decoder, prompt) - before).abs().max() <= TOLERANCE
     decoder.load(decoder.prepare(WeightUpdate.full(named_weights(new), 1)))
     assert (last_logprobs(decoder, prompt) - after).abs().max() <= TOLERANCE

@@ -23,8 +23,7 @@ from services.inference.engine.torch.decoder import Decoder
 from services.inference.engine.torch.kv import block_cache
 from services.inference.engine.torch.slots import SlotTable
 from services.inference.engine.weight_update import WeightUpdate
-from services.inference.metrics.gauges import gauges
-from services.inference.metrics.prometheus import METRICS
+from services.inference.metrics.gauges import METRICS, gauges
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
 
 from .conftest import Launch, StepGate
@@ -279,13 +278,13 @@ async def test_the_state_of_the_pool_is_exported(launch: Launch) -> None:
 def test_groups_over_long_prompts_read_them_once_and_stay_exact(stepping: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups and a row of its own, with the trunk at its least width and without; samples and gaps agree."""
     reads: list[tuple[int, int]] = []
-    trunk = decoder_module._attend_to_trunk
+    trunk = decoder_module.attend_to_trunk
 
     def counted(query: torch.Tensor, far: Any, own: Any, mask: torch.Tensor) -> torch.Tensor:
         reads.append((query.shape[0], far[0].shape[2]))
         return trunk(query, far, own, mask)
 
-    monkeypatch.setattr(decoder_module, "_attend_to_trunk", counted)
+    monkeypatch.setattr(decoder_module, "attend_to_trunk", counted)
     monkeypatch.setattr(block_cache, "TRUNK_BLOCKS", 2 if stepping == "trunk" else 99)
     played = Played(num_slots=12, layout="blocks")
     names = [played.submit(make_prompt(100, group), seed, 30) for group in (1, 2) for seed in range(5)]

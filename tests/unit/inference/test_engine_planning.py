@@ -20,7 +20,7 @@ from services.inference.engine.torch.batching import (
     bucket_bounds,
     plan_moves,
 )
-from services.inference.engine.torch.prefill import MAX_PASS_TOKENS, Span, common_prefix, plan_passes, plan_sharing
+from services.inference.engine.torch.prefill import MAX_PASS_TOKENS, Span, plan_passes, plan_sharing
 from services.inference.engine.torch.sampler import SamplingRows, sample, sample_plain, uniform_noise
 from services.inference.engine.torch.slots import MIN_SHARED_HALF, SlotTable, worth_sharing
 
@@ -42,7 +42,8 @@ def test_followers_share_exactly_what_the_plan_says_and_leaders_do_not_follow(ro
     plan = plan_sharing(rows)
     for follower, (leader, shared) in plan.items():
         assert leader not in plan
-        assert MIN_SHARED_HALF <= shared <= common_prefix(rows[follower], rows[leader])
+        assert MIN_SHARED_HALF <= shared <= min(len(rows[follower]), len(rows[leader]))
+        assert (rows[follower][:shared] == rows[leader][:shared]).all()
 
 
 def test_each_group_has_one_leader_beside_a_common_system_prompt() -> None:

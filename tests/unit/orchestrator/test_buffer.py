@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from services.common.config.training.policy import BatchConfig
 from services.common.records.types import Segment
-from services.orchestrator.buffer.experience import ExperienceBuffer, Expired
-from services.orchestrator.buffer.late import LateRule, mask_sequence
+from services.orchestrator.buffer.experience import ExperienceBuffer, Expired, LateRule, mask_sequence
 from services.orchestrator.state.groups import AdvantageGroup, advantage_groups
 from tests.unit.orchestrator.builders import complete_group, group, sequence, trajectory
 

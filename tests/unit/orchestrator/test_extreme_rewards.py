@@ -17,8 +17,7 @@ from services.common.records.types import StopReason
 from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.buffer.resample import resample_group
-from services.orchestrator.buffer.rewards import RewardRules, RewardTransform
-from services.orchestrator.buffer.shaping import shape_group
+from services.orchestrator.buffer.rewards import RewardRules, RewardTransform, shape_group
 from services.orchestrator.state.groups import AdvantageGroup, advantage_groups, statistics
 from services.orchestrator.state.scores import Estimate, compared, mean_difference, overall, score
 from services.orchestrator.tasks.curation import FilterSolved, Greso

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.common.prometheus.metric import OTHER, Translation
-from services.orchestrator.monitoring.gauges import gauges
-from services.orchestrator.monitoring.prometheus import METRICS
+from services.orchestrator.monitoring.gauges import METRICS, gauges
 from services.orchestrator.tasks.datasets import UsableRows
 from services.orchestrator.tasks.prompt_length import ShortPrompts
 from services.orchestrator.tasks.raw_rows import ListRows

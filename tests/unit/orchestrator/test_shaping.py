@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from services.common.config.training.policy import BatchConfig, OverlongPenaltyConfig, ResampleConfig
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
-from services.orchestrator.buffer.shaping import overlong_penalty, shape_group
+from services.orchestrator.buffer.rewards import overlong_penalty, shape_group
 from services.orchestrator.state.groups import AdvantageGroup, TaskGroup, advantage_groups, statistics
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World

@@ -15,7 +15,7 @@ from services.common.config.processes.placement import Placement
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.system.visible_gpus import inside
+from services.common.system.devices import inside
 from tests.unit.recipes.golden import REPOSITORY
 
 RECIPES = ("qwen3-0.6b-full", "qwen3-1.7b-lora")

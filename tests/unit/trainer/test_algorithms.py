@@ -10,10 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.algorithms import ALGORITHMS
-from services.trainer.algorithms.base import TokenBatch
-from services.trainer.algorithms.losses.kl import kl_per_token
-from services.trainer.algorithms.losses.m2po import binding_second_moments, m2po, trust_region
-from services.trainer.algorithms.masks.m2po_mask import gap_second_moments, keep_limit, kept_tokens
+from services.trainer.algorithms.base import TokenBatch, kl_per_token
+from services.trainer.algorithms.losses.m2po import (
+    binding_second_moments,
+    gap_second_moments,
+    keep_limit,
+    kept_tokens,
+    m2po,
+    trust_region,
+)
 from tests.unit.trainer.building import algorithm
 
 BEHAVIOUR_ZERO = 0.0

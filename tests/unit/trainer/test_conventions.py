@@ -14,8 +14,8 @@ from services.common.config.training.algorithm import AlgorithmConfig, Rejection
 from services.common.config.training.credit import AdvantageName, DistillationConfig
 from services.common.config.training.losses import LOSS_CLASSES
 from services.trainer.algorithms.advantages.sequences import sequence_advantages
-from services.trainer.algorithms.losses.kl import kl_per_token
-from services.trainer.algorithms.masks.m2po_mask import gap_second_moments, keep_limit, kept_tokens
+from services.trainer.algorithms.base import kl_per_token
+from services.trainer.algorithms.losses.m2po import gap_second_moments, keep_limit, kept_tokens
 from tests.unit.trainer.test_advantages import group
 
 PAGE = (Path(__file__).parents[3] / "docs" / "conventions.md").read_text()

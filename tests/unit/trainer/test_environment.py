@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.environment import ALLOCATOR, EARLIER_ALLOCATOR, set_defaults
+from services.trainer.config import ALLOCATOR, EARLIER_ALLOCATOR, set_defaults
 
 
 def test_segments_expand_unless_the_environment_says_something_else() -> None:

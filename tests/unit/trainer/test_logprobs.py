@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.common.records.kept_tokens import KeptSets
 from services.trainer.model import logprobs as logprobs_module
-from services.trainer.model.drawn import Drawn, KeptBlocks
-from services.trainer.model.logprobs import _on_tensor_cores, _TokenLogprobs, token_logprobs
+from services.trainer.model.logprobs import Drawn, KeptBlocks, _on_tensor_cores, _TokenLogprobs, token_logprobs
 
 
 def naive(

@@ -20,8 +20,7 @@ from services.trainer.data.prefixes import WORTHWHILE, families, num_distinct
 from services.trainer.model import documents as documents_module
 from services.trainer.model.attention import documents_attention
 from services.trainer.model.documents import Documents
-from services.trainer.model.norms import rms_norm
-from services.trainer.model.policy_model import PolicyModel
+from services.trainer.model.policy_model import PolicyModel, rms_norm
 from services.trainer.model.value_head import value_head_for
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.micro_batches import MicroTensors, forward_with_values, pack_for_ranks

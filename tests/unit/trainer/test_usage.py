@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from services.trainer.model.documents import Documents
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.step.usage import PEAK_TFLOPS, ForwardCost, peak_flops
+from services.trainer.step.metrics import PEAK_TFLOPS, ForwardCost, peak_flops
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 
 LENGTH = 12

@@ -17,9 +17,8 @@ from services.common.errors import DeadlineError
 from services.common.system.child import run_and_leave
 from services.common.system.memory import available_bytes
 from services.trainer.checkpoint import checkpoints as checkpoints_module
-from services.trainer.checkpoint.background import BackgroundWrite
 from services.trainer.checkpoint.checkpoints import CheckpointFailedError, Checkpoints
-from services.trainer.checkpoint.writing import CheckpointWriter
+from services.trainer.checkpoint.writing import BackgroundWrite, CheckpointWriter
 from services.trainer.ranks.sharding import Ranks
 from tests.unit.trainer_service.building import batch_of
 from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, make_step, open_in, weights

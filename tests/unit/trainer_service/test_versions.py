@@ -14,9 +14,8 @@ from services.common.weights import snapshot_file
 from services.common.weights.manifest import TensorSpec
 from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, Snapshot, SnapshotSpaceError, SnapshotWriter
 from services.trainer.model.policy_model import build_policy_model
-from services.trainer.publish import versions
-from services.trainer.publish.snapshot import Snapshots
-from services.trainer.publish.versions import SnapshotPublisher, snapshot_directories, sweep
+from services.trainer.publish import snapshot
+from services.trainer.publish.snapshot import SnapshotPublisher, Snapshots, snapshot_directories, sweep
 from services.trainer.ranks.sharding import Ranks
 from tests.unit.trainer.building import tiny_causal_lm
 
@@ -72,7 +71,7 @@ def test_without_room_anywhere_a_version_waits_for_it(tmp_path: Path, monkeypatc
         reserve(descriptor, offset, size)
 
     monkeypatch.setattr(snapshot_file.os, "posix_fallocate", no_room_yet)  # type: ignore[attr-defined]
-    monkeypatch.setattr(versions, "ROOM_EVERY_S", 0.0)
+    monkeypatch.setattr(snapshot, "ROOM_EVERY_S", 0.0)
     process: Any = TakingProcess()
     publisher = SnapshotPublisher(policy="p", snapshots=snapshots_in(tmp_path), process=process)
     assert publisher.publish(4) is not None and len(process.announced) == 1 and not refusals

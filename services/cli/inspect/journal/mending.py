@@ -26,8 +26,8 @@ from services.orchestrator.journal.quarantine import Quarantine
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import SetAside
 from services.orchestrator.journal.retention import Collected, carry_out, plan
-from services.orchestrator.journal.storage.damage import DamageReason
 from services.orchestrator.journal.storage.index import INDEX_FILE, remove_index
+from services.orchestrator.journal.storage.segments import DamageReason
 from services.orchestrator.journal.survey import UNREADABLE, numbered, open_groups
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.lock import RunLock

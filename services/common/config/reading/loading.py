@@ -21,11 +21,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from services.common.config.reading.defaults import spread_defaults
+from services.common.config.reading.defaults import spread_defaults, with_own_workflows
 from services.common.config.reading.explain import explain
 from services.common.config.reading.gpu_variables import gpu_settings
 from services.common.config.reading.inherit import inherit, is_name, names, parent_of, shipped_recipe
-from services.common.config.reading.own_workflows import with_own_workflows
 from services.common.config.recipe import Recipe
 from services.common.config.yaml_files import read_yaml
 from services.common.errors import ConfigError

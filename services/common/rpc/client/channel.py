@@ -14,8 +14,7 @@ from typing import Any
 import grpc
 
 from services.common.rpc.credentials import channel_credentials, channel_options
-from services.common.rpc.metadata import call_metadata, completed
-from services.common.rpc.status import translated_errors
+from services.common.rpc.metadata import call_metadata, completed, translated_errors
 from services.common.security import identity
 from services.common.security.roles import Peer
 

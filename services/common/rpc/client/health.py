@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.errors import ConfigError
-from services.common.rpc.client.sync_channel import sync_channel
+from services.common.rpc.credentials import sync_channel
 from services.common.security import identity
 from services.common.security.roles import SERVICES, Role
 

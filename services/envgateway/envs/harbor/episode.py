@@ -27,7 +27,7 @@ from services.common.harbor.task import COLUMN, HarborTask, needs_programs, read
 from services.common.text.tool_calls import MalformedCall, cut_text, find_call, parse_json_call
 from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
 from services.envgateway.envs.harbor.reward import reward_of
-from services.envgateway.sandbox.bare.forkserver.fork_servers import SHELL
+from services.envgateway.sandbox.bare.messages import SHELL
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots
 from services.envgateway.tools.python import STATUS

@@ -12,6 +12,9 @@ from typing import NamedTuple
 START, INTERRUPT, KILL = b"S", b"I", b"K"
 STARTED, INTERRUPTED, ENDED = b"s", b"i", b"e"
 
+PLAIN, SHELL = "plain", "shell"  # profiles that the supervisor and the fork servers treat apart
+BOUND_AT_START = "LD_BIND_NOW"  # in a fork server's environment
+
 # Use of the source by a child.
 PROGRAM, ECHO, CALL, SESSION, TESTS, COMPILE, BINARY, CELLS = b"P", b"N", b"C", b"S", b"T", b"K", b"X", b"J"
 CASES = b"A"
@@ -46,12 +49,14 @@ class Start(NamedTuple):
     disk_bytes: int
     num_files: int
     mark: int
+    source_bytes: int
 
 
-START_STRUCT = struct.Struct("!cQciIdQIQIQIQ")
+START_STRUCT = struct.Struct("!cQciIdQIQIQIQQ")
+KIND_PART = slice(struct.calcsize("!cQ"), -struct.calcsize("!Q"))  # of a packed Start: all but its run and source_bytes
 ENDED_STRUCT = struct.Struct("!cQiidQ")  # kind, run, pid, wait status, cpu_s, peak resident bytes
 
 
 def order(kind: bytes, run: int) -> bytes:
     """INTERRUPT or KILL for a run's process."""
-    return START_STRUCT.pack(*Start(kind, run, PROGRAM, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0))
+    return START_STRUCT.pack(*Start(kind, run, PROGRAM, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0))

@@ -13,14 +13,14 @@ _USUAL_PIPE, _LARGEST_PIPE = 1 << 16, 1 << 20
 class CappedPipe:
     """The read end of a pipe. ``truncated`` says that more than ``cap`` bytes came."""
 
-    def __init__(self, fd: int, cap: int) -> None:
-        """``fd`` does not block; it is closed at the end of the stream or by ``close``."""
-        self.fd = fd
+    def __init__(self, fd: int | None, cap: int) -> None:
+        """``fd`` does not block; it is closed at the end of the stream or by ``close``. None for a stream that is empty."""
+        self.fd = fd if fd is not None else -1
         self.data = bytearray()
         self.truncated = False
-        self.open = True
+        self.open = fd is not None
         self._cap = self._whole_cap = cap
-        if cap > _USUAL_PIPE:
+        if fd is not None and cap > _USUAL_PIPE:
             try:
                 fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, min(cap, _LARGEST_PIPE))
             except OSError:  # a smaller pipe is only slower

@@ -15,8 +15,11 @@ from typing import Any
 _PREFIX = struct.Struct("!II")
 
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: ``json.dumps`` makes another at each call
+
+
 def _dumps(head: dict[str, Any]) -> bytes:
-    return json.dumps(head, separators=(",", ":")).encode()
+    return _encode(head).encode()
 
 
 def encode(

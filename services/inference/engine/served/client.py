@@ -1,27 +1,86 @@
-"""The interface of a server's client, and the HTTP that the clients of all programs share."""
+"""The interface of a server's client: one call with its request, tokens and end; and the HTTP that all clients share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import aiohttp
+import numpy as np
 import orjson
 
 from services.common.aio import deadline
 from services.common.errors import InfrastructureError
-from services.inference.engine.served.calls import CallRequest, Chunk
+from services.common.records.kept_tokens import KeptRow, kept_rows
+from services.common.records.types import Sampling
 
 PauseMode = Literal["retract", "in_place"]
-Reader = Callable[[dict[str, Any]], Chunk | None]  # one message of a stream; None if it completes no chunk
 
 CONNECT_TIMEOUT_S = 5.0
 QUESTION_TIMEOUT_S = 15.0  # for calls that a server answers beside its work
 CONTROL_TIMEOUT_S = 60.0  # for calls that wait for the running decoding step
 _JSON = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRequest:
+    """One call of a server for one request: a continuation of ``input_ids``."""
+
+    rid: str
+    input_ids: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling  # only temperature, top_p, top_k and min_p are used
+    stop_token_ids: Sequence[int]
+    suppress_stop: bool  # none of the stop tokens can be drawn
+    chunk_tokens: int  # tokens that come together
+    adapter: str = ""  # its name at the server; empty: the server's own weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Tokens ``start`` to ``end`` of the call were computed with this version of the weights."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The reason of a call's end. ``matched`` is the stop token; ``message`` and ``status`` are an abortion's."""
+
+    kind: Literal["stop", "length", "abort"]
+    spans: tuple[VersionSpan, ...]
+    matched: int | None = None
+    message: str = ""
+    status: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens that have come since the last chunk, with their log-probabilities."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # NaN where the server had none
+    kept: list[KeptRow]  # the drawable tokens if the sampling is truncated; else empty
+    cached_tokens: int  # of the call's input, taken from the server's cache
+    finish: Finish | None
+
+
+Reader = Callable[[dict[str, Any]], Chunk | None]  # one message of a stream; None if it completes no chunk
+
+
+def rows_of_masks(masks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[KeptRow]:
+    """The drawable tokens at each position, of lists of their ids."""
+    if not masks:
+        return []
+    counts = np.array([len(mask) for mask in masks], dtype=np.int64)
+    ids = np.zeros((len(masks), int(counts.max())), dtype=np.int64)
+    ids[np.arange(ids.shape[1]) < counts[:, None]] = [token for mask in masks for token in mask]
+    return kept_rows(ids, counts, np.array(token_ids, dtype=np.int64))
 
 
 class Refused(InfrastructureError):

@@ -33,11 +33,16 @@ from services.inference.engine.base import (
 )
 from services.inference.engine.requests import check_request
 from services.inference.engine.served.admission import AdmissionQueue
-from services.inference.engine.served.calls import Chunk, Finish
-from services.inference.engine.served.client import Refused, TokenStream
-from services.inference.engine.served.ending import CertainTokens, Interrupted, NotFinite, judge
+from services.inference.engine.served.client import Chunk, Finish, Refused, TokenStream
 from services.inference.engine.served.fleet import Fleet
-from services.inference.engine.served.request_state import CallOutput, RequestState
+from services.inference.engine.served.request_state import (
+    CallOutput,
+    CertainTokens,
+    Interrupted,
+    NotFinite,
+    RequestState,
+    judge,
+)
 from services.inference.engine.served.server import Server
 from services.inference.engine.served.stage import Stage
 from services.inference.engine.served.transfer import Transfer

@@ -11,7 +11,7 @@ from pathlib import Path
 import services
 from services.common.config.processes.services import InferenceConfig
 from services.common.errors import ConfigError
-from services.common.system.visible_gpus import mapped_gpus, visible_gpus
+from services.common.system.devices import mapped_gpus, visible_gpus
 
 Argument = str | int | float | bool
 

@@ -16,14 +16,18 @@ from typing import Any
 from services.common.config.processes.servers import MASK_TOKENS
 from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError
 from services.common.records.kept_tokens import KeptRow, left_out_row
-from services.inference.engine.served.calls import CallRequest, Chunk, Finish, VersionSpan, rows_of_masks
 from services.inference.engine.served.client import (
     CONTROL_TIMEOUT_S,
     QUESTION_TIMEOUT_S,
+    CallRequest,
+    Chunk,
+    Finish,
     Load,
     PauseMode,
     Reader,
     ServerClient,
+    VersionSpan,
+    rows_of_masks,
 )
 
 UPDATE_TIMEOUT_S = 600.0  # reading a large model from shared memory or disk

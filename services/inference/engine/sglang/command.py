@@ -1,9 +1,13 @@
-"""Builds the command line and environment of SGLang servers from an inference service's settings. Starts no process."""
+"""Builds the command line and environment of SGLang servers from an inference service's settings. Starts no process.
+
+Also the program's part of a running server: its arguments for port, version and key, and remedies for its failures."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from services.common.config.processes.servers import MASK_TOKENS
@@ -12,9 +16,9 @@ from services.common.errors import ConfigError
 from services.common.weights.adapter import AdapterIdentity
 from services.inference.engine import sglang_cpu
 from services.inference.engine.served.environment import bound_cores, interpreter, own_arguments, seen_device, spelled
-from services.inference.engine.served.process import ServerCommand
+from services.inference.engine.served.process import PORTS_TRIED, Program, ServerCommand
 from services.inference.engine.sglang.adapters import LOADED_AT_ONCE
-from services.inference.engine.sglang.program import sglang_program
+from services.inference.engine.sglang.client import SglangClient
 
 CONTEXT_MARGIN = 8  # tokens that a server keeps for itself at the end of its context
 CPU_CACHE_TOKENS = 65536  # most tokens of a KV cache in host memory
@@ -42,6 +46,50 @@ OURS = (
     "skip_tokenizer_init",
     "incremental_streaming_output",
 )
+
+HINTS = (
+    (
+        r"No module named ['\"]?sglang",
+        "this interpreter has no SGLang: name one that has with sglang.python or MILLRACE_SGLANG_PYTHON",
+    ),
+    (
+        r"unrecognized arguments?:? .*|invalid choice: .*|argument --\S+: .*",
+        "SGLang does not know an argument: correct sglang.extra_arguments",
+    ),
+    (
+        r"out of memory|OutOfMemoryError|Not enough memory|mem-fraction-static|Cannot allocate memory",
+        "too little memory: raise sglang.memory_share if the GPU is free, lower it if other processes use the GPU, raise "
+        "sglang.tensor_parallel, or lower policies.<name>.model.context_length or sglang.max_running_requests",
+    ),
+    (
+        r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device|CUDA driver|Invalid GPU id",
+        "no such GPU here: correct inference.<name>.gpus (`nvidia-smi -L` lists them)",
+    ),
+    (
+        r"no file named config\.json|Incorrect path_or_model_id|is not a local folder|Repo id must be|Can't load the "
+        r"configuration|does not appear to have a file named|Cannot find any model weights|Unrecognized model",
+        "the model path holds no model that SGLang can read: correct policies.<name>.model.path",
+    ),
+    (r"[Aa]ddress already in use", f"ports were taken meanwhile, {PORTS_TRIED} times in a row"),
+)
+
+
+def _arguments(port: int, version: int, key_file: Path) -> tuple[str, ...]:
+    return ("--port", str(port), "--weight-version", str(version), "--config", str(key_file))
+
+
+def sglang_program(devices: Sequence[str]) -> Program:
+    """``devices`` of a server's ranks, in torch's notation, as this process sees them."""
+    return Program(
+        name="SGLang",
+        section="sglang",
+        connect=partial(SglangClient, devices=devices),
+        arguments=_arguments,
+        hints=HINTS,
+        port_taken=re.compile(r"error while attempting to bind on address .*already in use"),
+    )
+
+
 """Arguments that are never taken from `extra_arguments`: the engine relies on its own values."""
 
 

@@ -20,10 +20,14 @@ REORDER_GAIN = 0.75  # reorder when the new order costs less than this share of 
 
 def bucket_bounds(widths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
     """(start, stop, width) over rows of the given lengths: neighbours merge when that pads less than a call costs."""
+    num = len(widths)
     merged: list[tuple[int, int, int]] = []
-    for start in range(0, len(widths), BLOCK):
-        stop = min(start + BLOCK, len(widths))
-        current = (start, stop, int(widths[start:stop].max()))
+    blocks = np.maximum.reduceat(widths, np.arange(0, num, BLOCK))
+    longest = int(blocks.max())
+    if BLOCK * (len(blocks) * longest - int(blocks.sum())) <= CALL_COST:  # all neighbours would merge
+        return [(0, num, -(-longest // WIDTH_STEP) * WIDTH_STEP)]
+    for start, widest in zip(range(0, num, BLOCK), blocks.tolist(), strict=True):
+        current = (start, min(start + BLOCK, num), widest)
         while merged:
             before = merged[-1]
             width = max(before[2], current[2])

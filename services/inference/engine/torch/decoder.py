@@ -23,6 +23,7 @@ from services.common.text.huggingface import named_weights
 from services.inference.engine.in_place import PreparedUpdate, prepare
 from services.inference.engine.torch.adapter import Adapter
 from services.inference.engine.torch.blocks import Sizes, build_blocks
+from services.inference.engine.torch.kv.attention import WIDEST_JOINT, JointHeads, attend_to_trunk
 from services.inference.engine.torch.kv.block_cache import BlockCache, Layout, build_cache
 from services.inference.engine.torch.kv.cache import Bucket, KvShape, Reach
 from services.inference.engine.torch.kv.ledger import Ints
@@ -91,6 +92,10 @@ class Decoder:
         )
         self.cache = build_cache(shape, kv_bytes, layout)
         self._slots = np.arange(num_slots)
+        self._joint: JointHeads | None = None
+        on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
+        if on_cpu and self.kv_heads * self.head_dim <= WIDEST_JOINT:
+            self._joint = JointHeads(num_slots, self.kv_heads, self.heads // self.kv_heads, self.head_dim)
         self._static: StaticStep | None = None
         if stepping != "eager":
             capture = capture or CudaCapture()
@@ -162,10 +167,12 @@ class Decoder:
             parts = []
             for bucket, mask, reach in zip(buckets, masks, reaches, strict=True):
                 rows, own = query[bucket.start : bucket.stop], self.cache.read(index, reach)
-                if reach.trunk is None:
-                    attended = F.scaled_dot_product_attention(rows, *own, attn_mask=mask)
+                if reach.trunk is not None:
+                    attended = attend_to_trunk(rows, self.cache.read_trunk(index, reach.trunk), own, mask)
+                elif self._joint is not None:
+                    attended = self._joint.attend(rows, own, mask)
                 else:
-                    attended = _attend_to_trunk(rows, self.cache.read_trunk(index, reach.trunk), own, mask)
+                    attended = F.scaled_dot_product_attention(rows, *own, attn_mask=mask)
                 parts.append(attended.reshape(bucket.stop - bucket.start, heads * head_dim))
             blocks.finish(index, x, parts[0] if len(parts) == 1 else torch.cat(parts))
         return blocks.logits(x)
@@ -232,30 +239,6 @@ class Decoder:
         hidden = self._position_index[: bucket.width] > positions[bucket.start : bucket.stop, None]
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
         return mask[:, None, None, :]
-
-
-def _attend_to_trunk(
-    query: torch.Tensor,
-    trunk: tuple[torch.Tensor, torch.Tensor],
-    own: tuple[torch.Tensor, torch.Tensor],
-    mask: torch.Tensor,
-) -> torch.Tensor:
-    """Attention of ``query`` [rows, kv heads, heads per kv head, dim] to keys and values that all rows have in common, read
-    once as one matrix, and to each row's own: one softmax over both. As in Juravsky et al. 2024, "Hydragen".
-
-    ``trunk``: [1, kv heads, positions, dim]; ``own``: [rows, kv heads, positions, dim] under ``mask``.
-    """
-    rows, kv_heads, per_head, dim = query.shape
-    (far_keys, far_values), (keys, values) = trunk, own
-    width = far_keys.shape[2]
-    query = query * dim**-0.5
-    far = torch.matmul(query.transpose(0, 1).reshape(kv_heads, rows * per_head, dim), far_keys[0].transpose(1, 2))
-    near = torch.matmul(query, keys.transpose(2, 3)).add_(mask)
-    scores = torch.cat([far.view(kv_heads, rows, per_head, width), near.transpose(0, 1)], dim=-1).softmax(dim=-1)
-    far = torch.matmul(scores[..., :width].reshape(kv_heads, rows * per_head, width), far_values[0])
-    return far.view(kv_heads, rows, per_head, dim).transpose(0, 1) + torch.matmul(
-        scores[..., width:].transpose(0, 1), values
-    )
 
 
 def check_supported(model: Any) -> None:

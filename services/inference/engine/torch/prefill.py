@@ -15,6 +15,7 @@ from services.inference.engine.torch.slots import MIN_SHARED_HALF
 
 MAX_PASS_TOKENS = 4096  # padded tokens in one forward pass: bounds memory, and the time that decoding waits
 MAX_PADDING = 1.25  # padded tokens over real ones in one forward pass
+PASS_COST = 48  # tokens that one more pass is worth, measured on one core
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,7 @@ def plan_sharing(rows: Sequence[npt.NDArray[np.int32]]) -> dict[int, tuple[int, 
     followers: dict[int, tuple[int, int]] = {}
     leader = -1
     shared = 0  # of the current row with the leader
-    for place, row in enumerate(order):
-        following = rows[order[place + 1]] if place + 1 < len(order) else rows[row][:0]
-        with_next = common_prefix(rows[row], following)
+    for row, with_next in zip(order, _shared_with_next([rows[i] for i in order]), strict=True):
         # Under byte order a row's common prefix with the leader is the least of those in between.
         if leader >= 0 and shared >= max(MIN_SHARED_HALF, len(rows[row]) / 2, with_next):
             followers[row] = (leader, shared)
@@ -59,32 +58,43 @@ def plan_passes(spans: Sequence[Span]) -> list[list[Span]]:
         for k, start in enumerate(range(span.start, span.stop, MAX_PASS_TOKENS)):
             if k == len(pieces):
                 pieces.append([])
-            pieces[k].append(Span(span.slot, start, min(start + MAX_PASS_TOKENS, span.stop)))
+            stop = min(start + MAX_PASS_TOKENS, span.stop)
+            pieces[k].append(span if stop - start == span.num_tokens else Span(span.slot, start, stop))
     passes: list[list[Span]] = []
     for generation in pieces:
         # Fresh rows (start 0) apart from the others: they need not read the cache back.
         generation.sort(key=lambda s: (s.start > 0, -s.num_tokens))
         batch: list[Span] = []
-        real = 0
+        real = width = 0
         for span in generation:
-            padded = (len(batch) + 1) * batch[0].num_tokens if batch else span.num_tokens
+            num = span.num_tokens
+            padded = (len(batch) + 1) * width
             fits = not batch or (
                 padded <= MAX_PASS_TOKENS
-                and padded <= MAX_PADDING * (real + span.num_tokens)
+                and padded <= max(MAX_PADDING * (real + num), real + num + PASS_COST)
                 and (batch[0].start > 0) == (span.start > 0)
             )
             if not fits:
                 passes.append(batch)
                 batch, real = [], 0
+            if not batch:
+                width = num
             batch.append(span)
-            real += span.num_tokens
+            real += num
         if batch:
             passes.append(batch)
     return passes
 
 
-def common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
-    """Number of leading tokens that two rows have in common."""
-    shorter = min(len(a), len(b))
-    differ = np.flatnonzero(a[:shorter] != b[:shorter])
-    return int(differ[0]) if len(differ) else shorter
+def _shared_with_next(rows: Sequence[npt.NDArray[np.int32]]) -> list[int]:
+    """For each row, the number of leading tokens that it has in common with the row behind it; 0 for the last one."""
+    if not rows:
+        return []
+    lengths = np.array([len(row) for row in rows])
+    tokens = np.zeros((len(rows), lengths.max() + 1), dtype=np.int32)
+    for place, row in enumerate(rows):
+        tokens[place, : len(row)] = row
+    differs = tokens[:-1] != tokens[1:]
+    differs[:, -1] = True
+    shared = np.minimum(differs.argmax(axis=1), np.minimum(lengths[:-1], lengths[1:]))
+    return [*shared.tolist(), 0]

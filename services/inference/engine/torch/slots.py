@@ -88,9 +88,11 @@ class SlotTable:
         """Moves (sources, targets) after which the ``num`` lowest free slots have the caches that are worth least: none, or
         those unused for longest."""
         free = (~self.live & ~self.parked).nonzero()[0]
-        least = free[np.argsort(np.where(self.cached[free] > 0, self.last_used[free], -1), kind="stable")[:num]]
-        kept, given = np.setdiff1d(free[:num], least), np.setdiff1d(least, free[:num])
-        return [*kept.tolist(), *given.tolist()], [*given.tolist(), *kept.tolist()]
+        order = np.argsort(np.where(self.cached[free] > 0, self.last_used[free], -1), kind="stable")
+        is_least = np.zeros(len(free), dtype=np.bool_)
+        is_least[order[:num]] = True
+        kept, given = free[:num][~is_least[:num]].tolist(), free[num:][is_least[num:]].tolist()
+        return [*kept, *given], [*given, *kept]
 
     @property
     def num_live(self) -> int:

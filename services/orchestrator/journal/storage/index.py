@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from services.orchestrator.journal.storage.damage import Damage, DamageReason
-from services.orchestrator.journal.storage.segments import COLLECTED, Place
+from services.orchestrator.journal.storage.segments import COLLECTED, Damage, DamageReason, Place
 
 INDEX_FILE = "index.sqlite"  # in the journal's directory
 IN_MEMORY = Path("")  # SQLite's temporary database: on disk beyond its cache size

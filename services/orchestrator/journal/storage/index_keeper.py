@@ -16,10 +16,9 @@ from pathlib import Path
 
 import structlog
 
-from services.orchestrator.journal.storage.damage import Damage
 from services.orchestrator.journal.storage.index import IN_MEMORY, INDEX_FILE, UNUSABLE, Index, Row, remove_index
 from services.orchestrator.journal.storage.index_sync import log_damage, synchronise
-from services.orchestrator.journal.storage.segments import Place
+from services.orchestrator.journal.storage.segments import Damage, Place
 
 log = structlog.get_logger()
 

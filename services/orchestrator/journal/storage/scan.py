@@ -11,20 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.common.errors import ConfigError
-from services.orchestrator.journal.storage.damage import Damage, DamageReason
-from services.orchestrator.journal.storage.frames import (
+from services.orchestrator.journal.storage.index import Row
+from services.orchestrator.journal.storage.segments import (
     MAGIC_BYTES,
     MAX_HEADER_BYTES,
     MIN_HEADER_BYTES,
+    Damage,
+    DamageReason,
     Header,
     Incomplete,
     Unreadable,
     checksum_of,
     header_bytes,
     read_header,
+    segment_path,
 )
-from services.orchestrator.journal.storage.index import Row
-from services.orchestrator.journal.storage.segments import segment_path
 
 _READ_BYTES = 256 * 1024  # at once, while records are short
 _LONG_BYTES = 32 * 1024  # behind a record of this length only the next header is read

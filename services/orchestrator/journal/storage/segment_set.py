@@ -12,9 +12,15 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from services.common.system import disk
-from services.orchestrator.journal.storage.frames import checksum_of, write_header
 from services.orchestrator.journal.storage.index import Row
-from services.orchestrator.journal.storage.segments import Place, first_free, segment_path, sizes_in
+from services.orchestrator.journal.storage.segments import (
+    Place,
+    checksum_of,
+    first_free,
+    segment_path,
+    sizes_in,
+    write_header,
+)
 
 
 class Files:

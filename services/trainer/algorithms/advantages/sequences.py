@@ -5,7 +5,7 @@
     rloo       (R - mean) * N / (N - 1)       (equals R minus the mean of the others; 0 for a singleton)
     reinforce  R
     gae        R                              (the reward that ``credit`` spreads over tokens)
-    pass_at_k, max_rl                         from binary rewards, in their own files
+    pass_at_k, max_rl                         from shares of right rollouts, at the functions
 
 With ``deviation: batch`` grpo divides by the deviation of all rewards of the global batch instead (arXiv 2508.08221).
 A group whose rewards differ by no more than rounding has advantage 0 exactly, in all but ``reinforce``: .1, .1, .1 have a
@@ -21,16 +21,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import comb
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from services.common.config.training.algorithm import AlgorithmConfig
+from services.common.errors import InvalidRequestError
 from services.common.finite import MOST
 from services.common.records.types import TrainingSequence
-from services.trainer.algorithms.advantages.max_rl import max_rl_advantages
-from services.trainer.algorithms.advantages.pass_at_k import pass_at_k_advantages
 
 Floats = npt.NDArray[np.float64]
 
@@ -119,3 +119,69 @@ def over_batch_deviation(centred: Floats, rewards: Moments, config: AlgorithmCon
     """R - mean of the group, over the deviation (n - 1) of all rewards of the global batch. [num_sequences]"""
     with np.errstate(over="ignore"):
         return _finite(centred / (rewards.deviation("sample") + config.advantage_eps))
+
+
+def max_rl_advantages(rewards: Floats, means: Floats) -> Floats:
+    """MaxRL: rewards over the group's mean reward, which weighs hard prompts by 1 / p (arXiv 2602.02710, algorithm 1).
+
+        A = (R - mean) / mean,   0 where no rollout of the group was rewarded
+
+    With rewards of 0 and 1 this advantage estimates the gradient of log p(right), the likelihood, truncated at an order that
+    the group size sets; RLOO estimates the gradient of p. Rewards between 0 and 1 are allowed and count as shares; negative
+    rewards have no likelihood and are refused.
+
+    One advantage per sequence, from its reward and its whole group's mean reward. [num_sequences] each
+
+    Raises:
+        InvalidRequestError: a reward is below 0 or above 1.
+    """
+    outside = (rewards < 0.0) | (rewards > 1.0) | (means < 0.0)
+    if outside.any():
+        raise InvalidRequestError(
+            f"algorithm.advantage: max_rl needs rewards from 0 to 1, got {float(rewards[np.argmax(outside)]):g}: write another "
+            "advantage, or a binary reward"
+        )
+    return np.divide(rewards - means, means, out=np.zeros_like(rewards), where=means > 0.0)
+
+
+def pass_at_k_advantages(rewards: Floats, means: Floats, sizes: Floats, k: int, eps: float) -> Floats:
+    """Pass@k training: the advantage of a rollout when k of them are scored together by their best (arXiv 2508.10751).
+
+    Over all subsets of k of a group's N rollouts, W of them wrong, a subset's reward being 1 when any of it is right:
+
+        mean   = 1 - C(W, k) / C(N, k)                              pass@k of the group
+        std    = sqrt(mean (1 - mean))
+        right    (1 - mean) / (std + eps)
+        wrong    (1 - mean - C(W - 1, k - 1) / C(N - 1, k - 1)) / (std + eps)
+
+    so the advantage of each rollout is the mean over the subsets with this rollout. k = 1 is GRPO with the population deviation.
+    A group with fewer than k wrong rollouts has advantage 0: every subset passes.
+
+    One advantage per sequence, from its reward and its whole group's mean reward and size. [num_sequences] each
+
+    In a group smaller than k, because rollouts failed, k is the size of the group.
+
+    Raises:
+        InvalidRequestError: a reward is neither 0 nor 1.
+    """
+    right = np.rint(means * sizes)
+    not_binary = (rewards != 0.0) & (rewards != 1.0) | (np.abs(means * sizes - right) > 1e-6)
+    if not_binary.any():
+        reward = float(rewards[np.argmax(not_binary)])
+        raise InvalidRequestError(
+            f"algorithm.advantage: pass_at_k needs rewards of 0 or 1, and a group has others (a reward of {reward:g}): "
+            "write another advantage, or a binary reward"
+        )
+    pairs = zip(rewards.tolist(), right.tolist(), sizes.tolist(), strict=True)
+    found = [
+        _advantage(reward == 1.0, int(size) - int(num_right), int(size), k, eps) for reward, num_right, size in pairs
+    ]
+    return np.array(found, dtype=np.float64)
+
+
+def _advantage(is_right: bool, wrong: int, size: int, k: int, eps: float) -> float:
+    k = min(k, size)
+    failing = comb(wrong, k) / comb(size, k)  # of all subsets
+    failing_with_it = 0.0 if is_right else comb(wrong - 1, k - 1) / comb(size - 1, k - 1)
+    std = float(np.sqrt(failing * (1.0 - failing)))
+    return (failing - failing_with_it) / (std + eps)

@@ -19,6 +19,13 @@ AstraFlow, this project's reference.
 Traps. S covers the minibatch, all micro-batches and ranks (``m2po_scope: minibatch``): with S per micro-batch the gradient
 depends on packing. The bounds are kept in log space and widened by a few roundings, so that a rounding of exp never clips
 the token that defines c.
+
+``m2po_mask`` is AReaL's variant of M2PO: drop the tokens that are furthest from the behaviour policy, then decoupled PPO.
+
+    m = (b - p)^2 over all masked tokens, no sign test; drop the largest until the mean of the rest is < threshold.
+
+The dropped tokens leave the loss mask *and* the denominator of a token mean (in ``m2po`` they stay in the denominator).
+Computed over the minibatch, all micro-batches and ranks. Source: AReaL (public repository), after arXiv 2510.01161.
 """
 
 from __future__ import annotations
@@ -97,3 +104,21 @@ def largest_kept(second_moments: torch.Tensor, threshold: float) -> torch.Tensor
         return None
     num_kept = int((running_means < threshold).sum().clamp(min=1))
     return ascending[num_kept - 1].to(second_moments.dtype)
+
+
+def gap_second_moments(behaviour: torch.Tensor, proximal: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """m over the masked tokens. [num_tokens] each -> [mask.sum()]"""
+    return (behaviour - proximal)[mask].square()
+
+
+def keep_limit(second_moments: torch.Tensor, threshold: float) -> torch.Tensor:
+    """The largest m that stays in a whole minibatch; infinity when all stay. [n] -> []"""
+    limit = largest_kept(second_moments, threshold)
+    return second_moments.new_full((), float("inf")) if limit is None else limit
+
+
+def kept_tokens(
+    behaviour: torch.Tensor, proximal: torch.Tensor, mask: torch.Tensor, limit: torch.Tensor
+) -> torch.Tensor:
+    """The loss mask without the dropped tokens. [num_tokens] each -> [num_tokens] bool"""
+    return mask & ((behaviour - proximal).square() <= limit)

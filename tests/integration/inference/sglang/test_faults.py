@@ -24,7 +24,7 @@ from services.inference.engine.base import FinishReason, Generation, GenerationR
 from services.inference.engine.served import fleet
 from services.inference.engine.served.engine import ServedEngine
 from services.inference.engine.served.process import ServerCommand, ServerProcess
-from services.inference.engine.sglang.program import sglang_program
+from services.inference.engine.sglang.command import sglang_program
 from services.inference.engine.weight_update import WeightUpdate
 from tests.waiting import WAIT_S, until
 

@@ -9,7 +9,7 @@ import pytest
 from services.common.errors import InfrastructureError
 from services.common.records.types import Sampling
 from services.inference.engine.base import FinishReason, GenerationRequest
-from services.inference.engine.served.calls import VersionSpan
+from services.inference.engine.served.client import VersionSpan
 from services.inference.engine.served.request_state import CallOutput, RequestState
 
 

@@ -14,12 +14,17 @@ import pytest
 
 from services.common.errors import CorruptDataError
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage import frames
-from services.orchestrator.journal.storage.damage import Damage, DamageReason
-from services.orchestrator.journal.storage.frames import Packer, write_header
+from services.orchestrator.journal.storage import segments
 from services.orchestrator.journal.storage.index import INDEX_FILE
 from services.orchestrator.journal.storage.scan import scan
-from services.orchestrator.journal.storage.segments import segment_path, sizes_in
+from services.orchestrator.journal.storage.segments import (
+    Damage,
+    DamageReason,
+    Packer,
+    segment_path,
+    sizes_in,
+    write_header,
+)
 from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.journal.helpers import (
     COUNT,
@@ -45,7 +50,7 @@ def intact(directory: Path, kind: str) -> list[str]:
     """Keys of a segment's records that a scan finds and whose contents match."""
     data = segment_path(directory, kind, 1).read_bytes()
     rows = [row for row in scan(directory, kind, 1) if not isinstance(row, Damage)]
-    return [r.key for r in rows if frames.checksum_of(data[r.offset : r.offset + r.length]) == r.checksum]
+    return [r.key for r in rows if segments.checksum_of(data[r.offset : r.offset + r.length]) == r.checksum]
 
 
 async def test_a_flipped_bit_costs_one_record_wherever_it_is(tmp_path: Path) -> None:
@@ -202,10 +207,10 @@ async def test_a_segment_under_two_numbers_is_read_once(tmp_path: Path) -> None:
 async def test_records_of_a_later_format_are_refused_and_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frames, "FORMAT", 2)
+    monkeypatch.setattr(segments, "FORMAT", 2)
     await write(tmp_path, 0, 2)
     before = {place: segment_path(tmp_path, *place).read_bytes() for place in sizes_in(tmp_path)}
-    monkeypatch.setattr(frames, "FORMAT", 1)
+    monkeypatch.setattr(segments, "FORMAT", 1)
     (tmp_path / INDEX_FILE).unlink()
     with pytest.raises(CorruptDataError, match="format 2, and this release reads format 1"):
         Journal(tmp_path)
@@ -219,7 +224,7 @@ async def test_the_first_intact_record_of_a_key_is_found(tmp_path: Path) -> None
         await journal.append("things", "same", lambda n=n: {"n": n})
     await journal.close()
     path = segment_path(tmp_path, "things", 1)
-    path.write_bytes(flipped(path.read_bytes(), frames.header_bytes("same") + 3))
+    path.write_bytes(flipped(path.read_bytes(), segments.header_bytes("same") + 3))
     with closing(JournalReader(tmp_path)) as reader:
         assert reader.find("things", ["same"]) == {"same": {"n": 2}}
 
@@ -227,16 +232,16 @@ async def test_the_first_intact_record_of_a_key_is_found(tmp_path: Path) -> None
 def test_a_header_tells_a_record_and_nothing_else_does() -> None:
     payload = Packer().pack(b'{"a":1}\n')
     whole = write_header(7, 1.5, "gruppe-ä", payload) + payload
-    assert frames.read_header(whole) == frames.Header(
-        7, 1.5, "gruppe-ä", len(payload), frames.checksum_of(payload), len(whole) - len(payload)
+    assert segments.read_header(whole) == segments.Header(
+        7, 1.5, "gruppe-ä", len(payload), segments.checksum_of(payload), len(whole) - len(payload)
     )
-    size = frames.header_bytes("gruppe-ä")
+    size = segments.header_bytes("gruppe-ä")
     for length in range(size):
-        with pytest.raises(frames.Incomplete):
-            frames.read_header(whole[:length])
+        with pytest.raises(segments.Incomplete):
+            segments.read_header(whole[:length])
     for at in range(8 * size):
-        with pytest.raises(frames.Unreadable):
-            frames.read_header(flipped(whole, at // 8, at % 8))
+        with pytest.raises(segments.Unreadable):
+            segments.read_header(flipped(whole, at // 8, at % 8))
     with pytest.raises(ValueError, match="65535"):
         write_header(1, 0.0, "x" * 70_000, payload)
 
@@ -244,7 +249,7 @@ def test_a_header_tells_a_record_and_nothing_else_does() -> None:
 @pytest.mark.parametrize("payload", [b"", b"no zstd", b"\x28\xb5\x2f\xfd\xe0" + b"\xff" * 8])
 def test_a_payload_that_is_no_frame_of_a_bounded_size_is_refused(payload: bytes) -> None:
     with pytest.raises(CorruptDataError):
-        frames.Unpacker().unpack(payload)
+        segments.Unpacker().unpack(payload)
 
 
 async def test_a_place_that_the_disk_cannot_read_costs_what_follows_in_its_segment(

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ConfigError
-from services.orchestrator.journal.storage import frames, index
-from services.orchestrator.journal.storage.frames import Packer, write_header
+from services.orchestrator.journal.storage import index, segments
 from services.orchestrator.journal.storage.index import INDEX_FILE
-from services.orchestrator.journal.storage.segments import segment_path
+from services.orchestrator.journal.storage.segments import Packer, segment_path, write_header
 from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.journal.helpers import (
     damage,
@@ -69,7 +68,7 @@ async def test_a_start_behind_the_highest_number_of_a_record_is_refused(tmp_path
     await write(tmp_path, 0, 6)
     payload = Packer().pack(b'{"n":6}')
     with segment_path(tmp_path, "things", 1).open("ab") as file:
-        file.write(write_header(frames.MAX_NUMBER - 1, 1.0, "k6", payload) + payload)
+        file.write(write_header(segments.MAX_NUMBER - 1, 1.0, "k6", payload) + payload)
     with pytest.raises(ConfigError, match="which no run reaches"):
         Journal(tmp_path)
     assert kept(tmp_path) == list(range(7))

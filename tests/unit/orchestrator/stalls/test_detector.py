@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from services.common.telemetry.accounts import AccountState, PeerState
-from services.orchestrator.stalls.causes import ADVICE, Cause
-from services.orchestrator.stalls.facts import Hold, RefusedFacts
+from services.orchestrator.stalls.facts import ADVICE, Cause, Hold, RefusedFacts
 from tests.unit.orchestrator.stalls.runs import MadeUpRun, account, activity
 
 HEALTHY_S = 120

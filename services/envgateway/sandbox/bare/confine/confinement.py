@@ -14,6 +14,8 @@ import ctypes
 import os
 import resource
 import struct
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from .. import messages
 from ..messages import Start
@@ -36,12 +38,29 @@ _LOADERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
+# A call, its arguments, and whether a returned value other than 0 is a failure.
+Step = tuple[Callable[..., Any], tuple[Any, ...], bool]
 _PER_RUN = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE,
             resource.RLIMIT_NPROC)  # fmt: skip
 
 
+def take(steps: Sequence[Step]) -> None:
+    """Make the calls; in a child. Each line of Python in a child copies pages that the fork server shares, which costs more
+    than the call."""
+    for call, given, is_status in steps:
+        if call(*given) and is_status:
+            error = ctypes.get_errno()
+            raise OSError(error, f"{call.__name__}{given}: {os.strerror(error)}")
+
+
+def _die_unless_child_of(parent: int) -> None:
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 class Confinement:
-    """Prepared once per fork server and slot; ``apply`` runs in the child and cannot be undone."""
+    """Prepared once per fork server and slot. The steps of a child are listed before the fork; the child takes them, and
+    cannot undo them."""
 
     def __init__(
         self,
@@ -67,7 +86,6 @@ class Confinement:
         self._filtered = seccomp.is_supported()
         self._may_execute = bool(tools)
         self._accounted = accounted
-        self._parent = -1  # the fork server's pid, as its children see the server
         # a shared mapping of zeros is memory that is in no resident set
         devices = _DEVICES if accounted else tuple(device for device in _DEVICES if device != "/dev/zero")
         if not self._filtered and tier != "0":
@@ -79,6 +97,8 @@ class Confinement:
             raise OSError("tier U needs Landlock, which this kernel does not offer")
         readable = [*_SYSTEM_READABLE, *readable]
         self._jail: Jail | None = None
+        # as its children see this process: a parent outside of their pid namespace shows as pid 0 while alive
+        self._parent = os.getpid() if tier != "2" else 0
         if tier == "2":
             self._jail = Jail()
             self._jail.enter(os.path.join(os.path.dirname(slot_dirs[0]), "root"), [*readable, *tools], devices,
@@ -101,6 +121,9 @@ class Confinement:
         """In the fork server, as the last step: the server and its children lose rights that none of them needs."""
         for what in (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK):
             resource.setrlimit(what, (0, 0))
+        os.umask(0o077)
+        if self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
         if not self._filtered:
             return
         try:
@@ -110,88 +133,86 @@ class Confinement:
                 raise
             self._filtered = False
 
-    def fork(self, namespace_fd: int | None) -> int:
-        """``os.fork``; at tier 2 into the pid namespace of the slot."""
-        if self._jail is None or namespace_fd is None:
-            return os.fork()
-        return self._jail.fork_into(namespace_fd)
+    def set_namespace(self, namespace_fd: int | None) -> None:
+        """At tier 2 the pid namespace of children that are forked from now on, of a slot or this process's own."""
+        if self._jail is not None:
+            self._jail.set_namespace(namespace_fd)
 
     def slot_dir(self, run: Start) -> str | None:
         """The directory that holds all files a run's program may write; None where the work dir is the only one."""
         return self._slot_dirs[run.slot] if self._tier in ("U", "0") else None
 
-    def apply(self, run: Start, parent: int) -> None:
-        """Confine the child; called in the child. The work dir is the current directory afterwards."""
+    def steps(self, run: Start) -> list[Step]:
+        """Calls that confine a child of the fork server. Its current directory is the work dir afterwards."""
         hosting = run.mode == messages.CASES
+        found: list[Step] = []
         if self._jail is not None:
-            self._jail.enter_own_mounts(run.uid, run.disk_bytes, run.num_files)
+            found += self._jail.own_mounts(run.uid, run.disk_bytes, run.num_files)
         else:
-            os.chdir(self._slot_dirs[run.slot] + "/work")
+            found.append((os.chdir, (self._slot_dirs[run.slot] + "/work",), False))
         if self._tier == "U":
-            self._enter_namespaces()
-        self._set_limits(run)
+            found.append((self._enter_namespaces, (), False))
+        found += self._limits(run)
         if self._tier in ("1", "2"):
-            os.setgroups([])
-            os.setresgid(run.uid, run.uid, run.uid)
             # real and saved user decide about signals, limits and traces: in a host's cases they differ from the host's
             own = _HOSTS_UID if hosting else run.uid
-            os.setresuid(own, run.uid, own)
-        # after the change of uid, which clears the flag; the fork server may have died in between
-        # a parent outside of the pid namespace shows as pid 0 while alive; after adoption the parent is pid 1
-        self._parent = parent if self._jail is None else 0
-        self._die_with(self._parent)
-        if self._libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+            found += [(os.setgroups, ([],), False), (os.setresgid, (run.uid,) * 3, False)]
+            found.append((os.setresuid, (own, run.uid, own), False))
+        found += self._bond(self._parent)
         rulesets = self._compiler_rulesets if run.mode == messages.COMPILE else self._rulesets
         if rulesets:
-            landlock.restrict_self(rulesets[run.slot if self._jail is None else 0])
+            found.append(landlock.restriction(rulesets[run.slot if self._jail is None else 0]))
         if hosting:
-            self._set_dumpable(False)
+            found.append(self._set_dumpable(False))
         else:
-            self._filter_child()
+            found += self._child_filter()
+        return found
 
-    def enter_case(self, run: Start, host: int | None = None) -> None:
-        """Drop the rights that only a host needs: in a child of a host, or in a child that is not a host."""
-        self._limit_children(run)
+    def case_steps(self, run: Start, host: int | None = None) -> list[Step]:
+        """Calls that drop the rights that only a host needs: in a child of a host, or in a child of the fork server that
+        is not a host."""
+        found = self._limits_of_children(run)
         if self._tier in ("1", "2"):
-            os.setresuid(run.uid, run.uid, run.uid)
+            found.append((os.setresuid, (run.uid,) * 3, False))
         else:
-            self._set_dumpable(True)  # as any program of our own user
-        self._die_with(host if host is not None else self._parent)
-        self._filter_child()
+            found.append(self._set_dumpable(True))  # as any program of our own user
+        return [*found, *self._bond(host if host is not None else self._parent), *self._child_filter()]
 
-    def _die_with(self, parent: int) -> None:
-        self._libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
+    def _bond(self, parent: int) -> list[Step]:
+        """The child dies with its parent; to be made after a change of uid, which ends the bond."""
+        # the parent may have died in between
+        alive: Step = (os.getppid, (), True) if parent == 0 else (_die_unless_child_of, (parent,), False)
+        return [(self._libc.prctl, (_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0), True), alive]
 
-    def _set_dumpable(self, dumpable: bool) -> None:
-        if self._libc.prctl(_PR_SET_DUMPABLE, int(dumpable), 0, 0, 0):
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
+    def _set_dumpable(self, dumpable: bool) -> Step:
+        return self._libc.prctl, (_PR_SET_DUMPABLE, int(dumpable), 0, 0, 0), True
 
-    def _filter_child(self) -> None:
+    def _child_filter(self) -> list[Step]:
         if self._filtered and self._tier in ("U", "0"):
             # RLIMIT_NPROC does not bind root, and a container may force root on tier 0
-            seccomp.refuse_for_child(processes=self._tier == "0" and os.getuid() == 0)
+            return [(seccomp.refuse_for_child, (self._tier == "0" and os.getuid() == 0,), False)]
+        return []
 
-    def _set_limits(self, run: Start) -> None:
+    def _limits(self, run: Start) -> list[Step]:
         # These back up the supervisor's limits and are never the only ones.
-        self._limit(resource.RLIMIT_CPU, int(run.cpu_s) + 2)
-        # Address space is not memory: a generous backstop for growth between two checks of the supervisor.
-        self._limit(resource.RLIMIT_AS, 4 * run.memory_bytes + (1 << 30))
-        self._limit(resource.RLIMIT_FSIZE, run.file_bytes)
+        found = [
+            self._limit(resource.RLIMIT_CPU, int(run.cpu_s) + 2),
+            # Address space is not memory: a generous backstop for growth between two checks of the supervisor.
+            self._limit(resource.RLIMIT_AS, 4 * run.memory_bytes + (1 << 30)),
+            self._limit(resource.RLIMIT_FSIZE, run.file_bytes),
+        ]
         if self._tier in ("U", "0"):
-            resource.setrlimit(RLIMIT_MSGQUEUE, (0, run.mark))
+            found.append((resource.setrlimit, (RLIMIT_MSGQUEUE, (0, run.mark)), False))
         if run.mode != messages.CASES:  # a host holds the input of many, and is counted with the hosts of other slots
-            self._limit_children(run)
+            found += self._limits_of_children(run)
+        return found
 
-    def _limit_children(self, run: Start) -> None:
-        self._limit(resource.RLIMIT_NOFILE, run.open_files)
-        self._limit(resource.RLIMIT_NPROC, run.processes)
+    def _limits_of_children(self, run: Start) -> list[Step]:
+        return [self._limit(resource.RLIMIT_NOFILE, run.open_files), self._limit(resource.RLIMIT_NPROC, run.processes)]
 
-    def _limit(self, what: int, value: int) -> None:
+    def _limit(self, what: int, value: int) -> Step:
         value = min(value, self._hard[what])
-        resource.setrlimit(what, (value, value))
+        return resource.setrlimit, (what, (value, value)), False
 
     def _enter_namespaces(self) -> None:
         uid, gid = os.getuid(), os.getgid()

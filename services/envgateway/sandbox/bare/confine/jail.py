@@ -16,6 +16,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Iterable
+from typing import Any
 
 from .. import procfs
 
@@ -110,7 +111,7 @@ def _reap_all() -> None:
 
 
 class Jail:
-    """Entered once by a fork server; ``enter_own_mounts`` is for its children."""
+    """Entered once by a fork server; ``own_mounts`` is for its children."""
 
     def __init__(self) -> None:
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
@@ -137,25 +138,21 @@ class Jail:
         os.chdir("/")
         _check(_libc.sethostname(b"sandbox", 7), "sethostname")
 
-    def fork_into(self, namespace_fd: int) -> int:
-        """``os.fork`` with the child in the namespace; this process keeps its own namespace."""
-        _check(_libc.setns(namespace_fd, _NEW_PID), "setns pid")
-        pid = -1
-        try:
-            pid = os.fork()
-            return pid
-        finally:
-            if pid != 0:
-                _check(_libc.setns(self._own_pid_namespace, _NEW_PID), "setns pid")
+    def set_namespace(self, namespace_fd: int | None) -> None:
+        """The pid namespace of children that are forked from now on; None for this process's own."""
+        fd = namespace_fd if namespace_fd is not None else self._own_pid_namespace
+        _check(_libc.setns(fd, _NEW_PID), "setns pid")
 
-    def enter_own_mounts(self, uid: int, disk_bytes: int, num_files: int) -> None:
-        """In the child, before its confinement: a work dir of its own, and the /proc of its pid namespace."""
-        _check(_libc.unshare(_NEW_NS), "unshare mounts")
+    def own_mounts(self, uid: int, disk_bytes: int, num_files: int) -> list[tuple[Any, tuple[Any, ...], bool]]:
+        """Calls of a child before its confinement: a work dir of its own, and the /proc of its pid namespace.
+        With their arguments, and whether they return 0."""
         options = b"size=%d,nr_inodes=%d,mode=700,uid=%d,gid=%d" % (disk_bytes, num_files + 1, uid, uid)
-        # as bytes, and no other code: each line of Python copies pages that the fork server shares
-        _check(_mount_call(b"work", _WORK_DIR_BYTES, b"tmpfs", _WORK_FLAGS, options), "mount of the work dir")
-        _check(_mount_call(b"proc", b"/proc", b"proc", _PROC_FLAGS, b"hidepid=2"), "mount /proc")
-        os.chdir(WORK_DIR)
+        return [
+            (_libc.unshare, (_NEW_NS,), True),
+            (_mount_call, (b"work", _WORK_DIR_BYTES, b"tmpfs", _WORK_FLAGS, options), True),
+            (_mount_call, (b"proc", b"/proc", b"proc", _PROC_FLAGS, b"hidepid=2"), True),
+            (os.chdir, (_WORK_DIR_BYTES,), False),
+        ]
 
 
 def _show(root: str, path: str) -> None:

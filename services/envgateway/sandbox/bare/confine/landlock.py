@@ -10,6 +10,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterable
+from typing import Any
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _RULE_PATH_BENEATH = 1
@@ -73,7 +74,6 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         os.close(fd)
 
 
-def restrict_self(ruleset: int) -> None:
-    """Restrict this process to the rule set; needs no_new_privs or CAP_SYS_ADMIN."""
-    if _libc.syscall(_RESTRICT_SELF, ruleset, 0):
-        raise OSError(ctypes.get_errno(), "landlock_restrict_self")
+def restriction(ruleset: int) -> tuple[Any, tuple[int, int, int], bool]:
+    """The call that restricts a process to the rule set, its arguments, and that it returns 0; needs no_new_privs or CAP_SYS_ADMIN."""
+    return _libc.syscall, (_RESTRICT_SELF, ruleset, 0), True

@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import messages, procfs
+from ..messages import BOUND_AT_START, PLAIN
 
 BARE_FLAGS = ("-I", "-S", "-X", "utf8")
 _LOWEST_CHANNEL_FD = 10  # below are the descriptors that a fork server gives fixed numbers
 _MAX_DEATHS = 5  # in a row, without one program ended
 _LOOK_AT_GROWTH_EVERY = 500
 _MOST_GROWTH_BYTES = 64 << 20
-PLAIN, SHELL = "plain", "shell"
-BOUND_AT_START = "LD_BIND_NOW"
 
 
 class ForkServerDiedError(Exception):

@@ -11,97 +11,35 @@ children that may execute the machine's programs; only tier 2 has it.
 from __future__ import annotations
 
 import _signal
+import _socket
+import ctypes
 import gc
 import json
 import os
 import select
-import signal
-import socket
+import struct
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from .. import messages, procfs
 from ..confine.confinement import Confinement
-from ..harness import calls, cells, checker, native, program
-from ..messages import ANSWER_FD, ASK_FD, NAMESPACE_FD, NOTE_FD, SOURCE_FD, Start
-from . import host
-from .fork_servers import BOUND_AT_START, SHELL
+from ..harness import native
+from ..messages import BOUND_AT_START, NAMESPACE_FD, NOTE_FD, SHELL, Start
+from .entry import Entry, Steps
+from .import_paths import ImportPaths
+from .packing import pack
+from .rehearsal import rehearse
 
-# The child's own numbers; the fork server keeps them taken, so that no received descriptor has one of them.
-_LIB_FD, _NOTE, _ASK, _ANSWER, _PACKAGES_FD = 3, 4, 5, 6, 7
+_SIGINT, _SIGKILL, _SIGCHLD = 2, 9, 17  # without the detour through enums
+_SIGNAL_BYTES, _SIGNAL_SET_BYTES = 128, 128  # of signalfd's record, and of a set of signals in the C library
+_FD_BYTES = 4
+_USAGE, _RUSAGE_BYTES = struct.Struct("@lllll"), 18 * struct.calcsize("@l")  # its first five: times, and peak memory
 # Imported before any fork, because cheap and common. Anything else is read from disk by the child: random and
 # statistics, for one, hook into every fork and would cost each program 0.2 ms.
-_PRELOADED = ("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools",
-              "json", "math", "operator", "re", "string", "time", "typing")  # fmt: skip
+_PRELOADED = ("bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq",
+              "itertools", "json", "math", "operator", "re", "string", "time", "typing")  # fmt: skip
 _SCIENTIFIC = ("numpy", "numpy.fft", "numpy.linalg", "numpy.random", "sympy")  # numpy leaves its parts for later
-
-
-def _hold(path: str, fd: int) -> None:
-    """Open a path with O_PATH, because children share the descriptor: O_PATH has no offset, flags or owner to set."""
-    opened = os.open(path, os.O_PATH)
-    if opened != fd:
-        os.dup2(opened, fd)
-        os.close(opened)
-
-
-def _reachable(path: str) -> bool:
-    """Whether any user could walk there."""
-    while path != "/":
-        path = os.path.dirname(path)
-        if not os.stat(path).st_mode & 0o001:
-            return False
-    return True
-
-
-class _Paths:
-    """Import paths of children. Directories that their users could not reach (a root-only home) are named by
-    descriptor, except at tier 2, which mounts them at their own paths."""
-
-    def __init__(self, tier: str, packages: dict[str, str], link_dir: str) -> None:
-        self._by_name = tier == "2" or os.getuid() != 0
-        self.library = os.path.dirname(os.__file__)
-        # Placeholders: an open directory that is not needed would be a way past the root of tier 2.
-        for fd in (_LIB_FD, _NOTE, _ASK, _ANSWER, _PACKAGES_FD):
-            _hold("/dev/null", fd)
-        shown = self._shown(self.library, _LIB_FD)
-        self.moves = {self.library: shown}
-        self.readable = [self.library]
-        sys.path[:] = [shown, f"{shown}/lib-dynload"]
-        self._show_packages(packages, link_dir)
-
-    def _shown(self, directory: str, fd: int) -> str:
-        """The directory under the name that children use."""
-        if self._by_name or _reachable(directory):
-            return directory
-        _hold(directory, fd)
-        return f"/proc/self/fd/{fd}"
-
-    def _show_packages(self, packages: dict[str, str], link_dir: str) -> None:
-        """The packages that programs may import, and no other of the same directory: as links in one of our own."""
-        if not packages:
-            return
-        site = os.path.dirname(next(iter(packages.values())))
-        base = self._shown(site, _PACKAGES_FD)
-        self.readable += [link_dir, *packages.values()]
-        for name, path in packages.items():
-            link = os.path.join(link_dir, name)
-            if os.path.dirname(path) == site:
-                try:
-                    os.symlink(os.path.join(base, os.path.basename(path)), link)
-                except FileExistsError:  # another profile's fork server was here
-                    pass
-        self.moves[site] = base
-        sys.path.append(link_dir)
-
-    def relocate(self) -> None:
-        """Packages that are loaded find their parts by the same way as children do."""
-        for module in list(sys.modules.values()):
-            path = getattr(module, "__path__", None)
-            if not isinstance(path, list):
-                continue
-            for real, shown in self.moves.items():
-                path[:] = [part.replace(real, shown, 1) if part.startswith(real) else part for part in path]
 
 
 def _open_builtins() -> None:
@@ -140,60 +78,64 @@ def _warm_up_sympy() -> None:
 class ForkServerChild:
     """Answers one supervisor over a seqpacket socket until that closes."""
 
-    def __init__(self, channel: socket.socket, settings: dict[str, Any]) -> None:
+    def __init__(self, channel: _socket.socket, settings: dict[str, Any]) -> None:
+        """``channel``: without the wrapper of ``socket``, whose modules each fork would copy."""
         self._channel = channel
+        self._space = _socket.CMSG_LEN(messages.MAX_FDS * _FD_BYTES)
         self._runs: dict[int, int] = {}  # pid of a live child: its run
-        self._pid = os.getpid()
+        # not os.wait4, which imports a module and makes sixteen numbers at each call, in memory that children share
+        self._wait4 = ctypes.CDLL(None).wait4
+        self._status, self._usage = ctypes.create_string_buffer(4), ctypes.create_string_buffer(_RUSAGE_BYTES)
         self._profile = settings["profile"]
-        self._confinement: Confinement | Exception
+        self._entry: Entry | Exception
         try:
-            paths = _Paths(settings["tier"], settings["packages"], settings["link_dir"])
+            paths = ImportPaths(settings["tier"], settings["packages"], settings["link_dir"])
             paths.relocate()
             for name in _PRELOADED:
                 __import__(name)
             if self._profile == "scientific":
                 _import_if_there(_SCIENTIFIC)
                 _warm_up_sympy()
-            if procfs.num_threads(self._pid) != 1:
+            if procfs.num_threads(os.getpid()) != 1:
                 raise OSError("a preloaded library has started threads, which do not survive a fork")
             paths.relocate()
             _open_builtins()
-            program.warm_up()
-            host.warm_up()
             os.environ.pop(BOUND_AT_START, None)
             os.environ["HOME"] = os.environ["TMPDIR"] = "."  # each child's work dir
             tools = {"native": native.TOOL_TREES, SHELL: native.SHELL_TREES}.get(self._profile, [])
             links = settings["links"] if self._profile == SHELL else None
-            self._confinement = Confinement(settings["tier"], settings["slot_dirs"], paths.readable, tools,
-                                             settings["accounted"], links)  # fmt: skip
-            self._confinement.prepare_parent()
+            confinement = Confinement(settings["tier"], settings["slot_dirs"], paths.readable, tools,
+                                      settings["accounted"], links)  # fmt: skip
+            self._entry = Entry(confinement)
+            rehearse(self._entry)
+            confinement.prepare_parent()
         except (OSError, ImportError) as error:  # reported to the first run: the probe
-            self._confinement = error
+            self._entry = error
         # No program finds them by name. Here and not in each child, which would copy fifty pages in taking them apart.
         own = [name for name in sys.modules if name == "bare" or name.startswith("bare.")]
         self._own_modules = [sys.modules.pop(name) for name in own]
+        self._kept = sys.modules["__main__"], sys.argv  # that children replace, and would free
 
     def serve(self) -> None:
-        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wake-up descriptor is written
+        ended = _descriptor_of_ended_children()
         poll = select.poll()
-        poll.register(self._channel, select.POLLIN)
-        poll.register(wake_read, select.POLLIN)
+        poll.register(self._channel.fileno(), select.POLLIN)
+        poll.register(ended, select.POLLIN)
         gc.collect()
+        pack()
         gc.freeze()  # fewer pages are copied when a child's collector runs
         gc.disable()  # a child begins with its collector's counts at zero, not with a collection that is due
         while True:
             for fd, _ in poll.poll():
-                if fd == wake_read:
-                    os.read(wake_read, 4096)
+                if fd == ended:
+                    os.read(ended, _SIGNAL_BYTES)
                     self._reap()
                 elif not self._take_request():
                     return
 
     def _take_request(self) -> bool:
         try:
-            data, fds, _, _ = socket.recv_fds(self._channel, messages.START_STRUCT.size, messages.MAX_FDS)
+            data, received, _, _ = self._channel.recvmsg(messages.START_STRUCT.size, self._space)
         except ConnectionResetError:  # the supervisor was killed
             return False
         if not data:
@@ -201,25 +143,46 @@ class ForkServerChild:
         run = Start(*messages.START_STRUCT.unpack(data))
         if run.kind in (messages.KILL, messages.INTERRUPT):
             for pid in [pid for pid, owner in self._runs.items() if owner == run.run]:
-                os.kill(pid, signal.SIGKILL if run.kind == messages.KILL else signal.SIGINT)
+                os.kill(pid, _SIGKILL if run.kind == messages.KILL else _SIGINT)
             if run.kind == messages.INTERRUPT:
                 self._send(messages.INTERRUPTED, run.run, 0, 0, 0.0, 0)
             return True
+        packed = received[0][2]
+        fds = struct.unpack(f"{len(packed) // _FD_BYTES}i", packed)
         try:
-            if isinstance(self._confinement, Exception):
-                raise OSError(str(self._confinement))
-            pid = self._confinement.fork(fds[NAMESPACE_FD] if len(fds) > NAMESPACE_FD else None)
+            if isinstance(self._entry, Exception):
+                raise OSError(str(self._entry))
+            steps = self._entry.steps(run, fds, data[messages.KIND_PART] + packed)
+            pid = self._fork(self._entry, run, fds, steps)
         except OSError as error:  # the machine is out of processes or memory: this run's misfortune only
             os.write(fds[NOTE_FD], messages.FAILED_NOTE + str(error).encode())
             self._send(messages.ENDED, run.run, 0, 0, 0.0, 0)
         else:
-            if pid == 0:
-                self._become_program(fds, run)
             self._runs[pid] = run.run
             self._send(messages.STARTED, run.run, pid, 0, 0.0, 0)
         for fd in fds:
             os.close(fd)
         return True
+
+    @staticmethod
+    def _fork(entry: Entry, run: Start, fds: Sequence[int], steps: Steps) -> int:
+        """The child's pid; never returns in the child."""
+        namespaced = len(fds) > NAMESPACE_FD
+        if namespaced:
+            entry.confinement.set_namespace(fds[NAMESPACE_FD])
+        pid = -1
+        try:
+            pid = os.fork()
+            if pid == 0:
+                exit_code = messages.FAILED_EXIT
+                try:
+                    exit_code = entry.become_program(run, fds, steps)
+                finally:
+                    os._exit(exit_code)
+        finally:
+            if namespaced:
+                entry.confinement.set_namespace(None)
+        return pid
 
     def _send(self, *fields: Any) -> None:
         try:
@@ -229,80 +192,28 @@ class ForkServerChild:
 
     def _reap(self) -> None:
         while self._runs:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
-            if pid == 0:
+            pid = self._wait4(-1, self._status, os.WNOHANG, self._usage)
+            if pid <= 0:
                 return
-            cpu_s = usage.ru_utime + usage.ru_stime
-            self._send(messages.ENDED, self._runs.pop(pid), pid, status, cpu_s, usage.ru_maxrss * 1024)
-
-    def _become_program(self, fds: list[int], run: Start) -> None:
-        """Never returns. Until the ready note is written, a failure is the sandbox's, not the program's."""
-        exit_code = messages.FAILED_EXIT
-        try:
-            assert isinstance(self._confinement, Confinement)
-            signal.set_wakeup_fd(-1)
-            _signal.signal(signal.SIGCHLD, 0)  # the default; without the detour through enums
-            os.setsid()
-            os.umask(0o077)
-            source = _read_all(fds[SOURCE_FD]) if run.mode != messages.BINARY else b""
-            for target, fd in enumerate(fds[messages.STDIN_FD : messages.STDERR_FD + 1]):
-                os.dup2(fd, target)
-            try:
-                self._confinement.apply(run, self._pid)
-                ask = ASK_FD if run.mode != messages.BINARY else SOURCE_FD
-                for target, fd in ((_NOTE, NOTE_FD), (_ASK, ask), (_ANSWER, ANSWER_FD)):
-                    os.dup2(fds[fd], target, inheritable=False)
-            except (OSError, ValueError) as error:
-                os.write(fds[NOTE_FD], messages.FAILED_NOTE + str(error).encode())
-                return
-            inputs = fds[messages.NAMESPACE_FD + 1 :]  # each has a larger number than its target
-            for place, fd in enumerate(inputs):
-                os.dup2(fd, host.FIRST_INPUT_FD + place, inheritable=False)
-            os.closerange(host.FIRST_INPUT_FD + len(inputs), 1 << 30)
-            if run.mode != messages.CASES:
-                program.draw_own_random_numbers()
-                gc.enable()
-            os.write(_NOTE, messages.READY_NOTE)
-            exit_code = self._run(run, source)
-        finally:
-            os._exit(exit_code)
-
-    def _run(self, run: Start, source: bytes) -> int:
-        mode = run.mode
-        if mode == messages.COMPILE:
-            return native.compile_program(source, _ANSWER)
-        if mode == messages.BINARY:
-            return native.become(_ASK)
-        program.remember_source(source)
-        if mode in (messages.PROGRAM, messages.ECHO):
-            os.closerange(_ASK, _ANSWER + 1)
-            return program.run(source, mode == messages.ECHO, _NOTE)
-        if mode == messages.CALL:
-            payload = json.loads(_read_all(_ASK))
-            os.close(_ASK)
-            return calls.run_one(source, payload, _NOTE, lambda frame: calls.write_bytes(_ANSWER, frame))
-        if mode == messages.CELLS:
-            return cells.serve(_NOTE, _ASK, _ANSWER)
-        if mode == messages.CASES:
-            assert isinstance(self._confinement, Confinement)
-            served = host.Host(self._confinement, run, source)
-            for case in served.cases():  # done here, where the stack is as deep as in a run of its own
-                if case.call is None:
-                    case.exit_code = program.run(source, False, case.note_fd, case.code)
-                else:
-                    case.exit_code = calls.run_one(source, case.call, case.note_fd, case.tell, case.code)
-            return served.exit_code
-        if mode == messages.SESSION:
-            return calls.serve(source, _NOTE, _ASK, _ANSWER)
-        return checker.run(source, _NOTE, _ASK, _ANSWER)
+            user_s, user_us, system_s, system_us, peak_kb = _USAGE.unpack_from(self._usage)
+            cpu_s = user_s + system_s + 1e-6 * (user_us + system_us)
+            status = int.from_bytes(self._status.raw, sys.byteorder)
+            self._send(messages.ENDED, self._runs.pop(pid), pid, status, cpu_s, peak_kb * 1024)
 
 
-def _read_all(fd: int) -> bytes:
-    size = os.fstat(fd).st_size
-    return os.pread(fd, size, 0) if size else b""
+def _descriptor_of_ended_children() -> int:
+    """Readable when a child has ended. The signal is blocked, which children undo: a handler would be a call of Python in
+    memory that is shared with children, and so a copy of each page that the call touches."""
+    _signal.pthread_sigmask(_signal.SIG_BLOCK, (_SIGCHLD,))
+    libc = ctypes.CDLL(None, use_errno=True)
+    wanted = (1 << (_SIGCHLD - 1)).to_bytes(_SIGNAL_SET_BYTES, sys.byteorder)
+    fd: int = libc.signalfd(-1, wanted, os.O_CLOEXEC)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), "signalfd")
+    return fd
 
 
 def main() -> None:
     """``argv``: channel descriptor, settings (tier, profile, slot_dirs, packages, link_dir, accounted) as JSON."""
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    channel = _socket.socket(fileno=int(sys.argv[1]))
     ForkServerChild(channel, json.loads(sys.argv[2])).serve()

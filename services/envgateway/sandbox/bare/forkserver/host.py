@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import endings, messages
-from ..confine.confinement import Confinement
+from ..confine.confinement import Confinement, Step, take
 from ..endings import CaseRecord
 from ..harness import calls, program, stateless
 from ..pipes import CappedPipe
@@ -211,8 +211,10 @@ class Case:
 class Host:
     """Serves one program's cases."""
 
-    def __init__(self, confinement: Confinement, run: messages.Start, source: bytes) -> None:
+    def __init__(self, confinement: Confinement, run: messages.Start, source: bytes, steps: list[Step]) -> None:
+        """``steps``: of a process that runs all cases itself, after reading their inputs."""
         self._confinement = confinement
+        self._steps = steps
         self._run = run
         self._source = source
         self._pid = os.getpid()
@@ -321,7 +323,7 @@ class Host:
             else:
                 os.close(_ANSWER)
             os.closerange(FIRST_INPUT_FD, 1 << 30)
-            self._confinement.enter_case(self._run, self._pid)
+            take(self._confinement.case_steps(self._run, self._pid))
             program.draw_own_random_numbers()
             os.write(_NOTE, messages.READY_NOTE)
             gc.enable()
@@ -336,10 +338,7 @@ class Host:
         """Ends at the first case without a clean end: a failure or a timeout is judged in a run of its own."""
         cases = self._settings["cases"]
         inputs = [self._input(case) for case in cases]
-        os.close(_NOTE)
-        os.closerange(FIRST_INPUT_FD, 1 << 30)
-        self._confinement.enter_case(self._run)
-        gc.enable()
+        take(self._steps)
         usual_depth = sys.getrecursionlimit()
         own = sys.stdin, sys.stdout, sys.stderr
         told_s = time.monotonic()

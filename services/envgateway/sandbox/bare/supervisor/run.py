@@ -46,7 +46,9 @@ class Limits:
 class Run:
     """One run. Between Start and Ended the supervisor checks limits; between Ended and the answer the slot is emptied."""
 
-    def __init__(self, run_id: int, slot: Slot, limits: Limits, fds: tuple[int, int, int, int], now: float) -> None:
+    def __init__(
+        self, run_id: int, slot: Slot, limits: Limits, fds: tuple[int, int, int, int | None], now: float
+    ) -> None:
         self.id = run_id
         self.slot = slot
         self.limits = limits

@@ -34,6 +34,7 @@ from .run import Limits, Run, result_without_run
 from .sealed import sealed
 
 _PR_SET_CHILD_SUBREAPER = 36
+_WITHOUT_ANSWER = ("program", "echo")  # modes whose only outputs are stdout and stderr
 _CLEANING_LOOK_S = 0.002
 _KILL_TAKES_S = 0.05  # before a run that was stopped is looked at again
 
@@ -256,10 +257,14 @@ class Supervisor:
         source_fd = sealed(source)
         inputs = _inputs(stdin, head["inputs"])
         stdin_fd = sealed(stdin) if stdin and not inputs else _empty_input()
-        pipes = [os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC), _no_pipe(), os.pipe2(os.O_CLOEXEC)]
+        answers = head["mode"] not in _WITHOUT_ANSWER
+        pipes = [os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC), _no_pipe()]
+        if answers:
+            pipes.append(os.pipe2(os.O_CLOEXEC))
         for read_end, _ in pipes:
             os.set_blocking(read_end, False)
-        out, err, note, answer = (read_end for read_end, _ in pipes)
+        (out, write_out), (err, write_err), (note, write_note) = pipes[:3]
+        answer, write_answer = pipes[3] if answers else (None, source_fd)  # its place is not empty; the child closes it
         run = Run(head["id"], slot, limits, (out, err, note, answer), time.monotonic())
         run.may_host = head["mode"] == "cases"
         run.fork_server = self._forks.get(head["profile"])
@@ -268,22 +273,23 @@ class Supervisor:
         if head["interactive"]:
             ask_fd, say_fd = os.pipe2(os.O_CLOEXEC)
             self._channels[run.id] = InteractiveChannel(self._epoll, run, say_fd, payload)
-        else:
+        elif answers:
             ask_fd = sealed(payload) if payload else _empty_input()
+        else:
+            ask_fd = source_fd
         message = messages.START_STRUCT.pack(
             *Start(messages.START, run.id, messages.MODES[head["mode"]], slot.index, slot.uid, limits.cpu_s,
                    limits.memory_bytes, limits.processes + self._orphans.num_others_of_user(), limits.file_bytes,
-                   limits.open_files, limits.disk_bytes, limits.num_files, slot.mark)
+                   limits.open_files, limits.disk_bytes, limits.num_files, slot.mark, len(source))
         )  # fmt: skip
-        write_ends = [write_end for _, write_end in pipes]
         if slot.own_user:
-            for write_end in write_ends[:2]:  # so that a program may open them by name, as /dev/stdout
+            for write_end in (write_out, write_err):  # so that a program may open them by name, as /dev/stdout
                 os.fchown(write_end, slot.uid, slot.uid)
-        fds = [source_fd, stdin_fd, *write_ends[:3], ask_fd, write_ends[3]]
+        fds = [source_fd, stdin_fd, write_out, write_err, write_note, ask_fd, write_answer]
         namespace = [slot.pid_namespace().namespace_fd] if slot.has_own_disk else [source_fd] if inputs else []
         run.fork_server.runs.add(run.id)
         run.fork_server.send(message, [*fds, *namespace, *inputs])
-        for fd in (*fds, *inputs):
+        for fd in {*fds, *inputs}:
             os.close(fd)
 
     def _receive_from(self, server: ForkServer) -> None:

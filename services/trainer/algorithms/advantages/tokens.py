@@ -1,4 +1,4 @@
-"""Computes returns and advantages of tokens: discounted sums to the end of a sequence, and GAE over a value model.
+"""Computes advantages of tokens: discounted sums to the end of a sequence, GAE over a value model, and distillation.
 
     delta_t  = r_t + gamma V_{t+1} - V_t          (V after the last token is 0)
     A_t      = delta_t + gamma lambda A_{t+1}     (arXiv 1506.02438)
@@ -9,6 +9,16 @@ discount nor a value. With gamma = lambda = 1 and no values, A_t is the sum of t
 
 Pure functions over flat tensors in which the tokens of a sequence are neighbours, in order. The result of a token
 depends on its own sequence alone, to the last bit, so it does not depend on packing.
+
+On-policy distillation: the advantage of a student's token is its log-probability ratio of teacher to student.
+
+    A_t = w A_task + c (log p_teacher(t) - log p_student(t))
+
+The second term is the reverse KL of one sampled token as an advantage, with a discount of 0: a token depends on its own
+gap only (arXiv 2306.13649; MiniLLM, arXiv 2306.08543; Thinking Machines, "On-Policy Distillation", 2025). No gradient
+flows through this term. p_student belongs to the policy being trained (``current``: with a loss over the ratio to the
+behaviour policy this gives the gradient of the reverse KL for tokens of any age) or to the behaviour policy
+(``behaviour``: a reward that is fixed before the step). On fresh data both are the same.
 """
 
 from __future__ import annotations
@@ -66,3 +76,20 @@ def _is_last(sequence_index: torch.Tensor) -> torch.Tensor:
     last = torch.ones_like(sequence_index, dtype=torch.bool)
     last[:-1] = sequence_index[1:] != sequence_index[:-1]
     return last
+
+
+def distillation_advantages(
+    advantages: torch.Tensor,
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    *,
+    coefficient: float,
+    task_coefficient: float,
+    clamp: float,
+) -> torch.Tensor:
+    """Advantages with the teacher's term. All shapes [num_tokens].
+
+    ``clamp`` bounds teacher - student, so that one token cannot dominate an update.
+    """
+    gap = (teacher - student.detach()).clamp(-clamp, clamp)
+    return task_coefficient * advantages + coefficient * gap

@@ -1,1 +1,0 @@
-"""Masks: tokens that a loss leaves out."""
