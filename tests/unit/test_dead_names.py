@@ -34,7 +34,7 @@ SEEN_BY_TESTS = {
     "num_pieces", "num_sessions", "segment_to_proto", "sequence_to_proto", "training_sequence_to_proto",
     "trajectory_to_proto",
 }  # fmt: skip
-KEPT_ALIVE = {"_own_modules"}  # objects that must not be freed
+KEPT_ALIVE = {"_own_modules", "_kept"}  # objects that must not be freed
 CHECKS = REPOSITORY / "services" / "cli" / "check"
 READ_BY_CHECKS = {"gpu_memory_gib"}  # settings that no running process needs
 FOR_USERS = {"converse", "respond"}  # part of the users' API; their callers are outside this repository

@@ -78,12 +78,13 @@ class Filler:
         """The same for texts of rollouts that were indexed while tokenizers were being loaded."""
         if self._pieces() is None:
             return False
-        part, self._without_text = self._without_text[:CHUNK], self._without_text[CHUNK:]
+        part = self._without_text[:CHUNK]
         with self._index.writing():
             for number in part:
                 found = next(self._reader.select("r.number = ?", (number,), partial(_has_number, number)), None)
                 if found is not None:
                     self._add(found, self._add_text)
+        self._without_text = self._without_text[CHUNK:]  # after the commit: another thread reads how many wait
         return bool(self._without_text)
 
     def _add(self, row: Row, take: Callable[[Row, Json], None]) -> None:

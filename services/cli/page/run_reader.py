@@ -131,11 +131,11 @@ class RunReader:
 
     def rollouts(self, wanted: Filter) -> Json:
         """Rollouts that match, and how far the index is."""
-        return {**self._index.list_(wanted), **self._progress()}
+        return {**self._progress(), **self._index.list_(wanted)}  # the progress first: the rows are at least as new
 
     def facets(self) -> Json:
         """The values that filters can have, and how far the index is."""
-        return {**self._index.facets(), **self._progress()}
+        return {**self._progress(), **self._index.facets()}
 
     def _progress(self) -> Json:
         done = self._filler is not None and self._filler.is_complete

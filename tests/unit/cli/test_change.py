@@ -22,7 +22,8 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     directory = tmp_path / "runs" / "quick"
-    recipe = load_recipe(REPOSITORY / "recipes/quickstart", ["run.id=quick", f"run.dir={tmp_path / 'runs'}"], {})
+    here = ["run.id=quick", f"run.dir={tmp_path / 'runs'}", "policies.model0.optimizer.total_updates=null"]
+    recipe = load_recipe(REPOSITORY / "recipes/quickstart", here, {})
     save_resolved(recipe, directory)
     return directory
 
@@ -50,7 +51,7 @@ def begin(run_dir: Path, steps: int = 10, checkpoint: int = 10) -> Recipe:
         "workflow.settings.reward=recipes.quickstart.reward:other",
         "workflow.settings.max_turns=2",
         "sampling.max_new_tokens=20",
-        "evaluation.every=5",
+        "evaluation.every=7",
         "rollout.timeout_s=99",
         "inference.a.num_slots=64",
         "envgateway.sandbox.num_slots=1",
@@ -79,7 +80,7 @@ def test_what_the_records_do_not_depend_on_may_change(run_dir: Path, override: s
         ("run.steps=5", "has trained 10 steps: write 10 or more"),
         ("policies.model0.model.context_length=64", "checkpoints of the run"),
         ("policies.model0.algorithm.name=grpo", "replayed with the loss"),
-        ("policies.model0.batch.size=64", "recorded batches"),
+        ("policies.model0.batch.size=32", "recorded batches"),
         ("policies.model0.weights.publish_dtype=bfloat16", "published versions"),
         ("rollout.group_size=4", "task groups"),
         ("sampling.temperature=0.7", "log-probabilities"),
@@ -125,10 +126,13 @@ def test_other_settings_change_also_while_batches_are_to_be_trained_again(run_di
     assert with_changes(begin(run_dir, checkpoint=7), run_dir, [override])[1]
 
 
-def test_a_constant_learning_rate_does_not_depend_on_the_number_of_steps(run_dir: Path) -> None:
+@pytest.mark.parametrize("settings", [{"schedule": "constant"}, {"total_updates": 85}])
+def test_a_learning_rate_that_is_constant_or_has_its_own_end_does_not_depend_on_the_number_of_steps(
+    run_dir: Path, settings: dict[str, str | int]
+) -> None:
     recipe = begin(run_dir, checkpoint=7)
     tree = recipe.model_dump(mode="json")
-    tree["policies"]["model0"]["optimizer"]["schedule"] = "constant"
+    tree["policies"]["model0"]["optimizer"].update(settings)
     assert with_changes(Recipe.model_validate(tree), run_dir, ["run.steps=120"])[0].run.steps == 120
 
 

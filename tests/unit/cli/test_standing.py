@@ -62,7 +62,7 @@ def test_a_run_without_processes_is_interrupted_and_tells_how_to_go_on(run_dir: 
     found = standing(run_dir)
     assert (found.state, found.steps, found.reward) == (INTERRUPTED, {"model0": 4}, 0.4)
     told = "\n".join(found.lines())
-    assert "model0 step 4/85, rollout reward 0.400" in told
+    assert "model0 step 4/170, rollout reward 0.400" in told
     assert "start/greedy: 0.200" in told and "step-3/greedy: 0.400" in told
     assert f"millrace run --resume {run_dir}" in told
 
