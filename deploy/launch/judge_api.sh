@@ -26,11 +26,16 @@ trap 'stop 0' TERM INT
 serve "${ENVGATEWAY_PORT:-50080}"
 for ((n = 1; n < ${API_PROCESSES:-16}; n++)); do serve 0; done
 while true; do
-  code=0
-  wait -n -p ended "${!port_of[@]}" || code=$?
-  port="${port_of[$ended]}" lived_s=$((SECONDS - started[$ended]))
-  unset "port_of[$ended]" "started[$ended]"
-  if ((code < 128 && lived_s < QUICK_S)); then stop "$code"; fi # from 128 on it was killed
-  echo "an API process ended with $code; starting it again" >&2
-  serve "$port"
+  for pid in "${!port_of[@]}"; do # not wait -n: it does not see a process that ended before it began to wait
+    if kill -0 "$pid" 2>/dev/null; then continue; fi
+    code=0
+    wait "$pid" || code=$?
+    port="${port_of[$pid]}" lived_s=$((SECONDS - started[$pid]))
+    unset "port_of[$pid]" "started[$pid]"
+    if ((code < 128 && lived_s < QUICK_S)); then stop "$code"; fi # from 128 on it was killed
+    echo "an API process ended with $code; starting it again" >&2
+    serve "$port"
+  done
+  sleep 0.2 &
+  wait $! || true # and not in the foreground: a signal is handled at once
 done

@@ -39,20 +39,25 @@ for name in "${{names[@]}}"; do
   name_of[$!]="$name"
 done
 while [ "${{#name_of[@]}}" -gt 0 ]; do
-  code=0
-  wait -n -p ended "${{!name_of[@]}}" || code=$?
-  if [ "$ended" = "${{grace:-}}" ]; then stop 0; fi
-  name="${{name_of[$ended]}}"
-  unset "name_of[$ended]"
-  if [ "$code" -ne 0 ]; then
-    echo "$name ended with $code; stopping the other processes of this script" >&2
-    stop "$code"
-  fi
-  if [ "$name" = orchestrator ]; then
-    sleep {grace} &
-    grace=$!
-    name_of[$grace]=grace
-  fi
+  for pid in "${{!name_of[@]}}"; do # not wait -n: it does not see a process that ended before it began to wait
+    if kill -0 "$pid" 2>/dev/null; then continue; fi
+    code=0
+    wait "$pid" || code=$?
+    if [ "$pid" = "${{grace:-}}" ]; then stop 0; fi
+    name="${{name_of[$pid]}}"
+    unset "name_of[$pid]"
+    if [ "$code" -ne 0 ]; then
+      echo "$name ended with $code; stopping the other processes of this script" >&2
+      stop "$code"
+    fi
+    if [ "$name" = orchestrator ]; then
+      sleep {grace} &
+      grace=$!
+      name_of[$grace]=grace
+    fi
+  done
+  sleep 0.2 &
+  wait $! || true # and not in the foreground: a signal is handled at once
 done
 """
 

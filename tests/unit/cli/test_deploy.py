@@ -345,11 +345,11 @@ def stand_in(tmp_path: Path, body: str) -> dict[str, str]:
     return {**os.environ, "PYTHON": str(fake), "MILLRACE_HOME": str(REPOSITORY)}
 
 
-def run_node(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+def run_node(tmp_path: Path, body: str, **variables: str) -> subprocess.CompletedProcess[str]:
     deploy(QUICKSTART, "scripts", tmp_path, ["launch.stop_grace_s=0.2"])
     return subprocess.run(
         [str(tmp_path / "node0.sh"), "--profile", "tiny"],
-        env=stand_in(tmp_path, body), capture_output=True, text=True, check=False, timeout=PROCESS_S,
+        env=stand_in(tmp_path, body) | variables, capture_output=True, text=True, check=False, timeout=PROCESS_S,
     )  # fmt: skip
 
 
@@ -364,6 +364,13 @@ def test_the_script_of_a_node_starts_its_processes_and_stops_the_gateway_when_th
 def test_a_process_that_fails_ends_its_node_with_its_code(tmp_path: Path) -> None:
     done = run_node(tmp_path, '[ "$5" = inference-a ] && exit 7\nexec sleep 60')
     assert done.returncode == 7 and "inference-a ended with 7" in done.stderr
+
+
+def test_a_process_that_has_failed_before_its_node_waits_ends_the_node(tmp_path: Path) -> None:
+    slow = tmp_path / "slow"  # bash reads it first: each command of the node's script begins 50 ms later
+    slow.write_text('case "$0" in */node0.sh) trap "sleep 0.05" DEBUG ;; esac')
+    done = run_node(tmp_path, '[ "$5" = orchestrator ] && kill -9 $$\nexec sleep 60', BASH_ENV=str(slow))
+    assert done.returncode == 137 and "orchestrator ended with 137" in done.stderr
 
 
 @pytest.mark.slow
