@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -50,10 +51,14 @@ log = structlog.get_logger()
 
 MIN_FAREWELL_S = 1.0  # observers see the last state
 MAX_FAREWELL_S = 10.0  # trainers and replicas leave by themselves after this
+# The journal's thread and those that prepare large batches share the interpreter with the event loop; the default of 5 ms
+# would hold up each step of an order on its way.
+SWITCH_INTERVAL_S = 0.0005
 
 
 async def main(settings: Settings) -> None:
     """Serve one run until its end or SIGTERM; raises UserError for unusable input."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     recipe = load_resolved(settings.run_dir)
     check_keys_are_there(recipe.needs_keys, identity.current())
     await wait_for_room(settings.run_dir)
