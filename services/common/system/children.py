@@ -1,6 +1,7 @@
 """Runs, watches and ends child processes.
 
     process_group    an asyncio child and everything that the child starts, killed at the end of a block
+    exited, close_pipes   the end of such a child, whose pipes another process may hold open
     AnsweringChild   a child that answers questions, one JSON line each; killed when an exchange fails
     signal_group     a signal to a child that has a group of its own, and to everything that it started
     how_ended, output_tail, last_lines   the report of an end
@@ -30,6 +31,8 @@ from services.common.system.child import DIE_WITH_PARENT
 
 TAIL_BYTES = 64 * 1024
 NUM_LAST_LINES = 12
+PIPES_S = 1.0  # from the end of a killed process to the end of its pipes
+_LOOK_S = 0.005
 
 
 @asynccontextmanager
@@ -57,7 +60,28 @@ async def process_group(*command: str, **options: Any) -> AsyncIterator[Process]
 
 async def _kill(process: Process) -> None:
     signal_group(process.pid)
-    await process.wait()  # ends: it was killed
+    try:
+        await exited(process)  # ends: it was killed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PIPES_S):
+                await process.wait()
+    finally:
+        close_pipes(process)
+
+
+async def exited(process: Process) -> int:
+    """Wait for the exit code. ``Process.wait`` waits for the pipes too, which a process that has left the group may hold
+    open for ever."""
+    while process.returncode is None:
+        await asyncio.sleep(_LOOK_S)
+    return process.returncode
+
+
+def close_pipes(process: Process) -> None:
+    """Close our ends of the pipes of a process that has ended; readers see the end."""
+    transport = getattr(process, "_transport", None)  # nothing public closes them
+    if transport is not None:
+        transport.close()
 
 
 def signal_group(pid: int, how: int = signal.SIGKILL) -> bool:

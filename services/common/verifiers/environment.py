@@ -24,7 +24,7 @@ import structlog
 from services.common.aio import deadline
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError
 from services.common.security.bundle import without_keys
-from services.common.system.children import how_ended, process_group
+from services.common.system.children import exited, how_ended, process_group
 from services.common.verifiers.child.messages import Ask, Failed, FailureKind, Opened, Played, Reply
 from services.common.verifiers.interpreter import command, variables
 from services.common.verifiers.tasks import OPEN_TIMEOUT_S, explained
@@ -34,6 +34,7 @@ log = structlog.get_logger(__name__)
 _CANCEL_S = 10.0  # a process that does not answer a cancellation for this long hangs
 _LINE_BYTES = 16 * 1024 * 1024
 _LAST_WORDS_S = 1.0  # for the end of its output, after its own
+_LOOK_S = 0.1  # between two looks at whether it has ended
 _LOG_BYTES = 16 * 1024
 _LAST_LINES = 8
 _SHOWN_CHARACTERS = 2000
@@ -120,6 +121,7 @@ class _Process:
         self._process: Process | None = None
         self._end = ""  # the reason of the end
         self._readers: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -144,6 +146,7 @@ class _Process:
             asyncio.create_task(self._read_answers(self._process.stdout), name=f"answers of {self._where}"),
             asyncio.create_task(self._read_log(self._process.stderr), name=f"log of {self._where}"),
         ]
+        self._watching = asyncio.create_task(self._watch(self._process), name=f"end of {self._where}")
 
     async def ask(self, question: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
         """Send a question and wait for its answer. Raises ``InfrastructureError`` at the end of the process."""
@@ -179,9 +182,10 @@ class _Process:
         await self._kill()
         if self._readers:  # they end with the pipes, which only children that left the group keep open
             await asyncio.wait(self._readers, timeout=_LAST_WORDS_S)
-        for task in self._readers:
+        left = [*self._cancelling, *self._readers, *([self._watching] if self._watching is not None else [])]
+        for task in left:
             task.cancel()
-        await asyncio.gather(*self._cancelling, *self._readers, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def _kill(self) -> None:
         await self._stack.aclose()
@@ -210,10 +214,16 @@ class _Process:
                     waiting.set_result(answer)
         except ValueError as error:  # no JSON, or a line above the limit: not our program
             self._finish(f"it answered in another protocol: {error}")
+
+    async def _watch(self, process: Process) -> None:
+        """Tell of the end. The exit code is the sign: servers that it has started may hold its pipes open."""
+        answers = self._readers[0]
+        while process.returncode is None and not answers.done():
+            await asyncio.wait([answers], timeout=_LOOK_S)
+        if self._end:
             return
-        assert self._process is not None
-        code = await self._process.wait()
-        await asyncio.wait([self._readers[1]], timeout=_LAST_WORDS_S)
+        code = await exited(process)
+        await asyncio.wait(self._readers, timeout=_LAST_WORDS_S)
         self._finish(f"it {how_ended(code)}: {self._last()}")
 
     async def _read_log(self, pipe: asyncio.StreamReader) -> None:

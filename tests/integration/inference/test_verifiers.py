@@ -24,8 +24,9 @@ from services.inference.workflows.agents.verifiers_env import Verifiers
 from services.inference.workflows.registry import build_workflow
 from services.orchestrator.tasks.datasets import open_source
 from tests.integration.inference.endpoint_peers import context_of, serving
+from tests.running import is_running
 from tests.unit.inference.fakes import make_task, served_policy
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
 OPENED = '{"opened": {"version": "0.4.0", "agents": ["agent"], "endless": false}}'
@@ -111,6 +112,24 @@ async def test_the_process_is_started_again_after_its_end(
     with pytest.raises(InfrastructureError, match="exited with 9"):
         await play(environment)
     assert (await play(environment)).reward == 1.0 and environment.num_starts == 2
+
+
+@pytest.mark.parametrize("held", ["stdout", "stderr"])
+async def test_a_process_that_dies_is_seen_while_a_server_that_it_started_holds_its_pipes(
+    script: Any, environment: VerifiersEnvironment, tmp_path: Path, held: str
+) -> None:
+    mark = tmp_path / "server"
+    dies = (
+        f"if not os.path.exists({str(mark)!r}):\n            import subprocess\n            "
+        f"server = subprocess.Popen(['sleep', '60'], {'stderr' if held == 'stdout' else 'stdout'}=subprocess.DEVNULL)\n            "
+        f"open({str(mark)!r}, 'w').write(str(server.pid)); os._exit(9)\n        "
+    )
+    script(READ + OPEN + PLAY + dies + "print(json.dumps({'id': asked['id'], 'played': {'reward': 1.0}}), flush=True)")
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(InfrastructureError, match="exited with 9"):
+            await play(environment)
+        assert (await play(environment)).reward == 1.0
+    await until(lambda: not is_running(int(mark.read_text())), "the server has ended with its group")
 
 
 async def test_code_that_hangs_is_ended_and_its_rollouts_are_infrastructure_failures(

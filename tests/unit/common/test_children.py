@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from pathlib import Path
@@ -71,6 +72,22 @@ async def test_a_cancellation_while_the_process_starts_leaves_no_child(
     with pytest.raises(asyncio.CancelledError):
         await playing
     await until_gone(child)
+
+
+async def test_a_block_ends_while_a_process_that_left_the_group_holds_the_pipes(tmp_path: Path) -> None:
+    leaves = f"setsid sleep 60 & echo $! > {tmp_path}/child; wait"
+    left = 0
+    try:
+        async with asyncio.timeout(WAIT_S):
+            async with process_group("/bin/sh", "-c", leaves, stdout=asyncio.subprocess.PIPE) as process:
+                left = await until_written(tmp_path / "child")
+                async with asyncio.timeout(WAIT_S):
+                    while os.getpgid(left) == process.pid:
+                        await asyncio.sleep(0.01)
+        assert process.returncode == -signal.SIGKILL and is_running(left)
+        assert process.stdout is not None and await process.stdout.read() == b""
+    finally:
+        os.kill(left, signal.SIGKILL)
 
 
 def shell(program: str, *, own_group: bool = False) -> AnsweringChild:

@@ -25,7 +25,7 @@ from mcp.types import jsonrpc_message_adapter
 
 from services.common.errors import ConfigError
 from services.common.system.child import bound_to_this_process
-from services.common.system.children import signal_group
+from services.common.system.children import close_pipes, signal_group
 
 log = structlog.get_logger()
 
@@ -162,10 +162,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         if await _has_ended(process):
             break
     signal_group(process.pid)  # what it has started and left behind
-    # A process that it has sent out of the group may hold the pipes open; nothing public closes them.
-    transport = getattr(process, "_transport", None)
-    if transport is not None:
-        transport.close()
+    close_pipes(process)  # a process that it has sent out of the group may hold them open
 
 
 async def _has_ended(process: asyncio.subprocess.Process, limit_s: float = _END_S) -> bool:
