@@ -72,7 +72,7 @@ async def _kill(process: Process) -> None:
 async def exited(process: Process) -> int:
     """Wait for the exit code. ``Process.wait`` waits for the pipes too, which a process that has left the group may hold
     open for ever."""
-    while process.returncode is None:
+    while process.returncode is None:  # noqa: ASYNC110 - asyncio tells of the exit alone nowhere else
         await asyncio.sleep(_LOOK_S)
     return process.returncode
 
