@@ -6,7 +6,6 @@ Independent of gRPC and of services.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Coroutine, Iterator
 from types import TracebackType
@@ -69,11 +68,13 @@ def backoff(first_s: float = 0.1, longest_s: float = 5.0) -> Iterator[float]:
 
 
 async def ended(task: asyncio.Future[Any]) -> None:
-    """Cancel a task that is still running and wait for its end; its error is left to its reader."""
+    """Cancel a task that is still running and wait for its end; its error is left to its reader. A cancellation of the
+    caller ends the wait: awaiting the task itself, one could not tell the two cancellations apart."""
     if not task.done():
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # asyncio would log it where no reader comes
 
 
 class TaskOwner:

@@ -23,7 +23,7 @@ from typing import Protocol
 import grpc
 import structlog
 
-from services.common.aio import backoff, deadline
+from services.common.aio import backoff, deadline, ended
 from services.common.errors import MillraceError
 from services.common.pb import pool_pb2
 from services.common.records.types import RolloutFailure, Trajectory
@@ -148,10 +148,12 @@ class TrajectorySender:
                 for ack in response.acks:
                     self._acknowledge(ack)
         finally:
-            writer.cancel()
+            try:
+                await ended(writer)
+            finally:
+                call.cancel()
             with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                await writer  # a broken stream breaks the writer, too; the reader has raised the cause
-            call.cancel()
+                writer.result()  # a broken stream breaks the writer, too; the reader has raised the cause
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Request, Response]) -> None:
         number = 0

@@ -167,8 +167,10 @@ class Batches:
                     # While no batch may begin, the end of a wait for due groups has no effect; a timer would only poll.
                     takes = training_step > self.newest_step and self._may_take(training_step)
                     left_s = self.late.left_s() if takes else None
+                    # Not ``asyncio.wait_for``, which drops a cancellation, or this deadline, that comes with the event.
                     with contextlib.suppress(TimeoutError):  # then such a wait is over
-                        await asyncio.wait_for(self._changed.wait(), left_s)
+                        async with asyncio.timeout(left_s):
+                            await self._changed.wait()
         finally:
             self.num_waiting -= 1
         if training_step <= self.newest_step:

@@ -181,3 +181,43 @@ async def test_what_is_refused_is_counted_by_reason_told_once_and_not_sent_again
     assert len(orchestrator.records) == 20
     told = [entry for entry in logs if entry["event"] == LogEvent.TRAJECTORIES_REFUSED]
     assert [(entry["reason"], entry["detail"], entry["log_level"]) for entry in told] == [(reason, "id 99999", "error")]
+
+
+async def test_a_sender_that_is_cancelled_while_its_stream_ends_ends() -> None:
+    ending, may_end = asyncio.Event(), asyncio.Event()
+
+    class Call:
+        """A stream that the orchestrator ends in the middle of a write, which takes a moment to be cancelled."""
+
+        def __init__(self) -> None:
+            self.writing = asyncio.Event()
+
+        async def read(self) -> object:
+            await self.writing.wait()
+            return object()
+
+        async def write(self, request: object) -> None:
+            self.writing.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ending.set()
+                await may_end.wait()
+
+        def cancel(self) -> None:
+            pass
+
+    class Stub:
+        def StreamTrajectories(self) -> Call:
+            return Call()
+
+    sender = TrajectorySender(Stub(), replica_id="a", incarnation="i1")  # type: ignore[arg-type]
+    task = asyncio.create_task(sender.run())
+    await sender.send(failure(0))
+    await asyncio.wait_for(ending.wait(), WAIT_S)
+    task.cancel()
+    await asyncio.sleep(0)
+    may_end.set()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert task.cancelled(), "the owner of the task would wait for it in vain"

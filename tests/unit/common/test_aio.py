@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 from structlog.testing import capture_logs
 
-from services.common.aio import TaskOwner, backoff, deadline
+from services.common.aio import TaskOwner, backoff, deadline, ended
 from services.common.errors import DeadlineError
 
 
@@ -143,3 +143,43 @@ async def test_a_task_that_ignores_its_cancellation_is_named() -> None:
         await tasks.close(timeout_s=0.01)
     release.set()
     await task
+
+
+async def test_a_caller_that_is_cancelled_while_it_ends_a_task_is_cancelled() -> None:
+    ending, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow_to_end() -> None:
+        try:
+            await forever()
+        finally:
+            ending.set()
+            await may_end.wait()
+
+    async def caller() -> None:
+        await ended(task)
+        raise AssertionError("its cancellation was lost")
+
+    task = asyncio.create_task(slow_to_end())
+    await asyncio.sleep(0)
+    calling = asyncio.create_task(caller())
+    await ending.wait()
+    calling.cancel()
+    await asyncio.sleep(0)
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    await asyncio.wait({task})
+
+
+async def test_the_error_of_a_task_that_was_ended_is_left_to_its_reader() -> None:
+    async def fails_at_its_end() -> None:
+        try:
+            await forever()
+        finally:
+            raise ValueError("at the end")
+
+    task = asyncio.create_task(fails_at_its_end())
+    await asyncio.sleep(0)
+    await ended(task)
+    with pytest.raises(ValueError, match="at the end"):
+        task.result()

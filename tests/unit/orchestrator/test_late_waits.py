@@ -90,3 +90,15 @@ def test_a_group_is_cancelled_only_where_every_policy_would_drop_it(other: LateN
         experience.advanced(policy, 3)
     assert [found.id for found in experience.due("a")] == ["g"]
     assert experience.is_due_everywhere(group) is due
+
+
+@pytest.mark.parametrize("rounds", range(5))
+async def test_a_call_that_is_cancelled_as_the_buffer_changes_ends(worlds: Callable[..., World], rounds: int) -> None:
+    world, pull = await waiting(worlds, run={"steps": 9})
+    world.parts.batches["model0"].notify()
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+    pull.cancel()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert pull.cancelled(), "the call would go on for a rank that has left"
