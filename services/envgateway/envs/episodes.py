@@ -170,17 +170,23 @@ class EpisodeManager:
             await self.expire()
 
     async def expire(self) -> None:
-        now = self._clock()
-        overdue = [e for e in self._episodes.values() if e.expires <= now and e.running is None]
-        await self._end_some(overdue, "expired")
+        overdue = list(filter(self._is_overdue, self._episodes.values()))
+        # Asked again in its turn: a caller may come while the episode waits for others to close.
+        await self._end_some(overdue, "expired", self._is_overdue)
 
-    async def _end_some(self, episodes: list[_Episode], why: str) -> None:
+    def _is_overdue(self, episode: _Episode) -> bool:
+        return episode.expires <= self._clock() and episode.running is None
+
+    async def _end_some(
+        self, episodes: list[_Episode], why: str, still: Callable[[_Episode], bool] = lambda _: True
+    ) -> None:
         """A few at a time: thousands that close at once would wait for each other beyond the time they have."""
         ending = iter(episodes)
 
         async def end_in_turn() -> None:
             for episode in ending:
-                await self._end(episode, why)
+                if still(episode):
+                    await self._end(episode, why)
 
         await asyncio.gather(*(end_in_turn() for _ in range(min(_CLOSED_AT_ONCE, len(episodes)))))
 

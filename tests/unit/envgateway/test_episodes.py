@@ -204,6 +204,28 @@ async def test_capacity_is_refused_with_a_time_to_come_back() -> None:
     await manager.create("", "counter", {}, 0)
 
 
+async def test_a_step_renews_an_episode_that_waits_for_others_to_expire() -> None:
+    many = 40  # more than close at once
+    manager, worlds, clock = _manager(max_episodes=many)
+    episodes = [(await manager.create(str(number), "counter", {}, 0)).episode_id for number in range(many)]
+    may_close = asyncio.Event()
+
+    async def slow_close() -> None:
+        await may_close.wait()
+
+    for world in worlds.built:
+        world.close = slow_close  # type: ignore[method-assign]
+    clock.now += 10.0
+    expiring = asyncio.create_task(manager.expire())
+    await asyncio.sleep(0)
+    stepping = asyncio.create_task(manager.step(episodes[-1], 1, "slow"))
+    await asyncio.sleep(0)
+    may_close.set()
+    await expiring
+    assert (await stepping).observation == "1"
+    assert manager.num_live == 1
+
+
 async def test_silence_expires_an_episode_and_a_step_renews_it() -> None:
     manager, worlds, clock = _manager()
     silent = (await manager.create("a", "counter", {}, 0)).episode_id
