@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -191,10 +192,11 @@ class AnsweringChild:
         """Raises ``EOFError`` at the end of the output, ``DeadlineError`` without a whole line in time."""
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
+        looking = select.poll()  # ``select.select`` takes no descriptor from 1024 on
+        looking.register(descriptor, select.POLLIN)
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not looking.poll(math.ceil(1000 * max(0.0, deadline - time.monotonic()))):
                 raise DeadlineError(f"{wait} took longer than {timeout_s:g} s", wait=wait)
             data = os.read(descriptor, TAIL_BYTES)
             if not data:

@@ -8,6 +8,7 @@ with it, and the others get a fresh one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import queue
 import threading
@@ -67,7 +68,12 @@ class DaemonThreads:
             self._waiting.put(call)
             self._num_waiting += 1
             if self._num_idle < self._num_waiting and self._num_threads < self._most:
-                self._start_one()
+                try:
+                    self._start_one()
+                except RuntimeError:  # the machine has no thread to give
+                    if not self._num_threads:
+                        call.abandoned = True
+                        raise
         try:
             return await call.answer
         except asyncio.CancelledError:
@@ -83,8 +89,8 @@ class DaemonThreads:
             return StuckThread(oldest.what, seconds, oldest.thread_id)
 
     def _start_one(self) -> None:
-        self._num_threads += 1
         threading.Thread(target=self._work, name="call of foreign code", daemon=True).start()
+        self._num_threads += 1
 
     def _give_up(self, call: _Call) -> None:
         with self._lock:
@@ -93,7 +99,8 @@ class DaemonThreads:
                 self.num_stalled += 1
                 self._num_threads -= 1
                 if self._num_idle < self._num_waiting:
-                    self._start_one()
+                    with contextlib.suppress(RuntimeError):  # the next call tries again
+                        self._start_one()
 
     def _work(self) -> None:
         while True:

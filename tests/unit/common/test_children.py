@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -119,6 +121,19 @@ def test_a_silent_child_is_killed_so_that_no_late_answer_meets_a_later_question(
     with pytest.raises(ChildLostError, match="ended during another answer"):
         child.ask("another answer", WAIT_S, {"a": 2})
     child.close()
+
+
+def test_a_child_of_a_process_with_many_open_files_answers() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 1200  # ``select`` takes numbers below 1024
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2 * most)) if hard > 0 else 2 * most, hard))
+    with contextlib.ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(most):
+            files.enter_context(open(os.devnull))
+        child = shell("exec cat")
+        assert child.ask("an echo", WAIT_S, {"a": 1}) == {"a": 1}
+        child.close(WAIT_S)
 
 
 def test_a_program_that_does_not_exist_is_a_lost_child() -> None:

@@ -78,3 +78,20 @@ async def test_a_call_that_has_not_begun_never_runs_once_it_is_given_up() -> Non
     await first
     await threads.run(ran.append, 2)
     assert ran == [2]
+
+
+async def test_a_machine_without_threads_for_a_moment_refuses_calls_and_runs_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads, begun = DaemonThreads(2), []
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        for number in range(3):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await asyncio.wait_for(threads.run(begun.append, number), WAIT_S)
+    await asyncio.wait_for(threads.run(begun.append, 3), WAIT_S)
+    assert begun == [3], "a refused call is not carried out later"
