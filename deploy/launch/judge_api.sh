@@ -17,7 +17,8 @@ serve() { # PORT
 }
 stop() {
   trap '' TERM INT
-  [ "${#port_of[@]}" -eq 0 ] || kill -TERM "${!port_of[@]}" 2>/dev/null || true
+  # not only those of port_of: the signal may come between a start and its entry
+  for pid in $(jobs -p); do kill -TERM "$pid" 2>/dev/null || true; done
   wait
   exit "$1"
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.needs import installed
+from tests.waiting import PROCESS_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*(REPOSITORY / "deploy" / "launch").glob("*.sh"), REPOSITORY / "recipes" / "run.sh"])
@@ -47,3 +49,19 @@ def test_its_header_lists_its_variables(script: Path) -> None:
 def test_without_a_recipe_it_says_how_it_is_used(script: Path) -> None:
     done = subprocess.run([str(script)], capture_output=True, text=True, check=False)
     assert done.returncode != 0 and "usage: " in done.stderr and "RECIPE" in done.stderr
+
+
+def test_the_judge_that_is_told_to_end_between_a_start_and_its_entry_leaves_no_process(tmp_path: Path) -> None:
+    told, python = tmp_path / "told", tmp_path / "python"
+    told.write_text(
+        'case "$0" in */judge_api.sh) set -o functrace; '
+        "trap 'case \"$BASH_COMMAND\" in port_of*) kill -TERM $$ ;; esac' DEBUG ;; esac"
+    )
+    python.write_text(f"#!/bin/sh\nexec sleep {2 * PROCESS_S:g}\n")
+    python.chmod(0o755)
+    variables = {"BASH_ENV": str(told), "PYTHON": str(python), "REDIS_URI": "redis://127.0.0.1:1"}
+    script = str(REPOSITORY / "deploy" / "launch" / "judge_api.sh")
+    done = subprocess.run(  # which also waits for all that hold its output
+        [script], env=os.environ | variables, capture_output=True, text=True, check=False, timeout=PROCESS_S
+    )
+    assert done.returncode == 0, done.stderr

@@ -29,7 +29,8 @@ here="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)"
 declare -A name_of
 stop() {{ # EXIT CODE
   trap '' TERM INT
-  [ "${{#name_of[@]}}" -eq 0 ] || kill -TERM "${{!name_of[@]}}" 2>/dev/null || true
+  # not only those of name_of: the signal may come between a start and its entry
+  for pid in $(jobs -p); do kill -TERM "$pid" 2>/dev/null || true; done
   wait
   exit "$1"
 }}

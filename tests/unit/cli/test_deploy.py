@@ -373,6 +373,19 @@ def test_a_process_that_has_failed_before_its_node_waits_ends_the_node(tmp_path:
     assert done.returncode == 137 and "orchestrator ended with 137" in done.stderr
 
 
+@pytest.mark.parametrize("num_known", [0, 2])
+def test_a_node_that_is_told_to_end_between_a_start_and_its_entry_leaves_no_process(
+    tmp_path: Path, num_known: int
+) -> None:
+    told = tmp_path / "told"
+    told.write_text(
+        'case "$0" in */node0.sh) known=0; trap \'case "$BASH_COMMAND" in name_of*) '
+        f'if [ "$known" -eq {num_known} ]; then kill -TERM $$; fi; known=$((known + 1)) ;; esac\' DEBUG ;; esac'
+    )
+    done = run_node(tmp_path, f"exec sleep {2 * PROCESS_S:g}", BASH_ENV=str(told))  # waits for all that hold its output
+    assert done.returncode == 143, done.stderr
+
+
 @pytest.mark.slow
 def test_the_warm_start_alone_makes_what_an_orchestrator_without_torch_needs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "services.cli", "start", "recipes/quickstart", "warm-start"]
