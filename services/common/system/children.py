@@ -168,8 +168,9 @@ class AnsweringChild:
             raise ChildLostError(f"{self._name} has not ended within {timeout_s:g} s") from None
 
     def kill(self) -> None:
-        """Kill the child; with ``own_group``, also everything that it started. No effect after its end."""
-        if self._process.poll() is not None:
+        """Kill the child; with ``own_group``, also everything that it started, where it has ended itself too. No effect once
+        its end was noted: its number may be another process's."""
+        if self._process.returncode is not None:
             return
         if self._own_group:
             signal_group(self.pid)
@@ -177,7 +178,9 @@ class AnsweringChild:
             self._process.kill()
 
     def close(self, grace_s: float = 0.0) -> None:
-        """End the child's input, wait ``grace_s`` for the child's end, then kill the child."""
+        """End the child's input, wait ``grace_s`` for the child's end, then kill the child; with ``own_group``, also what it
+        leaves behind."""
+        is_new = self._process.returncode is None
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):  # closing flushes, and the child may be dead
@@ -187,6 +190,8 @@ class AnsweringChild:
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.wait()  # ends: it was killed
+        if self._own_group and is_new:
+            signal_group(self.pid)
 
     def _read_line(self, wait: str, timeout_s: float) -> bytes:
         """Raises ``EOFError`` at the end of the output, ``DeadlineError`` without a whole line in time."""

@@ -123,6 +123,24 @@ def test_a_silent_child_is_killed_so_that_no_late_answer_meets_a_later_question(
     child.close()
 
 
+LEAVES = "sleep 60 > /dev/null & echo $! > {folder}/child; "
+
+
+async def test_a_child_that_ends_in_an_exchange_leaves_nothing_of_its_group(tmp_path: Path) -> None:
+    child = shell(LEAVES.format(folder=tmp_path) + "exit 3", own_group=True)
+    with pytest.raises(ChildLostError, match="ended during its start"):
+        child.ask("its start", WAIT_S)
+    await until_gone(await until_written(tmp_path / "child"))
+    child.close()
+
+
+async def test_a_child_that_is_closed_leaves_nothing_of_its_group(tmp_path: Path) -> None:
+    child = shell(LEAVES.format(folder=tmp_path) + "cat", own_group=True)
+    assert child.ask("an echo", WAIT_S, {"a": 1}) == {"a": 1}
+    child.close(WAIT_S)
+    await until_gone(await until_written(tmp_path / "child"))
+
+
 def test_a_child_of_a_process_with_many_open_files_answers() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 1200  # ``select`` takes numbers below 1024
