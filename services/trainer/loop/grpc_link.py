@@ -107,8 +107,10 @@ class GrpcLink:
         self._client.report.checkpoint_step = max(kept, default=0)
 
     def take_checkpoint_command(self) -> bool:
-        asked, self._client.commands.checkpoint = self._client.commands.checkpoint, False
-        return asked
+        if not self._client.commands.checkpoint:
+            return False
+        self._client.commands.checkpoint = False  # only one that was seen: the client's thread may set another now
+        return True
 
     @property
     def device_turn(self) -> DeviceTurn:
