@@ -1,7 +1,7 @@
 """Runs, watches and ends child processes.
 
     process_group    an asyncio child and everything that the child starts, killed at the end of a block
-    exited, close_pipes   the end of such a child, whose pipes another process may hold open
+    exited, end_group, close_pipes   the end of such a child, whose pipes another process may hold open
     AnsweringChild   a child that answers questions, one JSON line each; killed when an exchange fails
     signal_group     a signal to a child that has a group of its own, and to everything that it started
     how_ended, output_tail, last_lines   the report of an end
@@ -33,7 +33,7 @@ from services.common.system.child import DIE_WITH_PARENT
 TAIL_BYTES = 64 * 1024
 NUM_LAST_LINES = 12
 PIPES_S = 1.0  # from the end of a killed process to the end of its pipes
-_LOOK_S = 0.005
+LOOK_S = 0.005
 
 
 @asynccontextmanager
@@ -51,15 +51,16 @@ async def process_group(*command: str, **options: Any) -> AsyncIterator[Process]
         process = await asyncio.shield(starting)
     except asyncio.CancelledError:
         with contextlib.suppress(OSError):  # then nothing was started
-            await _kill(await starting)
+            await end_group(await starting)
         raise
     try:
         yield process
     finally:
-        await _kill(process)
+        await end_group(process)
 
 
-async def _kill(process: Process) -> None:
+async def end_group(process: Process) -> None:
+    """Kill a process and its group, and close its pipes, where one that has left the group holds them open."""
     signal_group(process.pid)
     try:
         await exited(process)  # ends: it was killed
@@ -70,11 +71,11 @@ async def _kill(process: Process) -> None:
         close_pipes(process)
 
 
-async def exited(process: Process) -> int:
+async def exited(process: Process, look_s: float = LOOK_S) -> int:
     """Wait for the exit code. ``Process.wait`` waits for the pipes too, which a process that has left the group may hold
     open for ever."""
     while process.returncode is None:  # noqa: ASYNC110 - asyncio tells of the exit alone nowhere else
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(look_s)
     return process.returncode
 
 

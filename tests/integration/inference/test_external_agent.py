@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
@@ -16,14 +19,14 @@ import yaml
 from services.common.config.data import WorkflowConfig
 from services.common.errors import ConfigError, InfrastructureError
 from services.inference.endpoint.server import EndpointServer
-from services.inference.workflows.agents.agent_command import AgentFailedError
+from services.inference.workflows.agents.agent_command import AgentFailedError, run_command
 from services.inference.workflows.base import Outcome
 from services.inference.workflows.registry import build_workflow
 from tests.documented import blocks
 from tests.integration.inference.endpoint_peers import context_of, serving
 from tests.running import is_running
 from tests.unit.inference.fakes import make_task, served_policy
-from tests.waiting import until
+from tests.waiting import WAIT_S, until
 
 HERE = "tests.integration.inference.test_external_agent"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 20, "b": 22}}</tool_call>'
@@ -153,6 +156,20 @@ async def test_a_program_finds_the_seeds_of_its_slot_and_of_its_group_in_its_env
     program = PROGRAM.replace('float(said == task["answer"])', seeds)
     outcome = await play(server, {"command": [sys.executable, "-c", program]}, ["42"])
     assert outcome.reward == 2.1
+
+
+@pytest.mark.parametrize("leaves", ["sleep 600", "setsid sleep 600"])
+async def test_a_program_that_leaves_a_server_behind_has_ended_with_its_reward(tmp_path: Path, leaves: str) -> None:
+    file = tmp_path / "server"
+    command = ["/bin/sh", "-c", f"{leaves} & echo $! > {file}; echo '{{\"reward\": 0.5}}'"]
+    try:
+        reward = await asyncio.wait_for(run_command(command, {}, "http://127.0.0.1:1/v1", "s", {}), WAIT_S)
+        assert reward == 0.5
+        if leaves == "sleep 600":
+            await until(lambda: not is_running(int(file.read_text())), "the server has ended with its group")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 async def test_a_program_ends_with_its_rollout_and_all_that_it_started(server: EndpointServer, tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 import orjson
 
 from services.common.security.bundle import without_keys
-from services.common.system.children import process_group
+from services.common.system.children import end_group, exited, process_group
 
 _KEPT_BYTES = 64 * 1024  # of the end of each output
 _LINE_BYTES = 16 * 1024
 _SHOWN_CHARACTERS = 2000
+_LAST_OUTPUT_S = 1.0  # after its end, for programs that write its output, such as tee
+_LOOK_S = 0.05  # between two looks at whether it has ended
 
 
 class AgentFailedError(RuntimeError):
@@ -27,7 +29,7 @@ async def run_command(
 ) -> float | None:
     """The reward that the program prints as its last line, ``{"reward": 1.0}``, or None. Raises ``AgentFailedError``.
 
-    Cancellation ends the program and all its child processes.
+    The end of the program, and a cancellation, end all its child processes.
     """
     environment = {
         **without_keys(os.environ),
@@ -49,7 +51,9 @@ async def run_command(
             group.create_task(_tell(process.stdin, orjson.dumps(dict(task)) + b"\n"))
             out = group.create_task(_end_of(process.stdout))
             err = group.create_task(_end_of(process.stderr))
-        code = await process.wait()
+            code = await exited(process, _LOOK_S)
+            await asyncio.wait({out, err}, timeout=_LAST_OUTPUT_S)
+            await end_group(process)  # servers that it leaves behind would keep the outputs open
     if code:
         said = err.result().decode(errors="replace").strip()[-_SHOWN_CHARACTERS:]
         raise AgentFailedError(f"the agent {command[0]} ended with code {code}: {said or 'no error output'}")
