@@ -24,11 +24,14 @@ def children(pid: int) -> list[int]:
 
 
 def serves_connection(pid: int, port: int) -> bool:
-    """Whether a process holds an established connection on its local ``port``."""
+    """Whether a process holds an established connection on its local ``port``; no for one that ends meanwhile."""
     established = "01"  # the state's number in /proc/net/tcp
-    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    inodes = {row[9] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == established}
-    held = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    try:
+        rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        inodes = {row[9] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == established}
+        held = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # such as the script's own ``sleep``, or a file that was closed between the two looks
     return any(f"socket:[{inode}]" in held for inode in inodes)
 
 
