@@ -31,9 +31,9 @@ from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.optimizer import OptimizerConfig
 from services.common.lora import identity_of, initial_adapter, target_modules
 from services.common.weights.adapter import PEFT_PREFIX, A, B
-from services.inference.engine.torch import blocks
 from services.inference.engine.torch.adapter import Adapter
 from services.inference.engine.torch.engine import TorchEngine
+from services.inference.engine.torch.native import step as native_step
 from services.inference.engine.weight_update import WeightUpdate
 from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.model.adapter import AdapterSetup
@@ -45,7 +45,7 @@ from tests.random_models import build_model, make_prompt, make_request, max_gap
 from tests.unit.trainer.building import VOCAB, algorithm, rank_batch, train_step, training_sequences
 
 RANKS = Ranks.single()
-LAYOUTS = {"folded": blocks.FOLDED_BYTES, "shared": 0}
+DECODERS = {"compiled": native_step.PACKED_BYTES, "torch": 0}
 PROMPT, NEW_TOKENS, REQUESTS = 30, 200, 4
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     torch.set_num_threads(1)
     config = AdapterConfig(rank=options.rank, alpha=2.0 * options.rank)
     has_peft = importlib.util.find_spec("peft") is not None
-    gaps = {layout: asyncio.run(_served(layout, config, has_peft)) for layout in LAYOUTS}
+    gaps = {decoder: asyncio.run(_served(decoder, config, has_peft)) for decoder in DECODERS}
     adapted, whole, facts = _trained(config, repeats=3 if options.quick else 8, hidden=256 if options.quick else 512)
     ratio, spread = median_and_spread([a / b for a, b in zip(adapted, whole, strict=True)])
     report(
@@ -79,8 +79,8 @@ def main() -> None:
 _WHEN = ("before", "across", "after")
 
 
-async def _served(layout: str, config: AdapterConfig, has_peft: bool) -> tuple[float, float, float]:
-    blocks.FOLDED_BYTES = LAYOUTS[layout]
+async def _served(decoder: str, config: AdapterConfig, has_peft: bool) -> tuple[float, float, float]:
+    native_step.PACKED_BYTES = DECODERS[decoder]
     base = build_model("qwen3")
     versions = [_version(base, number, config) for number in range(3)]
     oracles = [(_with_peft if has_peft else _merged)(base, tensors, config) for tensors in versions]

@@ -44,6 +44,22 @@ Launch = Callable[..., Awaitable[Any]]
 
 
 @pytest.fixture
+def torch_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch decodes small models too, as it does on a GPU."""
+    from services.inference.engine.torch.native import step
+
+    monkeypatch.setattr(step, "PACKED_BYTES", 0)
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def each_decoder(request: pytest.FixtureRequest) -> str:
+    """The test runs once with compiled code and once with torch."""
+    if request.param == "torch":
+        request.getfixturevalue("torch_decoder")
+    return str(request.param)
+
+
+@pytest.fixture
 async def launch() -> AsyncIterator[Launch]:
     """Start a torch engine on a deep copy of a model; all are stopped at the end."""
     from services.inference.engine.torch.engine import TorchEngine

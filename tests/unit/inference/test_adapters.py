@@ -19,7 +19,6 @@ from services.common.weights.adapter import PEFT_PREFIX, A, B
 from services.inference import loading
 from services.inference.bases import BaseModels
 from services.inference.config import replica_config
-from services.inference.engine.torch import blocks
 from services.inference.engine.torch.adapter import Adapter
 from services.inference.engine.torch.engine import TorchEngine
 from services.inference.engine.weight_update import WeightUpdate
@@ -74,15 +73,13 @@ def engine_on(model: Any, tensors: dict[str, torch.Tensor], config: AdapterConfi
 
 
 @pytest.mark.parametrize("oracle", ORACLE_PARAMETERS)
-@pytest.mark.parametrize("layout", ["folded", "shared"])
+@pytest.mark.usefixtures("each_decoder")
 @pytest.mark.parametrize(
     "config", [CONFIG, AdapterConfig(rank=3, alpha=12.0, targets=["k_proj", "up_proj", "o_proj"])], ids=["all", "some"]
 )
 async def test_log_probabilities_are_those_of_peft_before_across_and_after_a_swap(
-    monkeypatch: pytest.MonkeyPatch, layout: str, config: AdapterConfig, oracle: str
+    config: AdapterConfig, oracle: str
 ) -> None:
-    if layout == "shared":
-        monkeypatch.setattr(blocks, "FOLDED_BYTES", 0)
     base = build_model("qwen3")
     oracles = [ORACLES[oracle](base, version(base, number, config), config) for number in range(2)]
     engine = engine_on(build_model("qwen3"), version(base, 0, config), config)
@@ -106,16 +103,11 @@ async def test_log_probabilities_are_those_of_peft_before_across_and_after_a_swa
     await engine.stop()
 
 
-@pytest.mark.parametrize("layout", ["folded", "shared"])
-async def test_two_engines_on_one_base_do_not_touch_it_or_each_other(
-    monkeypatch: pytest.MonkeyPatch, layout: str
-) -> None:
-    if layout == "shared":
-        monkeypatch.setattr(blocks, "FOLDED_BYTES", 0)
+@pytest.mark.usefixtures("each_decoder")
+async def test_two_engines_on_one_base_do_not_touch_it_or_each_other() -> None:
     base, plain = build_model("qwen3"), build_model("qwen3")
     engines = [engine_on(base, version(base, 0)), engine_on(base, version(base, 0))]
-    fused = [engine._core.decoder._blocks for engine in engines]
-    layers = [getattr(each, "_shared", each).layers for each in fused]
+    layers = [engine._core.decoder._blocks.layers for engine in engines]
     for one, other in zip(*layers, strict=True):
         assert one.qkv.data_ptr() == other.qkv.data_ptr() and one.gate_up.data_ptr() == other.gate_up.data_ptr()
     for engine, number in zip(engines, (1, 2), strict=True):

@@ -10,6 +10,8 @@ from services.inference.engine.base import Generation
 from tests.random_models import build_model, make_prompt, make_request
 from tests.unit.inference.conftest import Launch
 
+pytestmark = pytest.mark.usefixtures("each_decoder")
+
 
 def bits(generation: Generation) -> list[tuple[bytes, bytes]]:
     return [(segment.token_ids.tobytes(), segment.logprobs.tobytes()) for segment in generation.segments]

@@ -1,4 +1,4 @@
-"""The two layouts of a decoder's weights compute the same, and follow updates in place."""
+"""A decoder computes what its model computes, in torch and in compiled code, and follows updates in place."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from services.common.text.huggingface import named_weights
-from services.inference.engine.torch import blocks
-from services.inference.engine.torch import decoder as decoder_module
 from services.inference.engine.torch.decoder import Decoder
 from services.inference.engine.torch.kv.block_cache import Layout
 from services.inference.engine.torch.kv.cache import Bucket
@@ -36,15 +34,22 @@ def model_of(kind: str) -> Any:
 
 
 def last_logprobs(decoder: Decoder, prompt: list[int]) -> torch.Tensor:
-    """Logits after a prompt through the cache: a fresh pass, a continued one, and a decoding step."""
+    """Log-probabilities after a prompt in two slots: a fresh pass, a continued one, and a decoding step."""
     tokens = torch.tensor([prompt, prompt])
     cut, last = len(prompt) // 2, len(prompt) - 1
     slots, none, cuts, lasts = np.arange(2), np.zeros(2, int), np.full(2, cut), np.full(2, last)
     with torch.inference_mode():
         decoder.cache.own(slots, none, lasts + 1)
-        decoder.extend(slots, tokens[:, :cut], none, fresh=True)
-        decoder.extend(slots, tokens[:, cut:last], cuts, fresh=False)
-        logits = decoder.decode(tokens[:, last].numpy(), lasts, [Bucket(0, 1, 48), Bucket(1, 2, 48)])
+        if decoder.takes_any_slots:
+            for begin, end in ((0, cut), (cut, last)):
+                every = np.arange(begin, end)
+                decoder.extend_each(
+                    slots.repeat(end - begin), tokens[:, begin:end].flatten().numpy(), np.tile(every, 2)
+                )
+        else:
+            decoder.extend(slots, tokens[:, :cut], none, fresh=True)
+            decoder.extend(slots, tokens[:, cut:last], cuts, fresh=False)
+        logits = decoder.decode(slots, tokens[:, last].numpy(), lasts, [Bucket(0, 1, 48), Bucket(1, 2, 48)])
     assert torch.allclose(logits[0], logits[1], atol=TOLERANCE)
     return logits[0].log_softmax(-1)
 
@@ -54,28 +59,22 @@ def expected(model: Any, prompt: list[int]) -> torch.Tensor:
         return model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
 
 
-@pytest.mark.parametrize("layout", ["folded", "shared", "folded, heads apart"])
 @pytest.mark.parametrize(("kind", "kv"), [*((kind, "blocks") for kind in KINDS), ("qwen3", "rows")])
-def test_a_layout_gives_the_models_log_probabilities_before_and_after_an_update(
-    kind: str, kv: Layout, layout: str, monkeypatch: pytest.MonkeyPatch
+def test_a_decoder_gives_the_models_log_probabilities_before_and_after_an_update(
+    kind: str, kv: Layout, each_decoder: str
 ) -> None:
-    if layout == "shared":
-        monkeypatch.setattr(blocks, "FOLDED_BYTES", 0)
-    if "apart" in layout:
-        monkeypatch.setattr(decoder_module, "WIDEST_JOINT", 0)
     model, prompt = model_of(kind), make_prompt(31)
     new = perturbed(model)
     before, after = expected(model, prompt), expected(new, prompt)
     decoder = Decoder(model, num_slots=2, context_length=64, layout=kv)
-    assert type(decoder._blocks).__name__ == f"{layout.split(',')[0].capitalize()}Blocks"
-    assert (decoder._joint is None) == ("apart" in layout)
+    assert decoder.takes_any_slots == (each_decoder == "compiled")
     assert (last_logprobs(decoder, prompt) - before).abs().max() <= TOLERANCE
     decoder.load(decoder.prepare(WeightUpdate.full(named_weights(new), 1)))
     assert (last_logprobs(decoder, prompt) - after).abs().max() <= TOLERANCE
     assert (before - after).abs().max() > 0.1
 
 
-def test_only_small_float32_models_on_a_cpu_are_copied() -> None:
-    assert isinstance(Decoder(build_model("qwen3"), num_slots=1, context_length=16)._blocks, blocks.FoldedBlocks)
+def test_only_small_float32_models_on_a_cpu_decode_in_compiled_code() -> None:
+    assert Decoder(build_model("qwen3"), num_slots=1, context_length=16).takes_any_slots
     half = build_model("qwen3").to(torch.bfloat16)
-    assert isinstance(Decoder(half, num_slots=1, context_length=16)._blocks, blocks.SharedBlocks)
+    assert not Decoder(half, num_slots=1, context_length=16).takes_any_slots

@@ -278,14 +278,15 @@ def test_what_is_recorded_is_the_set_that_the_log_probability_is_normalised_over
     assert len(sizes) > 10, "sets of many sizes are compared"
 
 
-def test_joining_requests_take_the_lowest_slots_and_the_oldest_caches_are_lost() -> None:
+def test_joining_requests_take_the_oldest_caches_and_may_be_moved_to_the_lowest_slots() -> None:
     table = SlotTable(6, 32)
     for slot in (3, 0, 4, 2, 1):  # the order in which their requests end
         table.occupy(slot, row(*range(slot, slot + 8)), 8, Sampling(max_new_tokens=4), (), seed=slot)
     for slot in (3, 0, 4, 2):
         table.release(slot)
+    assert table.free_slot() == 5, "it has no cache"
     sources, targets = table.displaced(3)  # slot 5 is empty, 3 and 0 ended first; the lowest free ones are 0, 2 and 3
     assert (sorted(sources), dict(zip(sources, targets, strict=True))) == ([2, 5], {2: 5, 5: 2})
     table.moved(sources, targets)
     assert table.holds(5, row(*range(2, 10))) and table.holds(4, row(*range(4, 12)))
-    assert table.free_slot() == 0
+    assert table.free_slot() == 2

@@ -18,6 +18,8 @@ from tests.waiting import until
 
 from .conftest import Launch
 
+pytestmark = pytest.mark.usefixtures("each_decoder")
+
 TOKENS = 200
 
 

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from services.common.text.huggingface import named_weights
-from services.inference.engine.torch import blocks, static_step
+from services.inference.engine.torch import static_step
 from services.inference.engine.torch.decoder import Decoder
 from services.inference.engine.torch.kv.cache import Bucket
 from services.inference.engine.torch.static_step import CudaCapture, Replay
@@ -34,13 +34,7 @@ class EagerCapture:
         return step
 
 
-@pytest.fixture
-def shared_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layout of the weights on a GPU, also for small models on a CPU."""
-    monkeypatch.setattr(blocks, "FOLDED_BYTES", 0)
-
-
-@pytest.mark.usefixtures("shared_layout")
+@pytest.mark.usefixtures("torch_decoder")
 def test_static_steps_sample_like_plain_ones_with_updates_between(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static_step, "LEAST_WIDTH", 32)
     capture = EagerCapture()
@@ -63,7 +57,7 @@ def test_static_steps_sample_like_plain_ones_with_updates_between(monkeypatch: p
     assert 2 <= len(capture.steps) < static.core.counters.steps / 5, "a shape is captured once"
 
 
-@pytest.mark.usefixtures("shared_layout")
+@pytest.mark.usefixtures("torch_decoder")
 def test_padding_rows_change_no_slot_and_no_result() -> None:
     decoders = [
         Decoder(copy.deepcopy(MODELS[0]), num_slots=6, context_length=CONTEXT, layout="blocks", **settings)
@@ -74,7 +68,7 @@ def test_padding_rows_change_no_slot_and_no_result() -> None:
     with torch.inference_mode():
         for decoder in decoders:
             decoder.cache.own(np.arange(3), positions, positions + 1)
-            found.append(decoder.decode(tokens, positions, [Bucket(0, 3, 16)]))
+            found.append(decoder.decode(np.arange(3), tokens, positions, [Bucket(0, 3, 16)]))
     assert found[1].shape == found[0].shape
     assert torch.allclose(*found, atol=1e-5)
     reach = decoders[0].cache.reach(np.arange(6), CONTEXT)
@@ -83,7 +77,7 @@ def test_padding_rows_change_no_slot_and_no_result() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("shared_layout")
+@pytest.mark.usefixtures("torch_decoder")
 def test_a_compiled_layer_is_compiled_once_for_all_layers_and_computes_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,7 +94,9 @@ def test_a_compiled_layer_is_compiled_once_for_all_layers_and_computes_the_same(
             slots, positions = np.arange(num_rows), np.full(num_rows, position)
             for decoder in (compiled, plain):
                 decoder.cache.own(slots, 0 * positions, positions + 1)
-            found, wanted = (d.decode(slots, positions, [Bucket(0, num_rows, position + 1)]) for d in (compiled, plain))
+            found, wanted = (
+                d.decode(slots, slots, positions, [Bucket(0, num_rows, position + 1)]) for d in (compiled, plain)
+            )
             assert (found - wanted).abs().max() < 1e-4
     torch._dynamo.reset()
     assert 2 <= counter.frame_count <= 4, "two functions, for the first number of rows and for any"
@@ -127,7 +123,7 @@ def test_a_capture_gives_torch_arguments_that_it_knows(monkeypatch: pytest.Monke
     assert graph.replay.call_count == 2
 
 
-@pytest.mark.usefixtures("shared_layout")
+@pytest.mark.usefixtures("torch_decoder")
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize(("kind", "dtype"), [("qwen3", torch.bfloat16)])
 def test_every_tensor_of_a_step_is_on_the_device_and_of_its_type(
@@ -151,12 +147,12 @@ def test_every_tensor_of_a_step_is_on_the_device_and_of_its_type(
             decoder.extend(slots, torch.zeros(3, 20, dtype=torch.long, device="meta"), none + start, fresh=fresh)
         decoder.cache.share(0, [1], 37)
         decoder.cache.own(np.array([0, 1]), np.array([37, 37]), np.array([40, 40]))
-        logits = decoder.decode(np.arange(3), ends - 1, [Bucket(0, 2, 48), Bucket(2, 3, 48)])
+        logits = decoder.decode(slots, slots, ends - 1, [Bucket(0, 2, 48), Bucket(2, 3, 48)])
         assert (logits.shape, logits.device.type, logits.dtype) == ((3, 301), "meta", dtype)
         decoder.cache.clear(2)
 
 
-@pytest.mark.usefixtures("shared_layout")
+@pytest.mark.usefixtures("torch_decoder")
 def test_captured_steps_are_dropped_with_the_memory_that_they_name() -> None:
     """A GPU gives other addresses when the memory is allocated again."""
     capture = EagerCapture()

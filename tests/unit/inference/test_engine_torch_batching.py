@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 
 from services.inference.engine.base import FinishReason
 from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
 
 from .conftest import Launch, StepGate
+
+pytestmark = pytest.mark.usefixtures("each_decoder")
 
 
 async def test_a_groups_prompt_is_prefilled_once(launch: Launch) -> None:

@@ -24,6 +24,8 @@ from tests.random_models import (
 
 from .conftest import Launch
 
+pytestmark = pytest.mark.usefixtures("each_decoder")
+
 KINDS = [("qwen3", True), ("qwen3", False), ("llama", True), ("qwen2", False)]
 
 

@@ -3,7 +3,8 @@
 Synchronous and single-threaded, without asyncio; ``TorchEngine`` runs the steps in a thread.
 
 One step:  admit waiting requests into free slots  ->  compute their prompts' KV (all but the last token)
-           ->  compact or reorder rows if that pays  ->  feed the last token of every row  ->  sample  ->  finish rows
+           ->  compact or reorder rows if the decoder needs that  ->  feed the last token of every row  ->  sample
+           ->  finish rows
 
 Invariants: the last token of a row is never in the KV cache before its decoding step, so prompts, continued
 conversations and rows recomputed after an update all go on through the same step; a token's log-probability and
@@ -34,8 +35,9 @@ from services.inference.engine.torch.decoder import Decoder
 from services.inference.engine.torch.gathering import Gathering
 from services.inference.engine.torch.keeper import Counters, KvKeeper
 from services.inference.engine.torch.kv.cache import Bucket
+from services.inference.engine.torch.kv.ledger import Ints
 from services.inference.engine.torch.prefill import MAX_PASS_TOKENS
-from services.inference.engine.torch.sampler import sample, sample_plain
+from services.inference.engine.torch.sampler import sample
 from services.inference.engine.torch.slots import SlotTable, worth_sharing
 
 log = structlog.get_logger(__name__)
@@ -173,33 +175,28 @@ class Core:
         if self._gathering.joins(self.num_waiting, table.num_live, table.num_free + table.num_parked):
             self._admit()
         self._kv.grow()
-        sources, targets = plan_moves(table.live, table.length, self.counters.steps % SORT_EVERY == 0, self._holes)
-        self._move(sources, targets)
-        if sources:
-            self._holes.closed()
-        num_rows = table.extent
-        if not num_rows:
+        slots = np.flatnonzero(table.live) if self.decoder.takes_any_slots else self._leading_slots()
+        if not len(slots):
             return
-        live = table.live[:num_rows].copy()
-        num_live = int(np.count_nonzero(live))
-        self._holes.stepped(num_rows, num_live)
-        tokens, positions = table.last_tokens(num_rows)
-        buckets = [Bucket(*b) for b in bucket_bounds(np.where(live, table.length[:num_rows], 1))]
-        logits = self.decoder.decode(tokens, positions, buckets)
+        live = table.live[slots]
+        buckets: list[Bucket] = []
+        if not self.decoder.takes_any_slots:
+            buckets = [Bucket(*b) for b in bucket_bounds(np.where(live, table.length[slots], 1))]
+        logits = self.decoder.decode(slots, *table.last_tokens(slots), buckets)
         if table.is_plain:
-            drawn = sample_plain(logits, table.uniform(num_rows))
+            drawn = self.decoder.draw(logits, table.uniform(slots))
         else:
-            drawn = sample(logits, table.sampling_rows(num_rows))
-        broken = np.flatnonzero(live & ~np.isfinite(drawn.logprobs))
+            drawn = sample(logits, table.sampling_rows(slots))
+        broken = slots[live & ~np.isfinite(drawn.logprobs)]
         for slot in broken.tolist():
             self._break(slot)
         for row, kept in drawn.kept.items():
-            if (entry := self._rows[row]) is not None:
+            if (entry := self._rows[slots[row]]) is not None:
                 entry.kept.append(kept)
-        stopped, full = table.append(drawn.tokens, drawn.logprobs)
+        num_emitted = int(np.count_nonzero(live)) - len(broken)
+        stopped, full = table.append(slots, drawn.tokens, drawn.logprobs)
         self.counters.steps += 1
         self._gathering.decoded(began, time.monotonic())
-        num_emitted = num_live - len(broken)
         self.counters.generated += num_emitted
         if self._on_tokens is not None:
             self._on_tokens(num_emitted, time.time())
@@ -214,6 +211,16 @@ class Core:
             if entry.request.watch is not None and entry.request.watch(last):
                 self._finish(entry, FinishReason.STOP)
 
+    def _leading_slots(self) -> Ints:
+        """The slots up to the last live one, after moves of rows that pay."""
+        table = self.table
+        sources, targets = plan_moves(table.live, table.length, self.counters.steps % SORT_EVERY == 0, self._holes)
+        self._move(sources, targets)
+        if sources:
+            self._holes.closed()
+        self._holes.stepped(table.extent, table.num_live)
+        return np.arange(table.extent)
+
     def _admit(self) -> None:
         table = self.table
         if self._alone:
@@ -222,7 +229,8 @@ class Core:
         for slot in revived:
             self._mark(slot)
         batch = [] if table.num_parked else self._next_batch()
-        front = table.num_live + len(batch)
+        any_slots = self.decoder.takes_any_slots
+        front = table.num_slots if any_slots else table.num_live + len(batch)
         # Continued conversations first: another request must not take their slots in the same round.
         newcomers: list[tuple[Entry, Any, int, int]] = []
         known: dict[tuple[int, ...], tuple[Any, int, int]] = {}  # equal prompts come together: a task group's
@@ -240,7 +248,7 @@ class Core:
                 known.clear()  # slots have changed
             else:
                 newcomers.append((entry, prompt, source, shared))
-        sources, targets = table.displaced(len(newcomers))
+        sources, targets = ([], []) if any_slots else table.displaced(len(newcomers))
         self._move(sources, targets)
         now_at = dict(zip(sources, targets, strict=True))
         for entry, prompt, source, shared in newcomers:

@@ -4,8 +4,10 @@ The decoder owns the tensors; ``blocks`` defines their layout. The original Hugg
 tensors, so both always agree. Independent of requests, sampling and versions: callers name the slots to read and write.
 
 Entry points: ``extend`` computes the KV of many tokens of some slots (no logits: the last token of a
-sequence is always left to ``decode``), ``decode`` feeds one token to each slot of a leading range, ``score`` computes the
+sequence is always left to ``decode``), ``decode`` feeds one token to each of some slots, ``score`` computes the
 log-probabilities of given tokens without the cache.
+
+Small float32 models on a CPU extend and decode in compiled code (``native``), which takes any slots, in any order.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -22,11 +25,13 @@ from services.common.system.parking import Released
 from services.common.text.huggingface import named_weights
 from services.inference.engine.in_place import PreparedUpdate, prepare
 from services.inference.engine.torch.adapter import Adapter
-from services.inference.engine.torch.blocks import Sizes, build_blocks
-from services.inference.engine.torch.kv.attention import WIDEST_JOINT, JointHeads, attend_to_trunk
+from services.inference.engine.torch.blocks import Blocks, Sizes
+from services.inference.engine.torch.kv.attention import attend_to_trunk
 from services.inference.engine.torch.kv.block_cache import BlockCache, Layout, build_cache
 from services.inference.engine.torch.kv.cache import Bucket, KvShape, Reach
 from services.inference.engine.torch.kv.ledger import Ints
+from services.inference.engine.torch.native.step import NativeStep, build_native_step
+from services.inference.engine.torch.sampler import Drawn, sample_plain
 from services.inference.engine.torch.static_step import Capture, CudaCapture, StaticStep
 from services.inference.engine.weight_update import WeightUpdate
 
@@ -73,7 +78,7 @@ class Decoder:
         own = None if adapter is None else adapter.to(self.device, dtype)
         with torch.no_grad():
             sizes = Sizes(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, eps=config.rms_norm_eps)
-            self._blocks = build_blocks(model, sizes, context_length, own, compiled=stepping == "compiled")
+            self._blocks = Blocks(model, sizes, context_length, own, compiled=stepping == "compiled")
             self._embedding = model.get_input_embeddings().weight.data
         changing = named_weights(model) if own is None else own.tensors
         self.weights = {name: tensor.data for name, tensor in changing.items()}
@@ -91,11 +96,10 @@ class Decoder:
             device=self.device,
         )
         self.cache = build_cache(shape, kv_bytes, layout)
-        self._slots = np.arange(num_slots)
-        self._joint: JointHeads | None = None
-        on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
-        if on_cpu and self.kv_heads * self.head_dim <= WIDEST_JOINT:
-            self._joint = JointHeads(num_slots, self.kv_heads, self.heads // self.kv_heads, self.head_dim)
+        with torch.no_grad():
+            self._native: NativeStep | None = None
+            if stepping == "eager":
+                self._native = build_native_step(model, self._blocks, self._embedding, self.cache, num_slots)
         self._static: StaticStep | None = None
         if stepping != "eager":
             capture = capture or CudaCapture()
@@ -127,20 +131,33 @@ class Decoder:
         """Write an update into the existing tensors; ``prepare`` has validated the update."""
         prepared.apply()
         self._blocks.refresh()
+        if self._native is not None:
+            self._native.refresh()
 
-    def decode(self, tokens: Ints, positions: Ints, buckets: Sequence[Bucket]) -> torch.Tensor:
-        """Feed ``tokens`` [num_rows] at ``positions`` [num_rows] to slots 0…num_rows-1; logits [num_rows, vocabulary].
+    @property
+    def takes_any_slots(self) -> bool:
+        """Whether ``decode`` takes any slots and needs no buckets; otherwise its slots are 0…num_rows-1."""
+        return self._native is not None
+
+    def decode(self, slots: Ints, tokens: Ints, positions: Ints, buckets: Sequence[Bucket] = ()) -> torch.Tensor:
+        """Feed ``tokens`` at ``positions`` to ``slots`` (all [num_rows]); logits [num_rows, vocabulary].
 
         Position p of a slot attends to its positions 0…p. ``buckets`` cover the rows in order. The logits are valid until
         the next call.
         """
+        if self._native is not None:
+            return self._native.decode(slots, tokens, positions)
         if self._static is not None:
             return self._static.decode(tokens, positions, max(bucket.width for bucket in buckets))
-        places = self.cache.places(self._slots[: len(positions)], positions)
+        places = self.cache.places(slots, positions)
         buckets = self.cache.split(buckets)
         reaches = [self.cache.reach(slice(b.start, b.stop), b.width) for b in buckets]
         fed, at = (torch.from_numpy(numbers).to(self.device) for numbers in (tokens, positions))
         return self.step(fed, at, places, buckets, reaches)
+
+    def draw(self, logits: torch.Tensor, uniform: npt.NDArray[np.float64]) -> Drawn:
+        """``sample_plain`` for the logits of the last ``decode``, which are overwritten."""
+        return sample_plain(logits, uniform) if self._native is None else self._native.draw(logits, uniform)
 
     def step(
         self,
@@ -169,13 +186,19 @@ class Decoder:
                 rows, own = query[bucket.start : bucket.stop], self.cache.read(index, reach)
                 if reach.trunk is not None:
                     attended = attend_to_trunk(rows, self.cache.read_trunk(index, reach.trunk), own, mask)
-                elif self._joint is not None:
-                    attended = self._joint.attend(rows, own, mask)
                 else:
                     attended = F.scaled_dot_product_attention(rows, *own, attn_mask=mask)
                 parts.append(attended.reshape(bucket.stop - bucket.start, heads * head_dim))
             blocks.finish(index, x, parts[0] if len(parts) == 1 else torch.cat(parts))
         return blocks.logits(x)
+
+    def extend_each(self, slots: Ints, tokens: Ints, positions: Ints) -> None:
+        """Compute the KV of ``tokens`` at ``positions`` of ``slots`` (all [num_tokens]); needs ``takes_any_slots``.
+
+        The positions of one slot come in order.
+        """
+        assert self._native is not None
+        self._native.extend(slots, tokens, positions)
 
     def extend(self, slots: Ints, tokens: torch.Tensor, starts: Ints, *, fresh: bool) -> None:
         """Compute the KV of ``tokens`` [rows, width] at positions ``starts`` [rows] onward of ``slots`` [rows].

@@ -25,6 +25,10 @@ from services.inference.engine.torch.kv.ledger import Ints
 from services.inference.engine.torch.prefill import Span, plan_passes, plan_sharing
 from services.inference.engine.torch.slots import SlotTable, worth_sharing
 
+# Positions up to which compiled code extends a sequence faster than torch, whose attention takes many queries at once.
+# Measured on one core.
+LONGEST_EACH = 512
+
 
 @dataclass(slots=True)
 class Counters:
@@ -222,7 +226,14 @@ class KvKeeper:
         if not spans:
             return
         self._cache.own(*np.asarray([(span.slot, span.start, span.stop) for span in spans], dtype=np.int64).T)
-        for batch in plan_passes(spans):
+        each = [span for span in spans if decoder.takes_any_slots and span.stop <= LONGEST_EACH]
+        if each:
+            decoder.extend_each(
+                np.concatenate([np.full(span.num_tokens, span.slot) for span in each]),
+                np.concatenate([table.tokens[span.slot, span.start : span.stop] for span in each], dtype=np.int64),
+                np.concatenate([np.arange(span.start, span.stop) for span in each]),
+            )
+        for batch in plan_passes([span for span in spans if span not in each]):
             tokens = np.zeros((len(batch), batch[0].num_tokens), dtype=np.int64)
             for row, span in enumerate(batch):
                 tokens[row, : span.num_tokens] = table.tokens[span.slot, span.start : span.stop]
@@ -232,9 +243,9 @@ class KvKeeper:
                 np.asarray([span.start for span in batch]),
                 fresh=batch[0].start == 0,
             )
-            for span in batch:
-                table.cached[span.slot] = span.stop
-                self._counters.prefilled += span.num_tokens
+        for span in spans:
+            table.cached[span.slot] = span.stop
+            self._counters.prefilled += span.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

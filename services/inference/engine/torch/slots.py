@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.records.types import Sampling
+from services.inference.engine.torch.kv.ledger import Ints
 from services.inference.engine.torch.sampler import SamplingRows, uniform_noise
 
 MIN_SHARED = 16  # positions from which a common prefix pays for its copy
@@ -26,7 +27,8 @@ def worth_sharing(num_shared: int, num_tokens: int) -> bool:
 
 
 class SlotTable:
-    """Columns over slots. Slots are physical places: rows move (``moved``) to keep the live ones in front."""
+    """Columns over slots. Slots are physical places: where a step computes a leading range, rows move (``moved``) to keep the
+    live ones in front."""
 
     def __init__(self, num_slots: int, context_length: int) -> None:
         self.num_slots = num_slots
@@ -80,19 +82,22 @@ class SlotTable:
         return bool((self.tokens[slot, : len(prefix)] == prefix).all())
 
     def free_slot(self) -> int | None:
-        """The lowest free slot, so that live rows lie close together; None without any."""
+        """The free slot whose cache is worth least: none, or unused for longest; the lowest of equals. None without any."""
         free = (~self.live & ~self.parked).nonzero()[0]
-        return int(free[0]) if len(free) else None
+        return int(free[self._worth(free).argmin()]) if len(free) else None
 
     def displaced(self, num: int) -> tuple[list[int], list[int]]:
-        """Moves (sources, targets) after which the ``num`` lowest free slots have the caches that are worth least: none, or
-        those unused for longest."""
+        """Moves (sources, targets) after which the ``num`` lowest free slots have the caches that are worth least, so that
+        live rows lie close together."""
         free = (~self.live & ~self.parked).nonzero()[0]
-        order = np.argsort(np.where(self.cached[free] > 0, self.last_used[free], -1), kind="stable")
+        order = np.argsort(self._worth(free), kind="stable")
         is_least = np.zeros(len(free), dtype=np.bool_)
         is_least[order[:num]] = True
         kept, given = free[:num][~is_least[:num]].tolist(), free[num:][is_least[num:]].tolist()
         return [*kept, *given], [*given, *kept]
+
+    def _worth(self, slots: Ints) -> Ints:
+        return np.where(self.cached[slots] > 0, self.last_used[slots], -1)
 
     @property
     def num_live(self) -> int:
@@ -193,55 +198,53 @@ class SlotTable:
         ):
             column[targets] = column[sources]
 
-    # -- a decoding step over slots 0…num_rows-1 -------------------------------------------------------------
+    # -- a decoding step over some slots ---------------------------------------------------------------------
 
-    def last_tokens(self, num_rows: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Token and position to feed per row. A free row repeats its stored token, behind its valid KV."""
-        positions = np.maximum(self.length[:num_rows] - 1, 0)
-        return self.tokens[np.arange(num_rows), positions].astype(np.int64), positions
+    def last_tokens(self, slots: Ints) -> tuple[Ints, Ints]:
+        """Token and position to feed per slot. A free slot repeats its stored token, behind its valid KV."""
+        positions = np.maximum(self.length[slots] - 1, 0)
+        return self.tokens[slots, positions].astype(np.int64), positions
 
     @property
     def is_plain(self) -> bool:
         """Whether every live row draws at temperature 1 from the whole vocabulary."""
         return not self._shaped.any()
 
-    def uniform(self, num_rows: int) -> npt.NDArray[np.float64]:
-        """The numbers that the rows draw their next token with."""
-        return uniform_noise(self._seed[:num_rows], self.length[:num_rows] - self._prompt_length[:num_rows])
+    def uniform(self, slots: Ints) -> npt.NDArray[np.float64]:
+        """The numbers that the slots draw their next token with."""
+        return uniform_noise(self._seed[slots], self.length[slots] - self._prompt_length[slots])
 
-    def sampling_rows(self, num_rows: int) -> SamplingRows:
-        live = self.live[:num_rows]
-        length = self.length[:num_rows]
+    def sampling_rows(self, slots: Ints) -> SamplingRows:
+        live = self.live[slots]
+        length = self.length[slots]
         return SamplingRows(
-            temperature=np.where(live, self._temperature[:num_rows], np.float32(1)),
-            top_p=np.where(live, self._top_p[:num_rows], np.float32(1)),
-            top_k=np.where(live, self._top_k[:num_rows], 0),
-            min_p=np.where(live, self._min_p[:num_rows], np.float32(0)),
-            suppress_stop=live & (length < self._min_length[:num_rows]),
-            stop_ids=self._stop_ids[:num_rows],
-            uniform=self.uniform(num_rows),
-            record=live & self._record[:num_rows],
-            forced=self._forced_next(live, length),
+            temperature=np.where(live, self._temperature[slots], np.float32(1)),
+            top_p=np.where(live, self._top_p[slots], np.float32(1)),
+            top_k=np.where(live, self._top_k[slots], 0),
+            min_p=np.where(live, self._min_p[slots], np.float32(0)),
+            suppress_stop=live & (length < self._min_length[slots]),
+            stop_ids=self._stop_ids[slots],
+            uniform=self.uniform(slots),
+            record=live & self._record[slots],
+            forced=self._forced_next(slots, live, length),
         )
 
-    def _forced_next(self, live: npt.NDArray[np.bool_], length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    def _forced_next(self, slots: Ints, live: npt.NDArray[np.bool_], length: Ints) -> Ints | None:
         if self._forced is None:
             return None
-        # A free row may be full; a live one always has room for its next token.
+        # A free slot may be full; a live one always has room for its next token.
         place = np.minimum(length, self.context_length - 1)
-        return np.where(live, self._forced[np.arange(len(live)), place], -1).astype(np.int64)
+        return np.where(live, self._forced[slots, place], -1).astype(np.int64)
 
-    def append(
-        self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Add one token to each live row; returns the rows that end by a stop token, and those out of length."""
-        num_rows = len(tokens)
-        rows = self.live[:num_rows].nonzero()[0]
+    def append(self, slots: Ints, tokens: Ints, logprobs: npt.NDArray[np.float32]) -> tuple[Ints, Ints]:
+        """Add one token to each live one of ``slots``; returns those that end by a stop token, and those out of length."""
+        live = self.live[slots]
+        rows, tokens = slots[live], tokens[live]
         at = self.length[rows]
-        self.tokens[rows, at] = tokens[rows]
-        self.logprobs[rows, at] = logprobs[rows]
+        self.tokens[rows, at] = tokens
+        self.logprobs[rows, at] = logprobs[live]
         self.cached[rows] = at
         self.length[rows] = at + 1
-        stopped = (self._stop_ids[rows] == tokens[rows, None]).any(axis=1)
+        stopped = (self._stop_ids[rows] == tokens[:, None]).any(axis=1)
         full = at + 1 >= self.max_length[rows]
         return rows[stopped], rows[full & ~stopped]

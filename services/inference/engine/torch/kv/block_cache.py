@@ -67,6 +67,10 @@ class BlockCache:
     def tensors(self) -> list[torch.Tensor]:
         return [self._kv]
 
+    @property
+    def paging(self) -> tuple[Ints, int]:
+        return self.ledger.table, BLOCK_TOKENS
+
     def share(self, source: int, targets: Sequence[int], num_positions: int) -> None:
         self.ledger.share(source, targets, num_positions)
 

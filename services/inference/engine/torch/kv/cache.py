@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from services.common.config.processes.kv_cache import (
@@ -84,6 +85,14 @@ class KvCache(Protocol):
         """None: each slot has its row, and memory never runs out."""
         ...
 
+    @property
+    def paging(self) -> tuple[Ints, int]:
+        """Where positions lie in ``tensors``, which is one tensor: table [num_slots, entries] and positions per entry.
+
+        Position p of slot s lies at place table[s, p // n] * n + p % n of each layer.
+        """
+        ...
+
     def share(self, source: int, targets: Sequence[int], num_positions: int) -> None:
         """The source's leading positions become those of the targets, which drop all of theirs."""
         ...
@@ -151,10 +160,15 @@ class RowCache:
         ]
         self._flat = [layer.view(num_slots * context_length, 2 * kv_heads * shape.head_dim) for layer in self._kv]
         self._context_length = context_length
+        self._slots = np.arange(num_slots)[:, None]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         return [self._kv]
+
+    @property
+    def paging(self) -> tuple[Ints, int]:
+        return self._slots, self._context_length
 
     def share(self, source: int, targets: Sequence[int], num_positions: int) -> None:
         if others := [target for target in targets if target != source]:

@@ -1,0 +1,218 @@
+"""A decoder's step in compiled C: tokens in, KV in the cache and logits out, in one call.
+
+At the sizes that a CPU trains, a step of separate tensor operations takes most of its time between them. This one works on a
+second copy of the weights, packed in the order in which the products read them, hence only for small float32 models on a CPU;
+adapters are merged into the copy. ``step.c`` has the arithmetic and the layouts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.inference.engine.torch.adapter import LowRank
+from services.inference.engine.torch.blocks import Blocks
+from services.inference.engine.torch.kv.cache import KvCache
+from services.inference.engine.torch.kv.ledger import Ints
+from services.inference.engine.torch.native.compiler import load_library
+from services.inference.engine.torch.sampler import Drawn
+
+PACKED_BYTES = 64 << 20  # weights above this are not copied: an update would wait for the copy
+SOURCE = Path(__file__).with_name("step.c")
+ROWS = 64  # tokens that pass the layers together: more would not stay in a core's cache
+THREAD_ROWS = 8  # tokens of a decoding step that are worth a thread
+
+_Pointer = ctypes.c_void_p
+_Int = ctypes.c_int64
+_LAYER_MATRICES = ("qkv", "output", "gate_up", "down")
+
+
+class _Layer(ctypes.Structure):
+    """``Layer`` of step.c."""
+
+    _fields_ = [
+        (name, _Pointer)
+        for name in [
+            "qkv",
+            "qkv_bias",
+            "qk_norm",
+            "output",
+            "output_bias",
+            "gate_up",
+            "gate_up_bias",
+            "down",
+            "down_bias",
+            "kv",
+        ]
+    ]
+
+
+class _Model(ctypes.Structure):
+    """``Model`` of step.c."""
+
+    _fields_ = [
+        *(
+            (name, _Int)
+            for name in ["num_layers", "hidden", "heads", "kv_heads", "dim", "ffn", "vocab", "rows", "piece", "pieces"]
+        ),
+        ("eps", ctypes.c_double),
+        *((name, _Pointer) for name in ["layers", "embedding", "head", "cos", "sin", "table"]),
+        *((name, _Pointer) for name in ["x", "normed", "qkv", "attended", "gate_up", "inner", "scores"]),
+    ]
+
+
+class NativeStep:
+    """The step of one decoder, over its cache; all calls from one thread. ``threads``: of a decoding step."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        blocks: Blocks,
+        embedding: torch.Tensor,
+        cache: KvCache,
+        num_slots: int,
+        threads: int,
+    ) -> None:
+        self._library = library
+        library.panel_width.restype = _Int
+        self._panel = library.panel_width()
+        self._blocks, self._embedding, self._cache = blocks, embedding, cache
+        sizes, first = blocks.sizes, blocks.layers[0]
+        self._vocab, hidden = blocks.head.shape
+        ffn, dim = first.down.shape[1], sizes.head_dim
+        table, piece = cache.paging
+        assert table.flags.c_contiguous and table.dtype == np.int64
+        self._table = table  # keeps the memory that the structs name
+        self._layers = (_Layer * blocks.num_layers)()
+        # By layer: panels and padded biases, which stay in place over updates.
+        self._packed = [self._allocate(layer) for layer in blocks.layers]
+        self._head = self._panels(blocks.head)
+        self._logits = torch.zeros(num_slots, self._padded(self._vocab))
+        widths = {
+            "x": hidden, "normed": hidden, "qkv": first.qkv.shape[0], "attended": sizes.heads * dim, "gate_up": 2 * ffn, "inner": ffn
+        }  # fmt: skip
+        self._models: list[_Model] = []
+        self._scratch: list[torch.Tensor] = []
+        for _ in range(threads):
+            model = _Model(
+                num_layers=blocks.num_layers, hidden=hidden, heads=sizes.heads, kv_heads=sizes.kv_heads, dim=dim, ffn=ffn,
+                vocab=self._vocab, rows=ROWS, piece=piece, pieces=table.shape[1], eps=sizes.eps,
+                layers=ctypes.addressof(self._layers), head=self._head.data_ptr(), cos=blocks.cos.data_ptr(),
+                sin=blocks.sin.data_ptr(), table=table.ctypes.data,
+            )  # fmt: skip
+            for name, width in widths.items():
+                setattr(
+                    model, name, self._buffer(ROWS * self._padded(width) + self._panel)
+                )  # a row's end is read in eights
+            model.scores = self._buffer(len(blocks.cos) + self._panel)
+            self._models.append(model)
+        self._pool = ThreadPoolExecutor(threads, "decoding") if threads > 1 else None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Pack the weights again after a change in place. Their tensors, and those of the cache, may have moved."""
+        blocks = self._blocks
+        (kv,) = self._cache.tensors
+        for index, (layer, packed, entry) in enumerate(zip(blocks.layers, self._packed, self._layers, strict=True)):
+            norms = {"qkv": layer.input_norm, "gate_up": layer.post_norm}
+            for name in _LAYER_MATRICES:
+                adapter: LowRank = getattr(layer.adapters, name)
+                self._pack(adapter.merged(getattr(layer, name)), norms.get(name), packed[name])
+                setattr(entry, name, packed[name].data_ptr())
+                if (bias := packed.get(f"{name}_bias")) is not None:
+                    own = getattr(layer, f"{name}_bias")
+                    bias[: len(own)] = own
+                    setattr(entry, f"{name}_bias", bias.data_ptr())
+            if layer.qk_norm is not None:
+                entry.qk_norm = layer.qk_norm.data_ptr()
+            entry.kv = kv[index].data_ptr()
+        self._pack(blocks.head, blocks.final_norm, self._head)
+        for model in self._models:
+            model.embedding = self._embedding.data_ptr()
+
+    def extend(self, slots: Ints, tokens: Ints, positions: Ints) -> None:
+        """Compute the KV of ``tokens``, all [num_tokens]; of one slot in the order of its positions, without a gap."""
+        self._feed(self._models[0], (tokens, slots, positions), None)
+
+    def decode(self, slots: Ints, tokens: Ints, positions: Ints) -> torch.Tensor:
+        """Logits [num_rows, vocabulary], valid until the next call; all arguments are [num_rows], slots differ."""
+        num = len(tokens)
+        parts = max(1, min(len(self._models), num // THREAD_ROWS))
+        work = partial(self._decode, slots, tokens, positions)
+        if self._pool is None or parts == 1:
+            work(self._models[0], 0, num)
+        else:
+            edges = [num * part // parts for part in range(parts + 1)]
+            list(self._pool.map(work, self._models[:parts], edges[:-1], edges[1:]))
+        return self._logits[:num, : self._vocab]
+
+    def draw(self, logits: torch.Tensor, uniform: npt.NDArray[np.float64]) -> Drawn:
+        """The same as ``sampler.sample_plain`` for the logits of the last ``decode``."""
+        assert logits.data_ptr() == self._logits.data_ptr()
+        num, uniform = len(uniform), np.ascontiguousarray(uniform, dtype=np.float64)
+        tokens, logprobs = np.empty(num, dtype=np.int64), np.empty(num, dtype=np.float32)
+        self._library.draw(
+            _Int(num), _Int(self._vocab), _Pointer(logits.data_ptr()), *map(_address, (uniform, tokens, logprobs))
+        )
+        return Drawn(tokens=tokens, logprobs=logprobs, kept={})
+
+    def _decode(self, slots: Ints, tokens: Ints, positions: Ints, model: _Model, begin: int, end: int) -> None:
+        given = [numbers[begin:end] for numbers in (tokens, slots, positions)]
+        self._feed(model, given, self._logits[begin].data_ptr())
+
+    def _feed(self, model: _Model, given: Sequence[Ints], logits: int | None) -> None:
+        whole = [np.ascontiguousarray(numbers, dtype=np.int64) for numbers in given]
+        self._library.feed(ctypes.byref(model), _Int(len(whole[0])), *map(_address, whole), _Pointer(logits))
+
+    def _allocate(self, layer: Any) -> dict[str, torch.Tensor]:
+        packed = {name: self._panels(getattr(layer, name)) for name in _LAYER_MATRICES}
+        for name in (f"{matrix}_bias" for matrix in _LAYER_MATRICES):
+            if getattr(layer, name) is not None:
+                packed[name] = torch.zeros(self._padded(len(getattr(layer, name))))
+        return packed
+
+    def _panels(self, weight: torch.Tensor) -> torch.Tensor:
+        return torch.empty(self._padded(weight.shape[0]) * weight.shape[1])
+
+    def _pack(self, weight: torch.Tensor, norm: torch.Tensor | None, panels: torch.Tensor) -> None:
+        assert weight.is_contiguous()
+        scale = None if norm is None else norm.data_ptr()
+        outputs, inputs = weight.shape
+        self._library.pack(
+            _Pointer(weight.data_ptr()), _Pointer(scale), _Int(outputs), _Int(inputs), _Pointer(panels.data_ptr())
+        )
+
+    def _padded(self, width: int) -> int:
+        return math.ceil(width / self._panel) * self._panel
+
+    def _buffer(self, num: int) -> int:
+        self._scratch.append(torch.zeros(num))
+        return self._scratch[-1].data_ptr()
+
+
+def build_native_step(
+    model: Any, blocks: Blocks, embedding: torch.Tensor, cache: KvCache, num_slots: int
+) -> NativeStep | None:
+    """The compiled step of a decoder that suits it; None for others, and where there is no compiler."""
+    parameters = list(model.parameters())
+    on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in parameters)
+    is_small = sum(p.numel() * p.element_size() for p in parameters) <= PACKED_BYTES
+    if not (on_cpu and is_small and blocks.sizes.head_dim % 8 == 0):
+        return None
+    library = load_library(SOURCE)
+    if library is None:
+        return None
+    return NativeStep(library, blocks, embedding, cache, num_slots, torch.get_num_threads())
+
+
+def _address(numbers: npt.NDArray[Any]) -> ctypes.c_void_p:
+    return _Pointer(numbers.ctypes.data)
