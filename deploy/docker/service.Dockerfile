@@ -26,6 +26,12 @@ RUN mkdir services millrace && touch services/__init__.py millrace/__init__.py \
     && if [ -n "${SPACY_MODEL}" ]; then python -m spacy download "${SPACY_MODEL}"; fi
 
 FROM ${BASE_IMAGE}
+ARG EXTRAS
+# The engine compiles its decoding step for the CPU of the machine that runs it.
+# hadolint ignore=DL3008
+RUN case ",${EXTRAS}," in *,inference,*) \
+        apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* ;; \
+    esac
 # Named volumes are mounted over these, and take their owner.
 RUN useradd --uid 10001 --create-home millrace \
     && install --directory --owner=millrace --group=millrace /runs /runs/worlds /models

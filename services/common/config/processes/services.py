@@ -157,7 +157,7 @@ class InferenceConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type in which the engine computes."""
     threads: int = Field(default=1, ge=1)
-    """OpenMP threads on a CPU."""
+    """Threads on a CPU: of torch's operations, and of the compiled step of a small model, which share its rows."""
     stepping: Literal["eager", "graph", "compiled"] = "graph"
     """Decoding steps of an embedded engine on a GPU: `graph` replays CUDA graphs, `compiled` generates fused kernels with
     torch.compile before (needs a C++ compiler, and a minute at the first step), `eager` calls each kernel. On a CPU: `eager`."""

@@ -160,9 +160,8 @@ class NativeStep:
         assert logits.data_ptr() == self._logits.data_ptr()
         num, uniform = len(uniform), np.ascontiguousarray(uniform, dtype=np.float64)
         tokens, logprobs = np.empty(num, dtype=np.int64), np.empty(num, dtype=np.float32)
-        self._library.draw(
-            _Int(num), _Int(self._vocab), _Pointer(logits.data_ptr()), *map(_address, (uniform, tokens, logprobs))
-        )
+        given = [_address(numbers) for numbers in (uniform, tokens, logprobs)]
+        self._library.draw(_Int(num), _Int(self._vocab), _Pointer(logits.data_ptr()), *given)
         return Drawn(tokens=tokens, logprobs=logprobs, kept={})
 
     def _decode(self, slots: Ints, tokens: Ints, positions: Ints, model: _Model, begin: int, end: int) -> None:
@@ -171,7 +170,9 @@ class NativeStep:
 
     def _feed(self, model: _Model, given: Sequence[Ints], logits: int | None) -> None:
         whole = [np.ascontiguousarray(numbers, dtype=np.int64) for numbers in given]
-        self._library.feed(ctypes.byref(model), _Int(len(whole[0])), *map(_address, whole), _Pointer(logits))
+        self._library.feed(
+            ctypes.byref(model), _Int(len(whole[0])), *(_address(numbers) for numbers in whole), _Pointer(logits)
+        )
 
     def _allocate(self, layer: Any) -> dict[str, torch.Tensor]:
         packed = {name: self._panels(getattr(layer, name)) for name in _LAYER_MATRICES}
