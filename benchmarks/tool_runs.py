@@ -4,6 +4,8 @@ A gateway process with two slots serves 16 callers, as many rollouts whose turns
 of the calculator task, and every answer is checked.
 
     execute  ExecuteCode, as in the calculator of recipes/quickstart
+    batch    ExecuteCodes, as a replica sends the calls of rollouts whose turns end in one decoding step: all of the 16
+             callers' in one message, and each waits for the slowest
     step     StepEpisode of the environment `tools` with the tool `python`, as in the mathematical recipes; creating and closing the episode (one for every four calls) is included
 
 Every call is run, and none remembered. Figures with ``remembered_`` are those of a gateway that knows all of the calls.
@@ -42,7 +44,7 @@ from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.rpc.client.channel import channel
 
-WAYS = ("execute", "step")
+WAYS = ("execute", "batch", "step")
 KNOWN = 64  # calls that a gateway that remembers is asked again
 CALLERS = 16
 CALLS_OF_AN_EPISODE = 4
@@ -79,6 +81,21 @@ def by_execution(stub: pb_grpc.CodeExecutionServiceAsyncStub) -> Caller:
     return call
 
 
+def by_batches(stub: pb_grpc.CodeExecutionServiceAsyncStub) -> Caller:
+    async def call(todo: list[str]) -> None:
+        while todo:
+            asked = [todo.pop() for _ in range(min(CALLERS, len(todo)))]
+            requests = [
+                pb.ExecuteCodeRequest(request_id=os.urandom(16).hex(), language="python", code=f"print({expression})")
+                for expression in asked
+            ]
+            async for part in stub.ExecuteCodes(pb.ExecuteCodesRequest(requests=requests), timeout=TIMEOUT_S):
+                for answer in part.answers:
+                    checked(asked[answer.index], answer.response.stdout)
+
+    return call
+
+
 def by_steps(stub: pb_grpc.EnvironmentServiceAsyncStub) -> Caller:
     async def call(todo: list[str]) -> None:
         while todo:
@@ -109,7 +126,7 @@ async def measure(calls: int, rounds: int, seed: int) -> None:
         **medians,
         **{f"remembered_{name}": statistics.median(values) for name, values in again.items()},
         cpu_ms_of_rounds={way: figures[f"{way}_cpu_ms"] for way in WAYS},
-        runs=2 * rounds * calls,
+        runs=len(WAYS) * rounds * calls,
         seed=seed,
     )
 
@@ -125,14 +142,14 @@ async def _measured(
             pb_grpc.CodeExecutionServiceStub(connection),
             pb_grpc.EnvironmentServiceStub(connection),
         )
-        ways = dict(zip(WAYS, (by_execution(execution), by_steps(environments)), strict=True))
+        ways = dict(zip(WAYS, (by_execution(execution), by_batches(execution), by_steps(environments)), strict=True))
         for call in ways.values():  # connections, imports, caches
-            await _played(call, [*known, *known] or draw()[:64])
+            await _played(call, [*known, *known] or draw()[:64], CALLERS)
         for number in range(rounds):
             for way, call in ways.items() if number % 2 else reversed(ways.items()):
                 todo = draw()
                 before, loop_before, began = tree_cpu_s(pid), thread_cpu_s(pid), time.perf_counter()
-                await _played(call, todo)
+                await _played(call, todo, 1 if way == "batch" else CALLERS)
                 figures[f"{way}_wall_ms"].append(1e3 * (time.perf_counter() - began) / calls)
                 figures[f"{way}_cpu_ms"].append(1e3 * (tree_cpu_s(pid) - before) / calls)
                 figures[f"{way}_event_loop_ms"].append(1e3 * (thread_cpu_s(pid) - loop_before) / calls)
@@ -141,8 +158,8 @@ async def _measured(
     return figures
 
 
-async def _played(call: Caller, todo: list[str]) -> None:
-    await asyncio.gather(*(call(todo) for _ in range(CALLERS)))
+async def _played(call: Caller, todo: list[str], callers: int) -> None:
+    await asyncio.gather(*(call(todo) for _ in range(callers)))
 
 
 def main() -> None:

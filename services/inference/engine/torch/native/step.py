@@ -109,11 +109,10 @@ class NativeStep:
                 layers=ctypes.addressof(self._layers), head=self._head.data_ptr(), cos=blocks.cos.data_ptr(),
                 sin=blocks.sin.data_ptr(), table=table.ctypes.data,
             )  # fmt: skip
+            slack = self._panel  # the end of a row is read by whole vectors
             for name, width in widths.items():
-                setattr(
-                    model, name, self._buffer(ROWS * self._padded(width) + self._panel)
-                )  # a row's end is read in eights
-            model.scores = self._buffer(len(blocks.cos) + self._panel)
+                setattr(model, name, self._buffer(ROWS * self._padded(width) + slack))
+            model.scores = self._buffer(len(blocks.cos) + slack)
             self._models.append(model)
         self._pool = ThreadPoolExecutor(threads, "decoding") if threads > 1 else None
         self.refresh()
