@@ -101,7 +101,8 @@ async def test_tool_choice_none_leaves_the_prompt_and_reads_no_calls(server: End
 
 
 async def test_a_stream_gives_what_a_whole_answer_gives(policy: ServedPolicy, server: EndpointServer) -> None:
-    whole, streamed = session_of(policy, "g/0/0", seed=5), session_of(policy, "g/1/0", seed=5)
+    sampling = Sampling(max_new_tokens=120)  # a chunk has all tokens since the one before
+    whole, streamed = (session_of(policy, name, seed=5, sampling=sampling) for name in ("g/0/0", "g/1/0"))
     with server.opened(whole) as a, server.opened(streamed) as b:
         async with client_of(server, a) as one, client_of(server, b) as two:
             answer = await one.chat.completions.create(model=POLICY, messages=USER, logprobs=True)

@@ -91,7 +91,6 @@ class NativeStep:
         ffn, dim = first.down.shape[1], sizes.head_dim
         table, piece = cache.paging
         assert table.flags.c_contiguous and table.dtype == np.int64
-        self._table = table  # keeps the memory that the structs name
         self._layers = (_Layer * blocks.num_layers)()
         # By layer: panels and padded biases, which stay in place over updates.
         self._packed = [self._allocate(layer) for layer in blocks.layers]
