@@ -1,4 +1,4 @@
-"""A decoder computes what its model computes, in torch and in compiled code, and follows updates in place."""
+"""A decoder gives the log-probabilities of its model, in torch and in compiled code, before and after an update."""
 
 from __future__ import annotations
 

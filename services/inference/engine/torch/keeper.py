@@ -226,14 +226,14 @@ class KvKeeper:
         if not spans:
             return
         self._cache.own(*np.asarray([(span.slot, span.start, span.stop) for span in spans], dtype=np.int64).T)
-        each = [span for span in spans if decoder.takes_any_slots and span.stop <= LONGEST_EACH]
-        if each:
+        longest = LONGEST_EACH if decoder.takes_any_slots else 0
+        if each := [span for span in spans if span.stop <= longest]:
             decoder.extend_each(
                 np.concatenate([np.full(span.num_tokens, span.slot) for span in each]),
                 np.concatenate([table.tokens[span.slot, span.start : span.stop] for span in each], dtype=np.int64),
                 np.concatenate([np.arange(span.start, span.stop) for span in each]),
             )
-        for batch in plan_passes([span for span in spans if span not in each]):
+        for batch in plan_passes([span for span in spans if span.stop > longest]):
             tokens = np.zeros((len(batch), batch[0].num_tokens), dtype=np.int64)
             for row, span in enumerate(batch):
                 tokens[row, : span.num_tokens] = table.tokens[span.slot, span.start : span.stop]

@@ -82,7 +82,7 @@ class SlotTable:
         return bool((self.tokens[slot, : len(prefix)] == prefix).all())
 
     def free_slot(self) -> int | None:
-        """The free slot whose cache is worth least: none, or unused for longest; the lowest of equals. None without any."""
+        """The free slot without a cache, or else with the oldest cache; of equals the lowest. None without a free slot."""
         free = (~self.live & ~self.parked).nonzero()[0]
         return int(free[self._worth(free).argmin()]) if len(free) else None
 

@@ -39,7 +39,7 @@ def load_library(source: Path) -> ctypes.CDLL | None:
         log.warning(
             "engine.not_compiled",
             reason=str(error),
-            consequence="small models decode with torch, at 2 to 9 times the CPU time per token",
+            consequence="small models decode with torch, at 1.6 to 11 times the CPU time per step",
             action="install a C compiler (Debian: apt-get install gcc libc6-dev), or name one in the variable CC",
         )
         return None
