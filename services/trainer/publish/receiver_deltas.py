@@ -153,13 +153,18 @@ class ReceiverDeltas:
         return PayloadNotReadyError(name, retry_after_s, started=started, size_bytes=target.manifest.size_bytes)
 
     def _from_snapshot(self, base: BaseVersion, target: Snapshot, old: Snapshot | None, until: float) -> Delta | None:
-        if (base, target.manifest.version) in self._made:
-            old = target  # not used: the delta is there, or in progress
-        elif old is None or base_of(old.manifest) != base:
-            raise BaseUnavailableError(
-                f"no delta leads here from version {base.number} with digest {base.digest}; ask for the full snapshot"
-            )
-        return self._once(base, target, partial(self._coded, old, target), until, old, target)
+        if old is not None and base_of(old.manifest) == base:
+            return self._once(base, target, partial(self._coded, old, target), until, old, target)
+        unavailable = BaseUnavailableError(
+            f"no delta leads here from version {base.number} with digest {base.digest}; ask for the full snapshot"
+        )
+        if (base, target.manifest.version) not in self._made:
+            raise unavailable
+
+        def dropped() -> Delta | None:  # the delta left the cache after the check, and its base is not held
+            raise unavailable
+
+        return self._once(base, target, dropped, until, target)
 
     def _once(
         self, base: BaseVersion, target: Snapshot, make: Callable[[], Delta | None], until: float, *needed: Snapshot

@@ -345,6 +345,23 @@ async def test_the_chain_is_bounded_in_number_and_in_bytes(histories: Any) -> No
         dense.payload(6, 1)
 
 
+def test_a_delta_that_is_dropped_after_the_check_is_not_made_from_another_base(
+    histories: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cached delta and its base both go: the receiver is told so, and no delta of other bits is kept for the base."""
+    history = histories(keep_deltas=0, keep_versions=2)
+    history.publish(1)
+    history.publish(2)
+    deltas = history.store._deltas
+    monkeypatch.setattr(type(deltas._made), "__contains__", lambda made, key: True)  # as the check saw it
+    target = history.store._snapshots[2]
+    with pytest.raises(BaseUnavailableError, match="ask for the full snapshot"):
+        deltas.get(history.base(1), target, None, WAIT_S)
+    monkeypatch.undo()
+    assert (history.base(1), 2) not in deltas._made
+    assert history.payload(2, 1).encoding is Encoding.DELTA
+
+
 async def test_without_a_chain_the_held_snapshots_still_make_deltas(histories: Any) -> None:
     history = histories(keep_deltas=0, keep_versions=3)
     for number in (1, 2, 3):
