@@ -21,8 +21,7 @@ from services.orchestrator.rpc.gateway_api import GatewayApi
 from services.orchestrator.rpc.replica_api import ReplicaApi
 from services.orchestrator.rpc.servicer_pool import PoolServicer
 from services.orchestrator.rpc.servicer_run import RunServicer
-from services.orchestrator.rpc.servicer_training import TrainingServicer
-from services.orchestrator.rpc.trainer_api import TrainerApi
+from services.orchestrator.rpc.servicer_training import TrainerApi, TrainingServicer
 
 
 def recovery_parts(core: OrchestratorCore) -> RecoveryParts:

@@ -23,8 +23,8 @@ from typing import Literal
 from services.common.config.training.policy import BatchConfig, ReplayConfig
 from services.common.records.types import Segment, Sequence
 from services.common.seeds import derived_seed
+from services.orchestrator.state.admission import Mixture
 from services.orchestrator.state.groups import AdvantageGroup, Member
-from services.orchestrator.state.mixture import Mixture
 
 Expired = tuple[AdvantageGroup, list[Member]]  # a group before, and its members that left the buffer
 

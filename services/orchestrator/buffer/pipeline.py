@@ -29,7 +29,7 @@ from services.orchestrator.buffer.experience import ExperienceBuffer, LateRule, 
 from services.orchestrator.buffer.resample import member_fates, resample_group
 from services.orchestrator.buffer.rewards import RewardRules, shape_group, without_masked
 from services.orchestrator.journal.records import BatchRecord, GroupVerdict
-from services.orchestrator.state.admission import Admission, Limits
+from services.orchestrator.state.admission import Admission, Limits, Mixture
 from services.orchestrator.state.groups import (
     AdvantageGroup,
     Member,
@@ -38,7 +38,6 @@ from services.orchestrator.state.groups import (
     UnfinishedGroups,
     dynamic_sampling,
 )
-from services.orchestrator.state.mixture import Mixture
 
 log = structlog.get_logger()
 

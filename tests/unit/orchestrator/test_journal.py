@@ -20,8 +20,8 @@ from services.common.records.kept_tokens import left_out_row, pack
 from services.common.records.types import NO_TIMING, RolloutPhase, RolloutTiming
 from services.orchestrator.journal import records, rollouts, writer
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.segment_set import Files, SegmentWriter
-from services.orchestrator.journal.storage.segments import COLLECTED, DamageReason, segment_path
+from services.orchestrator.journal.storage.scan import DamageReason
+from services.orchestrator.journal.storage.segments import COLLECTED, Files, SegmentWriter, segment_path
 from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.waiting import WAIT_S, until

@@ -27,7 +27,7 @@ from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import SetAside
 from services.orchestrator.journal.retention import Collected, carry_out, plan
 from services.orchestrator.journal.storage.index import INDEX_FILE, remove_index
-from services.orchestrator.journal.storage.segments import DamageReason
+from services.orchestrator.journal.storage.scan import DamageReason
 from services.orchestrator.journal.survey import UNREADABLE, numbered, open_groups
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.lock import RunLock

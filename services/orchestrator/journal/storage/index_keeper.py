@@ -16,9 +16,10 @@ from pathlib import Path
 
 import structlog
 
-from services.orchestrator.journal.storage.index import IN_MEMORY, INDEX_FILE, UNUSABLE, Index, Row, remove_index
+from services.orchestrator.journal.storage.index import IN_MEMORY, INDEX_FILE, UNUSABLE, Index, remove_index
 from services.orchestrator.journal.storage.index_sync import log_damage, synchronise
-from services.orchestrator.journal.storage.segments import Damage, Place
+from services.orchestrator.journal.storage.scan import Damage
+from services.orchestrator.journal.storage.segments import Place, Row
 
 log = structlog.get_logger()
 

@@ -15,17 +15,9 @@ import orjson
 import structlog
 
 from services.common.errors import CorruptDataError
-from services.orchestrator.journal.storage.index import Index, Indexed, Row
-from services.orchestrator.journal.storage.scan import header_before, scan
-from services.orchestrator.journal.storage.segments import (
-    COLLECTED,
-    Damage,
-    DamageReason,
-    Place,
-    Unpacker,
-    segment_path,
-    sizes_in,
-)
+from services.orchestrator.journal.storage.index import Index, Indexed
+from services.orchestrator.journal.storage.scan import Damage, DamageReason, header_before, scan
+from services.orchestrator.journal.storage.segments import COLLECTED, Place, Row, Unpacker, segment_path, sizes_in
 
 log = structlog.get_logger()
 

@@ -16,15 +16,8 @@ from services.common.errors import CorruptDataError
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.storage import segments
 from services.orchestrator.journal.storage.index import INDEX_FILE
-from services.orchestrator.journal.storage.scan import scan
-from services.orchestrator.journal.storage.segments import (
-    Damage,
-    DamageReason,
-    Packer,
-    segment_path,
-    sizes_in,
-    write_header,
-)
+from services.orchestrator.journal.storage.scan import Damage, DamageReason, scan
+from services.orchestrator.journal.storage.segments import Packer, segment_path, sizes_in, write_header
 from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.journal.helpers import (
     COUNT,
