@@ -204,7 +204,7 @@ def trainer_api(core: OrchestratorCore) -> TrainerApi:
         versions=core.versions,
         batches=core.batches,
         batch_taken=core.batch_taken,
-        bounds=core.bounds,
+        record_bounds=core.bounds,
         journal=core.journal,
         step_rows=StepRows(
             batches=core.batches,

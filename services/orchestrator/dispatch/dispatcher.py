@@ -25,7 +25,6 @@ from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.dispatch.announcer import Announcer, FanOut
 from services.orchestrator.dispatch.evaluation import Evaluations
 from services.orchestrator.dispatch.evaluators import Evaluators
-from services.orchestrator.dispatch.orphans import OrphanedGroups
 from services.orchestrator.journal import records
 from services.orchestrator.journal.records import GroupRecord
 from services.orchestrator.journal.writer import Journal
@@ -34,7 +33,7 @@ from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.members.replica import Held, Replica, Shelf
 from services.orchestrator.stalls.facts import Hold
 from services.orchestrator.state.admission import Admission
-from services.orchestrator.state.groups import TaskGroup
+from services.orchestrator.state.groups import OrphanedGroups, TaskGroup
 from services.orchestrator.state.versions import VersionLedger
 from services.orchestrator.tasks.orders import TrainingOrders
 

@@ -47,17 +47,15 @@ from services.orchestrator.state.groups import Outcome
 from services.orchestrator.state.run_control import RunControl
 from services.orchestrator.state.versions import VersionLedger
 
-MAX_ACKS = 64  # in one message
-LINGER_S = 0.05  # between two messages
-MAX_OPEN = 256  # records read and not yet acknowledged: beyond this the stream is not read
-
-
-T = TypeVar("T")  # the answer to a record
 log = structlog.get_logger()
 
+T = TypeVar("T")  # the answer to a record
 Context = grpc.aio.ServicerContext[Any, Any]
 Sent = pool_pb2.StreamTrajectoriesRequest | pool_pb2.NumberedRecord
 
+MAX_ACKS = 64  # in one message
+LINGER_S = 0.05  # between two messages
+MAX_OPEN = 256  # records read and not yet acknowledged: beyond this the stream is not read
 LAST_ACKS_S = 4.0  # below the server's grace
 MOST_DETAIL = 512  # characters of an acknowledgement
 
@@ -79,7 +77,7 @@ class _Slot(Generic[T]):
 
 
 class AckQueue(Generic[T]):
-    """Belongs to one event loop."""
+    """Acknowledgements of one stream: answered in any order, sent in order. Belongs to one event loop."""
 
     def __init__(self, linger_s: float = LINGER_S) -> None:
         self._linger_s = linger_s

@@ -21,7 +21,8 @@ from services.common.telemetry.log_events import LogEvent
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_from_proto, peer_from_proto
 from services.common.wire.batches import batch_chunks, totals_to_proto
-from services.orchestrator.buffer.batches import Batch, Batches
+from services.orchestrator.buffer.assembly import Batch
+from services.orchestrator.buffer.batches import Batches
 from services.orchestrator.dispatch.published_versions import PublishedVersions
 from services.orchestrator.ingest.bounds import RecordBounds
 from services.orchestrator.journal import records
@@ -64,7 +65,7 @@ class TrainerApi:
         versions: PublishedVersions,
         batches: Mapping[str, Batches],
         batch_taken: Callable[[int], None],
-        bounds: RecordBounds,
+        record_bounds: RecordBounds,
         journal: Journal,
         step_rows: StepRows,
         timeline: Timeline,
@@ -78,7 +79,7 @@ class TrainerApi:
         self._versions = versions
         self._batches = batches
         self._batch_taken = batch_taken
-        self._bounds = bounds
+        self._record_bounds = record_bounds
         self._journal = journal
         self._step_rows = step_rows
         self._timeline = timeline
@@ -102,7 +103,7 @@ class TrainerApi:
         before = self._trainers.get(policy)
         trainer = self._trainers.join(policy, incarnation, num_ranks, recovered, labels, kept_checkpoint_steps)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
-        self._bounds.learn_vocabulary(policy, vocab_size)
+        self._record_bounds.learn_vocabulary(policy, vocab_size)
         self._absences.trainer_found(policy)
         assert trainer.mailbox is not None
         if self._control.ended:

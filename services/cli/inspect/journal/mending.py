@@ -18,7 +18,7 @@ from services.common.config.reading.loading import load_resolved
 from services.common.config.training.policy import ReplayConfig
 from services.common.errors import BatchLostError, InfrastructureError
 from services.common.records.fates import SetAsideReason
-from services.orchestrator.buffer.batches import read_what_is_left
+from services.orchestrator.buffer.recorded import read_what_is_left
 from services.orchestrator.config import Settings
 from services.orchestrator.journal import records
 from services.orchestrator.journal.parsers import parser_of

@@ -1,4 +1,4 @@
-"""Finds the records of a segment by their headers alone, without the index and without decompressing.
+"""Finds the records of a segment, and its damage, by the headers alone, without the index and without decompressing.
 
 After bytes that are no record the scan continues at the next valid header, and reports the skipped bytes.
 """
