@@ -28,10 +28,9 @@ from services.common.records import fates
 from services.orchestrator.buffer.batches import Batches
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.buffer.rewards import RewardRules
-from services.orchestrator.dispatch.announcer import FanOut
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.dispatch.evaluation import Evaluations
-from services.orchestrator.dispatch.published_versions import PublishedVersions
+from services.orchestrator.dispatch.published_versions import FanOut, PublishedVersions
 from services.orchestrator.dispatch.retry_limit import RetryLimit
 from services.orchestrator.dispatch.threshold import Threshold
 from services.orchestrator.ingest.bounds import RecordBounds
@@ -209,7 +208,8 @@ class OrchestratorCore:
             experience=self.experience,
             curation=self.training_orders,
             threshold=self.threshold,
-            dispatcher=self.dispatcher,
+            announcer=self.dispatcher.announcer,
+            schedule=self.dispatcher.schedule,
             journal=self.journal,
             num_steps=self.num_steps,
             lockstep=self.recipe.run.lockstep,
@@ -277,9 +277,8 @@ class OrchestratorCore:
     def _judged(self, task_group_id: str, verdicts: list[GroupVerdict]) -> None:
         """Journal verdicts before their consequences, so that no closed task group lacks its verdicts after a crash."""
         if task_group_id not in self.judged_before:
-            self.journal.submit(
-                records.VERDICT, task_group_id, lambda: records.verdicts_to_json(task_group_id, verdicts)
-            )
+            encode = partial(records.verdicts_to_json, task_group_id, verdicts)
+            self.journal.submit(records.VERDICT, task_group_id, encode)
 
     def close_group(self, task_group_id: str, reason: fates.ClosedReason) -> None:
         """Journal the end of a task group."""

@@ -318,9 +318,6 @@ class Journal:
         if self.blocked:
             log.info("journal.resumed", directory=str(self.directory))
             self.blocked = ""
-        self._add_to_index(rows)
-
-    def _add_to_index(self, rows: list[Row]) -> None:
         self._index.add(rows, self._segments.ends())
 
     def _transaction(self, entries: list[_Entry], payloads: list[bytes]) -> list[Row]:
@@ -353,7 +350,8 @@ class Journal:
         runs = numbers_in(self.directory, kind, segment)
         record = {"kind": kind, "segment": segment, "numbers": runs}
         entry = _Entry(COLLECTED, f"{kind}/{segment}", lambda: record, None)
-        self._add_to_index(self._transaction([entry], [self._packer.pack(_line(entry))]))
+        rows = self._transaction([entry], [self._packer.pack(_line(entry))])
+        self._index.add(rows, self._segments.ends())
         self._index.flush()  # a reader that misses the segment finds its deletion in the index
         self.num_records -= 1  # written by the journal itself
         self._segments.remove(kind, segment)
