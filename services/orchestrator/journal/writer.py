@@ -30,8 +30,7 @@ from services.common.errors import ConfigError, InfrastructureError
 from services.common.system import disk
 from services.common.system.disk import RESERVE_BYTES
 from services.orchestrator.journal.storage import compaction
-from services.orchestrator.journal.storage.index_keeper import IndexKeeper
-from services.orchestrator.journal.storage.index_sync import log_damage
+from services.orchestrator.journal.storage.index_keeper import IndexKeeper, log_damage
 from services.orchestrator.journal.storage.scan import Damage, numbers_in
 from services.orchestrator.journal.storage.segments import (
     COLLECTED,

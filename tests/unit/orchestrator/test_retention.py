@@ -374,7 +374,7 @@ async def test_a_run_goes_on_where_there_is_no_room_to_make_room(
         calls.append(most_rewritten)
         raise error
 
-    monkeypatch.setattr("services.orchestrator.monitoring.collector.collect", fail)
+    monkeypatch.setattr("services.orchestrator.monitoring.watch.collect", fail)
     for _ in range(2):  # tried again
         world.clock.now += 10.0
         await watch.tick()

@@ -274,7 +274,7 @@ async def test_a_segment_that_is_deleted_while_it_is_looked_at_fails_nothing(tmp
     (tmp_path / INDEX_FILE).unlink()
     segment_path(tmp_path, "others", 1).unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.orchestrator.journal.storage.index_sync.sizes_in", lambda directory: sizes)
+        patch.setattr("services.orchestrator.journal.storage.index_keeper.sizes_in", lambda directory: sizes)
         assert kept(tmp_path) == list(range(0, COUNT, 2))
     assert kept(tmp_path) == list(range(0, COUNT, 2))
 
