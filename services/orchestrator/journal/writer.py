@@ -89,14 +89,12 @@ class Journal:
         *,
         segment_bytes: int = 64 * 1024 * 1024,
         durability: Durability = "process",
-        free_bytes: Callable[[Path], int] = disk.free_bytes,
         on_failure: Callable[[BaseException], None] | None = None,
         files: Files | None = None,
     ) -> None:
         """Raises ``ConfigError`` for an unreadable journal, a journal of an earlier release, or impossible record
         numbers; ``CorruptDataError`` for a journal of a later release."""
         self.directory = directory
-        self._probe = free_bytes
         self._on_failure = on_failure
         self._files = files or Files()
         self._packer = Packer()
@@ -224,7 +222,7 @@ class Journal:
         return time.monotonic() - self._waiting_since if self._num_submitted > self.num_records else 0.0
 
     def free_bytes(self) -> int:
-        return self._probe(self.directory)
+        return self._files.free_bytes(self.directory)
 
     async def close(self) -> None:
         """Write the queue and stop. On a full disk, gives up after a deadline: no queued record was acknowledged. A

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import stat
 import struct
 import time
@@ -217,6 +218,10 @@ class Unpacker:
 
 class Files:
     """Calls of the operating system; each returns after its completion. All raise ``OSError``."""
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that can still be written on the file system of ``path``."""
+        return shutil.disk_usage(path).free
 
     def create(self, path: Path) -> int:
         """A new file's descriptor; refuses a file that exists."""
