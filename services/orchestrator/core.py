@@ -108,7 +108,7 @@ class OrchestratorCore:
             num_services=len(recipe.inference),
             pool=self.pool,
             trainers=self.trainers,
-            on_granted=self._device_given,
+            on_granted=self._wake_ranks,
             clock=clock,
         )
         self._make_experience(vocab_sizes)
@@ -247,8 +247,7 @@ class OrchestratorCore:
         self.apply_resolved(group, outcome)
         if replica is not None and group.order.required_versions and group.complete:
             self.dispatcher.announcer.sync(replica)  # the replica may now take newer weights
-        for batches in self.batches.values():
-            batches.notify()
+        self._wake_ranks()
         self.dispatcher.resolved(group)
 
     def observe(self, group: TaskGroup) -> None:
@@ -270,7 +269,8 @@ class OrchestratorCore:
         else:
             self.evaluations.resolved(group, outcome)
 
-    def _device_given(self) -> None:
+    def _wake_ranks(self) -> None:
+        """Let the calls that wait for a batch look again."""
         for batches in self.batches.values():
             batches.notify()
 

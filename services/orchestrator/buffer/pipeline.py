@@ -129,7 +129,7 @@ class ExperiencePipeline:
         """Whether a group of the source may come before a batch of the policy is taken."""
         if self.mixtures[policy].is_running(source):
             return True
-        return self.admission.has_room(policy) if self._issuable is None else self._issuable(policy)
+        return self.admission.accounts[policy].has_room() if self._issuable is None else self._issuable(policy)
 
     def issued(self, group: TaskGroup) -> None:
         """Count an issued training group; ``group.born`` has the start versions of its slots."""

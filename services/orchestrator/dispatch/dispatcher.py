@@ -218,7 +218,7 @@ class Dispatcher:
         full = [
             f"{policy}: {round(account.counted)} of {account.quota}"
             for policy, account in self._admission.accounts.items()
-            if account.steps_left > 0 and not self._admission.has_room(policy)
+            if account.steps_left > 0 and not account.has_room()
         ]
         return f"staleness quota full ({', '.join(full)})" if full else ""
 

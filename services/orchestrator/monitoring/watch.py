@@ -42,6 +42,8 @@ STATE_S = 5.0
 
 
 class ThroughputRows:
+    """Writes rows of the run's throughput and of the shares of idle time."""
+
     def __init__(
         self,
         *,
@@ -78,6 +80,8 @@ class ThroughputRows:
 
 
 class Collector:
+    """Deletes trajectories that no replay can need, where the recipe enables retention."""
+
     def __init__(
         self, journal: Journal, trainers: TrainerLeases, num_trainers: int, live_groups: Callable[[], set[str]]
     ) -> None:

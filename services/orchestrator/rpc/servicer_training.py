@@ -54,6 +54,8 @@ CHUNK_BYTES = 256 * 1024  # of sequences in one message: a message for each sequ
 
 
 class TrainerApi:
+    """Lease, batch of a step, and published versions of trainers."""
+
     def __init__(
         self,
         *,

@@ -54,11 +54,6 @@ from services.common.telemetry.metrics import SourceKey, source_key
 ONLY: Mapping[str, float] = {"": 1.0}  # weights of a run with one dataset
 
 
-def quota(*, batch_size: int, max_staleness: int, steps_left: int, lag: int = 0) -> int:
-    """Sequences that may be outstanding; excludes those that the last steps cannot use."""
-    return max(0, min(max_staleness + 1 - lag, steps_left)) * batch_size
-
-
 UNFINISHED_SHARE = 0.5  # of the quota: accepted sequences without a complete group that need not count
 
 
@@ -118,11 +113,8 @@ class Account:
         return self.quota_at(lag=0)
 
     def quota_at(self, lag: int) -> int:
-        """Sequences that may be outstanding at a replica with this lag."""
-        limits = self.limits
-        return quota(
-            batch_size=limits.batch_size, max_staleness=limits.max_staleness, steps_left=self.steps_left, lag=lag
-        )
+        """Sequences that may be outstanding at a replica with this lag; excludes those that the last steps cannot use."""
+        return max(0, min(self.limits.max_staleness + 1 - lag, self.steps_left)) * self.limits.batch_size
 
     def has_room(self, lag: int = 0) -> bool:
         """Apply the rule of this module."""
@@ -150,14 +142,11 @@ class Admission:
         """Whether all of the still trained policies (``all``), or one (``any``), have room at a replica with these
         lags."""
         rooms = [
-            self.has_room(policy, lags.get(policy, 0))
+            self.accounts[policy].has_room(lags.get(policy, 0))
             for policy in policies
             if self.accounts[policy].steps_left > 0 and policy not in self.absent
         ]
         return bool(rooms) and (all(rooms) if self._admit == "all" else any(rooms))
-
-    def has_room(self, policy: str, lag: int = 0) -> bool:
-        return self.accounts[policy].has_room(lag)
 
     def is_surplus(self, policy: str, num_sequences: int) -> bool:
         """Whether the policy cannot use these sequences, which are already accepted."""
@@ -223,6 +212,8 @@ class Admission:
 
 
 class Mixture:
+    """Shares of the sources of tasks among the sequences that one policy trains."""
+
     def __init__(self, weights: Mapping[str, float] = ONLY, exhausted_after: int = 100) -> None:
         """``weights``: by name of the source, above 0, in the order that breaks ties."""
         total = sum(weights.values())
