@@ -78,8 +78,8 @@ class OrchestratorCore:
         clock: Callable[[], float] = time.monotonic,
         vocab_sizes: Mapping[str, int | None] = MappingProxyType({}),
     ) -> None:
-        """``training_sources``: by name, the only one without a name. ``aside``: records of the journal that are not used. ``vocab_sizes``: rows of each policy's embedding, as far
-        as they are known before its trainer joins."""
+        """``training_sources``: by name, the only one without a name. ``aside``: records of the journal that are not used.
+        ``vocab_sizes``: rows of each policy's embedding, as far as they are known before its trainer joins."""
         assert recipe.run.id is not None
         self.recipe = recipe
         self.run_id: str = recipe.run.id

@@ -1,8 +1,9 @@
 """Advantage groups of one policy: ``ExperienceBuffer`` holds those that wait for a batch, ``ReplayStore`` trained ones.
 
 The buffer gives earliest deadline first (oldest version first), ties and ``fifo`` by arrival; ``issued`` by the names of
-task groups, which are counted up. That is the order within a source of tasks; ``Mixture`` chooses among sources. When the version advances, the buffer removes members that are too old by the policy's
-rule at once, from any position of the queue.
+task groups, which are counted up. That is the order within a source of tasks; ``Mixture`` chooses among sources. When the
+version advances, the buffer removes members that are too old by the policy's rule at once, from any position of the
+queue.
 
 The replay store is bounded, first in, first out. A batch draws whole groups at random until the batch is full, none
 twice. Groups beyond the store's own bound on staleness leave when the version advances. Drawn groups stay in the store.

@@ -61,9 +61,9 @@ class ExperiencePipeline:
         issuable: Callable[[str], bool] | None = None,
     ) -> None:
         """``sources``: of a mixture, by name; without one, tasks come from one dataset. ``issuable``: whether another task
-        group for a policy may be issued now; left out, whether its quota has room. ``on_closed`` receives (task group, reason) when a training group ends, ``on_judged`` the fates of its
-        advantage groups before that. ``seed``: of the run. ``deterministic``: contents and order of a batch do not
-        depend on the time at which rollouts end."""
+        group for a policy may be issued now; left out, whether its quota has room. ``on_closed`` receives (task group,
+        reason) when a training group ends, ``on_judged`` the fates of its advantage groups before that. ``seed``: of the
+        run. ``deterministic``: contents and order of a batch do not depend on the time at which rollouts end."""
         self._rules = rules or RewardRules(group_by={name: batch.group_by for name, batch in policies.items()})
         self._policies = policies
         self._seed = seed

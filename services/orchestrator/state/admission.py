@@ -52,8 +52,6 @@ from typing import Literal
 from services.common.telemetry.metrics import SourceKey, source_key
 
 ONLY: Mapping[str, float] = {"": 1.0}  # weights of a run with one dataset
-
-
 UNFINISHED_SHARE = 0.5  # of the quota: accepted sequences without a complete group that need not count
 
 

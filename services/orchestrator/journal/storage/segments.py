@@ -326,7 +326,7 @@ class SegmentWriter:
 
 
 class SegmentSet:
-    """The open segments of all kinds, rolled at a size: appends whole commits, numbers their records, syncs names and data."""
+    """The open segments of all kinds, rolled at a size: appends whole commits, numbers records, syncs names and data."""
 
     def __init__(
         self, directory: Path, *, next_number: int, segment_bytes: int, durability: Durability, files: Files
