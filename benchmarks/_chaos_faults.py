@@ -16,8 +16,8 @@ from benchmarks._chaos_world import LEASE_S, POLICY, World
 from services.common.rpc.client.health import is_serving
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.index import INDEX_FILE, Row
-from services.orchestrator.journal.storage.segments import segment_path
+from services.orchestrator.journal.storage.index import INDEX_FILE
+from services.orchestrator.journal.storage.segments import Row, segment_path
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from typing import Any
 from services.common.records import fates
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.index import Row
+from services.orchestrator.journal.storage.segments import Row
 from services.orchestrator.recovery.completion import KINDS, recount
 from services.orchestrator.state.groups import split_sequence_id
 

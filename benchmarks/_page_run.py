@@ -37,7 +37,7 @@ from services.common.telemetry.metrics import MetricsWriter, RowKind, StallMomen
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict, MemberFate
 from services.orchestrator.journal.storage.index import INDEX_FILE, Index
-from services.orchestrator.journal.storage.index_sync import synchronise
+from services.orchestrator.journal.storage.index_keeper import synchronise
 
 POLICY = "model0"
 GROUP_SIZE = 8

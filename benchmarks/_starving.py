@@ -35,7 +35,7 @@ from services.common.records.types import (
     TokenSource,
     Trajectory,
 )
-from services.orchestrator.buffer.late_groups import LateGroups
+from services.orchestrator.buffer.batches import LateGroups
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.state.groups import Outcome, TaskGroup, split_sequence_id
 

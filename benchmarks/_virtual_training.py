@@ -27,8 +27,7 @@ from services.common.records.types import Purpose, RankBatch, Sampling, Task, Ta
 from services.common.text.chat import Chat
 from services.common.text.huggingface import load_tokenizer
 from services.inference.workflows.tools.tool_use import ToolUse, ToolUseSettings
-from services.orchestrator.buffer.assembly import assemble
-from services.orchestrator.buffer.batches import Batch
+from services.orchestrator.buffer.assembly import Batch, assemble
 from services.orchestrator.state.groups import AdvantageGroup, TaskGroup, advantage_groups
 from services.orchestrator.tasks.orders import sampling_of
 from services.trainer.ranks.sharding import Ranks

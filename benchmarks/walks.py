@@ -145,7 +145,7 @@ WALKS = {
     "publish_swap": Walk(
         points=(
             Point(PUBLISH),
-            Point("services/orchestrator/dispatch/announcer.py:Announcer.plan_fetches"),
+            Point("services/orchestrator/dispatch/published_versions.py:Announcer.plan_fetches"),
             Point(COMMAND),
             Point(f"{TORCH}/core.py:Core.update", returns=True),
         ),

@@ -37,8 +37,8 @@ from benchmarks._weight_versions import POLICY, RUN, VersionMaker, model_specs
 from services.common.config.training.policy import WeightsConfig
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.records.types import FetchPlan, WeightVersion
-from services.orchestrator.dispatch.announcer import FanOut
-from services.orchestrator.dispatch.announcer import Receiver as Wanting
+from services.orchestrator.dispatch.published_versions import FanOut
+from services.orchestrator.dispatch.published_versions import Receiver as Wanting
 from services.trainer.publish.publisher_process import PublisherProcess
 
 MIB = 1 << 20

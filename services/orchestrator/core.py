@@ -28,10 +28,9 @@ from services.common.records import fates
 from services.orchestrator.buffer.batches import Batches
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.buffer.rewards import RewardRules
-from services.orchestrator.dispatch.announcer import FanOut
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.dispatch.evaluation import Evaluations
-from services.orchestrator.dispatch.published_versions import PublishedVersions
+from services.orchestrator.dispatch.published_versions import FanOut, PublishedVersions
 from services.orchestrator.dispatch.retry_limit import RetryLimit
 from services.orchestrator.dispatch.threshold import Threshold
 from services.orchestrator.ingest.bounds import RecordBounds
@@ -79,8 +78,8 @@ class OrchestratorCore:
         clock: Callable[[], float] = time.monotonic,
         vocab_sizes: Mapping[str, int | None] = MappingProxyType({}),
     ) -> None:
-        """``training_sources``: by name, the only one without a name. ``aside``: records of the journal that are not used. ``vocab_sizes``: rows of each policy's embedding, as far
-        as they are known before its trainer joins."""
+        """``training_sources``: by name, the only one without a name. ``aside``: records of the journal that are not used.
+        ``vocab_sizes``: rows of each policy's embedding, as far as they are known before its trainer joins."""
         assert recipe.run.id is not None
         self.recipe = recipe
         self.run_id: str = recipe.run.id
@@ -109,7 +108,7 @@ class OrchestratorCore:
             num_services=len(recipe.inference),
             pool=self.pool,
             trainers=self.trainers,
-            on_granted=self._device_given,
+            on_granted=self._wake_ranks,
             clock=clock,
         )
         self._make_experience(vocab_sizes)
@@ -209,7 +208,8 @@ class OrchestratorCore:
             experience=self.experience,
             curation=self.training_orders,
             threshold=self.threshold,
-            dispatcher=self.dispatcher,
+            announcer=self.dispatcher.announcer,
+            schedule=self.dispatcher.schedule,
             journal=self.journal,
             num_steps=self.num_steps,
             lockstep=self.recipe.run.lockstep,
@@ -247,8 +247,7 @@ class OrchestratorCore:
         self.apply_resolved(group, outcome)
         if replica is not None and group.order.required_versions and group.complete:
             self.dispatcher.announcer.sync(replica)  # the replica may now take newer weights
-        for batches in self.batches.values():
-            batches.notify()
+        self._wake_ranks()
         self.dispatcher.resolved(group)
 
     def observe(self, group: TaskGroup) -> None:
@@ -270,16 +269,16 @@ class OrchestratorCore:
         else:
             self.evaluations.resolved(group, outcome)
 
-    def _device_given(self) -> None:
+    def _wake_ranks(self) -> None:
+        """Let the calls that wait for a batch look again."""
         for batches in self.batches.values():
             batches.notify()
 
     def _judged(self, task_group_id: str, verdicts: list[GroupVerdict]) -> None:
         """Journal verdicts before their consequences, so that no closed task group lacks its verdicts after a crash."""
         if task_group_id not in self.judged_before:
-            self.journal.submit(
-                records.VERDICT, task_group_id, lambda: records.verdicts_to_json(task_group_id, verdicts)
-            )
+            encode = partial(records.verdicts_to_json, task_group_id, verdicts)
+            self.journal.submit(records.VERDICT, task_group_id, encode)
 
     def close_group(self, task_group_id: str, reason: fates.ClosedReason) -> None:
         """Journal the end of a task group."""

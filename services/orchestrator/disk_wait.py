@@ -6,26 +6,26 @@ An orchestrator that was killed on a full disk waits here until there is space, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 
 import structlog
 
-from services.common.system import disk
+from services.common.system.disk import RESERVE_BYTES
 
 log = structlog.get_logger()
 
 LOOK_S = 0.5
 
 
-async def wait_for_room(run_dir: Path, free_bytes: Callable[[Path], int] = disk.free_bytes) -> None:
+async def wait_for_room(run_dir: Path) -> None:
     """Return when the run directory's disk has space to start.
 
     Has no deadline: an exit would only stop the run for good, even after space becomes free. The launcher reports the
     reason while the orchestrator does not answer.
     """
     told = False
-    while (free := free_bytes(run_dir)) < disk.RESERVE_BYTES:
+    while (free := shutil.disk_usage(run_dir).free) < RESERVE_BYTES:
         if not told:
             log.error(
                 "orchestrator.no_free_disk",

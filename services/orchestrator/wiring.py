@@ -9,20 +9,17 @@ from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.dispatch.retry_limit import GoneVersions, OverdueGroups
 from services.orchestrator.lifecycle import RunParts
 from services.orchestrator.metrics.run_metrics import StepRows, Summary
-from services.orchestrator.monitoring.collector import Collector
 from services.orchestrator.monitoring.failure_pause import FailurePause
 from services.orchestrator.monitoring.progress import progress, waits
 from services.orchestrator.monitoring.stall_watch import StallWatch
-from services.orchestrator.monitoring.throughput import ThroughputRows
 from services.orchestrator.monitoring.views import ProgressView, StallView
-from services.orchestrator.monitoring.watch import Watch
+from services.orchestrator.monitoring.watch import Collector, ThroughputRows, Watch
 from services.orchestrator.recovery.parts import RecoveryParts
 from services.orchestrator.rpc.gateway_api import GatewayApi
 from services.orchestrator.rpc.replica_api import ReplicaApi
 from services.orchestrator.rpc.servicer_pool import PoolServicer
 from services.orchestrator.rpc.servicer_run import RunServicer
-from services.orchestrator.rpc.servicer_training import TrainingServicer
-from services.orchestrator.rpc.trainer_api import TrainerApi
+from services.orchestrator.rpc.servicer_training import TrainerApi, TrainingServicer
 
 
 def recovery_parts(core: OrchestratorCore) -> RecoveryParts:
@@ -205,7 +202,7 @@ def trainer_api(core: OrchestratorCore) -> TrainerApi:
         versions=core.versions,
         batches=core.batches,
         batch_taken=core.batch_taken,
-        bounds=core.bounds,
+        record_bounds=core.bounds,
         journal=core.journal,
         step_rows=StepRows(
             batches=core.batches,

@@ -24,7 +24,7 @@ from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
 from services.orchestrator.tasks.datasets import TaskSource, open_source
 from services.orchestrator.tasks.requirements import why_tests_are_unusable
-from services.orchestrator.tasks.row_files import SkippedRows
+from services.orchestrator.tasks.task_rows import SkippedRows
 
 QUEUE_TIMEOUT_S = 600.0
 _ATTEMPTS = 2  # of a solution that a busy machine may have made too slow

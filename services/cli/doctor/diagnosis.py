@@ -10,7 +10,7 @@ from services.cli.doctor.rules import RULES, PolicyRows
 from services.cli.doctor.windows import LEAST_POINTS, Change, change
 from services.common.config.recipe import Recipe
 from services.common.telemetry.metrics import RowKind, StallMoment, StepKey
-from services.orchestrator.dispatch.evaluation import kind_of
+from services.orchestrator.dispatch.evaluation_pass import kind_of
 
 Row = Mapping[str, Any]
 

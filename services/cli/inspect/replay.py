@@ -13,7 +13,7 @@ from typing import Any
 from services.common import run_files
 from services.common.config.reading.loading import load_resolved
 from services.common.errors import ConfigError
-from services.orchestrator.buffer.batches import read_batch
+from services.orchestrator.buffer.recorded import read_batch
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.trainer.replay import replay

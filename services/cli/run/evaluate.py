@@ -24,7 +24,7 @@ from services.common.config.reading.loading import RESOLVED, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.telemetry.summary import DatasetSummary, EstimateSummary, EvaluationSummary
-from services.orchestrator.dispatch.evaluation import kind_of
+from services.orchestrator.dispatch.evaluation_pass import kind_of
 from services.orchestrator.journal import records
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.state.scores import Estimate, compared, overall_difference

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from services.cli.watch.progress_view import StallsTold
 from services.common.config.recipe import Recipe
 from services.common.errors import InfrastructureError
 from services.common.pb import run_pb2
-from services.common.system import disk
+from services.common.system.disk import RESERVE_BYTES
 from services.common.telemetry.components import ORCHESTRATOR
 from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.stalls.facts import Cause
@@ -145,7 +146,7 @@ class OrchestratorLiveness:
         return stall
 
     def _reason(self) -> str:
-        if self._run_dir is not None and disk.free_bytes(self._run_dir) < disk.RESERVE_BYTES:
+        if self._run_dir is not None and shutil.disk_usage(self._run_dir).free < RESERVE_BYTES:
             return f"the disk of {self._run_dir} is full: free some space, and it continues by itself"
         pid = self._pid()
         if pid is None:

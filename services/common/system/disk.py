@@ -1,10 +1,9 @@
-"""Disks: whether one is full, by its free bytes and by errors of the system and SQLite; names that survive a power cut."""
+"""Disks: errors of the system and SQLite that say one is full; names that survive a power cut."""
 
 from __future__ import annotations
 
 import errno
 import os
-import shutil
 import sqlite3
 from pathlib import Path
 
@@ -12,11 +11,6 @@ RESERVE_BYTES = 1024 * 1024  # with less than this a disk counts as full
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_FOR_SQLITE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
-
-
-def free_bytes(place: Path) -> int:
-    """Bytes that can still be written on the file system of ``place``."""
-    return shutil.disk_usage(place).free
 
 
 def says_full(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from services.common import finite as finite_numbers
 from services.common.finite import finite
 from services.common.records import fates
 from services.common.records.fates import StepFact
-from services.common.records.types import MinibatchTotals, Sequence, Trajectory
+from services.common.records.types import MinibatchTotals, RankBatch, Sequence, TrainingSequence, Trajectory
 from services.common.telemetry.metrics import ROLE_REWARD, SourceKey, StepKey, source_key
 from services.orchestrator.buffer.rewards import is_timeout
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
@@ -160,6 +160,38 @@ def rank_share(num_tokens: list[int], minibatch_of: list[int], rank: int, num_ra
         ranks = spread([num_tokens[p] for p in positions], num_ranks)
         share.extend(p for p, r in zip(positions, ranks, strict=True) if r == rank)
     return sorted(share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    record: BatchRecord
+    sequences: Mapping[str, Sequence]  # by sequence id
+    replayed: bool  # recorded before this call
+
+    def share(self, rank: int, num_ranks: int) -> RankBatch:
+        """One rank's sequences of every minibatch, ordered by (minibatch, position)."""
+        entries = self.record.entries
+        chosen = rank_share([e.num_tokens for e in entries], [e.minibatch for e in entries], rank, num_ranks)
+        ordered = sorted((entries[p] for p in chosen), key=lambda e: (e.minibatch, e.position))
+        return RankBatch(
+            policy=self.record.policy,
+            training_step=self.record.training_step,
+            minibatches=self.record.minibatches,
+            sequences=tuple(
+                TrainingSequence(
+                    sequence_id=e.sequence_id,
+                    sequence=self.sequences[e.sequence_id],
+                    group_mean=e.group_mean,
+                    group_std=e.group_std,
+                    group_size=e.group_size,
+                    staleness=e.staleness,
+                    minibatch=e.minibatch,
+                    position=e.position,
+                    advantage_scale=e.advantage_scale,
+                )
+                for e in ordered
+            ),
+        )
 
 
 def assemble(

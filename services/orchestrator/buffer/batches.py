@@ -11,69 +11,103 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import structlog
 
 from services.common.aio import deadline
 from services.common.config.training.policy import BatchConfig
 from services.common.errors import (
-    BatchLostError,
-    CorruptDataError,
     DeadlineError,
     InfrastructureError,
     InvalidRequestError,
 )
 from services.common.records.fates import StepFact
-from services.common.records.types import MinibatchTotals, RankBatch, Sequence, TrainingSequence, Trajectory
+from services.common.records.types import Sequence
 from services.common.telemetry.metrics import StepKey
-from services.orchestrator.buffer.assembly import assemble, rank_share
-from services.orchestrator.buffer.experience import mask_sequence
-from services.orchestrator.buffer.late_groups import LateGroups
+from services.orchestrator.buffer.assembly import Batch, assemble
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
-from services.orchestrator.journal import records, rollouts
+from services.orchestrator.buffer.recorded import read_what_is_left, reduced
+from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.records import BatchEntry, BatchRecord
+from services.orchestrator.journal.records import BatchRecord
 from services.orchestrator.journal.writer import Journal
-from services.orchestrator.state.groups import AdvantageGroup, GroupBy, Member, TaskGroup, group_key, split_sequence_id
+from services.orchestrator.state.groups import TaskGroup
 
 log = structlog.get_logger()
 
 KEPT_IN_MEMORY = 2  # the newest batches, for the ranks that ask a little later
+WAIT_SHARE = 0.25  # of the time that the training step before took, where the recipe does not say
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    record: BatchRecord
-    sequences: Mapping[str, Sequence]  # by sequence id
-    replayed: bool  # recorded before this call
+class LateGroups:
+    """Decides about groups that only a policy's next batch can train, and that still run.
 
-    def share(self, rank: int, num_ranks: int) -> RankBatch:
-        """One rank's sequences of every minibatch, ordered by (minibatch, position)."""
-        entries = self.record.entries
-        chosen = rank_share([e.num_tokens for e in entries], [e.minibatch for e in entries], rank, num_ranks)
-        ordered = sorted((entries[p] for p in chosen), key=lambda e: (e.minibatch, e.position))
-        return RankBatch(
-            policy=self.record.policy,
-            training_step=self.record.training_step,
-            minibatches=self.record.minibatches,
-            sequences=tuple(
-                TrainingSequence(
-                    sequence_id=e.sequence_id,
-                    sequence=self.sequences[e.sequence_id],
-                    group_mean=e.group_mean,
-                    group_std=e.group_std,
-                    group_size=e.group_size,
-                    staleness=e.staleness,
-                    minibatch=e.minibatch,
-                    position=e.position,
-                    advantage_scale=e.advantage_scale,
-                )
-                for e in ordered
-            ),
-        )
+        keep, mask   no action: their members are trained on arrival, old tokens masked with `mask`
+        wait         the batch waits for them, once and for a share of the duration of the previous step
+        drop         their open slots are cancelled, so that their finished members get into this batch
+
+    The caller asks when the buffer has a full batch.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        config: BatchConfig,
+        experience: ExperiencePipeline,
+        cancel: Callable[[list[TaskGroup]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """``cancel`` ends the open slots of groups; the calls repeat until the groups are finished."""
+        self._policy = policy
+        self._late = config.late
+        self._wait_share = config.late_wait_share or WAIT_SHARE
+        self._experience = experience
+        self._cancel = cancel
+        self._clock = clock
+        self._waited: set[str] = set()  # task groups that a batch has waited for
+        self._began: float | None = None  # when the wait began that is going on
+        self.step_s: float | None = None  # how long the newest training step took
+        self.num_waited_for = 0  # task groups that the next batch waits for
+
+    def settled(self) -> bool:
+        """Whether unfinished groups allow the batch to be assembled now."""
+        if self._late == "drop":
+            return self._all_cancelled()
+        return self._late != "wait" or self._all_here()
+
+    def left_s(self) -> float | None:
+        """Remaining seconds of the present wait; None without one."""
+        if self._began is None or self.step_s is None:
+            return None
+        return max(0.0, self._began + self._wait_share * self.step_s - self._clock())
+
+    def taken(self) -> float:
+        """Record that the batch was assembled; returns the seconds of its wait for these groups."""
+        waited_s = 0.0 if self._began is None else self._clock() - self._began
+        if self._late == "wait":
+            due = {group.id for group in self._experience.due(self._policy)}
+            self._waited = due if self._began is not None else self._waited & due
+        self._began = None
+        self.num_waited_for = 0
+        return waited_s
+
+    def _all_cancelled(self) -> bool:
+        # A group that another policy can still train continues; its members of this policy become too old.
+        due = [g for g in self._experience.due(self._policy) if self._experience.is_due_everywhere(g)]
+        if due:
+            self._cancel(due)
+        return not due
+
+    def _all_here(self) -> bool:
+        due = [g for g in self._experience.due(self._policy) if g.id not in self._waited]
+        self.num_waited_for = len(due)
+        if not due or self.step_s is None:
+            return True
+        if self._began is None:
+            self._began = self._clock()
+        left_s = self.left_s()
+        return left_s is not None and left_s <= 0.0
 
 
 class Batches:
@@ -193,7 +227,7 @@ class Batches:
             fault=fault, effect="the batch is trained without them", see="millrace journal RUN list",
         )  # fmt: skip
         left = {name: found for name, found in batch.sequences.items() if name not in faults}
-        batch = Batch(record=_reduced(batch.record, left), sequences=left, replayed=batch.replayed)
+        batch = Batch(record=reduced(batch.record, left), sequences=left, replayed=batch.replayed)
         self._experience.note_lost(len(faults))
         self._remember(batch)
         return batch
@@ -281,116 +315,3 @@ class Batches:
         for step in sorted(self._recent)[:-KEPT_IN_MEMORY]:
             if step != batch.record.training_step:
                 del self._recent[step]
-
-
-def read_batch(reader: JournalReader, policy: str, training_step: int) -> Batch:
-    """A recorded batch from the journal, also without an orchestrator; ``CorruptDataError`` for an incomplete one."""
-    record, sequences = _read(reader, policy, training_step)
-    missing = [entry.sequence_id for entry in record.entries if entry.sequence_id not in sequences]
-    if missing:
-        lost = sorted({name.rpartition("/")[0] for name in missing})
-        raise CorruptDataError(
-            f"the batch of step {training_step} of {policy} lacks trajectories {', '.join(lost[:5])}: they are damaged "
-            "(`millrace journal RUN verify`), or were collected, as orchestrator.retention: needed does with those from "
-            "before the oldest kept checkpoint"
-        )
-    return Batch(record=record, sequences=sequences, replayed=True)
-
-
-def read_what_is_left(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch, list[str]]:
-    """A recorded batch without its lost sequences, and the ids of those.
-
-    Raises:
-        BatchLostError: no sequence of the batch is usable.
-    """
-    record, sequences = _read(reader, policy, training_step)
-    lost = [entry.sequence_id for entry in record.entries if entry.sequence_id not in sequences]
-    if lost:
-        record = _reduced(record, sequences)
-    return Batch(record=record, sequences=sequences, replayed=True), lost
-
-
-def _reduced(record: BatchRecord, sequences: Mapping[str, Sequence]) -> BatchRecord:
-    """The batch reduced to these of its sequences; raises ``BatchLostError`` without any."""
-    left = tuple(entry for entry in record.entries if entry.sequence_id in sequences)
-    if not left:
-        raise BatchLostError(
-            f"no trajectory of the batch of step {record.training_step} of {record.policy} can be used any more: "
-            "`millrace journal RUN repair` lets the run put together another one, if its version is not published"
-        )
-    return replace(record, entries=left, minibatches=_totals(left, sequences, len(record.minibatches)))
-
-
-def _totals(
-    entries: Iterable[BatchEntry], sequences: Mapping[str, Sequence], num_minibatches: int
-) -> tuple[MinibatchTotals, ...]:
-    counts = [[0, 0] for _ in range(num_minibatches)]
-    for entry in entries:
-        counts[entry.minibatch][0] += 1
-        counts[entry.minibatch][1] += sequences[entry.sequence_id].num_trained_tokens
-    return tuple(MinibatchTotals(num_sequences=n, num_trained_tokens=t) for n, t in counts)
-
-
-def read_fresh_groups(
-    reader: JournalReader, policy: str, training_step: int, group_by: GroupBy
-) -> list[AdvantageGroup]:
-    """The groups that a recorded batch trained first, in its order, without incomplete groups."""
-    record, sequences = _read(reader, policy, training_step)
-    found: dict[tuple[str, str, str, int], list[BatchEntry]] = {}
-    lost: set[str] = set()  # task groups
-    for entry in record.entries:
-        task_group_id = split_sequence_id(entry.sequence_id)[0]
-        sequence = sequences.get(entry.sequence_id)
-        if sequence is None:
-            lost.add(task_group_id)
-        elif not entry.replayed:
-            found.setdefault((task_group_id, *group_key(sequence, group_by)), []).append(entry)
-    return [
-        AdvantageGroup(
-            task_group_id=task_group_id, policy=policy, role=role, attempt=attempt,
-            members=tuple(
-                Member(
-                    sequence_id=e.sequence_id, sequence=sequences[e.sequence_id],
-                    trained_from=e.trained_from, num_masked_tokens=e.num_masked_tokens,
-                )
-                for e in entries
-            ),
-            mean=entries[0].group_mean, std=entries[0].group_std, num_compared=entries[0].group_size, group_by=group_by,
-            advantage_scale=entries[0].advantage_scale,
-        )
-        for (task_group_id, _, role, attempt), entries in found.items()
-        if task_group_id not in lost
-    ]  # fmt: skip
-
-
-def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[BatchRecord, dict[str, Sequence]]:
-    """A recorded batch with its readable sequences."""
-    key = records.batch_key(policy, training_step)
-    found = reader.find(records.BATCH, [key]).get(key)
-    if found is None:
-        raise BatchLostError(f"the batch of step {training_step} of {policy} is not in the journal")
-    record = records.batch_from_json(found)
-    places = [split_sequence_id(entry.sequence_id) for entry in record.entries]
-    keys = [rollouts.trajectory_key(group, index) for group, index, _ in places]
-    readable = ((key, _trajectory(value)) for key, value in reader.find(records.TRAJECTORY, keys).items())
-    trajectories = {key: trajectory for key, trajectory in readable if trajectory is not None}
-    sequences = {
-        entry.sequence_id: _as_trained(trajectories[key].sequences[position], entry)
-        for entry, key, (_, _, position) in zip(record.entries, keys, places, strict=True)
-        if key in trajectories
-    }
-    return record, sequences
-
-
-def _trajectory(record: dict[str, Any]) -> Trajectory | None:
-    """None for a record that is no trajectory."""
-    try:
-        return rollouts.trajectory_from_json(record)
-    except (CorruptDataError, KeyError, TypeError, ValueError, AttributeError):
-        return None
-
-
-def _as_trained(sequence: Sequence, entry: BatchEntry) -> Sequence:
-    if entry.trained_from:
-        sequence = mask_sequence(sequence, entry.trained_from)
-    return sequence if entry.reward is None else replace(sequence, reward=entry.reward)

@@ -1,8 +1,9 @@
 """Advantage groups of one policy: ``ExperienceBuffer`` holds those that wait for a batch, ``ReplayStore`` trained ones.
 
 The buffer gives earliest deadline first (oldest version first), ties and ``fifo`` by arrival; ``issued`` by the names of
-task groups, which are counted up. That is the order within a source of tasks; ``Mixture`` chooses among sources. When the version advances, the buffer removes members that are too old by the policy's
-rule at once, from any position of the queue.
+task groups, which are counted up. That is the order within a source of tasks; ``Mixture`` chooses among sources. When the
+version advances, the buffer removes members that are too old by the policy's rule at once, from any position of the
+queue.
 
 The replay store is bounded, first in, first out. A batch draws whole groups at random until the batch is full, none
 twice. Groups beyond the store's own bound on staleness leave when the version advances. Drawn groups stay in the store.
@@ -23,8 +24,8 @@ from typing import Literal
 from services.common.config.training.policy import BatchConfig, ReplayConfig
 from services.common.records.types import Segment, Sequence
 from services.common.seeds import derived_seed
+from services.orchestrator.state.admission import Mixture
 from services.orchestrator.state.groups import AdvantageGroup, Member
-from services.orchestrator.state.mixture import Mixture
 
 Expired = tuple[AdvantageGroup, list[Member]]  # a group before, and its members that left the buffer
 

@@ -29,7 +29,7 @@ from services.orchestrator.buffer.experience import ExperienceBuffer, LateRule, 
 from services.orchestrator.buffer.resample import member_fates, resample_group
 from services.orchestrator.buffer.rewards import RewardRules, shape_group, without_masked
 from services.orchestrator.journal.records import BatchRecord, GroupVerdict
-from services.orchestrator.state.admission import Admission, Limits
+from services.orchestrator.state.admission import Admission, Limits, Mixture
 from services.orchestrator.state.groups import (
     AdvantageGroup,
     Member,
@@ -38,7 +38,6 @@ from services.orchestrator.state.groups import (
     UnfinishedGroups,
     dynamic_sampling,
 )
-from services.orchestrator.state.mixture import Mixture
 
 log = structlog.get_logger()
 
@@ -62,9 +61,9 @@ class ExperiencePipeline:
         issuable: Callable[[str], bool] | None = None,
     ) -> None:
         """``sources``: of a mixture, by name; without one, tasks come from one dataset. ``issuable``: whether another task
-        group for a policy may be issued now; left out, whether its quota has room. ``on_closed`` receives (task group, reason) when a training group ends, ``on_judged`` the fates of its
-        advantage groups before that. ``seed``: of the run. ``deterministic``: contents and order of a batch do not
-        depend on the time at which rollouts end."""
+        group for a policy may be issued now; left out, whether its quota has room. ``on_closed`` receives (task group,
+        reason) when a training group ends, ``on_judged`` the fates of its advantage groups before that. ``seed``: of the
+        run. ``deterministic``: contents and order of a batch do not depend on the time at which rollouts end."""
         self._rules = rules or RewardRules(group_by={name: batch.group_by for name, batch in policies.items()})
         self._policies = policies
         self._seed = seed
@@ -130,7 +129,7 @@ class ExperiencePipeline:
         """Whether a group of the source may come before a batch of the policy is taken."""
         if self.mixtures[policy].is_running(source):
             return True
-        return self.admission.has_room(policy) if self._issuable is None else self._issuable(policy)
+        return self.admission.accounts[policy].has_room() if self._issuable is None else self._issuable(policy)
 
     def issued(self, group: TaskGroup) -> None:
         """Count an issued training group; ``group.born`` has the start versions of its slots."""

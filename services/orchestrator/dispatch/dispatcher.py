@@ -22,10 +22,8 @@ from services.common.config.data import EvaluationConfig
 from services.common.records.types import TaskGroupOrder
 from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
-from services.orchestrator.dispatch.announcer import Announcer, FanOut
-from services.orchestrator.dispatch.evaluation import Evaluations
-from services.orchestrator.dispatch.evaluators import Evaluators
-from services.orchestrator.dispatch.orphans import OrphanedGroups
+from services.orchestrator.dispatch.evaluation import Evaluations, Evaluators
+from services.orchestrator.dispatch.published_versions import Announcer, FanOut
 from services.orchestrator.journal import records
 from services.orchestrator.journal.records import GroupRecord
 from services.orchestrator.journal.writer import Journal
@@ -34,7 +32,7 @@ from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.members.replica import Held, Replica, Shelf
 from services.orchestrator.stalls.facts import Hold
 from services.orchestrator.state.admission import Admission
-from services.orchestrator.state.groups import TaskGroup
+from services.orchestrator.state.groups import OrphanedGroups, TaskGroup
 from services.orchestrator.state.versions import VersionLedger
 from services.orchestrator.tasks.orders import TrainingOrders
 
@@ -220,7 +218,7 @@ class Dispatcher:
         full = [
             f"{policy}: {round(account.counted)} of {account.quota}"
             for policy, account in self._admission.accounts.items()
-            if account.steps_left > 0 and not self._admission.has_room(policy)
+            if account.steps_left > 0 and not account.has_room()
         ]
         return f"staleness quota full ({', '.join(full)})" if full else ""
 

@@ -28,8 +28,7 @@ from services.common.records.refusals import Refusal, RefusalReason, counter_of
 from services.common.records.types import RolloutFailure, Trajectory
 from services.common.telemetry.log_events import LogEvent
 from services.common.telemetry.repeats import Repeats
-from services.orchestrator.ingest.bounds import RecordBounds
-from services.orchestrator.ingest.record_facts import RecordRefusedError, bounded_failure
+from services.orchestrator.ingest.bounds import RecordBounds, RecordRefusedError, bounded_failure
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.state.groups import Incarnation, Outcome, TaskGroup
@@ -63,21 +62,16 @@ class Refusals:
         self._counters = counters
         self._clock = clock
         self._repeats = Repeats(clock)
-        self._streaks: dict[str, Streak] = {}  # by replica id
-
-    @property
-    def streaks(self) -> Mapping[str, Streak]:
-        """Streaks by replica id."""
-        return self._streaks
+        self.streaks: dict[str, Streak] = {}  # by replica id
 
     def refused(self, replica_id: str, task_group_id: str, index: int, refusal: Refusal) -> None:
         """Count a refused record."""
         self._counters[counter_of(refusal.reason)] += 1
         now = self._clock()
         sender = replica_id[:MOST_SHOWN]
-        if sender not in self._streaks and len(self._streaks) >= MOST_SENDERS:
+        if sender not in self.streaks and len(self.streaks) >= MOST_SENDERS:
             sender = OTHERS
-        streak = self._streaks.setdefault(sender, Streak(0, now, now, refusal))
+        streak = self.streaks.setdefault(sender, Streak(0, now, now, refusal))
         streak.number += 1
         streak.newest, streak.last = now, refusal
         if (untold := self._repeats.tell(refusal.reason.value)) is not None:
@@ -93,7 +87,7 @@ class Refusals:
 
     def taken(self, replica_id: str) -> None:
         """End the streak of a sender after a good record."""
-        self._streaks.pop(replica_id[:MOST_SHOWN], None)
+        self.streaks.pop(replica_id[:MOST_SHOWN], None)
 
     def by_reason(self) -> dict[str, int]:
         """Counts of the whole run, largest first."""

@@ -17,8 +17,8 @@ from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import SetAside
-from services.orchestrator.journal.storage.index import Row
-from services.orchestrator.journal.storage.segments import Damage
+from services.orchestrator.journal.storage.scan import Damage
+from services.orchestrator.journal.storage.segments import Row
 from services.orchestrator.journal.writer import Journal
 
 log = structlog.get_logger()

@@ -19,14 +19,13 @@ import orjson
 import structlog
 
 from services.common.errors import CorruptDataError
-from services.orchestrator.journal.storage.index import IN_MEMORY, INDEX_FILE, NOTHING, UNUSABLE, Index, Indexed, Row
-from services.orchestrator.journal.storage.index_sync import compare, synchronise
-from services.orchestrator.journal.storage.scan import header_before, scan
+from services.orchestrator.journal.storage.index import IN_MEMORY, INDEX_FILE, NOTHING, UNUSABLE, Index, Indexed
+from services.orchestrator.journal.storage.index_keeper import compare, synchronise
+from services.orchestrator.journal.storage.scan import Damage, DamageReason, header_before, scan
 from services.orchestrator.journal.storage.segments import (
     COLLECTED,
-    Damage,
-    DamageReason,
     Place,
+    Row,
     Unpacker,
     checksum_of,
     segment_path,

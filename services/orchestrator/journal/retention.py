@@ -16,8 +16,8 @@ import structlog
 from services.common.errors import CorruptDataError
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.index import Row
-from services.orchestrator.journal.storage.segments import DamageReason
+from services.orchestrator.journal.storage.scan import DamageReason
+from services.orchestrator.journal.storage.segments import Row
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.state.groups import split_sequence_id
 

@@ -22,8 +22,8 @@ from services.orchestrator.journal import records
 from services.orchestrator.journal.quarantine import Quarantine
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import GroupRecord
-from services.orchestrator.journal.storage.index import Row
-from services.orchestrator.journal.storage.segments import COLLECTED, DamageReason
+from services.orchestrator.journal.storage.scan import DamageReason
+from services.orchestrator.journal.storage.segments import COLLECTED, Row
 
 T = TypeVar("T")
 

@@ -30,12 +30,17 @@ from services.common.errors import ConfigError, InfrastructureError
 from services.common.system import disk
 from services.common.system.disk import RESERVE_BYTES
 from services.orchestrator.journal.storage import compaction
-from services.orchestrator.journal.storage.index import Row
-from services.orchestrator.journal.storage.index_keeper import IndexKeeper
-from services.orchestrator.journal.storage.index_sync import log_damage
-from services.orchestrator.journal.storage.scan import numbers_in
-from services.orchestrator.journal.storage.segment_set import Durability, Files, SegmentSet
-from services.orchestrator.journal.storage.segments import COLLECTED, MAX_NUMBER, Damage, Packer
+from services.orchestrator.journal.storage.index_keeper import IndexKeeper, log_damage
+from services.orchestrator.journal.storage.scan import Damage, numbers_in
+from services.orchestrator.journal.storage.segments import (
+    COLLECTED,
+    MAX_NUMBER,
+    Durability,
+    Files,
+    Packer,
+    Row,
+    SegmentSet,
+)
 
 log = structlog.get_logger()
 
@@ -84,14 +89,12 @@ class Journal:
         *,
         segment_bytes: int = 64 * 1024 * 1024,
         durability: Durability = "process",
-        free_bytes: Callable[[Path], int] = disk.free_bytes,
         on_failure: Callable[[BaseException], None] | None = None,
         files: Files | None = None,
     ) -> None:
         """Raises ``ConfigError`` for an unreadable journal, a journal of an earlier release, or impossible record
         numbers; ``CorruptDataError`` for a journal of a later release."""
         self.directory = directory
-        self._probe = free_bytes
         self._on_failure = on_failure
         self._files = files or Files()
         self._packer = Packer()
@@ -219,7 +222,7 @@ class Journal:
         return time.monotonic() - self._waiting_since if self._num_submitted > self.num_records else 0.0
 
     def free_bytes(self) -> int:
-        return self._probe(self.directory)
+        return self._files.free_bytes(self.directory)
 
     async def close(self) -> None:
         """Write the queue and stop. On a full disk, gives up after a deadline: no queued record was acknowledged. A
@@ -312,9 +315,6 @@ class Journal:
         if self.blocked:
             log.info("journal.resumed", directory=str(self.directory))
             self.blocked = ""
-        self._add_to_index(rows)
-
-    def _add_to_index(self, rows: list[Row]) -> None:
         self._index.add(rows, self._segments.ends())
 
     def _transaction(self, entries: list[_Entry], payloads: list[bytes]) -> list[Row]:
@@ -347,7 +347,8 @@ class Journal:
         runs = numbers_in(self.directory, kind, segment)
         record = {"kind": kind, "segment": segment, "numbers": runs}
         entry = _Entry(COLLECTED, f"{kind}/{segment}", lambda: record, None)
-        self._add_to_index(self._transaction([entry], [self._packer.pack(_line(entry))]))
+        rows = self._transaction([entry], [self._packer.pack(_line(entry))])
+        self._index.add(rows, self._segments.ends())
         self._index.flush()  # a reader that misses the segment finds its deletion in the index
         self.num_records -= 1  # written by the journal itself
         self._segments.remove(kind, segment)

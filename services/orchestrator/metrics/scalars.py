@@ -23,7 +23,7 @@ from typing import Any
 
 from services.common.records.types import TRANSFER_STAGES
 from services.common.telemetry.metrics import RowKind, ThroughputKey
-from services.orchestrator.dispatch.evaluation import kind_of
+from services.orchestrator.dispatch.evaluation_pass import kind_of
 
 Row = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""Periodic checks: leases, overdue groups, free disk, throughput."""
+"""Periodic checks and rows: leases, overdue groups, free disk, throughput, and the deletion of unneeded trajectories."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from pathlib import Path
 
 import structlog
 
+from services.common.errors import InfrastructureError
+from services.common.telemetry.components import ORCHESTRATOR, is_of_trainer, is_replica
+from services.common.telemetry.metrics import ThroughputKey
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.dispatch.retry_limit import GoneVersions, OverdueGroups
+from services.orchestrator.journal.retention import MOST_REWRITTEN, collect
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.members.absences import Absences
 from services.orchestrator.members.pool import REPORT_S, ReplicaPool
+from services.orchestrator.members.trainers import TrainerLeases
 from services.orchestrator.metrics.run_metrics import RunMetrics
-from services.orchestrator.monitoring.collector import Collector
 from services.orchestrator.monitoring.failure_pause import FailurePause
 from services.orchestrator.monitoring.stall_watch import StallWatch
-from services.orchestrator.monitoring.throughput import ThroughputRows
 from services.orchestrator.stalls.account_book import AccountBook
 from services.orchestrator.stalls.facts import Hold
+from services.orchestrator.stalls.rules_work import COMPUTING
 from services.orchestrator.state import disk_forecast as forecast
 from services.orchestrator.state.disk_forecast import DiskForecast
 from services.orchestrator.state.timeline import Timeline
+from services.orchestrator.state.versions import VersionLedger
 
 log = structlog.get_logger()
 
@@ -34,6 +39,79 @@ STALLS_S = 1.0
 ACCOUNTS_S = 10.0
 STOOD_STILL_S = 5.0  # between two ticks
 STATE_S = 5.0
+
+
+class ThroughputRows:
+    """Writes rows of the run's throughput and of the shares of idle time."""
+
+    def __init__(
+        self,
+        *,
+        pool: ReplicaPool,
+        trained_ledgers: Mapping[str, VersionLedger],
+        book: AccountBook,
+        metrics: RunMetrics,
+        waits: Callable[[], list[str]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._trained_ledgers = trained_ledgers
+        self._book = book
+        self._metrics = metrics
+        self._waits = waits
+        self._clock = clock
+
+    def write(self) -> None:
+        step = max((ledger.newest_number for ledger in self._trained_ledgers.values()), default=0)
+        values = {
+            ThroughputKey.TOKENS_PER_S.value: self._pool.tokens_per_s,
+            ThroughputKey.REPLICAS.value: float(len(self._pool)),
+            ThroughputKey.RUNNING.value: float(self._pool.num_running),
+        }
+        self._book.mark(self._clock())
+        idle = {
+            ThroughputKey.TRAINER_IDLE_SHARE.value: self._book.share_lately(
+                is_of_trainer, lambda a: a.name not in COMPUTING
+            ),
+            ThroughputKey.REPLICA_IDLE_SHARE.value: self._book.share_lately(is_replica, lambda a: a.on == ORCHESTRATOR),
+        }
+        values |= {name: share for name, share in idle.items() if share is not None}
+        self._metrics.throughput(max(step, 0), self._waits(), values)
+
+
+class Collector:
+    """Deletes trajectories that no replay can need, where the recipe enables retention."""
+
+    def __init__(
+        self, journal: Journal, trainers: TrainerLeases, num_trainers: int, live_groups: Callable[[], set[str]]
+    ) -> None:
+        """``num_trainers`` of the whole run; ``live_groups`` returns task groups whose records must stay."""
+        self._journal = journal
+        self._trainers = trainers
+        self._num_trainers = num_trainers
+        self._live_groups = live_groups
+        self._collected: dict[str, int] = {}  # oldest checkpoint steps at the last complete collection
+
+    async def collect(self) -> None:
+        """Delete unneeded records. On a full disk, only delete whole segments: rewriting one needs space."""
+        most_rewritten = 0 if self._journal.blocked else MOST_REWRITTEN
+        steps = {trainer.policy: trainer.oldest_checkpoint_step for trainer in self._trainers}
+        if len(steps) < self._num_trainers or steps == self._collected:
+            return
+        current = self._journal.current_segments()
+        live = self._live_groups()
+        try:
+            found = await asyncio.to_thread(
+                collect, self._journal, steps, live, current=current, most_rewritten=most_rewritten
+            )
+        except (OSError, InfrastructureError) as error:
+            # No space for the rewrite, or a failing disk: try again later.
+            log.warning("journal.not_collected", reason=str(error))
+            return
+        if len(found.rewritten) < most_rewritten:  # else there may be more
+            self._collected = steps
+        if found.removed or found.rewritten:
+            log.info("journal.collected", removed=found.removed, rewritten=found.rewritten, num_bytes=found.num_bytes)
 
 
 class Watch:

@@ -11,12 +11,12 @@ from services.common.errors import MillraceError, UnknownPolicyError
 from services.common.records.fates import SetAsideReason
 from services.common.records.refusals import RefusalReason
 from services.common.records.types import Trajectory, WeightVersion
-from services.orchestrator.ingest.record_facts import RecordRefusedError, refuse
+from services.orchestrator.ingest.bounds import RecordRefusedError, refuse
 from services.orchestrator.journal import records
 from services.orchestrator.journal.parsers import PARSERS, settled_batch_from_json
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchRecord
-from services.orchestrator.journal.storage.index import Row
+from services.orchestrator.journal.storage.segments import Row
 from services.orchestrator.journal.survey import UNREADABLE, Survey, decode, numbered, spare_names
 from services.orchestrator.recovery.parts import RecoveryParts
 from services.orchestrator.state.groups import Outcome, TaskGroup, split_sequence_id

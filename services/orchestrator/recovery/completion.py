@@ -18,11 +18,11 @@ import structlog
 from services.common.errors import CorruptDataError
 from services.common.records import fates
 from services.common.records.fates import ClosedReason
-from services.orchestrator.buffer.batches import read_fresh_groups
+from services.orchestrator.buffer.recorded import read_fresh_groups
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.parsers import StateRecord, state_from_json
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.index import Row
+from services.orchestrator.journal.storage.segments import Row
 from services.orchestrator.journal.survey import Survey, decode
 from services.orchestrator.recovery.parts import RecoveryParts
 from services.orchestrator.state.groups import AdvantageGroup, GroupBy, TaskGroup

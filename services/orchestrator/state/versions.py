@@ -14,29 +14,24 @@ class VersionLedger:
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self._versions: dict[int, WeightVersion] = {}
-        self._newest_number = -1
+        self.newest_number = -1  # before the first version
         self._offered_otherwise = -1  # the newest number that its trainer offered with another digest
 
     @property
     def offered_otherwise(self) -> bool:
         """Whether the trainer offered the newest version with another digest: it replayed a recorded batch to other bits, so
         a replica that does not hold the version cannot fetch it."""
-        return self._newest_number >= 0 and self._offered_otherwise == self._newest_number
+        return self.newest_number >= 0 and self._offered_otherwise == self.newest_number
 
     @property
     def newest(self) -> WeightVersion | None:
         """None before the first version, and while the record of the newest version is lost."""
-        return self._versions.get(self._newest_number)
-
-    @property
-    def newest_number(self) -> int:
-        """-1 before the first version."""
-        return self._newest_number
+        return self._versions.get(self.newest_number)
 
     @property
     def lacks_newest(self) -> bool:
         """The newest version exists, but its record is lost: its trainer has to offer the version again."""
-        return self._newest_number >= 0 and self._newest_number not in self._versions
+        return self.newest_number >= 0 and self.newest_number not in self._versions
 
     def get(self, number: int) -> WeightVersion | None:
         return self._versions.get(number)
@@ -66,9 +61,9 @@ class VersionLedger:
             if self._offered_otherwise == version.number:
                 self._offered_otherwise = -1  # a trainer serves it as recorded again
             return False
-        if not 0 <= version.number <= self._newest_number + 1:
+        if not 0 <= version.number <= self.newest_number + 1:
             raise InvalidRequestError(
-                f"version {version.number} of {self.policy} cannot follow version {self._newest_number}",
+                f"version {version.number} of {self.policy} cannot follow version {self.newest_number}",
                 policy=self.policy,
             )
         return True
@@ -78,9 +73,9 @@ class VersionLedger:
         new = self.check(version)
         if new or version.sources:
             self._versions[version.number] = version
-            self._newest_number = max(self._newest_number, version.number)
+            self.newest_number = max(self.newest_number, version.number)
         return new
 
     def lose(self, number: int) -> None:
         """Versions up to this number exist, also those of which there is no record."""
-        self._newest_number = max(self._newest_number, number)
+        self.newest_number = max(self.newest_number, number)

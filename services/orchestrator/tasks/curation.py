@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -26,22 +26,8 @@ from services.common.telemetry.metrics import StepKey
 Kind = Literal["easy", "hard"]
 
 
-class Curation(Protocol):
-    """Protocol of curations: one call of ``accepts`` per position of the curriculum, one of ``observe`` per group."""
-
-    def accepts(self, row: int, position: int) -> bool: ...
-
-    def observe(self, row: int, rewards: Sequence[float]) -> None: ...
-
-    def advanced(self) -> None:
-        """Note a published version."""
-        ...
-
-    def gauges(self) -> dict[str, float]: ...
-
-
-def build_curation(config: DataConfig, seed: int) -> Curation:
-    """The curation that ``data.curation`` names."""
+def build_curation(config: DataConfig, seed: int) -> FilterSolved | PassRate | Greso | None:
+    """The curation that ``data.curation`` names; None for ``accept_all``."""
     if config.curation == "filter_solved":
         return FilterSolved(seed, solved_reward=config.solved_reward, revisit=config.revisit_solved)
     if config.curation == "pass_rate":
@@ -53,28 +39,12 @@ def build_curation(config: DataConfig, seed: int) -> Curation:
             revisit_solved=config.revisit_solved,
             revisit_unsolved=config.revisit_unsolved,
         )
-    return Greso(seed) if config.curation == "greso" else AcceptAll()
+    return Greso(seed) if config.curation == "greso" else None
 
 
 def accepted_by_chance(probability: float, seed: int, position: int) -> bool:
     """Whether a prompt is accepted; a draw by position, independent of the number of draws before a restart."""
     return probability >= 1.0 or float(np.random.default_rng([seed, position]).random()) < probability
-
-
-class AcceptAll:
-    """Accepts every prompt."""
-
-    def accepts(self, row: int, position: int) -> bool:
-        return True
-
-    def observe(self, row: int, rewards: Sequence[float]) -> None:
-        pass
-
-    def advanced(self) -> None:
-        pass
-
-    def gauges(self) -> dict[str, float]:
-        return {}
 
 
 class FilterSolved:

@@ -13,8 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import orjson
 import structlog
 
 from services.common import reasoning_gym
@@ -25,13 +23,21 @@ from services.common.importing import load_object
 from services.common.records.types import Task
 from services.common.user_code import check_call, place_of_error
 from services.common.verifiers import tasks as verifiers
-from services.orchestrator.tasks.catalogue import FORMS, Normalise, how_to_get, known, local_file
-from services.orchestrator.tasks.raw_rows import HarborRows, HeldOutRows, JsonlRows, ListRows, RawRows, RenamedRows
-from services.orchestrator.tasks.row_files import SkippedRows, is_file_of_rows, open_file
+from services.orchestrator.tasks.catalogue import FORMS, how_to_get, known, local_file
+from services.orchestrator.tasks.row_files import is_file_of_rows, open_file
+from services.orchestrator.tasks.task_rows import (
+    HarborRows,
+    HeldOutRows,
+    JsonlRows,
+    ListRows,
+    RawRows,
+    RenamedRows,
+    Requirement,
+    SkippedRows,
+    UsableRows,
+)
 
 log = structlog.get_logger()
-
-Requirement = Callable[[Mapping[str, Any], str], None]  # raises DatasetError that names a row by its second argument
 
 MAX_GENERATED_ROWS = 1_000_000  # a generator without `limit` that yields more is taken for endless
 
@@ -72,67 +78,6 @@ def log_opened(where: str, source: TaskSource) -> None:
     event = log.warning if source.left_out.count else log.info
     event("dataset.opened", dataset=where, rows=len(source), left_out=source.left_out.count,
           reasons=source.left_out.reasons)  # fmt: skip
-
-
-class UsableRows:
-    """The rows of which tasks can be made: readable, in one form where there is one, named once, and plain data.
-
-    Raises:
-        DatasetError: there is none; with the reasons of the first three rows.
-    """
-
-    def __init__(
-        self,
-        rows: RawRows,
-        id_field: str | None,
-        normalise: Normalise | None = None,
-        required: Requirement | None = None,
-    ) -> None:
-        self._rows, self._id_field, self._normalise = rows, id_field, normalise
-        self.left_out = SkippedRows()
-        places: list[int] = []
-        seen: dict[str, int] = {}
-        for place in range(len(rows)):
-            try:
-                task = self._task(place)
-                if required is not None:
-                    required(task.data, self._where(place))
-                if id_field is not None and task.task_id in seen:
-                    before = f"was used in row {seen[task.task_id]}; task ids must be unique"
-                    raise DatasetError(f"{self._where(place)}: {id_field} {task.task_id!r} {before}")
-            except DatasetError as error:
-                self.left_out.add(error.message)
-                continue
-            places.append(place)
-            if id_field is not None:
-                seen[task.task_id] = rows.number(place)
-        if not len(rows):
-            raise DatasetError(f"{rows.name} holds no rows")
-        if not places:
-            raise DatasetError(f"{rows.name} holds no row that can be used ({len(rows)} looked at): {self.left_out}")
-        self._places = np.asarray(places, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, row: int) -> Task:
-        return self._task(int(self._places[row]))
-
-    def _where(self, place: int) -> str:
-        return f"row {self._rows.number(place)}"
-
-    def _task(self, place: int) -> Task:
-        raw, where = self._rows[place], self._where(place)
-        data = raw if self._normalise is None else self._normalise(raw, where)
-        try:  # as the journal and the wire will: integers of 64 bits, no sets, no bytes
-            orjson.dumps(data)
-        except orjson.JSONEncodeError as error:
-            raise DatasetError(f"{where}: cannot be written as JSON: {error}") from None
-        if self._id_field is None:
-            return Task(task_id=str(self._rows.number(place)), data=data)
-        if self._id_field not in raw:
-            raise DatasetError(f"{where}: no field {self._id_field!r} (data.id_field); it has {', '.join(raw)}")
-        return Task(task_id=str(raw[self._id_field]), data=data)
 
 
 def _rows(config: DatasetConfig, seed: int) -> RawRows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from services.common.records.types import Purpose, Sampling, TaskGroupOrder
 from services.common.seeds import derived_seed
 from services.common.telemetry.metrics import StepKey
 from services.orchestrator.state.groups import TaskGroup
-from services.orchestrator.tasks.curation import AcceptAll, Curation, build_curation
+from services.orchestrator.tasks.curation import build_curation
 from services.orchestrator.tasks.datasets import TaskSource
 
 
@@ -101,6 +102,36 @@ def sampling_of(config: SamplingConfig) -> Sampling:
     )
 
 
+class Curation(Protocol):
+    """Protocol of curations: one call of ``accepts`` per position of the curriculum, one of ``observe`` per group."""
+
+    def accepts(self, row: int, position: int) -> bool: ...
+
+    def observe(self, row: int, rewards: Sequence[float]) -> None: ...
+
+    def advanced(self) -> None:
+        """Note a published version."""
+        ...
+
+    def gauges(self) -> dict[str, float]: ...
+
+
+class AcceptAll:
+    """Accepts every prompt."""
+
+    def accepts(self, row: int, position: int) -> bool:
+        return True
+
+    def observe(self, row: int, rewards: Sequence[float]) -> None:
+        pass
+
+    def advanced(self) -> None:
+        pass
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+
 @dataclass(slots=True)
 class Stream:
     """The tasks of one source, in the order in which they are issued."""
@@ -159,7 +190,7 @@ class TrainingOrders:
                 len(tasks[source]), recipe.data.seed_of(section, seed), recipe.data.training[section].shuffle
             )
             own_seed = derived_seed(seed, "curation", source) if source else seed
-            return Stream(tasks[source], curriculum, build_curation(recipe.data, own_seed))
+            return Stream(tasks[source], curriculum, build_curation(recipe.data, own_seed) or AcceptAll())
 
         return cls(
             {name_of(section): stream(section) for section in recipe.data.training},

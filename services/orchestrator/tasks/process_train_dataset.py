@@ -19,7 +19,7 @@ import orjson
 
 from services.common.config.data import DatasetConfig
 from services.orchestrator.tasks.datasets import open_source
-from services.orchestrator.tasks.row_files import SkippedRows
+from services.orchestrator.tasks.task_rows import SkippedRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from services.common.errors import DatasetError
 from services.common.records.dataset_rows import PROMPT_FIELDS
 from services.common.records.types import Task
 from services.orchestrator.tasks.datasets import TaskSource
-from services.orchestrator.tasks.row_files import SkippedRows
+from services.orchestrator.tasks.task_rows import SkippedRows
 
 log = structlog.get_logger()
 

@@ -1,8 +1,6 @@
 """Opens files of rows by their names: JSON Lines, one JSON array, CSV and TSV. Parquet is read by ``datasets``.
 
 Each kind has its faults told in words of its own: the header of a CSV file, the shape of a JSON file, a line that is cut off.
-
-Rows without a usable task are counted, with the reasons of the first.
 """
 
 from __future__ import annotations
@@ -11,23 +9,19 @@ import codecs
 import csv
 import io
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from services.common.errors import DatasetError
-from services.orchestrator.tasks.raw_rows import JsonlRows, ListRows, RawRows
+from services.orchestrator.tasks.task_rows import JsonlRows, ListRows, RawRows
 
 LINES, JSON, TABLES = (".jsonl", ".ndjson"), ".json", {".csv": ",", ".tsv": "\t"}
 KINDS = (*LINES, JSON, *TABLES, ".parquet")
 _PACKED = (".gz", ".zip", ".bz2", ".xz", ".zst")
 _LONGEST_FIELD = 1 << 30  # characters of one field of a table; the module's own bound is 128 KiB
 _HEAD = 1 << 16  # bytes that are read to tell the kind of a JSON file
-
-NUM_REASONS = 3
-_MAX_REASON_CHARS = 300
 
 
 def is_file_of_rows(path: str) -> bool:
@@ -135,28 +129,3 @@ def _is_json(line: bytes) -> bool:
     except orjson.JSONDecodeError:
         return False
     return True
-
-
-@dataclass(slots=True)
-class SkippedRows:
-    """Counts rows and keeps the reasons of the first three.
-
-    >>> left_out = SkippedRows()
-    >>> for number in range(2, 7):
-    ...     left_out.add(f"row {number}: no answer")
-    >>> str(left_out)
-    'row 2: no answer; row 3: no answer; row 4: no answer; and 2 more'
-    """
-
-    count: int = 0
-    reasons: list[str] = field(default_factory=list)
-
-    def add(self, reason: str) -> None:
-        self.count += 1
-        if len(self.reasons) < NUM_REASONS:
-            cut = len(reason) > _MAX_REASON_CHARS
-            self.reasons.append(reason[: _MAX_REASON_CHARS - 3] + "..." if cut else reason)
-
-    def __str__(self) -> str:
-        more = self.count - len(self.reasons)
-        return "; ".join([*self.reasons, *([f"and {more} more"] if more else [])])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -17,7 +19,7 @@ from services.cli.watch.notices import OrchestratorLiveness, StallsAtStart
 from services.cli.watch.progress_view import ProgressView, StallsTold, render
 from services.common.errors import InfrastructureError
 from services.common.pb import account_pb2, run_pb2
-from services.common.system import disk
+from services.common.system.disk import RESERVE_BYTES
 from tests.clock import Clock
 
 STALL = run_pb2.Stall(
@@ -113,9 +115,9 @@ def test_an_orchestrator_that_waits_for_room_on_its_disk_is_told_as_such(
     liveness = OrchestratorLiveness("127.0.0.1:1", clock=clock, run_dir=tmp_path)
     liveness.missed()
     clock.now = 11.0
-    monkeypatch.setattr(disk, "free_bytes", lambda place: disk.RESERVE_BYTES - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=RESERVE_BYTES - 1))
     assert liveness.stall is not None and f"the disk of {tmp_path} is full" in liveness.stall.detail
-    monkeypatch.setattr(disk, "free_bytes", lambda place: disk.RESERVE_BYTES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=RESERVE_BYTES))
     assert "is full" not in liveness.stall.detail
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.index import INDEX_FILE, Row, remove_index
-from services.orchestrator.journal.storage.segments import segment_path
+from services.orchestrator.journal.storage.index import INDEX_FILE, remove_index
+from services.orchestrator.journal.storage.segments import Row, segment_path
 
 
 def rows(run_dir: Path, kind: str, key: str | None = None) -> list[Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from services.orchestrator.dispatch.announcer import AT_ONCE, NEXT, NEXT_S
+from services.orchestrator.dispatch.published_versions import AT_ONCE, NEXT, NEXT_S
 from services.orchestrator.members.commands import AnnounceVersion
 from services.orchestrator.members.replica import Replica
 from tests.unit.orchestrator.world import World

@@ -32,9 +32,14 @@ from services.common.records.types import (
     WeightVersion,
 )
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
-from services.orchestrator.ingest.bounds import MOST_SEQUENCES, PolicyBounds, RecordBounds
+from services.orchestrator.ingest.bounds import (
+    MOST_SEQUENCES,
+    PolicyBounds,
+    RecordBounds,
+    RecordRefusedError,
+    bounded_failure,
+)
 from services.orchestrator.ingest.ingest import MOST_SENDERS, OTHERS, Answer, RecordOutcome, Refusals
-from services.orchestrator.ingest.record_facts import RecordRefusedError, bounded_failure
 from services.orchestrator.members.replica import Held
 from services.orchestrator.rpc import report_bounds
 from services.orchestrator.tasks.vocabulary import vocab_size

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.common.records.types import WeightVersion
-from services.orchestrator.dispatch.orphans import OrphanedGroups
 from services.orchestrator.members.commands import AnnounceVersion, CancelGroup
 from services.orchestrator.members.pool import REJOIN_S, ReplicaPool
 from services.orchestrator.members.replica import Held, Hello, Replica
-from services.orchestrator.state.groups import TaskGroup
+from services.orchestrator.state.groups import OrphanedGroups, TaskGroup
 from tests.unit.orchestrator.builders import failure, order
 
 NAMES = ("a", "b", "c", "d", "e")

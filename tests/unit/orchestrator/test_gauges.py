@@ -6,9 +6,8 @@ from pathlib import Path
 
 from services.common.prometheus.metric import OTHER, Translation
 from services.orchestrator.monitoring.gauges import METRICS, gauges
-from services.orchestrator.tasks.datasets import UsableRows
 from services.orchestrator.tasks.prompt_length import ShortPrompts
-from services.orchestrator.tasks.raw_rows import ListRows
+from services.orchestrator.tasks.task_rows import ListRows, UsableRows
 from tests.unit.orchestrator.world import World
 
 COUNTERS = {

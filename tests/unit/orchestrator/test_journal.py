@@ -20,8 +20,8 @@ from services.common.records.kept_tokens import left_out_row, pack
 from services.common.records.types import NO_TIMING, RolloutPhase, RolloutTiming
 from services.orchestrator.journal import records, rollouts, writer
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.segment_set import Files, SegmentWriter
-from services.orchestrator.journal.storage.segments import COLLECTED, DamageReason, segment_path
+from services.orchestrator.journal.storage.scan import DamageReason
+from services.orchestrator.journal.storage.segments import COLLECTED, Files, SegmentWriter, segment_path
 from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.waiting import WAIT_S, until
@@ -133,19 +133,28 @@ async def test_segments_are_rolled_at_their_size(open_journal: Open, tmp_path: P
     assert kept(tmp_path) == list(range(20))
 
 
+class Disk(Files):
+    """A disk with ``free`` bytes."""
+
+    free = 10**9
+
+    def free_bytes(self, path: Path) -> int:
+        return self.free
+
+
 async def test_without_free_disk_nothing_is_acknowledged_and_nothing_is_lost(
     open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "RETRY_S", 0.02)
-    free = 10**9
-    journal = open_journal(free_bytes=lambda path: free)
+    disk = Disk()
+    journal = open_journal(files=disk)
     await put(journal, 1)
-    free = 0
+    disk.free = 0
     waiting = asyncio.ensure_future(put(journal, 2, 3))
     await until(lambda: journal.blocked)
     assert not waiting.done()
     assert "0 bytes free" in journal.blocked
-    free = 10**9
+    disk.free = 10**9
     await asyncio.wait_for(waiting, WAIT_S)
     assert journal.blocked == ""
     assert kept(tmp_path) == [1, 2, 3]
@@ -155,17 +164,17 @@ async def test_without_free_disk_segments_are_deleted_and_the_record_of_it_takes
     open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "RETRY_S", 0.02)
-    free = 10**9
-    journal = open_journal(free_bytes=lambda path: free, segment_bytes=1)
+    disk = Disk()
+    journal = open_journal(files=disk, segment_bytes=1)
     for number in range(4):
         await put(journal, number)
-    free = 0
+    disk.free = 0
     waiting = asyncio.ensure_future(put(journal, 4))
     await until(lambda: journal.blocked)
     await asyncio.to_thread(journal.remove_segments, "things", [1, 2])
     assert journal.blocked and not waiting.done()
     assert kept(tmp_path) == [2, 3]
-    free = 10**9
+    disk.free = 10**9
     await asyncio.wait_for(waiting, WAIT_S)
     await journal.close()
     assert kept(tmp_path) == [2, 3, 4]

@@ -13,7 +13,7 @@ from services.common.config.training.policy import BatchConfig
 from services.common.errors import DeadlineError
 from services.common.records.fates import TOO_OLD, StepFact
 from services.common.records.types import RankBatch, Segment, Sequence, StopReason, TaskGroupOrder
-from services.orchestrator.buffer.batches import Batch
+from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.ingest.ingest import RecordOutcome
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from services.common.config.training.policy import BatchConfig
-from services.orchestrator.buffer.batches import Batch, Batches
+from services.orchestrator.buffer.assembly import Batch
+from services.orchestrator.buffer.batches import Batches
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.state.groups import TaskGroup
 from tests.unit.orchestrator.builders import order

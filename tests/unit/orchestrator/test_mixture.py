@@ -18,8 +18,8 @@ from services.common.telemetry.metrics import SourceKey, StepKey, source_key, so
 from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.journal.records import BatchRecord
+from services.orchestrator.state.admission import Mixture
 from services.orchestrator.state.groups import TaskGroup
-from services.orchestrator.state.mixture import Mixture
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 
 POLICY = "model0"

@@ -13,9 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from services.common.config.recipe import Recipe
 from services.common.errors import DatasetError
-from services.orchestrator.tasks.datasets import UsableRows
 from services.orchestrator.tasks.prompt_length import ShortPrompts, open_tokenizer, short_prompts
-from services.orchestrator.tasks.raw_rows import ListRows
+from services.orchestrator.tasks.task_rows import ListRows, UsableRows
 
 
 def words(texts: list[str]) -> list[int]:

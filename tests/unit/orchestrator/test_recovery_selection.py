@@ -11,7 +11,7 @@ import pytest
 
 from services.orchestrator.journal import records, survey
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.index import Row
+from services.orchestrator.journal.storage.segments import Row
 from services.orchestrator.recovery import recover
 from services.orchestrator.recovery.parts import RecoveryParts
 from tests.unit.orchestrator.builders import failure, sequence, trajectory

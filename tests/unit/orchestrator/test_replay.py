@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from services.common.config.training.policy import BatchConfig, ReplayConfig
 from services.common.records.types import RankBatch
-from services.orchestrator.buffer.batches import Batch
+from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.buffer.experience import ReplayStore
 from services.orchestrator.journal.retention import collect
 from services.orchestrator.state.groups import AdvantageGroup, advantage_groups

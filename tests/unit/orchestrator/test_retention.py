@@ -150,7 +150,7 @@ async def test_a_process_that_dies_while_rewriting_loses_nothing(
 
     real = compaction.take_place
     places = {
-        "prepare": ("services.orchestrator.journal.storage.segment_set.Files.sync", dies),
+        "prepare": ("services.orchestrator.journal.storage.segments.Files.sync", dies),
         "record": ("services.orchestrator.journal.storage.index_keeper.IndexKeeper.replace", dies),
         "rename": ("services.orchestrator.journal.storage.compaction.take_place", dies),
         "index": ("services.orchestrator.journal.storage.compaction.take_place", lambda *args: (real(*args), dies())),
@@ -374,7 +374,7 @@ async def test_a_run_goes_on_where_there_is_no_room_to_make_room(
         calls.append(most_rewritten)
         raise error
 
-    monkeypatch.setattr("services.orchestrator.monitoring.collector.collect", fail)
+    monkeypatch.setattr("services.orchestrator.monitoring.watch.collect", fail)
     for _ in range(2):  # tried again
         world.clock.now += 10.0
         await watch.tick()

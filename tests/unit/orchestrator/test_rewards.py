@@ -22,7 +22,7 @@ from services.common.records.types import Purpose, RolloutFailure, StopReason, T
 from services.inference.rollouts.player import RolloutPlayer
 from services.inference.workflows.base import Outcome as WorkflowOutcome
 from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
-from services.orchestrator.buffer.batches import Batch
+from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.buffer.rewards import RewardRules, RewardTransform, filled, without_masked
 from services.orchestrator.state.groups import AdvantageGroup, Outcome, TaskGroup, statistics
 from services.trainer.algorithms.advantages.sequences import sequence_advantages

@@ -10,8 +10,7 @@ import structlog
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
 from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.monitoring.progress import progress
-from services.orchestrator.monitoring.stall_facts import facts, own_activity
-from services.orchestrator.monitoring.stall_watch import StallWatch
+from services.orchestrator.monitoring.stall_watch import StallWatch, facts, own_activity
 from services.orchestrator.stalls.facts import Hold
 from tests.unit.orchestrator.world import World
 

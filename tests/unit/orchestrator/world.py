@@ -24,8 +24,7 @@ from services.orchestrator.monitoring.stall_watch import StallWatch
 from services.orchestrator.monitoring.watch import Watch
 from services.orchestrator.recovery.recover import recovered
 from services.orchestrator.state.groups import Outcome
-from services.orchestrator.tasks.datasets import UsableRows
-from services.orchestrator.tasks.raw_rows import ListRows
+from services.orchestrator.tasks.task_rows import ListRows, UsableRows
 from tests.unit.orchestrator.builders import sequence, trajectory
 
 

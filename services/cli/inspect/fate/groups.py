@@ -15,7 +15,7 @@ from services.common.records import fates
 from services.common.records.fates import ClosedReason, GroupFate
 from services.orchestrator.journal import rollouts
 from services.orchestrator.journal.records import GroupVerdict
-from services.orchestrator.journal.storage.index import Row
+from services.orchestrator.journal.storage.segments import Row
 
 Place = tuple[int, int]  # slot of a rollout, position in its trajectory
 

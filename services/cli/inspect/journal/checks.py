@@ -18,8 +18,8 @@ from services.cli.inspect.journal.progress import Advance
 from services.cli.inspect.trace.reading import open_journal
 from services.orchestrator.journal.quarantine import Quarantine
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.index import Row
-from services.orchestrator.journal.storage.segments import Damage, DamageReason
+from services.orchestrator.journal.storage.scan import Damage, DamageReason
+from services.orchestrator.journal.storage.segments import Row
 
 _SHOWN = 20
 _ROWS = 20_000  # looked up at once

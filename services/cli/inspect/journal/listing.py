@@ -18,7 +18,7 @@ from services.cli.console.tables import Column, FittingTable
 from services.cli.inspect.trace.reading import open_journal
 from services.orchestrator.journal.quarantine import Quarantine
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.index import Row
+from services.orchestrator.journal.storage.segments import Row
 
 Listed = dict[str, Any]
 

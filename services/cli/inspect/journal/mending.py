@@ -18,7 +18,7 @@ from services.common.config.reading.loading import load_resolved
 from services.common.config.training.policy import ReplayConfig
 from services.common.errors import BatchLostError, InfrastructureError
 from services.common.records.fates import SetAsideReason
-from services.orchestrator.buffer.batches import read_what_is_left
+from services.orchestrator.buffer.recorded import read_what_is_left
 from services.orchestrator.config import Settings
 from services.orchestrator.journal import records
 from services.orchestrator.journal.parsers import parser_of
@@ -27,7 +27,7 @@ from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import SetAside
 from services.orchestrator.journal.retention import Collected, carry_out, plan
 from services.orchestrator.journal.storage.index import INDEX_FILE, remove_index
-from services.orchestrator.journal.storage.segments import DamageReason
+from services.orchestrator.journal.storage.scan import DamageReason
 from services.orchestrator.journal.survey import UNREADABLE, numbered, open_groups
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.lock import RunLock

@@ -26,7 +26,7 @@ from services.common.telemetry.metrics import TrainerKey
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict
-from services.orchestrator.journal.storage.index import Row
+from services.orchestrator.journal.storage.segments import Row
 from services.orchestrator.state.groups import split_sequence_id
 
 Json = dict[str, Any]

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.errors import CorruptDataError
-from services.orchestrator.journal.storage.index import Row
-from services.orchestrator.journal.storage.scan import scan
-from services.orchestrator.journal.storage.segment_set import Files
-from services.orchestrator.journal.storage.segments import Damage, DamageReason, checksum_of, header_bytes, segment_path
+from services.orchestrator.journal.storage.scan import Damage, DamageReason, scan
+from services.orchestrator.journal.storage.segments import Files, Row, checksum_of, header_bytes, segment_path
 
 _SUFFIX = ".compacting"
 _WRITE_BYTES = 1024 * 1024

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from services.orchestrator.journal.storage.segments import COLLECTED, Damage, DamageReason, Place
+from services.orchestrator.journal.storage.scan import Damage, DamageReason
+from services.orchestrator.journal.storage.segments import COLLECTED, Place, Row
 
 INDEX_FILE = "index.sqlite"  # in the journal's directory
 IN_MEMORY = Path("")  # SQLite's temporary database: on disk beyond its cache size
@@ -59,19 +60,6 @@ _DAMAGE = "kind, segment, offset, num_bytes, reason, num_records, number, key"
 _MAX_KEYS = 500  # of one SELECT
 _WAL_BYTES = 64 * 1024 * 1024  # with a larger -wal file the index adds no rows until a checkpoint has emptied that file
 _LOW_BITS = 0xFFFFFFFF
-
-
-class Row(NamedTuple):
-    """Position of one record."""
-
-    number: int
-    kind: str
-    key: str
-    segment: int
-    offset: int  # of the payload, behind the record's header
-    length: int  # of the payload
-    checksum: int  # of the payload, by ``checksum_of``
-    written_at: float = 0.0  # seconds since the epoch
 
 
 class Indexed(NamedTuple):

@@ -1,4 +1,4 @@
-"""Finds the records of a segment by their headers alone, without the index and without decompressing.
+"""Finds the records of a segment, and its damage, by the headers alone, without the index and without decompressing.
 
 After bytes that are no record the scan continues at the next valid header, and reports the skipped bytes.
 """
@@ -8,18 +8,18 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from services.common.errors import ConfigError
-from services.orchestrator.journal.storage.index import Row
 from services.orchestrator.journal.storage.segments import (
     MAGIC_BYTES,
     MAX_HEADER_BYTES,
     MIN_HEADER_BYTES,
-    Damage,
-    DamageReason,
     Header,
     Incomplete,
+    Row,
     Unreadable,
     checksum_of,
     header_bytes,
@@ -30,6 +30,38 @@ from services.orchestrator.journal.storage.segments import (
 _READ_BYTES = 256 * 1024  # at once, while records are short
 _LONG_BYTES = 32 * 1024  # behind a record of this length only the next header is read
 _SEARCH_BYTES = 1024 * 1024
+
+
+class DamageReason(StrEnum):
+    TORN = "torn"  # the segment ends inside a record
+    UNREADABLE = "unreadable"  # bytes that are no record
+    CHECKSUM = "checksum"  # a record whose contents differ from the written ones
+    LOST = "lost"  # bytes that were there, and are gone
+    REPEATED = "repeated"  # a record with the number of another one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """A span of a segment that is set aside. Its bytes stay where they are.
+
+    >>> print(Damage(kind="versions", segment=2, offset=96, num_bytes=31, reason=DamageReason.TORN))
+    versions-000002: 31 bytes at 96: torn
+    """
+
+    kind: str
+    segment: int
+    offset: int
+    num_bytes: int
+    reason: DamageReason
+    num_records: int = 0  # as far as that is known
+    number: int = 0  # of the record, where a single header names the record
+    key: str = ""
+
+    def __str__(self) -> str:
+        told = f"{self.kind}-{self.segment:06d}: {self.num_bytes} bytes at {self.offset}: {self.reason.value}"
+        if self.number:
+            return f"{told} (record {self.number}, {self.key!r})"
+        return f"{told} ({self.num_records} records)" if self.num_records else told
 
 
 def scan(directory: Path, kind: str, segment: int, start: int = 0, end: int | None = None) -> Iterator[Row | Damage]:

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.segments import Damage
+from services.orchestrator.journal.storage.scan import Damage
 from services.orchestrator.journal.writer import Journal
 
 KINDS = ("things", "others")

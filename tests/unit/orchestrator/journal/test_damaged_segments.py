@@ -16,15 +16,8 @@ from services.common.errors import CorruptDataError
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.storage import segments
 from services.orchestrator.journal.storage.index import INDEX_FILE
-from services.orchestrator.journal.storage.scan import scan
-from services.orchestrator.journal.storage.segments import (
-    Damage,
-    DamageReason,
-    Packer,
-    segment_path,
-    sizes_in,
-    write_header,
-)
+from services.orchestrator.journal.storage.scan import Damage, DamageReason, scan
+from services.orchestrator.journal.storage.segments import Packer, segment_path, sizes_in, write_header
 from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.journal.helpers import (
     COUNT,
@@ -281,7 +274,7 @@ async def test_a_segment_that_is_deleted_while_it_is_looked_at_fails_nothing(tmp
     (tmp_path / INDEX_FILE).unlink()
     segment_path(tmp_path, "others", 1).unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.orchestrator.journal.storage.index_sync.sizes_in", lambda directory: sizes)
+        patch.setattr("services.orchestrator.journal.storage.index_keeper.sizes_in", lambda directory: sizes)
         assert kept(tmp_path) == list(range(0, COUNT, 2))
     assert kept(tmp_path) == list(range(0, COUNT, 2))
 

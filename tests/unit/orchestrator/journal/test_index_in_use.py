@@ -13,8 +13,8 @@ import pytest
 
 from services.orchestrator.journal.storage import index
 from services.orchestrator.journal.storage import index_keeper as keeper
-from services.orchestrator.journal.storage.index import INDEX_FILE, Row
-from services.orchestrator.journal.storage.segments import Place, sizes_in
+from services.orchestrator.journal.storage.index import INDEX_FILE
+from services.orchestrator.journal.storage.segments import Place, Row, sizes_in
 from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.journal.helpers import (
     SPOILED,

@@ -1,6 +1,7 @@
-"""Raw rows of a file, a Hugging Face dataset or a list: read by position, on demand.
+"""Rows of a dataset by position, read on demand, and the tasks that are made of them.
 
-Independent of tasks: ``datasets`` decides about usable rows.
+Raw rows are those of a file, of a Hugging Face dataset or of a list, and views of others: a held-out part, renamed columns.
+``UsableRows`` makes tasks of them. ``datasets`` opens the rows.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import codecs
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +19,13 @@ import orjson
 
 from services.common.errors import DatasetError
 from services.common.records.dataset_rows import PROMPT_FIELDS, TRUTH_FIELDS
+from services.common.records.types import Task
+from services.orchestrator.tasks.catalogue import Normalise
+
+Requirement = Callable[[Mapping[str, Any], str], None]  # raises DatasetError that names a row by its second argument
+
+NUM_REASONS = 3
+_MAX_REASON_CHARS = 300
 
 
 class RawRows(Protocol):
@@ -178,3 +187,89 @@ def _column(row: Mapping[str, Any], column: str, where: str) -> Any:
             raise DatasetError(f"{where} is {column!r}, which the row lacks; it has {', '.join(map(str, row))}")
         value = value[part]
     return value
+
+
+@dataclass(slots=True)
+class SkippedRows:
+    """Counts rows and keeps the reasons of the first three.
+
+    >>> left_out = SkippedRows()
+    >>> for number in range(2, 7):
+    ...     left_out.add(f"row {number}: no answer")
+    >>> str(left_out)
+    'row 2: no answer; row 3: no answer; row 4: no answer; and 2 more'
+    """
+
+    count: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, reason: str) -> None:
+        self.count += 1
+        if len(self.reasons) < NUM_REASONS:
+            cut = len(reason) > _MAX_REASON_CHARS
+            self.reasons.append(reason[: _MAX_REASON_CHARS - 3] + "..." if cut else reason)
+
+    def __str__(self) -> str:
+        more = self.count - len(self.reasons)
+        return "; ".join([*self.reasons, *([f"and {more} more"] if more else [])])
+
+
+class UsableRows:
+    """The rows of which tasks can be made: readable, in one form where there is one, named once, and plain data.
+
+    Raises:
+        DatasetError: there is none; with the reasons of the first three rows.
+    """
+
+    def __init__(
+        self,
+        rows: RawRows,
+        id_field: str | None,
+        normalise: Normalise | None = None,
+        required: Requirement | None = None,
+    ) -> None:
+        self._rows, self._id_field, self._normalise = rows, id_field, normalise
+        self.left_out = SkippedRows()
+        places: list[int] = []
+        seen: dict[str, int] = {}
+        for place in range(len(rows)):
+            try:
+                task = self._task(place)
+                if required is not None:
+                    required(task.data, self._where(place))
+                if id_field is not None and task.task_id in seen:
+                    before = f"was used in row {seen[task.task_id]}; task ids must be unique"
+                    raise DatasetError(f"{self._where(place)}: {id_field} {task.task_id!r} {before}")
+            except DatasetError as error:
+                self.left_out.add(error.message)
+                continue
+            places.append(place)
+            if id_field is not None:
+                seen[task.task_id] = rows.number(place)
+        if not len(rows):
+            raise DatasetError(f"{rows.name} holds no rows")
+        if not places:
+            raise DatasetError(f"{rows.name} holds no row that can be used ({len(rows)} looked at): {self.left_out}")
+        self._places = np.asarray(places, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, row: int) -> Task:
+        return self._task(int(self._places[row]))
+
+    def _where(self, place: int) -> str:
+        return f"row {self._rows.number(place)}"
+
+    def _task(self, place: int) -> Task:
+        raw, where = self._rows[place], self._where(place)
+        data = raw if self._normalise is None else self._normalise(raw, where)
+        try:  # as the journal and the wire will: integers of 64 bits, no sets, no bytes
+            orjson.dumps(data)
+        except orjson.JSONEncodeError as error:
+            raise DatasetError(f"{where}: cannot be written as JSON: {error}") from None
+        if self._id_field is None:
+            return Task(task_id=str(self._rows.number(place)), data=data)
+        if self._id_field not in raw:
+            raise DatasetError(f"{where}: no field {self._id_field!r} (data.id_field); it has {', '.join(raw)}")
+        return Task(task_id=str(raw[self._id_field]), data=data)
