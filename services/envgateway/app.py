@@ -49,7 +49,7 @@ from services.envgateway.rpc.servicer_judge import JudgeServicer
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.taskserver.server import TaskServer
 from services.envgateway.threads import THREADS
-from services.envgateway.tools.builtin import built_in_tools
+from services.envgateway.tools.jupyter import built_in_tools
 from services.envgateway.tools.mcp.server import McpServer
 from services.envgateway.tools.registry import ToolBox, load_tools
 

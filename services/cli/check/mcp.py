@@ -31,8 +31,7 @@ def _tools_of(recipe: Recipe) -> list[str]:
 
 
 async def _problems(servers: Mapping[str, McpServerConfig], wanted: list[str]) -> list[str]:
-    from services.envgateway.tools.mcp.offered import McpTools
-    from services.envgateway.tools.mcp.server import McpServer
+    from services.envgateway.tools.mcp.server import McpServer, McpTools
 
     opened = {name: McpServer(name, config) for name, config in servers.items()}
 

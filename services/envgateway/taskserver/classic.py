@@ -25,8 +25,7 @@ from services.envgateway.envs.agentbench.messages import (
 )
 from services.envgateway.envs.base import EndStatus
 from services.envgateway.taskserver.answers import Handler, Refusal, answered, read
-from services.envgateway.taskserver.conversations import RUNNING, Conversation, Conversations
-from services.envgateway.taskserver.history import cut
+from services.envgateway.taskserver.conversations import RUNNING, Conversation, Conversations, cut
 from services.envgateway.taskserver.tasks import Task, Tasks
 
 _WORKER = 0

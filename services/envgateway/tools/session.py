@@ -20,7 +20,7 @@ from services.common.text.tool_calls import MalformedCall, ToolStatistics, ToolS
 from services.common.text.tool_schema import problem_with
 from services.envgateway.calls import call_plain_or_async
 from services.envgateway.tools.base import RegisteredTool, StatefulTool, ToolError, ToolResult, ToolState, schema_of
-from services.envgateway.tools.mcp.offered import McpTools
+from services.envgateway.tools.mcp.server import McpTools
 from services.envgateway.tools.registry import ToolBox, cut_result
 
 log = structlog.get_logger()

@@ -34,8 +34,7 @@ from services.envgateway.queue.streams.names import Names
 from services.envgateway.queue.turns import Turns
 from services.envgateway.sandbox.bare.slot_queue import batch_share
 from services.envgateway.sandbox.records import ExecutionRequest
-from services.envgateway.worker.held import Delivery, HeldJobs
-from services.envgateway.worker.last_attempts import LastAttempts
+from services.envgateway.worker.held import Delivery, HeldJobs, LastAttempts
 from services.envgateway.worker.leases import Leases
 from services.envgateway.worker.worker_backoff import WorkerBackoff
 

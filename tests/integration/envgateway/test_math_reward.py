@@ -18,8 +18,7 @@ from services.envgateway.rewards.math import process as math_process
 from services.envgateway.rewards.math.pool import MathPool
 from services.envgateway.rewards.math.process import WorkerDied, WorkerOverdue, WorkerStarved
 from services.envgateway.rewards.math.progress import ANSWER, TRUTH
-from services.envgateway.rewards.math.reward import MathReward
-from services.envgateway.rewards.registry import Rewards
+from services.envgateway.rewards.registry import MathReward, Rewards
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
 
 R = RewardOutcome

@@ -189,7 +189,7 @@ workflow:
     [
         ("services.inference.workflows.base:Outcome", "write millrace:Outcome"),
         ("services.envgateway.rewards.math.boxed:boxed_match", "write millrace:last_boxed"),
-        ("services.envgateway.rewards.math.reward:MathReward", "go by their plain names, such as tool_use"),
+        ("services.envgateway.rewards.registry:MathReward", "go by their plain names, such as tool_use"),
     ],
 )
 def test_an_old_import_path_in_a_recipe_is_told_with_the_new_one(path: str, told: str, folder: Path) -> None:
