@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from services.cli.check.model_facts import file_of
+from services.cli.check.model_files import file_of
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 

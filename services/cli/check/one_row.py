@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.cli.check.model_facts import config_of, file_of
+from services.cli.check.model_files import config_of, file_of
 from services.common.config.data import WorkflowConfig, is_training, name_of
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError

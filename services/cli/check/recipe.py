@@ -19,9 +19,8 @@ from rich.text import Text
 from services.cli.check.hub import hub_problems
 from services.cli.check.launch import launch_problems
 from services.cli.check.memory.estimate import GIB
-from services.cli.check.memory.gpus import estimates, misfits
+from services.cli.check.memory.gpus import estimates, misfits, with_others
 from services.cli.check.memory.host import embedded_estimates, small_caches
-from services.cli.check.memory.shared_device import with_others
 from services.cli.check.model_files import model_problems
 from services.cli.check.one_row import FIRST_ROW, Tried, try_rows
 from services.cli.check.sizes import size_notes, size_problems

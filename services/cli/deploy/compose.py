@@ -21,19 +21,22 @@ from typing import Any
 import yaml
 
 from services.cli.check.memory.host import shared_memory_gib
-from services.cli.deploy.images import (
+from services.cli.deploy.layout import (
     APP,
+    CHECKOUT,
     DATA,
     KEYS,
     MODELS,
     RUNS,
     WORLDS,
+    Layout,
     check_images,
     container_name,
     image_of,
+    options,
     settings_in_containers,
+    written_by,
 )
-from services.cli.deploy.layout import CHECKOUT, Layout, options, written_by
 from services.cli.keys.process_keys import role_of
 from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
 from services.cli.plan.specs import ProcessSpec

@@ -17,9 +17,8 @@ from typing import Any
 
 import yaml
 
-from services.cli.deploy.images import USER, check_images, image_of
 from services.cli.deploy.kubernetes_pods import NESTED, Pod, Tree, claim, needs_files
-from services.cli.deploy.layout import Layout, lay_out, written_by
+from services.cli.deploy.layout import USER, Layout, check_images, image_of, lay_out, written_by
 from services.cli.keys.process_keys import role_of
 from services.common.errors import ConfigError
 from services.common.security.bundle import FILES

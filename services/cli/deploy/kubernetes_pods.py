@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.cli.check.memory.host import shared_memory_gib
-from services.cli.deploy.images import (
+from services.cli.deploy.layout import (
     APP,
+    CHECKOUT,
     DATA,
     KEYS,
     MODELS,
     RUNS,
     USER,
     WORLDS,
+    Layout,
     image_of,
+    options,
     settings_in_containers,
 )
-from services.cli.deploy.layout import CHECKOUT, Layout, options
 from services.cli.deploy.sizes import size_of
 from services.cli.keys.process_keys import role_of
 from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST

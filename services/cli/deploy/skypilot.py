@@ -14,8 +14,7 @@ from typing import Any
 
 import yaml
 
-from services.cli.deploy.images import container_name
-from services.cli.deploy.layout import CHECKOUT, Layout, options, written_by
+from services.cli.deploy.layout import CHECKOUT, Layout, container_name, options, written_by
 from services.cli.deploy.sizes import Size, largest, size_of, size_of_node
 from services.cli.keys.process_keys import role_of
 from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import shlex
 
-from services.cli.deploy.images import container_name
-from services.cli.deploy.layout import Layout, options, written_by
+from services.cli.deploy.layout import Layout, container_name, options, written_by
 from services.cli.deploy.scripts import launch_scripts
 from services.cli.deploy.sizes import Size, largest, size_of, size_of_node
 from services.cli.keys.process_keys import role_of

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from services.cli.console.source_table import source_words
 from services.cli.inspect.checkpoints.found import places, policies_of
-from services.cli.inspect.rows import Row, read_rows
-from services.cli.inspect.run_state import check_run_directory, ended, launcher_lock
+from services.cli.inspect.run_state import Row, check_run_directory, ended, launcher_lock, read_rows
 from services.common import run_files
 from services.common.checkpoints.directory import path_of
 from services.common.config.reading.loading import RESOLVED, load_resolved

@@ -17,7 +17,7 @@ from services.cli.inspect.pictures.panels import (
     training_steps,
 )
 from services.cli.inspect.pictures.seeds import Points, Runs, band, grouped
-from services.cli.inspect.rows import Row
+from services.cli.inspect.run_state import Row
 from services.common.telemetry.metrics import RowKind
 
 MOST_POINTS = 400  # of a line: more than a panel has pixels for

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 
-from services.cli.inspect.rows import Row
+from services.cli.inspect.run_state import Row
 from services.cli.page.curves import curves
 from services.cli.page.filters import ORDERS, Filter
 from services.cli.page.run_reader import RunReader, guarded

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import orjson
 
-from services.cli.inspect.journal.checks import walk
-from services.cli.inspect.journal.progress import Advance
+from services.cli.inspect.journal.checks import Advance, walk
 from services.cli.inspect.trace.reading import open_journal
 from services.common.errors import ConfigError, CorruptDataError
 from services.orchestrator.journal import records, rollouts

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from services.cli.inspect.journal.checks import walk
-from services.cli.inspect.journal.progress import Advance
+from services.cli.inspect.journal.checks import Advance, walk
 from services.cli.inspect.trace.reading import open_journal
 from services.common import run_files
 from services.common.config.reading.loading import load_resolved

@@ -11,7 +11,7 @@ from typing import Any
 
 from services.cli.console import drawing
 from services.cli.inspect.pictures.seeds import Points, Runs, band
-from services.cli.inspect.rows import Row
+from services.cli.inspect.run_state import Row
 from services.common.telemetry.metrics import (
     ROLE_REWARD,
     RowKind,
