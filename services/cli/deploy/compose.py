@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from services.cli.check.memory.host import shared_memory_gib
 from services.cli.deploy.layout import (
     APP,
@@ -27,13 +25,16 @@ from services.cli.deploy.layout import (
     DATA,
     KEYS,
     MODELS,
+    ONCE,
     RUNS,
     WORLDS,
     Layout,
     check_images,
     container_name,
+    container_variables,
     image_of,
     options,
+    plain_yaml,
     settings_in_containers,
     written_by,
 )
@@ -264,7 +265,7 @@ class _Node:
         if kind == "envgateway":
             mounts += [self._world(path) for path in map(os.fspath, layout.worlds())]
         mounts += [self._world(path) for path in layout.own_folders()]
-        if self._has_keys and name not in (WARM_START, MAKE_WORLDS):
+        if layout.has_keys and name not in ONCE:
             keys = f"${{{KEYS_VARIABLE}:?set it to the directory that millrace keys made}}"
             mounts.append(f"{keys}/{role_of(name).value}:{KEYS}:ro")
         return mounts
@@ -294,10 +295,6 @@ class _Node:
         known: dict[str, Any] = {"runs": {}, "models": {"name": "millrace-models"}, "worlds": {}, NO_DATA: {}}
         return {name: known[name] for name in known if any(f"{name}:" in m or f"-{name}}}:" in m for m in mounted)}
 
-    @property
-    def _has_keys(self) -> bool:
-        return self.several or self.layout.recipe.needs_keys
-
     def _command(self, name: str, more: Sequence[str] = ()) -> list[str]:
         arguments = [_escaped(part) for part in options(self.layout, [*settings_in_containers(self.layout), *more])]
         return ["start", self.layout.path, name, *arguments]
@@ -305,11 +302,7 @@ class _Node:
     def _environment(self, name: str) -> dict[str, str]:
         layout = self.layout
         there = f"{RUNS}/{layout.run_id}" + (f"-node{self.number}" if self.number else "")
-        variables = {**layout.ports, "RUN_DIR": there}  # the gateway's own; no other container mounts it
-        if layout.data_root() != "none":
-            variables[DATA_ROOT] = DATA
-        if self._has_keys and name not in (WARM_START, MAKE_WORLDS):
-            variables[KEYS_VARIABLE] = KEYS
+        variables = container_variables(layout, name, there)  # the gateway's own; no other container mounts it
         if self.several:
             variables[NODE_HOST] = self._own_address("")
         if self.number:
@@ -333,7 +326,7 @@ class _Node:
             f"# {what} Written, not edited: {written_by(self.layout, 'compose')} -o DIR\n"
             f"# docs/deploy.md says how it is used. {reached}.\n"
         )
-        return head + isolation + yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
+        return head + isolation + plain_yaml(tree)
 
 
 def _after(name: str) -> Service:
@@ -348,10 +341,3 @@ def _hardened() -> Service:
 def _escaped(text: str) -> str:
     """Escape dollar signs, which compose substitutes."""
     return text.replace("$", "$$")
-
-
-class _Plain(yaml.SafeDumper):
-    """Writes no anchors: each service can be read by itself."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True

@@ -13,12 +13,9 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from services.cli.deploy.kubernetes_pods import NESTED, Pod, Tree, claim, needs_files
-from services.cli.deploy.layout import USER, Layout, check_images, image_of, lay_out, written_by
+from services.cli.deploy.layout import USER, Layout, check_images, image_of, lay_out, plain_yaml, written_by
 from services.cli.keys.process_keys import role_of
 from services.common.errors import ConfigError
 from services.common.security.bundle import FILES
@@ -66,10 +63,10 @@ def kubernetes_files(
         f"# Written, not edited: {written_by(asked, 'kubernetes', gpu)} -o DIR\n"
         "# docs/cluster.md says how it is used; changes of your own belong into a kustomization that has this one as resource.\n"
     )
-    files = {file: head + _text(trees) for file, trees in documents.items() if trees}
-    files["kustomization.yaml"] = head + _text([_kustomization(layout, name, sorted(files))])
+    files = {file: head + "---\n".join(map(plain_yaml, trees)) for file, trees in documents.items() if trees}
+    files["kustomization.yaml"] = head + plain_yaml(_kustomization(layout, name, sorted(files)))
     if needs_files(layout):
-        files["files.yaml"] = head + _text([_files_pod(name)])
+        files["files.yaml"] = head + plain_yaml(_files_pod(name))
     return files
 
 
@@ -185,16 +182,3 @@ def _dns_name(name: str) -> str:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
         plain = f"{plain[: _MAX_NAME - 9].rstrip('-')}-{digest}"
     return plain
-
-
-def _text(trees: Sequence[Tree]) -> str:
-    return "---\n".join(
-        yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120) for tree in trees
-    )
-
-
-class _Plain(yaml.SafeDumper):
-    """Writes no anchors: each object can be read by itself."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True

@@ -11,6 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from services.cli.deploy.metrics import with_ports
 from services.cli.plan.profiles import load_for_any_machine
 from services.cli.plan.specs import ProcessSpec, plan
@@ -19,7 +21,8 @@ from services.cli.run.start import WORLDS as MAKE_WORLDS
 from services.common.config.reading.loading import port_variables, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.orchestrator.tasks.catalogue import known
+from services.common.security.bundle import VARIABLE as KEYS_VARIABLE
+from services.orchestrator.tasks.catalogue import DATA_ROOT, known
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -57,6 +60,11 @@ class Layout:
     def run_id(self) -> str:
         """The run's id where the recipe names none."""
         return self.recipe.run.id or self.recipe.name
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether processes have keys: of a run over several nodes, or one that asks for them."""
+        return len(self.nodes) > 1 or self.recipe.needs_keys
 
     def processes(self, node: int) -> list[ProcessSpec]:
         """The processes of a node, as ``millrace run`` and ``millrace start`` know them."""
@@ -188,6 +196,7 @@ APP = "/app"  # where the images have the checkout
 USER = 10001  # of the images
 
 _MAKERS = {WARM_START: "trainer", MAKE_WORLDS: "envgateway"}
+ONCE = tuple(_MAKERS)  # containers that end before the run begins
 _ARGUMENTS = ("BASE_IMAGE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")  # those that are set where it is built
 
 
@@ -229,6 +238,32 @@ def settings_in_containers(layout: Layout) -> list[str]:
     """Overrides that every container of a deployment has: ports of metrics, and where a profile makes worlds."""
     metrics = [f"metrics.ports.{process}={port}" for process, port in layout.metrics_ports.items()]
     return [*metrics, *([f"run.dir={RUNS}"] if layout.makes_worlds() else [])]
+
+
+def container_variables(layout: Layout, name: str, run_dir: str) -> dict[str, str]:
+    """Variables of the container of a process, or of one that makes checkpoints or worlds, which has no keys."""
+    variables = {**layout.ports, "RUN_DIR": run_dir}
+    if layout.data_root() != "none":
+        variables[DATA_ROOT] = DATA
+    if layout.has_keys and name not in ONCE:
+        variables[KEYS_VARIABLE] = KEYS
+    return variables
+
+
+def own_gpus(process: str, number: int) -> dict[str, str]:
+    """The variable that names the GPUs of a process which has its own alone, numbered from 0, as in a container."""
+    variable = process.partition("-node")[0].upper().replace("-", "_")
+    return {f"{variable}_GPUS": ",".join(map(str, range(number)))}
+
+
+def plain_yaml(tree: Mapping[str, Any]) -> str:
+    """YAML without anchors: each object can be read by itself."""
+    return yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Plain(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def container_name(name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from services.cli.deploy.layout import CHECKOUT, Layout, container_name, options, written_by
+from services.cli.deploy.layout import CHECKOUT, Layout, container_name, options, own_gpus, written_by
 from services.cli.deploy.sizes import Size, largest, size_of, size_of_node
 from services.cli.keys.process_keys import role_of
 from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
@@ -118,8 +118,7 @@ def _replica(layout: Layout, name: str, gpu: str | None) -> Tree:
     process, secret = f"inference-{name}", _secret("inference")
     service = layout.recipe.inference[name]
     size = size_of(layout.recipe, process, service.node)
-    variable = process.upper().replace("-", "_")
-    gpus = {f"{variable}_GPUS": ",".join(map(str, range(size.gpus)))} if service.gpus else {}
+    gpus = own_gpus(process, size.gpus) if service.gpus else {}
     run = _REPLICA.format(
         unpack=_UNPACK,
         secret=secret,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 
-from services.cli.deploy.layout import Layout, container_name, options, written_by
+from services.cli.deploy.layout import Layout, container_name, options, own_gpus, written_by
 from services.cli.deploy.scripts import launch_scripts
 from services.cli.deploy.sizes import Size, largest, size_of, size_of_node
 from services.cli.keys.process_keys import role_of
@@ -169,7 +169,7 @@ def _replica(layout: Layout, name: str, node: int, gpu: str | None, common: dict
     # A scheduler shows a job its own GPUs, numbered from 0. Two replicas of one machine must not want the same port.
     variable = process.upper().replace("-", "_")
     ports = {**layout.ports, f"{variable}_PORT": "0"}
-    gpus = {f"{variable}_GPUS": ",".join(map(str, range(size.gpus)))} if layout.recipe.inference[name].gpus else {}
+    gpus = own_gpus(process, size.gpus) if layout.recipe.inference[name].gpus else {}
     return _REPLICA.format(
         what=f"More replicas of {process} for a run of {layout.path} that goes on.",
         options=_options(layout, size, gpu, ("--nodes=1", "--ntasks=1"), f"-{name}"),

@@ -20,7 +20,7 @@ import structlog
 from aiohttp import web
 
 from services.common.errors import CapacityError
-from services.common.http.answers import json_answer
+from services.common.http.origin import json_answer
 from services.common.net.hosts import peer_of_host
 from services.common.rpc.limits import HANDSHAKE_S, MOST_CONNECTIONS, Limit, Rates
 from services.common.security.caller import caller

@@ -12,8 +12,7 @@ import pytest
 from services.cli.check.recipe import check_named
 from services.common import importing
 from services.common.config.data import DatasetConfig, WorkflowConfig
-from services.common.config.reading.loading import load_recipe
-from services.common.config.yaml_files import read_yaml
+from services.common.config.reading.loading import load_recipe, read_yaml
 from services.common.errors import ConfigError, MillraceError
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
