@@ -6,10 +6,9 @@ Reads names, ``config.json`` and the headers of safetensors files, so a model of
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from services.common.config.recipe import Recipe
 from services.common.text.huggingface import vocabulary_difference
@@ -78,8 +77,7 @@ def weight_names(model: str) -> frozenset[str]:
         if index is not None:
             names = json.loads(index.read_bytes())["weight_map"]
         elif whole is not None:
-            with whole.open("rb") as file:
-                names = json.loads(file.read(_header_bytes(file)))
+            names = _header(whole)[0]
         else:
             return frozenset()
         return frozenset(name for name in names if name != "__metadata__")
@@ -87,12 +85,13 @@ def weight_names(model: str) -> frozenset[str]:
         return frozenset()
 
 
-def _header_bytes(file: BinaryIO) -> int:
-    """The length of a safetensors header, which comes first; ``ValueError`` for one that cannot be."""
-    length = int.from_bytes(file.read(8), "little")
-    if length > _MOST_HEADER_BYTES:
-        raise ValueError(f"a header of {length} bytes")
-    return length
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where its tensors begin. ``ValueError`` for a file without a header."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > min(file.stat().st_size, _MOST_HEADER_BYTES):
+            raise ValueError(f"a header of {length} bytes")
+        return json.loads(opened.read(length)), 8 + length
 
 
 def other_architecture(model: str) -> str | None:
@@ -116,10 +115,6 @@ def lacks_chat_template(model: str) -> bool:
     except (OSError, ValueError):
         return False
     return not (isinstance(tree, dict) and tree.get("chat_template"))
-
-
-_LENGTH = struct.Struct("<Q")  # of the header, before it
-_HEADER_BYTES = 100_000_000  # safetensors refuses longer ones
 
 
 def model_problems(recipe: Recipe) -> list[str]:
@@ -208,17 +203,13 @@ def _broken(file: Path) -> str | None:
     """The defect of a safetensors file, from its header and its size."""
     try:
         size = file.stat().st_size
-        with file.open("rb") as opened:
-            (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))
-            if length > min(size, _HEADER_BYTES):
-                return f"is no safetensors file, or was cut off ({size} bytes)"
-            header = json.loads(opened.read(length))
+        header, begin = _header(file)
         ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    except (struct.error, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return "is no safetensors file, or was cut off"
-    expected = _LENGTH.size + length + max(ends, default=0)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return f"is no safetensors file, or was cut off ({size} bytes)"
+    expected = begin + max(ends, default=0)
     if size != expected:
         return f"has {size} bytes of {expected}"
     return None
