@@ -130,7 +130,7 @@ class _Node:
         gpus = {
             "resources": {"reservations": {"devices": [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]}}
         }
-        names = [process.name for process in self.layout.processes(self.number)]
+        names = self.layout.names[self.number]
         services: dict[str, Service] = {}
         if any(name.startswith(_COMPUTING) for name in names):
             services[POD] = {"ipc": "shareable", "shm_size": f"{shared_memory_gib(recipe, self.number)}gb"}
@@ -238,10 +238,7 @@ class _Node:
 
     def _own_address(self, otherwise: str) -> str:
         """The address that other nodes dial on this node: on node 0 and at the gateway."""
-        dialled = self.number == 0 or any(
-            process.name == "envgateway" for process in self.layout.processes(self.number)
-        )
-        if dialled:
+        if self.number == 0 or "envgateway" in self.layout.names[self.number]:
             return f"${{{NODE_HOST}:?set it to the name or address of this machine that other nodes dial}}"
         return f"${{{NODE_HOST}:-{otherwise}}}"
 

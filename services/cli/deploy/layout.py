@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from services.cli.deploy.metrics import with_ports
+from services.cli.keys.process_keys import role_of
 from services.cli.plan.profiles import load_for_any_machine
 from services.cli.plan.specs import ProcessSpec, plan
 from services.cli.run.start import WARM_START
@@ -69,6 +70,16 @@ class Layout:
     def processes(self, node: int) -> list[ProcessSpec]:
         """The processes of a node, as ``millrace run`` and ``millrace start`` know them."""
         return plan(self.recipe, Path(), node)
+
+    @property
+    def names(self) -> dict[int, list[str]]:
+        """The names of the processes of each node."""
+        return {node: [process.name for process in self.processes(node)] for node in self.nodes}
+
+    @property
+    def roles(self) -> list[list[str]]:
+        """The roles of the processes of each node, as the folders of their keys are named."""
+        return [sorted({role_of(name).value for name in names}) for names in self.names.values()]
 
     def data_root(self) -> Need:
         """Whether the deployment reads files of ``MILLRACE_DATA_ROOT``: required for a dataset on no hub; a profile
@@ -248,6 +259,13 @@ def container_variables(layout: Layout, name: str, run_dir: str) -> dict[str, st
     if layout.has_keys and name not in ONCE:
         variables[KEYS_VARIABLE] = KEYS
     return variables
+
+
+def other_variables(layout: Layout, where: str) -> str:
+    """What the head of a script says after its own variables: the folders that machines must have."""
+    told = ", MILLRACE_DATA_ROOT (folder of local datasets)" if layout.data_root() != "none" else ""
+    folders = layout.own_folders()
+    return told + (f". Needs at the same paths on {where}: {', '.join(folders)}" if folders else "")
 
 
 def own_gpus(process: str, number: int) -> dict[str, str]:
