@@ -1,4 +1,5 @@
-"""What a diagnosis says: whether each policy has learned, and the failures that were found. Also compares the beginning of a series with its end."""
+"""What a diagnosis says: whether each policy has learned, and the failures that were found; and how the beginning of a
+series compares with its end."""
 
 from __future__ import annotations
 

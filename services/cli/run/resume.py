@@ -1,7 +1,7 @@
-"""Opens the run of ``millrace run``: a new one, or the one to go on with. Chooses the run that a launch resumes: ``--resume auto``, and ``run.resume: auto`` in the recipe.
+"""Opens the run of ``millrace run``: a new one, or the one to go on with.
 
-Takes the newest run in ``run.dir`` that has the recipe's name and settings and has not ended; else a new one. A run
-keeps its first recipe, so a run with other settings is left alone. Reads directories only.
+``--resume auto``, and ``run.resume: auto`` in the recipe, take the newest run in ``run.dir`` that has the recipe's name
+and settings and has not ended; else a new one. A run keeps its first recipe, so a run with other settings is left alone.
 """
 
 from __future__ import annotations

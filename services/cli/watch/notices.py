@@ -29,9 +29,9 @@ from services.orchestrator.trackers.process import followed
 
 log = structlog.get_logger()
 
-
 LOOK_EVERY_S = 5.0
-
+FOLLOW_EVERY_S = 1.0
+PATIENCE_S = 300.0  # for an orchestrator that is away: it may be started again
 LIMIT_S = 10.0  # longer than a restart, and than the deadline of a call
 _STATES = {
     "T": "its process is stopped (SIGSTOP): send it SIGCONT",
@@ -157,10 +157,6 @@ class OrchestratorLiveness:
         except (OSError, IndexError):
             return "its process is gone"
         return _STATES.get(state, "its process is running and does not respond")
-
-
-FOLLOW_EVERY_S = 1.0
-PATIENCE_S = 300.0  # for an orchestrator that is away: it may be started again
 
 
 def follow(client: OrchestratorClient, view: ProgressView) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 import uuid
 from collections import Counter
 from functools import partial
@@ -36,9 +37,36 @@ from services.envgateway.sandbox.bare.slot_queue import batch_share
 from services.envgateway.sandbox.records import ExecutionRequest
 from services.envgateway.worker.held import Delivery, HeldJobs, LastAttempts
 from services.envgateway.worker.leases import Leases
-from services.envgateway.worker.worker_backoff import WorkerBackoff
 
 log = structlog.get_logger()
+
+_FAILURES_IN_A_ROW = 3
+_FIRST_BACKOFF_S = 1.0
+
+
+class WorkerBackoff:
+    """A time without jobs after repeated failures of the sandbox, in which other workers run them. Longer after each
+    further failure, up to ``longest_s``; over with the first job that runs."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._failures = 0
+        self._until = 0.0
+
+    def note(self, ran: bool) -> None:
+        """Record a job that ran here, or one that the machinery failed."""
+        self._failures = 0 if ran else self._failures + 1
+        over = self._failures - _FAILURES_IN_A_ROW
+        if over >= 0:
+            self._until = time.monotonic() + min(self._longest_s, _FIRST_BACKOFF_S * 2.0 ** min(over, 30))
+        elif ran:
+            self._until = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to go; 0 when there is no reason to rest."""
+        return max(0.0, self._until - time.monotonic())
+
 
 _AHEAD_S = 0.02  # jobs that the slots finish in this time are taken ahead, to hide the way to Redis
 _MOST_AHEAD_PER_SLOT = 4

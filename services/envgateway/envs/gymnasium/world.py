@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from services.common.config.processes.gymnasium import GymnasiumConfig
+from services.common.config.processes.environments import GymnasiumConfig
 from services.common.errors import ConfigError, InvalidRequestError, UserError
 from services.common.importing import load_object
 from services.envgateway.envs.base import EndStatus, Environment, Observation, StepResult

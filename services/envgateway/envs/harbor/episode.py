@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.common.config.processes.envgateway import LiveConfig
-from services.common.config.processes.harbor import HarborConfig
+from services.common.config.processes.environments import HarborConfig
 from services.common.errors import DatasetError, InfrastructureError, InvalidRequestError
 from services.common.harbor.files import TaskFile, environment_files, verifier_files
 from services.common.harbor.places import LOGS, TESTS, WRITABLE
