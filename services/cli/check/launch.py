@@ -28,16 +28,25 @@ _ASK_TIMEOUT_S = 30.0  # for another interpreter
 
 def check_launch(recipe: Recipe) -> None:
     """Raise ``ConfigError`` with one line per problem: the missing part and the remedy."""
-    problems = [
+    refuse(recipe, [*problems_anywhere(recipe), *launch_problems(recipe)])
+
+
+def refuse(recipe: Recipe, problems: Sequence[str]) -> None:
+    """Raise ``ConfigError`` with the problems, if there are any."""
+    if problems:
+        lines = [line for problem in problems for line in problem.splitlines()]
+        raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line.strip()}" for line in lines))
+
+
+def problems_anywhere(recipe: Recipe) -> list[str]:
+    """Problems that do not depend on what this machine has: memory, models, worlds, the hub's answers."""
+    return [
         *misfits(recipe, embedded_estimates(recipe)),
         *small_caches(recipe),
         *model_problems(recipe),
         *index_problems(recipe),
-        *launch_problems(recipe),
+        *(problem.text for problem in hub_problems(recipe) if not problem.of_machine),
     ]
-    problems += [problem.text for problem in hub_problems(recipe) if not problem.of_machine]
-    if problems:
-        raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
 
 
 def launch_problems(recipe: Recipe) -> list[str]:
