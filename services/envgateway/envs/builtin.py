@@ -7,6 +7,7 @@ from typing import Any
 
 from services.common.errors import GraderFailedError
 from services.common.text.tool_calls import MalformedCall, find_call
+from services.common.tools import ToolResult
 from services.envgateway.envs.base import EnvironmentContext, EpisodeLostError, Observation, StepResult
 from services.envgateway.envs.settings import (
     SingleStepSettings,
@@ -17,7 +18,7 @@ from services.envgateway.envs.settings import (
 )
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rewards.result import RewardOutcome
-from services.envgateway.tools.base import StateLostError, ToolResult
+from services.envgateway.tools.base import StateLostError
 from services.envgateway.tools.session import ToolSession
 
 

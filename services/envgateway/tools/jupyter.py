@@ -14,11 +14,12 @@ from typing import Any
 from services.common.config.processes.envgateway import EnvGatewayConfig, LiveConfig, ToolConfig
 from services.common.errors import InfrastructureError
 from services.common.text.tool_calls import ToolStatus, shown_output
+from services.common.tools import AnyTool, ToolResult
 from services.envgateway.queue.base import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.jobs import why_unusable
 from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots
-from services.envgateway.tools.base import AnyTool, StateLostError, ToolResult
+from services.envgateway.tools.base import StateLostError
 from services.envgateway.tools.python import STATUS, PythonTool
 
 _WHY = {

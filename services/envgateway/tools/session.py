@@ -18,8 +18,9 @@ from services.common.config.processes.mcp import MCP
 from services.common.errors import CapacityError, DeadlineError, InfrastructureError, InvalidRequestError, MillraceError
 from services.common.text.tool_calls import MalformedCall, ToolStatistics, ToolStatus, parse_json_call
 from services.common.text.tool_schema import problem_with
+from services.common.tools import StatefulTool, ToolError, ToolResult, ToolState, schema_of
 from services.envgateway.calls import call_plain_or_async
-from services.envgateway.tools.base import RegisteredTool, StatefulTool, ToolError, ToolResult, ToolState, schema_of
+from services.envgateway.tools.base import RegisteredTool
 from services.envgateway.tools.mcp.server import McpTools
 from services.envgateway.tools.registry import ToolBox, cut_result
 

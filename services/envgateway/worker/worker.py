@@ -19,6 +19,7 @@ import socket
 import time
 import uuid
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 
 import structlog
@@ -151,10 +152,8 @@ class Worker:
 
     async def _make_groups(self) -> None:
         """Redis may be another one, without our group."""
-        try:
+        with suppress(*UNREACHABLE):  # the next round tells
             await self._leases.make_groups()
-        except UNREACHABLE:
-            pass  # the next round tells
 
     # -- taking ---------------------------------------------------------------------------------------------------
 
@@ -280,21 +279,17 @@ class Worker:
     async def _drain(self, drain_s: float) -> None:
         """Let running jobs end; give back the rest; send pending answers."""
         log.info("worker.draining", running=len(self.held), drain_s=drain_s)
-        try:
+        with suppress(TimeoutError):  # the rest is given back
             async with asyncio.timeout(drain_s):
                 await self.held.wait_until_empty()
-        except TimeoutError:
-            pass  # the rest is given back
         left = self.held.all()
         for _, task in left:
             task.cancel()
         if left:
             await asyncio.wait([task for _, task in left])
-        try:
+        with suppress(*UNREACHABLE, TimeoutError):  # leases and names expire by themselves
             async with asyncio.timeout(_SEND_AT_END_S):
                 await self._leases.give_back([delivery for delivery, _ in left], attempt_counts=False)
                 await self._leases.all_sent.wait()
                 await self._leases.leave()
-        except (*UNREACHABLE, TimeoutError):
-            pass  # leases and names expire by themselves
         log.info("worker.stopped", given_back=len(left))

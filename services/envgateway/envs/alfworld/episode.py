@@ -127,6 +127,7 @@ class AlfworldWorld:
 
     def __init__(self, config: AlfworldConfig, data: Path) -> None:
         self._config = config
+        self.max_turns = config.max_turns
         self._data = data
         environment = {"ALFWORLD_DATA": str(data.absolute())}  # importing alfworld makes the folder that this names
         self.pool = EnginePool("alfworld", _MODULE, config.engine, environment)
@@ -140,15 +141,11 @@ class AlfworldWorld:
         return range(len((await asyncio.to_thread(lambda: self.games)).names))
 
     @property
-    def max_turns(self) -> int:
-        return self._config.max_turns
-
-    @property
     def gauges(self) -> dict[str, float]:
         return self.pool.gauges
 
     def build(self) -> AlfworldEpisode:
-        return AlfworldEpisode(self.pool, self._data, lambda: self.games, self._config.max_turns)
+        return AlfworldEpisode(self.pool, self._data, lambda: self.games, self.max_turns)
 
     async def close(self) -> None:
         await self.pool.close()

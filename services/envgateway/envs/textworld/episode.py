@@ -92,19 +92,16 @@ class TextworldWorld:
 
     def __init__(self, config: TextworldConfig) -> None:
         self._config = config
+        self.max_turns = config.max_turns
         self._maker = GameMaker(config.cache, config.make_timeout_s)
         self.pool = EnginePool("textworld", _MODULE, config.engine, {})
-
-    @property
-    def max_turns(self) -> int:
-        return self._config.max_turns
 
     @property
     def gauges(self) -> dict[str, float]:
         return self.pool.gauges
 
     def build(self) -> TextworldEpisode:
-        return TextworldEpisode(self.pool, self._maker, self._config.games, self._config.max_turns)
+        return TextworldEpisode(self.pool, self._maker, self._config.games, self.max_turns)
 
     async def close(self) -> None:
         await self.pool.close()
