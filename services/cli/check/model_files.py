@@ -125,7 +125,7 @@ def model_problems(recipe: Recipe) -> list[str]:
         of_teacher, teacher = _teacher(recipe, name)
         named |= {of_teacher: teacher} if of_teacher else {}
         folders = {
-            where: Path(path).expanduser() for where, path in named.items() if path is not None and _is_local(path)
+            where: Path(path).expanduser() for where, path in named.items() if path is not None and is_local(path)
         }
         found = [
             f"{where}: {problem}"
@@ -151,7 +151,8 @@ def _teacher(recipe: Recipe, policy: str) -> tuple[str, str | None]:
     return "", None
 
 
-def _is_local(path: str) -> bool:
+def is_local(path: str) -> bool:
+    """Whether a path is a directory, or can only be one: no name of the hub begins so."""
     return Path(path).expanduser().is_dir() or path.startswith(("/", ".", "~"))
 
 

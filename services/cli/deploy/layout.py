@@ -7,7 +7,9 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import count
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +21,7 @@ from services.cli.plan.profiles import load_for_any_machine
 from services.cli.plan.specs import ProcessSpec, plan
 from services.cli.run.start import WARM_START
 from services.cli.run.start import WORLDS as MAKE_WORLDS
-from services.common.config.reading.loading import port_variables, validate
+from services.common.config.reading.loading import port_variables, set_at, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.security.bundle import VARIABLE as KEYS_VARIABLE
@@ -148,12 +150,13 @@ def lay_out(path: Path, overrides: Sequence[str] = (), profile: str | None = Non
     """
     tree = load_for_any_machine(path, overrides, profile).model_dump(mode="json")
     held = {int(value) for value in _ports(tree).values() if value}
-    for name, keys in port_variables(tree).items():
-        section = _section(tree, keys)
-        if section[keys[-1]] == 0:
+    paths = port_variables(tree)
+    for name, port in _ports(tree).items():
+        if port == 0:
             first = _FIRST_PORTS[name.partition("_")[0]]
-            section[keys[-1]] = next(port for port in count(first) if port not in held)
-            held.add(section[keys[-1]])
+            chosen = next(port for port in count(first) if port not in held)
+            set_at(tree, paths[name], chosen)
+            held.add(chosen)
     recipe = validate(tree, source=str(path))
     ports = {name: str(port) for name, port in _ports(tree).items() if port is not None}
     metrics_ports = with_ports(recipe, held) if recipe.metrics.enabled else {}
@@ -180,14 +183,7 @@ def written_by(layout: Layout, target: str, gpu: str | None = None) -> str:
 
 
 def _ports(tree: Mapping[str, Any]) -> dict[str, int | None]:
-    return {name: _section(tree, keys)[keys[-1]] for name, keys in port_variables(tree).items()}
-
-
-def _section(tree: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    section: Any = tree
-    for key in keys[:-1]:
-        section = section[key]
-    return section
+    return {name: reduce(getitem, path, tree) for name, path in port_variables(tree).items()}  # type: ignore[misc, arg-type]
 
 
 def _place_of(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,11 @@ def read_metrics(run_dir: Path) -> list[Row]:
         check_run_directory(run_dir)
         raise ConfigError(f"{run_dir} has no metrics yet: its orchestrator has not begun")
     return list(read_rows(path))
+
+
+def logged_at(row: Row) -> float:
+    """The time of a line of a log; 0 of one without."""
+    try:
+        return datetime.fromisoformat(str(row.get("timestamp"))).timestamp()
+    except ValueError:
+        return 0.0

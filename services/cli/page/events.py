@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from services.cli.inspect.run_state import Row, parse_rows, read_rows
+from services.cli.inspect.run_state import Row, logged_at, parse_rows, read_rows
 from services.common import run_files
 from services.common.telemetry.metrics import RowKind, StallMoment
 
@@ -109,7 +108,7 @@ def _logged(run_dir: Path) -> Iterator[Json]:
             if row.get("level") in _LEVELS:
                 facts = " ".join(f"{key}={value}" for key, value in row.items() if key not in _OF_EVERY_LINE)
                 yield {
-                    "at": _moment(row.get("timestamp")),
+                    "at": logged_at(row),
                     "kind": "error" if row["level"] != "warning" else "warning",
                     "who": str(row.get("instance", path.stem)),
                     "text": f"{row.get('event', '')} {facts}".strip()[:2000],
@@ -121,13 +120,6 @@ def _last_rows(path: Path) -> Iterator[Row]:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - LOG_BYTES))
         yield from parse_rows(file.read().splitlines())
-
-
-def _moment(text: object) -> float:
-    try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
-        return 0.0
 
 
 def _number(value: object) -> bool:

@@ -181,17 +181,15 @@ def _file(name: str) -> web.Response:
     return web.Response(body=path.read_bytes(), content_type=_TYPES[path.suffix], charset="utf-8", headers=headers)
 
 
+_STATUS = {NotFoundError: 404, ConfigError: 409, InvalidRequestError: 400}
+
+
 @web.middleware
 async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Errors of the project as ``{"detail": ...}``."""
     try:
         return await handler(request)
-    except NotFoundError as error:
-        status, message = 404, error.message
-    except ConfigError as error:
-        status, message = 409, error.message
-    except InvalidRequestError as error:
-        status, message = 400, error.message
     except MillraceError as error:
-        status, message = 500, error.message
-    return web.Response(body=orjson.dumps({"detail": message}), status=status, content_type="application/json")
+        status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
+        body = orjson.dumps({"detail": error.message})
+        return web.Response(body=body, status=status, content_type="application/json")

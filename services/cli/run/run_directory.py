@@ -15,7 +15,7 @@ from services.cli.keys.process_keys import operate
 from services.cli.plan.nodes import other_nodes, with_addresses
 from services.cli.plan.specs import ports_in_use, taken_ports, with_free_ports
 from services.common import run_files
-from services.common.config.reading.loading import RESOLVED, load_resolved, save_resolved, with_run_id
+from services.common.config.reading.loading import RESOLVED, load_resolved, save_resolved, set_at, with_run_id
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.security.bundle import VARIABLE
@@ -44,11 +44,7 @@ def with_other_ports(recipe: Recipe, run_dir: Path, console: Console) -> Recipe:
         return recipe
     tree: dict[str, Any] = recipe.model_dump(mode="json")
     for where in taken:
-        *keys, last = where.split(".")
-        section: Any = tree
-        for key in keys:
-            section = section[key]
-        section[last] = 0
+        set_at(tree, where.split("."), 0)
     moved = with_free_ports(Recipe.model_validate(tree))
     save_resolved(moved, run_dir)
     now = dict(moved.ports())

@@ -13,11 +13,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from services.cli.inspect.run_state import check_run_directory, parse_rows
+from services.cli.inspect.run_state import check_run_directory, logged_at, parse_rows
 from services.cli.inspect.trace.facts import Assignment, GroupFacts, Note, SequenceFacts, SlotFacts, Used
 from services.common import run_files
 from services.common.errors import ConfigError
@@ -33,7 +32,7 @@ from services.orchestrator.state.groups import split_sequence_id
 Pulls = Mapping[tuple[str, int], Mapping[int, float]]  # (policy, step) -> rank -> when it first asked
 
 # Events of one task group -> their description.
-_OF_GROUP: dict[LogEvent, Callable[[Json], str]] = {
+_OF_GROUP: dict[str, Callable[[Json], str]] = {
     LogEvent.RECORD_DROPPED: lambda row: (
         f"{row.get('outcome')} record of slot {row.get('index')} from {row.get('replica')}"
     ),
@@ -44,13 +43,12 @@ _OF_GROUP: dict[LogEvent, Callable[[Json], str]] = {
     LogEvent.ROLLOUT_CRASHED: lambda row: f"slot {row.get('index')} crashed",
     LogEvent.ROLLOUT_LOST: lambda row: f"slot {row.get('index')} was lost",
 }
-_OF_REPLICA: dict[LogEvent, Callable[[Json], str]] = {
+_OF_REPLICA: dict[str, Callable[[Json], str]] = {
     LogEvent.LEASE_LOST: lambda row: f"the lease of replica {row.get('replica')} ran out",
 }
-_OF_RUN: dict[LogEvent, Callable[[Json], str]] = {
+_OF_RUN: dict[str, Callable[[Json], str]] = {
     LogEvent.RUN_RECOVERED: lambda row: "the orchestrator was started again, and went on from its journal",
 }
-_EVENTS = frozenset(LogEvent)
 
 
 def read_notes(run_dir: Path, facts: GroupFacts) -> tuple[tuple[Note, ...], Pulls]:
@@ -65,7 +63,7 @@ def read_notes(run_dir: Path, facts: GroupFacts) -> tuple[tuple[Note, ...], Pull
     pulls: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     needles = [facts.task_group_id, *_OF_REPLICA, *_OF_RUN, *([LogEvent.BATCH_PULLED] if wanted else [])]
     for row in _rows(run_dir, [needle.encode() for needle in needles]):
-        event, at = _event(row), _time(row)
+        event, at = str(row.get("event")), logged_at(row)
         concerns = begin <= at <= end
         if event in _OF_GROUP and row.get("task_group") == facts.task_group_id:
             notes.append(_note(row, at, _OF_GROUP[event]))
@@ -82,11 +80,6 @@ def pulls_of(pulls: Pulls, use: Used) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(pulls.get((use.policy, use.training_step), {}).items()))
 
 
-def _event(row: Json) -> LogEvent | None:
-    name = row.get("event")
-    return LogEvent(name) if isinstance(name, str) and name in _EVENTS else None
-
-
 def _note(row: Json, at: float, text: Callable[[Json], str]) -> Note:
     return Note(at=at, service=row.get("instance", ""), event=row["event"], text=text(row))
 
@@ -96,13 +89,6 @@ def _rows(run_dir: Path, needles: list[bytes]) -> Iterator[Json]:
     for path in sorted(run_files.logs(run_dir).glob("*.jsonl")):
         with path.open("rb") as lines:
             yield from parse_rows(line for line in lines if any(needle in line for needle in needles))
-
-
-def _time(row: Json) -> float:
-    try:
-        return datetime.fromisoformat(str(row.get("timestamp"))).timestamp()
-    except ValueError:
-        return 0.0
 
 
 Json = dict[str, Any]

@@ -55,7 +55,7 @@ def load_recipe(
     for override in overrides:
         apply_override(tree, override)
     for variable_path, gpus in gpu_settings(tree, environment):
-        _set(tree, variable_path, gpus)
+        set_at(tree, variable_path, gpus)
     if profile is not None:
         tree = profile(validate(spread_defaults(tree), source=str(path)).model_dump(mode="json"))
         for override in overrides:
@@ -184,7 +184,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r}: {text!r} is not valid YAML") from None
     path = key.strip().split(".")
     if _leads_into_a_list(tree, path):
-        _set(tree, path, value)
+        set_at(tree, path, value)
         return
     child: Any = value
     for part in reversed(path):
@@ -192,7 +192,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     below = inherit(tree, child)  # another workflow or source of data begins anew
     tree.clear()
     tree.update(below)
-    _set(tree, path, value)  # replaces a mapping as a whole
+    set_at(tree, path, value)  # replaces a mapping as a whole
 
 
 def _leads_into_a_list(tree: Any, path: Sequence[str]) -> bool:
@@ -213,7 +213,8 @@ def _leads_into_a_list(tree: Any, path: Sequence[str]) -> bool:
     return False
 
 
-def _set(tree: Any, path: Sequence[str], value: Any) -> None:
+def set_at(tree: Any, path: Sequence[str], value: Any) -> None:
+    """Set the value at a path of keys, and of numbers in lists; mappings that are missing on the way are made."""
     for key in path[:-1]:
         if isinstance(tree, list):
             tree = tree[int(key)]
@@ -232,7 +233,7 @@ def _apply_ports(tree: dict[str, Any], environment: Mapping[str, str]) -> None:
             continue
         if not text.isdigit():
             raise ConfigError(f"the variable {name} is {text!r}; it must be a port number")
-        _set(tree, path, int(text))
+        set_at(tree, path, int(text))
 
 
 def port_variables(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
