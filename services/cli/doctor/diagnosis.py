@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,11 @@ from rich.console import Console
 from services.cli.console.plain import say
 from services.cli.doctor.findings import LEAST_POINTS, Change, Learning, Verdict, change
 from services.cli.doctor.rules import RULES, PolicyRows
-from services.cli.inspect.run_state import read_metrics
+from services.cli.inspect.run_state import Row, read_metrics, training_steps
 from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.telemetry.metrics import RowKind, StallMoment, StepKey
 from services.orchestrator.dispatch.evaluation import kind_of
-
-Row = Mapping[str, Any]
 
 TRAINING = "training rollouts"
 
@@ -30,9 +28,10 @@ def diagnose(rows: Iterable[Row], recipe: Recipe) -> Verdict:
         by_kind.setdefault(str(row.get("kind")), []).append(row)
     stalls = _open_stalls(by_kind.get(RowKind.STALL, []))
     evaluations = by_kind.get(RowKind.EVALUATION, [])
+    trained = training_steps(by_kind.get(RowKind.TRAINING_STEP, []))
     found, findings = [], []
     for policy in recipe.trained_policies:
-        steps = list(_last_of_each(by_kind.get(RowKind.TRAINING_STEP, []), policy))
+        steps = trained.get(policy, [])
         learned = learning(policy, steps, evaluations)
         of_policy = PolicyRows(
             policy=policy,
@@ -45,12 +44,6 @@ def diagnose(rows: Iterable[Row], recipe: Recipe) -> Verdict:
         found.append(learned)
         findings += [finding for rule in RULES if (finding := rule(of_policy)) is not None]
     return Verdict(learning=tuple(found), findings=tuple(findings))
-
-
-def _last_of_each(rows: list[Row], policy: str) -> Iterable[Row]:
-    """Rows of a policy's steps in order; the last row counts where a recovery has repeated a step."""
-    by_step = {row["step"]: row for row in rows if row["policy"] == policy}
-    return (by_step[step] for step in sorted(by_step))
 
 
 def _open_stalls(rows: list[Row]) -> dict[str, Row]:

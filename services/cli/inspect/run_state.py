@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ import orjson
 from services.common import run_files
 from services.common.config.reading.loading import RESOLVED
 from services.common.errors import ConfigError
+from services.common.telemetry.metrics import RowKind
 from services.orchestrator.lock import RunLock
 from services.orchestrator.state.run_control import RunState
 
@@ -112,3 +114,12 @@ def logged_at(row: Row) -> float:
         return datetime.fromisoformat(str(row.get("timestamp"))).timestamp()
     except ValueError:
         return 0.0
+
+
+def training_steps(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows of training steps by policy; the last row counts where a recovery has repeated a step."""
+    steps: dict[str, dict[int, Row]] = defaultdict(dict)
+    for row in rows:
+        if row["kind"] == RowKind.TRAINING_STEP:
+            steps[row["policy"]][row["step"]] = row
+    return {policy: [by_step[s] for s in sorted(by_step)] for policy, by_step in steps.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from services.cli.page.run_reader import RunReader, guarded
 from services.common.errors import ConfigError, InvalidRequestError, MillraceError, NotFoundError
 from services.common.http.authentication import password
 from services.common.http.listener import Listener
+from services.common.http.origin import Handler
 
 ASSETS = Path(__file__).parent / "assets"
 POLICY = (
@@ -36,7 +37,6 @@ _MOST_WORDS = 500  # characters of a search
 
 Json = dict[str, Any]
 Number = TypeVar("Number", int, float)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class PageServer:

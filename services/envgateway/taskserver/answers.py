@@ -10,8 +10,8 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from services.common.errors import MillraceError
+from services.common.http.origin import Handler
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Body = TypeVar("Body", bound=BaseModel)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from services.cli.console import drawing
 from services.cli.inspect.pictures.seeds import Points, Runs, band
-from services.cli.inspect.run_state import Row
+from services.cli.inspect.run_state import Row, training_steps
 from services.common.telemetry.metrics import (
     ROLE_REWARD,
     RowKind,
@@ -25,15 +25,6 @@ from services.common.telemetry.metrics import (
 
 STEP, SECONDS, TOKENS = "training step", "seconds since the start of the run", "trained tokens"
 REWARD = "mean reward of training rollouts"
-
-
-def training_steps(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows of training steps by policy; the last row counts where a recovery has repeated a step."""
-    steps: dict[str, dict[int, Row]] = defaultdict(dict)
-    for row in rows:
-        if row["kind"] == RowKind.TRAINING_STEP:
-            steps[row["policy"]][row["step"]] = row
-    return {policy: [by_step[s] for s in sorted(by_step)] for policy, by_step in steps.items()}
 
 
 @dataclass(frozen=True, slots=True)
