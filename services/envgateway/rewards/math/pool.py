@@ -28,6 +28,7 @@ import structlog
 
 from services.common.config.processes.envgateway import MathRewardConfig, ReasoningGymConfig
 from services.common.errors import CapacityError
+from services.envgateway.calls import take_place
 from services.envgateway.child import Child, ChildDied, ChildFailed, ChildLost
 from services.envgateway.rewards.result import RewardOutcome, RewardResult, grader_failed, unparsed
 from services.envgateway.sandbox.bare import procfs, wire
@@ -228,10 +229,7 @@ class MathPool:
             raise CapacityError(f"{self._waiting} answers wait to be graded", retry_after_s=1.0)
         self._waiting += 1
         try:
-            async with asyncio.timeout(_QUEUE_TIMEOUT_S):
-                await self._room.acquire()
-        except TimeoutError:
-            raise CapacityError(f"no grader came free within {_QUEUE_TIMEOUT_S:g} s", retry_after_s=1.0) from None
+            await take_place(self._room, _QUEUE_TIMEOUT_S, f"no grader came free within {_QUEUE_TIMEOUT_S:g} s")
         finally:
             self._waiting -= 1
         try:

@@ -20,9 +20,10 @@ import structlog
 
 from services.common.config.processes.envgateway import ToolConfig
 from services.common.config.processes.mcp import MCP, McpServerConfig, split_name
-from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
+from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
 from services.common.text.tool_calls import ToolStatus
 from services.common.tools import ToolResult
+from services.envgateway.calls import take_place
 from services.envgateway.tools.base import RegisteredTool, StateLostError
 
 if TYPE_CHECKING:  # `mcp` is an extra, and takes half a second to import
@@ -34,7 +35,6 @@ log = structlog.get_logger()
 _ATTEMPTS = 3
 _CALL_S = 48.0  # of a call with its repetitions: less than the gateway gives a turn
 _PLACE_S = 10.0  # waiting for a session
-_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +135,8 @@ class McpServer:
 
     async def take_place(self) -> None:
         """A place among the sessions. Raises ``CapacityError``."""
-        try:
-            async with asyncio.timeout(_PLACE_S):
-                await self._room.acquire()
-        except TimeoutError:
-            most = self.config.max_sessions
-            raise CapacityError(
-                f"all {most} sessions of {self.where} are in use (max_sessions)", retry_after_s=_RETRY_S
-            ) from None
+        busy = f"all {self.config.max_sessions} sessions of {self.where} are in use (max_sessions)"
+        await take_place(self._room, _PLACE_S, busy)
 
     def free_place(self) -> None:
         """Give back a place whose session is gone."""
