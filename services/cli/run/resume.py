@@ -7,7 +7,7 @@ and settings and has not ended; else a new one. A run keeps its first recipe, so
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from services.cli.check.launch import check_launch
 from services.cli.check.recipe import check_named
 from services.cli.console.plain import say
 from services.cli.inspect.run_state import ended
+from services.cli.inspect.standing import newest_first
 from services.cli.plan.profiles import load_with_profile
 from services.cli.run.change import leaves, save_changes, with_changes
 from services.cli.run.run_directory import prepare, reopen
@@ -49,7 +50,7 @@ def choose(recipe: Recipe, *, asked: bool) -> Choice:
     runs = Path(recipe.run.dir)
     num_ended = 0
     skipped: list[str] = []
-    for run_dir in _newest_first(runs, recipe.run.id):
+    for run_dir in newest_first(runs, lambda resolved: resolved.stat().st_mtime_ns, recipe.run.id or "*"):
         verdict = _verdict(recipe, run_dir)
         if verdict is None:
             continue  # of another recipe
@@ -66,17 +67,6 @@ def choose(recipe: Recipe, *, asked: bool) -> Choice:
     more = [f"and {len(skipped) - _TOLD} more"] if len(skipped) > _TOLD else []
     reasons = "; ".join([*skipped[:_TOLD], *more]) or f"there is none in {runs}"
     return Choice(told=f"beginning a new run, for no run of {recipe.name} can go on ({why}): {reasons}")
-
-
-def _newest_first(runs: Path, name: str | None) -> Iterator[Path]:
-    """Run directories by when they were begun; of a recipe that names its run, that one alone."""
-    found = []
-    for resolved in runs.glob(f"{name or '*'}/{RESOLVED}"):
-        try:
-            found.append((resolved.stat().st_mtime, resolved.parent))
-        except OSError:
-            continue  # it was removed meanwhile
-    yield from (run_dir for _, run_dir in sorted(found, reverse=True))
 
 
 def _verdict(recipe: Recipe, run_dir: Path) -> str | None:

@@ -269,18 +269,7 @@ async def _step(environment: Environment, action: str) -> StepResult:
 
 async def _joined(work: asyncio.Task[Result], when_cancelled: str) -> Result:
     """Wait for work that continues without its callers. The end of the episode does not cancel them: they get an error."""
-    if not work.done():
-        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def tell(_: object) -> None:
-            if not end.done():
-                end.set_result(None)
-
-        work.add_done_callback(tell)
-        try:
-            await end
-        finally:
-            work.remove_done_callback(tell)
+    await asyncio.wait({work})
     if work.cancelled():
         raise EpisodeNotFoundError(when_cancelled)
     return work.result()
