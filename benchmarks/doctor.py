@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._report import report_facts
-from services.cli.doctor.command import examine
+from services.cli.doctor.diagnosis import examine
 from services.cli.doctor.findings import Failure, Verdict
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -120,7 +120,7 @@ class Run:
     def metrics(self, policy: str | None = None) -> Rows:
         """Rows of the metrics: of the run, of its evaluations and of every training step (``kind`` says of which);
         those of one policy, if named."""
-        from services.cli.inspect.rows import read_metrics
+        from services.cli.inspect.run_state import read_metrics
 
         def read() -> Iterator[Row]:
             return (row for row in read_metrics(self.path) if policy is None or row.get("policy") == policy)
@@ -144,6 +144,6 @@ class Run:
     def traces(self) -> Rows:
         """Every task group: the times of issue, rollout, judgement, batch and training, with its stages in seconds."""
         from services.cli.inspect.trace.listing import read_groups
-        from services.cli.inspect.trace.view import as_json
+        from services.cli.inspect.trace.view import group_as_json
 
-        return Rows(lambda: map(as_json, read_groups(self.path)))
+        return Rows(lambda: map(group_as_json, read_groups(self.path)))

@@ -40,7 +40,7 @@ from services.envgateway.queue.embedded import EmbeddedQueue
 from services.envgateway.queue.fair import FairQueue
 from services.envgateway.queue.streams.queue import StreamsQueue
 from services.envgateway.rewards.math.pool import MathPool
-from services.envgateway.rewards.math.scorer import REASONING_GYM
+from services.envgateway.rewards.math.worker import REASONING_GYM
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rpc import membership
 from services.envgateway.rpc.client_interceptor import ClientInterceptor
@@ -49,7 +49,7 @@ from services.envgateway.rpc.servicer_judge import JudgeServicer
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.taskserver.server import TaskServer
 from services.envgateway.threads import THREADS
-from services.envgateway.tools.builtin import built_in_tools
+from services.envgateway.tools.jupyter import built_in_tools
 from services.envgateway.tools.mcp.server import McpServer
 from services.envgateway.tools.registry import ToolBox, load_tools
 

@@ -1,4 +1,4 @@
-"""Calls user functions, sync or async, and joins calls that repeat a key."""
+"""Calls user functions, sync or async, joins calls that repeat a key, and waits for a place among calls that run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from functools import lru_cache
 from types import FunctionType
 from typing import Any, Generic, TypeVar
 
+from services.common.errors import CapacityError
 from services.envgateway.threads import THREADS
 
 Result = TypeVar("Result")
@@ -35,6 +36,15 @@ async def call_plain_or_async(function: Callable[..., Any], *arguments: Any) -> 
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise  # its caller has given up
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+async def take_place(places: asyncio.Semaphore | asyncio.Lock, limit_s: float | None, busy: str) -> None:
+    """Acquire a semaphore or lock. Raises ``CapacityError`` with the text ``busy`` where that takes longer than ``limit_s``."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await places.acquire()
+    except TimeoutError:
+        raise CapacityError(busy, retry_after_s=1.0) from None
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from services.common.errors import InfrastructureError
@@ -47,12 +48,12 @@ class ChildLost(ChildFailed):
 
 
 def _spawn(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str] | None, pass_fds: Sequence[int]
+    module: str, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start ``python -m module <descriptor> *arguments`` in a group of its own; returns the process and our end of its
     channel.
 
-    The child finds DIE_WITH_PARENT in its environment, and the descriptors ``pass_fds`` under their numbers.
+    The child finds DIE_WITH_PARENT in its environment.
     """
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
@@ -63,10 +64,10 @@ def _spawn(
             "PATH": os.defpath,
             "PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, sys.path)]),
             DIE_WITH_PARENT: str(os.getpid()),
-            **(environment or {}),
+            **environment,
         },
         cwd="/",
-        pass_fds=[theirs.fileno(), *pass_fds],
+        pass_fds=[theirs.fileno()],
         start_new_session=True,  # a terminal's Ctrl-C is for the gateway, which then ends this
     )
     theirs.close()
@@ -82,19 +83,14 @@ class Child:
     """
 
     def __init__(
-        self,
-        module: str,
-        arguments: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
+        self, module: str, arguments: Sequence[str] = (), environment: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Runs ``python -m module <descriptor> *arguments``; the child finds DIE_WITH_PARENT in its environment, and the
-        descriptors ``pass_fds`` under their numbers. Its first message says that it is ready."""
-        self._process, self._channel = _spawn(module, arguments, environment, pass_fds)
+        """Runs ``python -m module <descriptor> *arguments``; the child finds DIE_WITH_PARENT in its environment. Its
+        first message says that it is ready."""
+        self._process, self._channel = _spawn(module, arguments, environment)
         self._frames = wire.FrameReader()
         self._unsent = bytearray()
         self._asked: deque[asyncio.Future[dict[str, Any]]] = deque()  # the first is being answered
-        self.num_answered = 0
         self.failure: ChildFailed | None = None
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
@@ -149,10 +145,6 @@ class Child:
     def _turn(self) -> None:
         """The child begins the first of the open questions, or has none."""
 
-    def _death(self) -> ChildDied:
-        """The failure of a child whose channel is closed: it has ended or is about to end."""
-        return ChildDied(self._exit_signal())
-
     def _fail(self, failure: ChildFailed) -> None:
         """End the channel. The first open question gets the failure, the others ``ChildLost``."""
         if self.failure is not None:
@@ -206,13 +198,12 @@ class Child:
         except ConnectionResetError:
             data = b""
         if not data:
-            self._fail(self._death())
+            self._fail(ChildDied(self._exit_signal()))
             return
         for head, _ in self._frames.feed(data):
             if not self._ready.done():
                 self._ready.set_result(head)
             elif self._asked:
-                self.num_answered += 1
                 answer = self._asked.popleft()
                 if not answer.done():
                     answer.set_result(head)

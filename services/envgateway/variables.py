@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from services.common.config.processes.envgateway import EnvGatewayConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig, QueueConfig, SandboxConfig
 from services.common.config.reading.explain import explain
 from services.common.errors import ConfigError
 from services.common.system.cores import num_cores
@@ -88,3 +89,20 @@ def _flag(environment: Mapping[str, str], name: str) -> bool:
     if text not in ("", "0", "1", "false", "true"):
         raise ConfigError(f"the variable {name} is {text!r}; it must be 0 or 1")
     return text in ("1", "true")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    redis_uri: str
+    queue: QueueConfig
+    sandbox: SandboxConfig
+
+
+def worker_settings(config: EnvGatewayConfig | None, environment: Mapping[str, str] = os.environ) -> WorkerSettings:
+    """Settings from a recipe's section (None: Code Judge's defaults) and variables."""
+    told, redis_uri = with_variables(config, environment)
+    if not redis_uri:
+        raise ConfigError("a worker needs a Redis: set REDIS_URI=redis://127.0.0.1:6379, or envgateway.queue.redis_uri")
+    # Live processes belong to episodes, which the gateway holds.
+    sandbox = told.sandbox.model_copy(update={"num_live": 0})
+    return WorkerSettings(redis_uri=redis_uri, queue=told.queue, sandbox=sandbox)

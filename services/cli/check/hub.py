@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from services.cli.check.model_facts import file_of
+from services.cli.check.model_files import file_of, is_local
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 
@@ -39,12 +39,7 @@ def hub_problems(recipe: Recipe) -> list[HubProblem]:
         found.append(look_up(where, name, "models"))
     for where, config in recipe.data.sections().items():
         path = config.path
-        if (
-            path is not None
-            and not Path(path).exists()
-            and not path.startswith(("/", ".", "~"))
-            and not Path(path).suffix
-        ):
+        if path is not None and not is_local(path) and not Path(path).exists() and not Path(path).suffix:
             found.append(look_up(f"{where}.path", path, "datasets"))
     return [problem for problem in found if problem is not None]
 
@@ -90,12 +85,7 @@ def _models(recipe: Recipe) -> dict[str, str]:
         # An engine of the user's, named by import path, knows itself whether it loads the model.
         loading = {engine for engine in engines if engine != "scripted" and ":" not in engine}
         loaded = (policy.trained and recipe.run.steps > 0) or loading
-        if (
-            path is not None
-            and loaded
-            and not Path(path).expanduser().is_dir()
-            and not path.startswith(("/", ".", "~"))
-        ):
+        if path is not None and loaded and not is_local(path):
             found[f"policies.{name}.model.path"] = path
     return found
 

@@ -7,35 +7,46 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from services.cli.check.hub import hub_problems
-from services.cli.check.local_gpus import gpu_problems, gpus_here, smaller_cards
-from services.cli.check.mcp import mcp_problems
 from services.cli.check.memory.gpus import misfits
 from services.cli.check.memory.host import embedded_estimates, host_problems, small_caches
 from services.cli.check.model_files import model_problems
-from services.cli.check.worlds import index_problems, world_problems
+from services.cli.check.worlds import index_problems, mcp_problems, world_problems
+from services.common.config.processes.placement import gpu_claims
 from services.common.config.processes.trackers import missing_packages
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.common.system.devices import visible_gpus
 
 _ASK_TIMEOUT_S = 30.0  # for another interpreter
 
 
 def check_launch(recipe: Recipe) -> None:
     """Raise ``ConfigError`` with one line per problem: the missing part and the remedy."""
-    problems = [
+    refuse(recipe, [*problems_anywhere(recipe), *launch_problems(recipe)])
+
+
+def refuse(recipe: Recipe, problems: Sequence[str]) -> None:
+    """Raise ``ConfigError`` with the problems, if there are any."""
+    if problems:
+        lines = [line for problem in problems for line in problem.splitlines()]
+        raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line.strip()}" for line in lines))
+
+
+def problems_anywhere(recipe: Recipe) -> list[str]:
+    """Problems that do not depend on what this machine has: memory, models, worlds, the hub's answers."""
+    return [
         *misfits(recipe, embedded_estimates(recipe)),
         *small_caches(recipe),
         *model_problems(recipe),
         *index_problems(recipe),
-        *launch_problems(recipe),
+        *(problem.text for problem in hub_problems(recipe) if not problem.of_machine),
     ]
-    problems += [problem.text for problem in hub_problems(recipe) if not problem.of_machine]
-    if problems:
-        raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line}" for line in problems))
 
 
 def launch_problems(recipe: Recipe) -> list[str]:
@@ -102,3 +113,93 @@ def _has_package(package: str, python: str) -> bool:
         return subprocess.run(asked, check=False, capture_output=True, timeout=_ASK_TIMEOUT_S).returncode == 0
     except (OSError, subprocess.SubprocessError):
         return False
+
+
+_ASK = ("nvidia-smi", "--query-gpu=memory.total,uuid", "--format=csv,noheader,nounits")  # a line for each, in MiB
+_TIMEOUT_S = 20.0
+_TOLD_SHARE = 0.9  # of the memory in the recipe: drivers reserve some, and recipes say 80, not 79.6
+
+
+def gpus_here() -> list[float]:
+    """GiB of each GPU that CUDA_VISIBLE_DEVICES shows, in its order; empty where no NVIDIA driver answers."""
+    try:
+        answer = subprocess.run(_ASK, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    lines = [[part.strip() for part in line.split(",")] for line in answer.stdout.split("\n")]
+    found = [(float(line[0]) / 1024, line[-1]) for line in lines if line[0].isdecimal()]
+    shown = visible_gpus(os.environ)
+    if shown is None:
+        return [memory for memory, _ in found]
+    memories = []
+    for name in shown:
+        matching = [memory for place, (memory, uuid) in enumerate(found) if str(place) == name or uuid.startswith(name)]
+        if not matching:  # a part of a GPU (MIG), whose memory this does not tell, or a name that is none
+            break
+        memories.append(matching[0])
+    return memories
+
+
+def gpu_problems(recipe: Recipe, memory_gib: Sequence[float]) -> list[str]:
+    """One line for each section of node 0 whose GPUs are missing on this machine or have less memory than the recipe
+    says."""
+    problems = [] if memory_gib else _devices_without_a_gpu(recipe)
+    for claim in gpu_claims(recipe.inference, recipe.policies):
+        if claim.node != 0:
+            continue
+        if not memory_gib:
+            problems.append(
+                f"{claim.where} is {list(claim.gpus)}, but this machine has no NVIDIA GPU (`nvidia-smi -L` finds none): run "
+                "this on a GPU machine, or try the recipe with --profile tiny"
+            )
+            continue
+        missing = [gpu for gpu in claim.gpus if gpu >= len(memory_gib)]
+        if missing:
+            problems.append(
+                f"{claim.where} names GPU {', '.join(map(str, missing))}, but this machine has the GPUs 0 to "
+                f"{len(memory_gib) - 1}: write those (`nvidia-smi -L` lists them)"
+            )
+            continue
+        smallest = min(claim.gpus, key=lambda gpu: memory_gib[gpu])
+        if memory_gib[smallest] < _TOLD_SHARE * recipe.launch.gpu_memory_gib:
+            problems.append(
+                f"{claim.where}: GPU {smallest} has {memory_gib[smallest]:.1f} GiB, but the recipe counts with "
+                f"{recipe.launch.gpu_memory_gib:g} (launch.gpu_memory_gib): write {int(memory_gib[smallest])} there, and "
+                "`millrace check` lists the processes that do not fit"
+            )
+    return problems
+
+
+def smaller_cards(recipe: Recipe, memory_gib: Sequence[float]) -> Recipe | None:
+    """The recipe with the memory of this machine's smallest GPU of node 0, to be estimated again; None if that is enough."""
+    claimed = [
+        memory_gib[gpu]
+        for claim in gpu_claims(recipe.inference, recipe.policies)
+        if claim.node == 0
+        for gpu in claim.gpus
+        if gpu < len(memory_gib)
+    ]
+    if not claimed or min(claimed) >= _TOLD_SHARE * recipe.launch.gpu_memory_gib:
+        return None
+    launch = recipe.launch.model_copy(update={"gpu_memory_gib": float(int(min(claimed)))})
+    return recipe.model_copy(update={"launch": launch})
+
+
+def _devices_without_a_gpu(recipe: Recipe) -> list[str]:
+    """Sections of node 0 that say cuda and name no GPUs. ``gpu_problems`` reports sections that name GPUs."""
+    sections = {
+        f"inference.{name}.device": service.device
+        for name, service in recipe.inference.items()
+        if service.node == 0 and service.engine in ("torch", "forced") and not service.gpus
+    }
+    sections |= {
+        f"policies.{name}.trainer.device": policy.trainer.device
+        for name, policy in recipe.trained_policies.items()
+        if recipe.run.steps and not policy.trainer.gpus
+    }
+    return [
+        f"{where} is cuda, but this machine has no NVIDIA GPU (`nvidia-smi -L` finds none): write cpu or auto, or run this "
+        "on a GPU machine"
+        for where, device in sections.items()
+        if device == "cuda"
+    ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.cli.check.model_facts import config_of, file_of
+from services.cli.check.model_files import config_of, file_of
 from services.common.config.data import WorkflowConfig, is_training, name_of
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, MillraceError
@@ -61,11 +61,9 @@ def _chat(recipe: Recipe, tried: Tried) -> Chat | None:
     name = recipe.workflow.settings.get("policy") or next(iter(recipe.playing_policies), None)
     path = recipe.policies[name].model.path if name in recipe.policies else None
     engines = {service.engine for service in recipe.inference.values()}
-    if (
-        path is None
-        or engines == {"scripted"}
-        or not any(map(_tokenizer_file(path), ("tokenizer.json", "tokenizer.model")))
-    ):
+    if path is None or engines == {"scripted"}:
+        return None
+    if file_of(path, "tokenizer.json") is None and file_of(path, "tokenizer.model") is None:
         return None
     from services.common.text.chat import Chat
     from services.common.text.huggingface import load_tokenizer
@@ -90,10 +88,6 @@ def _check_vocabulary(where: str, path: str, tokenizer: Any, tried: Tried) -> No
             f"{where}: the tokenizer of {path} has {len(tokenizer)} tokens, and vocab_size of its config.json is {rows}: use the "
             "tokenizer that was saved with the model"
         )
-
-
-def _tokenizer_file(path: str) -> Any:
-    return lambda name: file_of(path, name) is not None
 
 
 def _try_prompts(

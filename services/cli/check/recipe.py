@@ -16,16 +16,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.check.hub import hub_problems
-from services.cli.check.launch import launch_problems
+from services.cli.check.launch import launch_problems, problems_anywhere, refuse
 from services.cli.check.memory.estimate import GIB
-from services.cli.check.memory.gpus import estimates, misfits
-from services.cli.check.memory.host import embedded_estimates, small_caches
-from services.cli.check.memory.shared_device import with_others
-from services.cli.check.model_files import model_problems
+from services.cli.check.memory.gpus import estimates, with_others
+from services.cli.check.memory.host import embedded_estimates
 from services.cli.check.one_row import FIRST_ROW, Tried, try_rows
 from services.cli.check.sizes import size_notes, size_problems
-from services.cli.check.worlds import index_problems
 from services.cli.plan.specs import orchestrator_address, plan, ports_in_use
 from services.common.config.data import is_training
 from services.common.config.processes.envgateway import EnvGatewayConfig
@@ -50,16 +46,9 @@ def check_recipe(recipe: Recipe, num_solutions: int = 0) -> list[str]:
     left_out: list[str] = []
     sources: dict[str, TaskSource] = {}
     named = _named_problems(recipe, left_out, sources)
-    found = [
-        *ports_in_use(recipe),
-        *misfits(recipe, embedded_estimates(recipe)),
-        *small_caches(recipe),
-        *model_problems(recipe),
-        *index_problems(recipe),
-    ]
-    found += [problem.text for problem in hub_problems(recipe) if not problem.of_machine]
+    found = [*ports_in_use(recipe), *problems_anywhere(recipe)]
     tried = try_rows(recipe, sources) if not [*found, *named] else Tried([], [])  # broken parts are not tried
-    _refuse(recipe, [*found, *named, *tried.problems])
+    refuse(recipe, [*found, *named, *tried.problems])
     from services.cli.check.overlap import overlap_lines
 
     told = [*left_out, *size_notes(recipe), *tried.told, *overlap_lines(recipe, sources)]
@@ -74,13 +63,7 @@ def check_recipe(recipe: Recipe, num_solutions: int = 0) -> list[str]:
 def check_named(recipe: Recipe) -> None:
     """Check the data, the workflow with its settings, and the functions of starting checkpoints: errors that `millrace
     run` would otherwise find minutes later, when processes run."""
-    _refuse(recipe, _named_problems(recipe, [], {}))
-
-
-def _refuse(recipe: Recipe, problems: Sequence[str]) -> None:
-    if problems:
-        lines = [line for problem in problems for line in problem.splitlines()]
-        raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line.strip()}" for line in lines))
+    refuse(recipe, _named_problems(recipe, [], {}))
 
 
 def _named_problems(recipe: Recipe, left_out: list[str], sources: dict[str, TaskSource]) -> list[str]:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from services.cli.check.model_facts import lacks_chat_template, other_architecture, positions, weight_names
+from services.cli.check.model_files import lacks_chat_template, other_architecture, positions, weight_names
 from services.common.config.data import WorkflowConfig, is_training
 from services.common.config.recipe import Recipe
 from services.common.config.training.adapter import AdapterConfig

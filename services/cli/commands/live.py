@@ -38,7 +38,7 @@ AddressOption = Annotated[
 def status(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
     """Show the state of a run (running, finished, stopped or interrupted) and the command that goes on with the run."""
     from services.cli.inspect.standing import standing
-    from services.cli.watch.connect import check_answers, chosen, reach
+    from services.cli.watch.orchestrator_client import check_answers, chosen, reach
     from services.cli.watch.progress_view import render
     from services.common.errors import InfrastructureError
 
@@ -62,8 +62,8 @@ def status(run: RunningArgument = None, address: AddressOption = None, named: Ru
 @live_app.command()
 def watch(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
     """Follow a run until its end; Ctrl-C stops watching, not the run."""
-    from services.cli.watch.connect import chosen, reach
-    from services.cli.watch.follow import follow
+    from services.cli.watch.notices import follow
+    from services.cli.watch.orchestrator_client import chosen, reach
     from services.cli.watch.progress_view import ProgressView
 
     client = reach(chosen(run or named, address), address)
@@ -92,7 +92,7 @@ def stop(run: RunningArgument = None, address: AddressOption = None, named: RunO
     To continue the run later, stop `millrace run` with Ctrl-C instead, then use `millrace run --resume RUN`.
     """
     from services.cli.inspect.standing import RUNNING, standing
-    from services.cli.watch.connect import chosen
+    from services.cli.watch.orchestrator_client import chosen
     from services.common.errors import InfrastructureError
 
     run = chosen(run or named, address)
@@ -109,7 +109,7 @@ def stop(run: RunningArgument = None, address: AddressOption = None, named: RunO
 
 def _client(run: Path | None, address: str | None) -> OrchestratorClient:
     """The orchestrator of the run that is named, of the newest one, or at an address; never that of another run."""
-    from services.cli.watch.connect import check_answers, chosen, reach
+    from services.cli.watch.orchestrator_client import check_answers, chosen, reach
 
     run = chosen(run, address)
     client = reach(run, address)

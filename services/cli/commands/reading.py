@@ -135,7 +135,7 @@ def trace(
 
     Needs the run directory only: during the run, after its end, and after any process was killed.
     """
-    from services.cli.inspect.trace.command import list_groups, show_group
+    from services.cli.inspect.trace.view import list_groups, show_group
     from services.common.errors import ConfigError
 
     if run is not None and group is None and not list_ and "/" not in str(run) and not run.exists():
@@ -189,7 +189,7 @@ def doctor(
     Reads the records until now, and makes no prediction. Exit code 1 when there is a finding. Needs the run directory
     only: during the run, after its end, and after any process was killed. docs/doctor.md has the rules.
     """
-    from services.cli.doctor.command import as_object, examine, tell
+    from services.cli.doctor.diagnosis import as_object, examine, tell
 
     verdict = examine(chosen_run(run))
     if as_json:

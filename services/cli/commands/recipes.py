@@ -75,11 +75,11 @@ def run(
     Ctrl-C stops the processes that this command started. `--resume RUN` continues a run; so does `RECIPE --resume
     auto`, or the recipe's setting `run.resume: auto`.
     """
-    from services.cli.doctor.command import NOTHING_LEARNED_EXIT, examine, tell
+    from services.cli.doctor.diagnosis import NOTHING_LEARNED_EXIT, examine, tell
     from services.cli.run.launch import headline, how_training_ended
     from services.cli.run.launch import run as run_recipe
-    from services.cli.run.opening import opened
-    from services.cli.watch.time_table import time_table
+    from services.cli.run.resume import opened
+    from services.cli.watch.progress_view import time_table
     from services.common import run_files
 
     resolved, run_dir = opened(recipe, resume, set_ or (), profile, console)

@@ -109,7 +109,7 @@ def push(
 
         millrace push me/my-model RUN
     """
-    from services.cli.hub.push import push_run
+    from services.cli.inspect.checkpoints.push import push_run
 
     done = push_run(chosen_run(run), repository, policy, step, private=private)
     say(console, f"{done.policy} at step {done.step} is at {done.url}")

@@ -1,6 +1,8 @@
-"""Formats errors for the command line: the cause and the remedy, without a traceback."""
+"""Errors and interruptions of commands: what is told, and the exit code."""
 
 from __future__ import annotations
+
+import signal
 
 from rich.console import Console
 from rich.text import Text
@@ -19,3 +21,24 @@ def exit_code(error: MillraceError) -> int:
 
 def tell(error: MillraceError, console: Console) -> None:
     console.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM. Raises at once, and remembers: an exception inside a C callback is swallowed there."""
+
+    def __init__(self) -> None:
+        self._received = False
+        self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def check(self) -> None:
+        """Called once per turn of every loop."""
+        if self._received:
+            raise KeyboardInterrupt
+
+    def restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, *_: object) -> None:
+        self._received = True
+        raise KeyboardInterrupt

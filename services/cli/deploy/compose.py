@@ -18,22 +18,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from services.cli.check.memory.host import shared_memory_gib
-from services.cli.deploy.images import (
+from services.cli.deploy.layout import (
     APP,
+    CHECKOUT,
     DATA,
     KEYS,
     MODELS,
+    ONCE,
     RUNS,
     WORLDS,
+    Layout,
     check_images,
     container_name,
+    container_variables,
     image_of,
+    options,
+    plain_yaml,
     settings_in_containers,
+    written_by,
 )
-from services.cli.deploy.layout import CHECKOUT, Layout, options, written_by
 from services.cli.keys.process_keys import role_of
 from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
 from services.cli.plan.specs import ProcessSpec
@@ -126,7 +130,7 @@ class _Node:
         gpus = {
             "resources": {"reservations": {"devices": [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]}}
         }
-        names = [process.name for process in self.layout.processes(self.number)]
+        names = self.layout.names[self.number]
         services: dict[str, Service] = {}
         if any(name.startswith(_COMPUTING) for name in names):
             services[POD] = {"ipc": "shareable", "shm_size": f"{shared_memory_gib(recipe, self.number)}gb"}
@@ -234,10 +238,7 @@ class _Node:
 
     def _own_address(self, otherwise: str) -> str:
         """The address that other nodes dial on this node: on node 0 and at the gateway."""
-        dialled = self.number == 0 or any(
-            process.name == "envgateway" for process in self.layout.processes(self.number)
-        )
-        if dialled:
+        if self.number == 0 or "envgateway" in self.layout.names[self.number]:
             return f"${{{NODE_HOST}:?set it to the name or address of this machine that other nodes dial}}"
         return f"${{{NODE_HOST}:-{otherwise}}}"
 
@@ -261,7 +262,7 @@ class _Node:
         if kind == "envgateway":
             mounts += [self._world(path) for path in map(os.fspath, layout.worlds())]
         mounts += [self._world(path) for path in layout.own_folders()]
-        if self._has_keys and name not in (WARM_START, MAKE_WORLDS):
+        if layout.has_keys and name not in ONCE:
             keys = f"${{{KEYS_VARIABLE}:?set it to the directory that millrace keys made}}"
             mounts.append(f"{keys}/{role_of(name).value}:{KEYS}:ro")
         return mounts
@@ -291,10 +292,6 @@ class _Node:
         known: dict[str, Any] = {"runs": {}, "models": {"name": "millrace-models"}, "worlds": {}, NO_DATA: {}}
         return {name: known[name] for name in known if any(f"{name}:" in m or f"-{name}}}:" in m for m in mounted)}
 
-    @property
-    def _has_keys(self) -> bool:
-        return self.several or self.layout.recipe.needs_keys
-
     def _command(self, name: str, more: Sequence[str] = ()) -> list[str]:
         arguments = [_escaped(part) for part in options(self.layout, [*settings_in_containers(self.layout), *more])]
         return ["start", self.layout.path, name, *arguments]
@@ -302,11 +299,7 @@ class _Node:
     def _environment(self, name: str) -> dict[str, str]:
         layout = self.layout
         there = f"{RUNS}/{layout.run_id}" + (f"-node{self.number}" if self.number else "")
-        variables = {**layout.ports, "RUN_DIR": there}  # the gateway's own; no other container mounts it
-        if layout.data_root() != "none":
-            variables[DATA_ROOT] = DATA
-        if self._has_keys and name not in (WARM_START, MAKE_WORLDS):
-            variables[KEYS_VARIABLE] = KEYS
+        variables = container_variables(layout, name, there)  # the gateway's own; no other container mounts it
         if self.several:
             variables[NODE_HOST] = self._own_address("")
         if self.number:
@@ -330,7 +323,7 @@ class _Node:
             f"# {what} Written, not edited: {written_by(self.layout, 'compose')} -o DIR\n"
             f"# docs/deploy.md says how it is used. {reached}.\n"
         )
-        return head + isolation + yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
+        return head + isolation + plain_yaml(tree)
 
 
 def _after(name: str) -> Service:
@@ -345,10 +338,3 @@ def _hardened() -> Service:
 def _escaped(text: str) -> str:
     """Escape dollar signs, which compose substitutes."""
     return text.replace("$", "$$")
-
-
-class _Plain(yaml.SafeDumper):
-    """Writes no anchors: each service can be read by itself."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True

@@ -13,16 +13,12 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from services.cli.deploy.images import USER, check_images, image_of
 from services.cli.deploy.kubernetes_pods import NESTED, Pod, Tree, claim, needs_files
-from services.cli.deploy.layout import Layout, lay_out, written_by
-from services.cli.keys.process_keys import role_of
+from services.cli.deploy.layout import USER, Layout, check_images, image_of, lay_out, plain_yaml, written_by
 from services.common.errors import ConfigError
 from services.common.security.bundle import FILES
+from services.common.security.roles import Role
 
 _MAX_NAME = 40  # of 63: kinds, processes and Kubernetes' own endings follow
 COPYING_IMAGE = "busybox:1.37.0"  # has the tar that kubectl cp needs
@@ -67,17 +63,17 @@ def kubernetes_files(
         f"# Written, not edited: {written_by(asked, 'kubernetes', gpu)} -o DIR\n"
         "# docs/cluster.md says how it is used; changes of your own belong into a kustomization that has this one as resource.\n"
     )
-    files = {file: head + _text(trees) for file, trees in documents.items() if trees}
-    files["kustomization.yaml"] = head + _text([_kustomization(layout, name, sorted(files))])
+    files = {file: head + "---\n".join(map(plain_yaml, trees)) for file, trees in documents.items() if trees}
+    files["kustomization.yaml"] = head + plain_yaml(_kustomization(layout, name, sorted(files)))
     if needs_files(layout):
-        files["files.yaml"] = head + _text([_files_pod(name)])
+        files["files.yaml"] = head + plain_yaml(_files_pod(name))
     return files
 
 
 def spread(layout: Layout) -> list[str]:
     """Overrides that give every inference service a node of its own, behind those of all other processes."""
     services = [f"inference-{name}" for name in layout.recipe.inference]
-    held = [node for node in layout.nodes if any(p.name not in services for p in layout.processes(node))]
+    held = [node for node, names in layout.names.items() if not set(names) <= set(services)]
     first = max(held, default=0) + 1
     return [f"inference.{name}.node={first + place}" for place, name in enumerate(layout.recipe.inference)]
 
@@ -153,14 +149,13 @@ def _files_pod(name: str) -> Tree:
 
 def _kustomization(layout: Layout, name: str, resources: list[str]) -> Tree:
     """Secrets are made from the files of ``millrace keys`` beside it, and images get the registry of the cluster."""
-    names = {process.name for node in layout.nodes for process in layout.processes(node)}
-    images = sorted({image_of(layout, process).name for process in names})
+    images = sorted({image_of(layout, process).name for names in layout.names.values() for process in names})
     secrets = []
-    for role in sorted({role_of(process) for process in names}, key=lambda role: role.value):
-        entries = [f"{file}=keys/{role.value}/{file}" for file in FILES]
-        if (nested := NESTED.get(role)) is not None:
-            entries += [f"{nested.value}.{file}=keys/{role.value}/{nested.value}/{file}" for file in FILES]
-        secrets.append({"name": f"{name}-keys-{role.value}", "files": entries})
+    for role in sorted({role for roles in layout.roles for role in roles}):
+        entries = [f"{file}=keys/{role}/{file}" for file in FILES]
+        if (nested := NESTED.get(Role(role))) is not None:
+            entries += [f"{nested.value}.{file}=keys/{role}/{nested.value}/{file}" for file in FILES]
+        secrets.append({"name": f"{name}-keys-{role}", "files": entries})
     return {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -186,16 +181,3 @@ def _dns_name(name: str) -> str:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
         plain = f"{plain[: _MAX_NAME - 9].rstrip('-')}-{digest}"
     return plain
-
-
-def _text(trees: Sequence[Tree]) -> str:
-    return "---\n".join(
-        yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120) for tree in trees
-    )
-
-
-class _Plain(yaml.SafeDumper):
-    """Writes no anchors: each object can be read by itself."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True

@@ -9,18 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.cli.check.memory.host import shared_memory_gib
-from services.cli.deploy.images import (
+from services.cli.deploy.layout import (
     APP,
+    CHECKOUT,
     DATA,
     KEYS,
     MODELS,
+    ONCE,
     RUNS,
     USER,
     WORLDS,
+    Layout,
+    container_variables,
     image_of,
+    options,
+    own_gpus,
     settings_in_containers,
 )
-from services.cli.deploy.layout import CHECKOUT, Layout, options
 from services.cli.deploy.sizes import size_of
 from services.cli.keys.process_keys import role_of
 from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
@@ -29,9 +34,7 @@ from services.cli.run.start import WARM_START
 from services.cli.run.start import WORLDS as MAKE_WORLDS
 from services.common.net.hosts import host_and_port
 from services.common.security.bundle import FILES
-from services.common.security.bundle import VARIABLE as KEYS_VARIABLE
 from services.common.security.roles import Role
-from services.orchestrator.tasks.catalogue import DATA_ROOT
 
 Tree = dict[str, Any]
 
@@ -40,7 +43,6 @@ GPU_KIND = "nvidia.com/gpu.product"  # the label of NVIDIA's feature discovery
 _PROBE_S = 20
 _HUNG_AFTER = 30  # probes without an answer, one after another: ten minutes
 NESTED = {Role.TRAINER: Role.PUBLISHER, Role.INFERENCE: Role.AGENT}  # bundles that lie inside others
-_ONCE = (WARM_START, MAKE_WORLDS)
 _COMPUTING = ("inference", "trainer")
 
 
@@ -134,7 +136,7 @@ class Pod:
             return {}
         host, port = host_and_port(process.address)
         place = f"{host}:{port}"
-        if self._has_keys and not process.name.startswith("trainer-"):
+        if self.layout.has_keys and not process.name.startswith("trainer-"):
             place = f"$NODE_HOST:{port}"
         command = ["sh", "-c", f"exec python -m services.common.rpc.client.health {place}"]
         probe: Tree = {"exec": {"command": command}, "periodSeconds": _PROBE_S, "timeoutSeconds": _PROBE_S}
@@ -161,22 +163,16 @@ class Pod:
 
     def _environment(self, name: str) -> list[Tree]:
         layout = self.layout
-        variables = {**layout.ports, "RUN_DIR": f"{RUNS}/{layout.run_id}"}
-        if layout.data_root() != "none":
-            variables[DATA_ROOT] = DATA
-        if self._has_keys and name not in _ONCE:
-            variables[KEYS_VARIABLE] = KEYS
+        variables = container_variables(layout, name, f"{RUNS}/{layout.run_id}")
         if self.node:
             variables[HOST_VARIABLE] = self.run
-        size = None if name in _ONCE else size_of(layout.recipe, name, self.node)
+        size = None if name in ONCE else size_of(layout.recipe, name, self.node)
         if size is not None and size.gpus and self._names_gpus(name):
-            # A container has its own GPUs alone, numbered from 0.
-            variable = name.partition("-node")[0].upper().replace("-", "_")
-            variables[f"{variable}_GPUS"] = ",".join(map(str, range(size.gpus)))
+            variables |= own_gpus(name, size.gpus)
         entries: list[Tree] = [{"name": key, "value": value} for key, value in variables.items()]
         if self._is_replica(name):
             entries.append({"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}})
-        if self._has_keys:
+        if self.layout.has_keys:
             entries.append({"name": NODE_HOST, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
         return entries
 
@@ -204,7 +200,7 @@ class Pod:
             if os.path.isabs(place) and place.startswith(f"{CHECKOUT}/"):
                 inside = os.path.join(APP, os.path.relpath(place, CHECKOUT))
             mounts.append({"name": "files", "mountPath": inside, "subPath": inside.lstrip("/"), "readOnly": True})
-        if self._has_keys and name not in _ONCE:
+        if self.layout.has_keys and name not in ONCE:
             mounts.append({"name": f"keys-{role_of(name).value}", "mountPath": KEYS, "readOnly": True})
         if kind in _COMPUTING:
             mounts.append({"name": f"shm-{name.lower().replace('_', '-')}", "mountPath": "/dev/shm"})
@@ -232,7 +228,3 @@ class Pod:
 
     def _is_replica(self, name: str) -> bool:
         return bool(self.node) and name.startswith("inference-")
-
-    @property
-    def _has_keys(self) -> bool:
-        return len(self.layout.nodes) > 1 or self.layout.recipe.needs_keys

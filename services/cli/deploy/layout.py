@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import count
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from services.cli.deploy.metrics import with_ports
+from services.cli.keys.process_keys import role_of
 from services.cli.plan.profiles import load_for_any_machine
 from services.cli.plan.specs import ProcessSpec, plan
-from services.common.config.reading.loading import port_variables, validate
+from services.cli.run.start import WARM_START
+from services.cli.run.start import WORLDS as MAKE_WORLDS
+from services.common.config.reading.loading import port_variables, set_at, validate
 from services.common.config.recipe import Recipe
-from services.orchestrator.tasks.catalogue import known
+from services.common.errors import ConfigError
+from services.common.security.bundle import VARIABLE as KEYS_VARIABLE
+from services.orchestrator.tasks.catalogue import DATA_ROOT, known
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
@@ -54,9 +64,24 @@ class Layout:
         """The run's id where the recipe names none."""
         return self.recipe.run.id or self.recipe.name
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether processes have keys: of a run over several nodes, or one that asks for them."""
+        return len(self.nodes) > 1 or self.recipe.needs_keys
+
     def processes(self, node: int) -> list[ProcessSpec]:
         """The processes of a node, as ``millrace run`` and ``millrace start`` know them."""
         return plan(self.recipe, Path(), node)
+
+    @property
+    def names(self) -> dict[int, list[str]]:
+        """The names of the processes of each node."""
+        return {node: [process.name for process in self.processes(node)] for node in self.nodes}
+
+    @property
+    def roles(self) -> list[list[str]]:
+        """The roles of the processes of each node, as the folders of their keys are named."""
+        return [sorted({role_of(name).value for name in names}) for names in self.names.values()]
 
     def data_root(self) -> Need:
         """Whether the deployment reads files of ``MILLRACE_DATA_ROOT``: required for a dataset on no hub; a profile
@@ -125,12 +150,13 @@ def lay_out(path: Path, overrides: Sequence[str] = (), profile: str | None = Non
     """
     tree = load_for_any_machine(path, overrides, profile).model_dump(mode="json")
     held = {int(value) for value in _ports(tree).values() if value}
-    for name, keys in port_variables(tree).items():
-        section = _section(tree, keys)
-        if section[keys[-1]] == 0:
+    paths = port_variables(tree)
+    for name, port in _ports(tree).items():
+        if port == 0:
             first = _FIRST_PORTS[name.partition("_")[0]]
-            section[keys[-1]] = next(port for port in count(first) if port not in held)
-            held.add(section[keys[-1]])
+            chosen = next(port for port in count(first) if port not in held)
+            set_at(tree, paths[name], chosen)
+            held.add(chosen)
     recipe = validate(tree, source=str(path))
     ports = {name: str(port) for name, port in _ports(tree).items() if port is not None}
     metrics_ports = with_ports(recipe, held) if recipe.metrics.enabled else {}
@@ -157,14 +183,7 @@ def written_by(layout: Layout, target: str, gpu: str | None = None) -> str:
 
 
 def _ports(tree: Mapping[str, Any]) -> dict[str, int | None]:
-    return {name: _section(tree, keys)[keys[-1]] for name, keys in port_variables(tree).items()}
-
-
-def _section(tree: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    section: Any = tree
-    for key in keys[:-1]:
-        section = section[key]
-    return section
+    return {name: reduce(getitem, path, tree) for name, path in port_variables(tree).items()}  # type: ignore[misc, arg-type]
 
 
 def _place_of(path: Path) -> str:
@@ -173,3 +192,102 @@ def _place_of(path: Path) -> str:
     resolved = path.resolve()
     below = resolved.is_relative_to(CHECKOUT / "recipes")
     return resolved.relative_to(CHECKOUT).as_posix() if below else str(resolved)
+
+
+RUNS = "/runs"
+WORLDS = f"{RUNS}/worlds"  # where a profile makes worlds, below run.dir
+MODELS = "/models"  # HF_HOME of the images
+DATA = "/data"
+KEYS = "/keys"
+APP = "/app"  # where the images have the checkout
+USER = 10001  # of the images
+
+_MAKERS = {WARM_START: "trainer", MAKE_WORLDS: "envgateway"}
+ONCE = tuple(_MAKERS)  # containers that end before the run begins
+_ARGUMENTS = ("BASE_IMAGE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")  # those that are set where it is built
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """One image: its name, the Dockerfile in the checkout, and the names (or ``NAME=VALUE``) of its build arguments."""
+
+    name: str
+    dockerfile: str
+    arguments: tuple[str, ...]
+
+
+def check_images(layout: Layout) -> None:
+    """Raises ``ConfigError`` for a recipe with a process that has no image."""
+    if without := [name for name, service in layout.recipe.inference.items() if service.engine == "vllm"]:
+        raise ConfigError(
+            f"inference.{without[0]}.engine is vllm, for which there is no image: write sglang, or launch scripts with "
+            "--target scripts on machines that have vLLM"
+        )
+
+
+def image_of(layout: Layout, process: str) -> Image:
+    """The image of a process of the plan, or of a container that makes checkpoints or worlds before the run."""
+    kind, _, name = process.partition("-")
+    kind = _MAKERS.get(process, kind)
+    if kind == "inference" and layout.recipe.inference[name].engine == "sglang":  # its pins are not the others'
+        return _image("inference-sglang", "inference-sglang", _ARGUMENTS)
+    extras = [kind]
+    arguments = list(_ARGUMENTS)
+    if kind == "envgateway" and (environment := layout.environment()):
+        extras.append(environment)
+    arguments.append(f"EXTRAS={','.join(extras)}")
+    if kind == "envgateway" and (model := layout.tagger_model()):
+        arguments.append(f"SPACY_MODEL={model}")
+    return _image("-".join(extras), "service", tuple(arguments))
+
+
+def settings_in_containers(layout: Layout) -> list[str]:
+    """Overrides that every container of a deployment has: ports of metrics, and where a profile makes worlds."""
+    metrics = [f"metrics.ports.{process}={port}" for process, port in layout.metrics_ports.items()]
+    return [*metrics, *([f"run.dir={RUNS}"] if layout.makes_worlds() else [])]
+
+
+def container_variables(layout: Layout, name: str, run_dir: str) -> dict[str, str]:
+    """Variables of the container of a process, or of one that makes checkpoints or worlds, which has no keys."""
+    variables = {**layout.ports, "RUN_DIR": run_dir}
+    if layout.data_root() != "none":
+        variables[DATA_ROOT] = DATA
+    if layout.has_keys and name not in ONCE:
+        variables[KEYS_VARIABLE] = KEYS
+    return variables
+
+
+def other_variables(layout: Layout, where: str) -> str:
+    """What the head of a script says after its own variables: the folders that machines must have."""
+    told = ", MILLRACE_DATA_ROOT (folder of local datasets)" if layout.data_root() != "none" else ""
+    folders = layout.own_folders()
+    return told + (f". Needs at the same paths on {where}: {', '.join(folders)}" if folders else "")
+
+
+def own_gpus(process: str, number: int) -> dict[str, str]:
+    """The variable that names the GPUs of a process which has its own alone, numbered from 0, as in a container."""
+    variable = process.partition("-node")[0].upper().replace("-", "_")
+    return {f"{variable}_GPUS": ",".join(map(str, range(number)))}
+
+
+def plain_yaml(tree: Mapping[str, Any]) -> str:
+    """YAML without anchors: each object can be read by itself."""
+    return yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Plain(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def container_name(name: str) -> str:
+    """A recipe's name as Compose takes it: lower case, digits, ``-`` and ``_``.
+
+    >>> container_name("My run/7")
+    'millrace-my-run-7'
+    """
+    return "millrace-" + re.sub("[^a-z0-9_-]", "-", name.lower())
+
+
+def _image(name: str, dockerfile: str, arguments: tuple[str, ...]) -> Image:
+    return Image(name=f"millrace-{name}", dockerfile=f"deploy/docker/{dockerfile}.Dockerfile", arguments=arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from services.cli.deploy.layout import Layout, options, written_by
+from services.cli.deploy.layout import Layout, options, other_variables, written_by
 from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
 
 _HEAD = """\
@@ -69,8 +69,7 @@ def launch_scripts(layout: Layout) -> dict[str, str]:
     Every script passes its own arguments on, such as ``--profile tiny``, so they must be the same on every node.
     """
     files = {}
-    for node in layout.nodes:
-        names = [process.name for process in layout.processes(node)]
+    for node, names in layout.names.items():
         files[f"node{node}.sh"] = _node(layout, node, names)
         files |= {f"node{node}-{name}.sh": _process(layout, node, name) for name in names}
     return files
@@ -99,8 +98,5 @@ def _head(layout: Layout, node: int, what: str) -> str:
         )
     elif len(layout.nodes) > 1:
         variables = f"{NODE_HOST} (this node's name or address for the others; its host name), {variables}"
-    if layout.data_root() != "none":
-        variables += ", MILLRACE_DATA_ROOT (folder of local datasets)"
-    if folders := layout.own_folders():
-        variables += f". Needs at the same paths on this node: {', '.join(folders)}"
+    variables += other_variables(layout, "this node")
     return _HEAD.format(what=what, written_by=written_by(layout, "scripts"), variables=variables)

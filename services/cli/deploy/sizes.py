@@ -7,7 +7,7 @@ known before the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from services.cli.check.memory.estimate import GIB, ModelShape
@@ -70,9 +70,9 @@ def size_of_node(recipe: Recipe, node: int, processes: Iterable[str]) -> Size:
     )
 
 
-def largest(sizes: Iterable[Size]) -> Size:
-    """The size that every node of a job has when the scheduler gives all of them the same."""
-    found = list(sizes)
+def largest(recipe: Recipe, processes: Mapping[int, Iterable[str]]) -> Size:
+    """The size that every node of a job has when the scheduler gives all of them the same. ``processes``: by node."""
+    found = [size_of_node(recipe, node, names) for node, names in processes.items()]
     memory = [size.memory_gib for size in found]
     return Size(
         gpus=max(size.gpus for size in found),

@@ -14,10 +14,8 @@ from typing import Any
 
 import yaml
 
-from services.cli.deploy.images import container_name
-from services.cli.deploy.layout import CHECKOUT, Layout, options, written_by
-from services.cli.deploy.sizes import Size, largest, size_of, size_of_node
-from services.cli.keys.process_keys import role_of
+from services.cli.deploy.layout import CHECKOUT, Layout, container_name, options, own_gpus, written_by
+from services.cli.deploy.sizes import Size, largest, size_of
 from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
 from services.common.errors import ConfigError
 from services.common.security.bundle import VARIABLE as KEYS_VARIABLE
@@ -83,17 +81,14 @@ def skypilot_files(layout: Layout, gpu: str | None = None) -> dict[str, str]:
             f"{layout.path} makes starting checkpoints on node 0 (warm_start), which machines of SkyPilot do not share: name a "
             "checkpoint with policies.NAME.model.path"
         )
-    by_node = {node: [process.name for process in layout.processes(node)] for node in layout.nodes}
-    size = largest(size_of_node(recipe, node, names) for node, names in by_node.items())
-    roles = [sorted({role_of(name).value for name in names}) for names in by_node.values()]
-    secrets = sorted({_secret(role) for named in roles for role in named}) if several or recipe.needs_keys else []
+    secrets = sorted({_secret(role) for named in layout.roles for role in named}) if layout.has_keys else []
     keys = ""
     if secrets:
         keys = _KEYS.format(prefix=_secret(""), names=" ".join(secrets), variable=KEYS_VARIABLE)
     run = _RUN.format(
         unpack=_UNPACK if secrets else "",
         nodes=" ".join(map(str, layout.nodes)),
-        roles=" ".join(f'"{" ".join(named)}"' for named in roles),
+        roles=" ".join(f'"{" ".join(named)}"' for named in layout.roles),
         python=PYTHON,
         run=shlex.quote(layout.run_id),
         arguments=shlex.join([layout.path, "--target", "scripts", *options(layout)]),
@@ -101,7 +96,8 @@ def skypilot_files(layout: Layout, gpu: str | None = None) -> dict[str, str]:
         node_0_host=f'export {NODE_HOST}="$NODE_0"\n  ' if several else "",
         host=HOST_VARIABLE,
     )
-    names = [name for named in by_node.values() for name in named]
+    names = [name for named in layout.names.values() for name in named]
+    size = largest(recipe, layout.names)
     task = _task(layout, container_name(recipe.name), size, gpu, names, secrets, run)
     task["num_nodes"] = len(layout.nodes)
     files = {TASK: _text(layout, gpu, secrets, f"All of {layout.path}", f"sky jobs launch {TASK}", task)}
@@ -119,8 +115,7 @@ def _replica(layout: Layout, name: str, gpu: str | None) -> Tree:
     process, secret = f"inference-{name}", _secret("inference")
     service = layout.recipe.inference[name]
     size = size_of(layout.recipe, process, service.node)
-    variable = process.upper().replace("-", "_")
-    gpus = {f"{variable}_GPUS": ",".join(map(str, range(size.gpus)))} if service.gpus else {}
+    gpus = own_gpus(process, size.gpus) if service.gpus else {}
     run = _REPLICA.format(
         unpack=_UNPACK,
         secret=secret,

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import shlex
 
-from services.cli.deploy.images import container_name
-from services.cli.deploy.layout import Layout, options, written_by
+from services.cli.deploy.layout import Layout, container_name, options, other_variables, own_gpus, written_by
 from services.cli.deploy.scripts import launch_scripts
-from services.cli.deploy.sizes import Size, largest, size_of, size_of_node
-from services.cli.keys.process_keys import role_of
+from services.cli.deploy.sizes import Size, largest, size_of
 from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
 
 JOB, TASK = "job.sbatch", "task.sh"
@@ -124,20 +122,14 @@ def slurm_files(layout: Layout, place: str, gpu: str | None = None) -> dict[str,
     """File name -> text. ``place``: their directory as the nodes see it, absolute or relative to the checkout."""
     files = launch_scripts(layout)
     named = shlex.quote(place)
-    by_node = {node: [process.name for process in layout.processes(node)] for node in layout.nodes}
-    roles = [f'"{" ".join(sorted({role_of(name).value for name in names}))}"' for names in by_node.values()]
     several = len(layout.nodes) > 1
-    size = largest(size_of_node(layout.recipe, node, names) for node, names in by_node.items())
     common = {"job": JOB, "node_0": NODE_0, "host": HOST_VARIABLE, "place": named}
     common["written_by"] = written_by(layout, "slurm", gpu)
-    variables = ", MILLRACE_DATA_ROOT (folder of local datasets)" if layout.data_root() != "none" else ""
-    if folders := layout.own_folders():
-        variables += f". Needs at the same paths on all nodes: {', '.join(folders)}"
     files[JOB] = _JOB.format(
         what=f"All of {layout.path} in one job: {len(layout.nodes)} node{'s' if several else ''}, a task on each.",
         options=_options(
             layout,
-            size,
+            largest(layout.recipe, layout.names),
             gpu,
             (f"--nodes={len(layout.nodes)}", "--ntasks-per-node=1", f"--signal=B:USR1@{BEFORE_LIMIT_S}"),
         ),
@@ -146,13 +138,13 @@ def slurm_files(layout: Layout, place: str, gpu: str | None = None) -> dict[str,
         failed=FAILED,
         before_s=BEFORE_LIMIT_S,
         restarts=layout.recipe.launch.restarts,
-        variables=variables,
+        variables=other_variables(layout, "all nodes"),
         **common,
     )
     files[TASK] = _TASK.format(
         what=f"The processes of one node of {layout.path}, as a task of {JOB}.",
         nodes=" ".join(map(str, layout.nodes)),
-        roles=" ".join(roles),
+        roles=" ".join(f'"{" ".join(named)}"' for named in layout.roles),
         wait_s=3600,
         node_0_host=f'export {NODE_HOST}="$NODE_0"\n  ' if several else "",
         **common,
@@ -170,7 +162,7 @@ def _replica(layout: Layout, name: str, node: int, gpu: str | None, common: dict
     # A scheduler shows a job its own GPUs, numbered from 0. Two replicas of one machine must not want the same port.
     variable = process.upper().replace("-", "_")
     ports = {**layout.ports, f"{variable}_PORT": "0"}
-    gpus = {f"{variable}_GPUS": ",".join(map(str, range(size.gpus)))} if layout.recipe.inference[name].gpus else {}
+    gpus = own_gpus(process, size.gpus) if layout.recipe.inference[name].gpus else {}
     return _REPLICA.format(
         what=f"More replicas of {process} for a run of {layout.path} that goes on.",
         options=_options(layout, size, gpu, ("--nodes=1", "--ntasks=1"), f"-{name}"),

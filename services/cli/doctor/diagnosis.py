@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from services.cli.doctor.findings import Learning, Verdict
+from rich.console import Console
+
+from services.cli.console.plain import say
+from services.cli.doctor.findings import LEAST_POINTS, Change, Learning, Verdict, change
 from services.cli.doctor.rules import RULES, PolicyRows
-from services.cli.doctor.windows import LEAST_POINTS, Change, change
+from services.cli.inspect.run_state import Row, read_metrics, training_steps
+from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.telemetry.metrics import RowKind, StallMoment, StepKey
 from services.orchestrator.dispatch.evaluation_pass import kind_of
-
-Row = Mapping[str, Any]
 
 TRAINING = "training rollouts"
 
@@ -24,9 +28,10 @@ def diagnose(rows: Iterable[Row], recipe: Recipe) -> Verdict:
         by_kind.setdefault(str(row.get("kind")), []).append(row)
     stalls = _open_stalls(by_kind.get(RowKind.STALL, []))
     evaluations = by_kind.get(RowKind.EVALUATION, [])
+    trained = training_steps(by_kind.get(RowKind.TRAINING_STEP, []))
     found, findings = [], []
     for policy in recipe.trained_policies:
-        steps = list(_last_of_each(by_kind.get(RowKind.TRAINING_STEP, []), policy))
+        steps = trained.get(policy, [])
         learned = learning(policy, steps, evaluations)
         of_policy = PolicyRows(
             policy=policy,
@@ -39,12 +44,6 @@ def diagnose(rows: Iterable[Row], recipe: Recipe) -> Verdict:
         found.append(learned)
         findings += [finding for rule in RULES if (finding := rule(of_policy)) is not None]
     return Verdict(learning=tuple(found), findings=tuple(findings))
-
-
-def _last_of_each(rows: list[Row], policy: str) -> Iterable[Row]:
-    """Rows of a policy's steps in order; the last row counts where a recovery has repeated a step."""
-    by_step = {row["step"]: row for row in rows if row["policy"] == policy}
-    return (by_step[step] for step in sorted(by_step))
 
 
 def _open_stalls(rows: list[Row]) -> dict[str, Row]:
@@ -102,3 +101,38 @@ def _of_evaluations(policy: str, rows: Sequence[Row]) -> list[tuple[str, Change]
         gain, after = row["difference"], row["mean_reward"]
         found.append((f"evaluation {kind}", Change(after - gain["value"], after, gain["low"], gain["high"])))
     return found
+
+
+NOTHING_LEARNED_EXIT = 3
+"""Exit code of ``millrace run`` with ``run.fail_when_nothing_learned``."""
+
+
+def examine(run_dir: Path) -> Verdict:
+    """The verdict on a run, from its directory; raises ``ConfigError`` when it has no metrics."""
+    return diagnose(read_metrics(run_dir), load_resolved(run_dir))
+
+
+def tell(verdict: Verdict, console: Console) -> None:
+    """Print whether each policy has learned, and each finding with its evidence and remedy."""
+    for learning in verdict.learning:
+        say(console, _learning(learning), "green" if learning.learned else "bold yellow")
+    for finding in verdict.findings:
+        say(console, f"{finding.policy}: {finding.failure}", "bold red")
+        say(console, f"  seen: {finding.evidence}")
+        say(console, f"  try:  {finding.remedy}")
+
+
+def as_object(verdict: Verdict) -> dict[str, Any]:
+    """The verdict as plain JSON."""
+    return {
+        "nothing_learned": verdict.nothing_learned,
+        "learning": [{**asdict(one), "learned": one.learned} for one in verdict.learning],
+        "findings": [{**asdict(one), "failure": one.failure.name.lower()} for one in verdict.findings],
+    }
+
+
+def _learning(learning: Learning) -> str:
+    if learning.change is None:
+        return f"{learning.policy}: no verdict: {learning.num_steps} training steps, and it takes {LEAST_POINTS} to tell a change from noise"
+    verb = "learned" if learning.learned else "has not learned"
+    return f"{learning.policy} {verb}: reward of {learning.measured} {learning.change}"

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.cli.doctor.findings import Failure, Finding, Learning
-from services.cli.doctor.windows import LEAST_POINTS, change, medians, windows
+from services.cli.doctor.findings import LEAST_POINTS, Failure, Finding, Learning, change, medians, windows
 from services.common.config.recipe import Recipe
 from services.common.records.fates import StepFact
 from services.common.telemetry.metrics import StepKey, TrainerKey

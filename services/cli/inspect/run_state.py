@@ -1,14 +1,21 @@
-"""Reads whether a directory is a run and whether the run has ended. Calls no service."""
+"""Reads whether a directory is a run, whether it has ended, and the rows of JSON that it leaves. Calls no service."""
 
 from __future__ import annotations
 
 import difflib
 import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import orjson
 
 from services.common import run_files
 from services.common.config.reading.loading import RESOLVED
 from services.common.errors import ConfigError
+from services.common.telemetry.metrics import RowKind
 from services.orchestrator.lock import RunLock
 from services.orchestrator.state.run_control import RunState
 
@@ -70,3 +77,49 @@ def _nearest(run_dir: Path) -> str:
         return ""
     close = difflib.get_close_matches(run_dir.name, names, n=1, cutoff=0.6)
     return f"; did you mean {beside / close[0]}?" if close else f"; the newest run there is {beside / names[-1]}"
+
+
+Row = dict[str, Any]
+
+
+def parse_rows(lines: Iterable[bytes]) -> Iterator[Row]:
+    """A row for each valid line; the last may be incomplete during a write."""
+    for line in lines:
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file, in its order."""
+    with path.open("rb") as lines:
+        yield from parse_rows(lines)
+
+
+def read_metrics(run_dir: Path) -> list[Row]:
+    """Rows of a run's metrics; raises ``ConfigError`` when the directory has none."""
+    path = run_files.metrics(run_dir)
+    if not path.exists():
+        check_run_directory(run_dir)
+        raise ConfigError(f"{run_dir} has no metrics yet: its orchestrator has not begun")
+    return list(read_rows(path))
+
+
+def logged_at(row: Row) -> float:
+    """The time of a line of a log; 0 of one without."""
+    try:
+        return datetime.fromisoformat(str(row.get("timestamp"))).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def training_steps(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows of training steps by policy; the last row counts where a recovery has repeated a step."""
+    steps: dict[str, dict[int, Row]] = defaultdict(dict)
+    for row in rows:
+        if row["kind"] == RowKind.TRAINING_STEP:
+            steps[row["policy"]][row["step"]] = row
+    return {policy: [by_step[s] for s in sorted(by_step)] for policy, by_step in steps.items()}

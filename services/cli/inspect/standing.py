@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import filterfalse
@@ -11,8 +12,7 @@ from pathlib import Path
 
 from services.cli.console.source_table import source_words
 from services.cli.inspect.checkpoints.found import places, policies_of
-from services.cli.inspect.rows import Row, read_rows
-from services.cli.inspect.run_state import check_run_directory, ended, launcher_lock
+from services.cli.inspect.run_state import Row, check_run_directory, ended, launcher_lock, read_rows
 from services.common import run_files
 from services.common.checkpoints.directory import path_of
 from services.common.config.reading.loading import RESOLVED, load_resolved
@@ -111,14 +111,17 @@ def newest_run(runs: Path = Path("runs")) -> Path | None:
     A finished evaluation (``millrace eval``) counts only where no other run is: it has no checkpoint, and the run that it
     evaluated is the one to read.
     """
+    found = newest_first(runs, _begun_ns)
+    return next(filterfalse(_is_finished_evaluation, found), next(iter(found), None))
+
+
+def newest_first(runs: Path, time_of: Callable[[Path], int], name: str = "*") -> list[Path]:
+    """Run directories by a time of their resolved recipes; ``name``: of one run, or a pattern."""
     found = []
-    for resolved in runs.glob(f"*/{RESOLVED}"):
-        try:
-            found.append((_begun_ns(resolved), resolved.parent))
-        except OSError:
-            continue  # it was removed meanwhile
-    newest_first = [run_dir for _, run_dir in sorted(found, reverse=True)]
-    return next(filterfalse(_is_finished_evaluation, newest_first), next(iter(newest_first), None))
+    for resolved in runs.glob(f"{name}/{RESOLVED}"):
+        with suppress(OSError):  # it was removed meanwhile
+            found.append((time_of(resolved), resolved.parent))
+    return [run_dir for _, run_dir in sorted(found, reverse=True)]
 
 
 def _begun_ns(resolved: Path) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 POLICY, PROMPT, ENVIRONMENT = "policy", "prompt", "environment"
@@ -73,15 +75,8 @@ def turns(segments: Iterable[tuple[bool, str]], marks: Marks) -> list[Turn]:
 
 
 def _joined(segments: Iterable[tuple[bool, str]]) -> Iterable[tuple[bool, str]]:
-    writer, texts = None, []
-    for by_policy, text in segments:
-        if by_policy is not writer and writer is not None:
-            yield writer, "".join(texts)
-            texts = []
-        writer = by_policy
-        texts.append(text)
-    if writer is not None:
-        yield writer, "".join(texts)
+    for by_policy, parts in groupby(segments, key=itemgetter(0)):
+        yield by_policy, "".join(text for _, text in parts)
 
 
 def read_turns(text: str, marks: Marks, default: str) -> list[Turn]:

@@ -17,7 +17,7 @@ from services.cli.console import drawing
 from services.cli.console.plain import say
 from services.cli.console.tables import Column, FittingTable
 from services.cli.console.units import format_bytes, format_seconds
-from services.cli.inspect.rows import Row, read_metrics
+from services.cli.inspect.run_state import Row, read_metrics
 from services.common.errors import ConfigError
 from services.common.records.types import TRANSFER_STAGES
 from services.common.telemetry.metrics import RowKind

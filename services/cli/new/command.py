@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.cli.check.model_facts import positions
+from services.cli.check.model_files import positions
 from services.cli.new import templates
 from services.common.config.data import DatasetConfig
 from services.common.config.reading.loading import load_recipe

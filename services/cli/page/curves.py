@@ -9,15 +9,12 @@ from typing import Any
 from services.cli.inspect.pictures.panels import (
     PANELS,
     THROUGHPUT,
-    Line,
     Panel,
-    part_lines,
-    points_of,
+    curves_of,
     throughput_of,
-    training_steps,
 )
 from services.cli.inspect.pictures.seeds import Points, Runs, band, grouped
-from services.cli.inspect.rows import Row
+from services.cli.inspect.run_state import Row
 from services.common.telemetry.metrics import RowKind
 
 MOST_POINTS = 400  # of a line: more than a panel has pixels for
@@ -48,23 +45,14 @@ def _described(panel: Panel, lines: list[Json], points: Sequence[Json] = ()) -> 
 
 
 def _panel(panel: Panel, groups: Sequence[Runs]) -> Json:
-    lines: list[Json] = []
-    rewards = panel.title == PANELS[0].title
-    for number, group in enumerate(groups):
-        by_run = [training_steps(rows) for rows in group.rows]
-        for policy in dict.fromkeys(policy for steps in by_run for policy in steps):
-            steps = [of_run[policy] for of_run in by_run if policy in of_run]
-            for line in (*panel.lines, *(part_lines(steps) if rewards and len(groups) == 1 else ())):
-                if line.only_if_any and not any(row.get(line.key) for run in steps for row in run):
-                    continue
-                curves = [points_of(run, line.key, panel.x) for run in steps]
-                lines.append(_line(number, policy, _label(line), curves, line.style))
+    lines = [
+        _line(number, policy, line.label, found, line.style)
+        for number, group in enumerate(groups)
+        for policy, line, found in curves_of(panel, group, alone=len(groups) == 1)
+    ]
+    rewards = panel is PANELS[0]
     points = [point for n, group in enumerate(groups) for point in _evaluations(n, group)] if rewards else []
     return _described(panel, lines, points)
-
-
-def _label(line: Line) -> str:
-    return line.label.replace("\n", " ")
 
 
 def _line(group: int, policy: str, label: str, curves: Sequence[Points], style: str = "-") -> Json:

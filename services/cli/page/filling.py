@@ -10,8 +10,8 @@ from functools import partial
 from itertools import groupby, islice
 from typing import Any
 
+from services.cli.page.conversation import Pieces
 from services.cli.page.index import FAILED, WAITING, Rollout, RolloutIndex, joined
-from services.cli.page.pieces import Pieces
 from services.common.records.fates import GroupFate
 from services.common.records.types import Purpose, TokenSource
 from services.orchestrator.journal import records, rollouts

@@ -20,21 +20,18 @@ import structlog
 
 from services.cli.inspect.fate.reading import read_fates
 from services.cli.inspect.fate.view import as_json
-from services.cli.inspect.rows import Row
+from services.cli.inspect.run_state import Row
 from services.cli.inspect.standing import standing
 from services.cli.inspect.trace.reading import open_journal
 from services.cli.inspect.trajectories import load_tokenizer
 from services.cli.inspect.turns import Marks, marks_of
 from services.cli.inspect.weights import bits_per_change, serving_s, summarise
-from services.cli.page.conversation import conversation, uses
-from services.cli.page.events import events
+from services.cli.page.conversation import Pieces, conversation, uses
+from services.cli.page.events import MetricsTail, events
 from services.cli.page.filling import Filler
 from services.cli.page.filters import Filter
 from services.cli.page.index import RolloutIndex
-from services.cli.page.live import Live
-from services.cli.page.metrics_tail import MetricsTail
-from services.cli.page.pieces import Pieces
-from services.cli.page.state import state_of
+from services.cli.page.state import Live, state_of
 from services.common import run_files
 from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
 from aiohttp import web
 
-from services.cli.inspect.rows import Row
+from services.cli.inspect.run_state import Row
 from services.cli.page.curves import curves
 from services.cli.page.filters import ORDERS, Filter
 from services.cli.page.run_reader import RunReader, guarded
 from services.common.errors import ConfigError, InvalidRequestError, MillraceError, NotFoundError
 from services.common.http.authentication import password
 from services.common.http.listener import Listener
+from services.common.http.origin import Handler
 
 ASSETS = Path(__file__).parent / "assets"
 POLICY = (
@@ -36,7 +37,6 @@ _MOST_WORDS = 500  # characters of a search
 
 Json = dict[str, Any]
 Number = TypeVar("Number", int, float)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class PageServer:
@@ -181,17 +181,15 @@ def _file(name: str) -> web.Response:
     return web.Response(body=path.read_bytes(), content_type=_TYPES[path.suffix], charset="utf-8", headers=headers)
 
 
+_STATUS = {NotFoundError: 404, ConfigError: 409, InvalidRequestError: 400}
+
+
 @web.middleware
 async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Errors of the project as ``{"detail": ...}``."""
     try:
         return await handler(request)
-    except NotFoundError as error:
-        status, message = 404, error.message
-    except ConfigError as error:
-        status, message = 409, error.message
-    except InvalidRequestError as error:
-        status, message = 400, error.message
     except MillraceError as error:
-        status, message = 500, error.message
-    return web.Response(body=orjson.dumps({"detail": message}), status=status, content_type="application/json")
+        status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
+        body = orjson.dumps({"detail": error.message})
+        return web.Response(body=body, status=status, content_type="application/json")

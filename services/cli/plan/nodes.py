@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.plan.specs import plan
+from services.common.config.reading.loading import set_at
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.net.hosts import is_here
@@ -69,11 +70,7 @@ def at_addresses_of(recipe: Recipe, named: Recipe) -> Recipe | None:
         return None
     tree: dict[str, Any] = recipe.model_dump(mode="json")
     for path, host in named.hosts.items():
-        section: Any = tree
-        *keys, last = path.split(".")
-        for key in keys:
-            section = section[key]
-        section[last] = host
+        set_at(tree, path.split("."), host)
     return Recipe.model_validate(tree)
 
 

@@ -11,13 +11,13 @@ import fnmatch
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from services.cli.inspect.checkpoints.replayable import Recorded
+from services.cli.inspect.checkpoints.found import Recorded
 from services.cli.inspect.standing import NOT_BEGUN, Standing, standing
 from services.cli.plan.specs import with_free_ports
-from services.cli.run.resume import leaves
 from services.common import run_files
 from services.common.config.reading.loading import apply_override, save_resolved, validate
 from services.common.config.recipe import Recipe
@@ -144,3 +144,13 @@ def _why_fixed(path: str, begun: bool) -> str:
         if fnmatch.fnmatchcase(path, pattern):
             return why if begun or pattern in ("name", "run.id", "run.dir") else ""
     return ""
+
+
+def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of every setting of a tree; an empty mapping is a value."""
+    for key, value in tree.items():
+        path = f"{above}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{path}.")
+        else:
+            yield path, value

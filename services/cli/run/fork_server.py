@@ -37,7 +37,6 @@ MODULES = (
     "services.trainer.loop.grpc_link",
     "services.trainer.loop.training_loop",
     "services.trainer.publish.snapshot",
-    "services.trainer.publish.snapshot",
     "services.trainer.setup",
     "services.trainer.step.supervised",
     "services.trainer.warm_start",

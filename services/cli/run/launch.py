@@ -19,13 +19,10 @@ from rich.status import Status
 
 from services.cli.check.memory.host import loading_s
 from services.cli.console.drawing import drawn
-from services.cli.console.errors import Interrupted
+from services.cli.console.errors import Interrupted, StopSignal
 from services.cli.console.plain import say
-from services.cli.console.signals import StopSignal
-from services.cli.inspect.rows import Row, read_rows
-from services.cli.inspect.run_state import check_can_go_on, ended, launcher_lock
-from services.cli.keys.node_bundles import write_bundles
-from services.cli.keys.process_keys import check_dates, keys_of, operate, renew_in_time, with_keys
+from services.cli.inspect.run_state import Row, check_can_go_on, ended, launcher_lock, read_rows
+from services.cli.keys.process_keys import check_dates, keys_of, operate, renew_in_time, with_keys, write_bundles
 from services.cli.plan.nodes import commands_for_other_nodes
 from services.cli.plan.specs import (
     ProcessSpec,
@@ -34,10 +31,9 @@ from services.cli.plan.specs import (
     trainer_name,
     warm_start_commands,
 )
-from services.cli.run.other_ports import with_other_ports
 from services.cli.run.processes import Processes, children_cpu_seconds
-from services.cli.watch.follow import show_now
-from services.cli.watch.notices import OrchestratorLiveness, StallsAtStart, TrackersTold
+from services.cli.run.run_directory import with_other_ports
+from services.cli.watch.notices import OrchestratorLiveness, StallsAtStart, TrackersTold, show_now
 from services.cli.watch.orchestrator_client import OrchestratorClient
 from services.cli.watch.progress_view import ProgressView, StallsTold
 from services.common import run_files

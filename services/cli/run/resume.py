@@ -1,18 +1,27 @@
-"""Chooses the run that a launch resumes: ``--resume auto``, and ``run.resume: auto`` in the recipe.
+"""Opens the run of ``millrace run``: a new one, or the one to go on with.
 
-Takes the newest run in ``run.dir`` that has the recipe's name and settings and has not ended; else a new one. A run
-keeps its first recipe, so a run with other settings is left alone. Reads directories only.
+``--resume auto``, and ``run.resume: auto`` in the recipe, take the newest run in ``run.dir`` that has the recipe's name
+and settings and has not ended; else a new one. A run keeps its first recipe, so a run with other settings is left alone.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from services.cli.check.launch import check_launch
+from services.cli.check.recipe import check_named
+from services.cli.console.plain import say
 from services.cli.inspect.run_state import ended
+from services.cli.inspect.standing import newest_first
+from services.cli.plan.profiles import load_with_profile
+from services.cli.run.change import leaves, save_changes, with_changes
+from services.cli.run.run_directory import prepare, reopen
 from services.common.config.reading.loading import RESOLVED, load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -41,7 +50,7 @@ def choose(recipe: Recipe, *, asked: bool) -> Choice:
     runs = Path(recipe.run.dir)
     num_ended = 0
     skipped: list[str] = []
-    for run_dir in _newest_first(runs, recipe.run.id):
+    for run_dir in newest_first(runs, lambda resolved: resolved.stat().st_mtime_ns, recipe.run.id or "*"):
         verdict = _verdict(recipe, run_dir)
         if verdict is None:
             continue  # of another recipe
@@ -58,17 +67,6 @@ def choose(recipe: Recipe, *, asked: bool) -> Choice:
     more = [f"and {len(skipped) - _TOLD} more"] if len(skipped) > _TOLD else []
     reasons = "; ".join([*skipped[:_TOLD], *more]) or f"there is none in {runs}"
     return Choice(told=f"beginning a new run, for no run of {recipe.name} can go on ({why}): {reasons}")
-
-
-def _newest_first(runs: Path, name: str | None) -> Iterator[Path]:
-    """Run directories by when they were begun; of a recipe that names its run, that one alone."""
-    found = []
-    for resolved in runs.glob(f"{name or '*'}/{RESOLVED}"):
-        try:
-            found.append((resolved.stat().st_mtime, resolved.parent))
-        except OSError:
-            continue  # it was removed meanwhile
-    yield from (run_dir for _, run_dir in sorted(found, reverse=True))
 
 
 def _verdict(recipe: Recipe, run_dir: Path) -> str | None:
@@ -108,11 +106,37 @@ def _is_filled_in(path: str, wanted: Any) -> bool:
     return (key.endswith("port") and wanted == 0) or (key == "host" and isinstance(wanted, str) and is_loopback(wanted))
 
 
-def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of every setting of a tree; an empty mapping is a value."""
-    for key, value in tree.items():
-        path = f"{above}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{path}.")
-        else:
-            yield path, value
+def opened(
+    recipe: Path | None, resume: str | None, overrides: Sequence[str], profile: str | None, console: Console
+) -> tuple[Recipe, Path]:
+    """The resolved recipe and the directory of a new run, or of the one to go on with, checked either way.
+
+    Raises:
+        ConfigError: neither or both are named, the recipe cannot run, or the run cannot go on so.
+    """
+    if (recipe is None) != (resume not in (None, AUTO)):
+        raise ConfigError(
+            "name a recipe to start a run (with --resume auto to go on with its newest one that has not ended), or --resume RUN "
+            "to go on with one; not both"
+        )
+    if recipe is None:
+        if profile:
+            raise ConfigError("a run that goes on keeps its profile: leave out --profile, or start another run")
+        resolved, run_dir = reopen(Path(str(resume)), console)
+        if overrides:
+            resolved, changes = with_changes(resolved, run_dir, overrides)
+            check_launch(resolved)
+            check_named(resolved)
+            save_changes(resolved, run_dir, changes)
+            for setting, (former, new) in changes.items():
+                say(console, f"{setting}: {former} -> {new}")
+        return resolved, run_dir
+    loaded = load_with_profile(recipe, overrides, profile)
+    choice = choose(loaded, asked=resume == AUTO)
+    if choice.told:
+        say(console, choice.told)
+    if choice.run_dir is not None:
+        return reopen(choice.run_dir, console)
+    check_launch(loaded)
+    check_named(loaded)
+    return prepare(loaded)

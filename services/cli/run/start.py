@@ -16,11 +16,17 @@ from pathlib import Path
 from rich.console import Console
 
 from services.cli.check.launch import check_worlds, missing_data
-from services.cli.console.errors import Interrupted
+from services.cli.console.errors import Interrupted, StopSignal
 from services.cli.console.plain import say
-from services.cli.console.signals import StopSignal
-from services.cli.keys.node_bundles import keys_of_process, write_bundles
-from services.cli.keys.process_keys import act_as, keys_of, keys_there, renew_in_time, with_keys
+from services.cli.keys.process_keys import (
+    act_as,
+    keys_of,
+    keys_of_process,
+    keys_there,
+    renew_in_time,
+    with_keys,
+    write_bundles,
+)
 from services.cli.plan.nodes import (
     at_addresses_of,
     bundle_there,

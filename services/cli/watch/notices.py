@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
 from rich.console import Console
 
 from services.cli.console.plain import say
 from services.cli.watch.orchestrator_client import OrchestratorClient
-from services.cli.watch.progress_view import StallsTold
+from services.cli.watch.progress_view import ProgressView, StallsTold
 from services.common.config.recipe import Recipe
 from services.common.errors import InfrastructureError
 from services.common.pb import run_pb2
@@ -27,10 +28,11 @@ from services.orchestrator.stalls.facts import Cause
 from services.orchestrator.trackers.follower import all_sent, read_position
 from services.orchestrator.trackers.process import followed
 
-ASK_EVERY_S = 5.0
+log = structlog.get_logger()
 
-EVERY_S = 5.0
-
+LOOK_EVERY_S = 5.0
+FOLLOW_EVERY_S = 1.0
+PATIENCE_S = 300.0  # for an orchestrator that is away: it may be started again
 LIMIT_S = 10.0  # longer than a restart, and than the deadline of a call
 _STATES = {
     "T": "its process is stopped (SIGSTOP): send it SIGCONT",
@@ -49,7 +51,7 @@ class StallsAtStart:
         self._client = client
         self._told = told
         self._clock = clock
-        self._ask_at = clock() + ASK_EVERY_S
+        self._ask_at = clock() + LOOK_EVERY_S
 
     def __call__(self) -> None:
         if self._clock() < self._ask_at:
@@ -60,7 +62,7 @@ class StallsAtStart:
             pass  # not up yet: the launcher's own deadline names it
         else:
             self._told.tell(stalls)
-        self._ask_at = self._clock() + ASK_EVERY_S
+        self._ask_at = self._clock() + LOOK_EVERY_S
 
 
 class TrackersTold:
@@ -73,14 +75,14 @@ class TrackersTold:
         self._run_dir = run_dir
         self._console = console
         self._clock = clock
-        self._look_at = clock() + EVERY_S
+        self._look_at = clock() + LOOK_EVERY_S
         self._down: set[str] = set()
 
     def look(self) -> None:
         """Called often; looks every few seconds."""
         if not self._trackers or self._clock() < self._look_at:
             return
-        self._look_at = self._clock() + EVERY_S
+        self._look_at = self._clock() + LOOK_EVERY_S
         for tracker in self._trackers:
             error = read_position(self._run_dir, tracker).error
             if error and tracker not in self._down:
@@ -156,3 +158,39 @@ class OrchestratorLiveness:
         except (OSError, IndexError):
             return "its process is gone"
         return _STATES.get(state, "its process is running and does not respond")
+
+
+def follow(client: OrchestratorClient, view: ProgressView) -> None:
+    """Poll about once a second, each call with a deadline: a stream could end without notice when its peer dies.
+
+    Raises ``InfrastructureError`` when the orchestrator has not answered for five minutes.
+    """
+    liveness = OrchestratorLiveness(client.address)
+    heard_at = time.monotonic()
+    while True:
+        try:
+            if show_now(client, view, liveness):
+                return
+            heard_at = time.monotonic()
+        except InfrastructureError:
+            if time.monotonic() - heard_at > PATIENCE_S:
+                raise
+        time.sleep(FOLLOW_EVERY_S)
+
+
+def show_now(client: OrchestratorClient, view: ProgressView, liveness: OrchestratorLiveness) -> bool:
+    """Show the present state of the run; returns whether the run has ended.
+
+    Raises ``InfrastructureError`` when the orchestrator does not answer, which the view reports once it lasts.
+    """
+    try:
+        progress = client.get_run().progress
+    except InfrastructureError as error:
+        log.debug("orchestrator.silent", error=error.message)  # being restarted, or leaving
+        liveness.missed()
+        if (stall := liveness.stall) is not None:
+            view.silent(stall)
+        raise
+    liveness.answered()
+    view.show(progress)
+    return progress.state in (run_pb2.RUN_STATE_FINISHED, run_pb2.RUN_STATE_STOPPED)

@@ -19,10 +19,10 @@ from services.common.config.consistency import (
     check_sampling,
     check_served,
     check_teachers,
+    conflicts,
     with_default_budgets,
 )
 from services.common.config.data import DataConfig, EvaluationConfig, SamplingConfig, WorkflowConfig, is_training
-from services.common.config.deterministic import conflicts
 from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.config.processes.placement import Placement, check_placement
 from services.common.config.processes.services import (

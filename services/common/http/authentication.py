@@ -10,8 +10,7 @@ import structlog
 from aiohttp import web
 
 from services.common.errors import AccessError, MillraceError, PermissionDeniedError
-from services.common.http.answers import json_answer
-from services.common.http.origin import Handler, Refuse
+from services.common.http.origin import Handler, Refuse, json_answer
 from services.common.security.caller import caller
 from services.common.security.identity import Identity
 from services.common.telemetry.repeats import Repeats

@@ -13,14 +13,13 @@ import asyncio
 import resource
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import structlog
 from aiohttp import web
 
 from services.common.errors import CapacityError
-from services.common.http.answers import json_answer
+from services.common.http.origin import Handler, json_answer
 from services.common.net.hosts import peer_of_host
 from services.common.rpc.limits import HANDSHAKE_S, MOST_CONNECTIONS, Limit, Rates
 from services.common.security.caller import caller
@@ -34,15 +33,13 @@ CONNECTIONS = 8192
 BODY_S = 120.0  # for a body to come; the largest is some hundred MiB
 LOOK_S = 1.0
 
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 
 def rate_limited() -> Any:
     """A middleware: 429 with ``Retry-After`` for clients over a limit. Comes after authentication."""
     rates = Rates()
 
     @web.middleware
-    async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         known, peer = caller.get(), peer_of_host(request.remote or "")
         client = f"{known.name}@{peer}" if known is not None else peer
         try:
@@ -62,7 +59,7 @@ def body_in_time() -> Any:
     """A middleware: 408 for a body that does not arrive. Innermost, so that refused requests do not wait for a body."""
 
     @web.middleware
-    async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.can_read_body:
             try:
                 async with asyncio.timeout(BODY_S):
@@ -94,7 +91,7 @@ class SlowClients:
         """A middleware that records clients with a complete request, and clients that wait for an answer. Outermost."""
 
         @web.middleware
-        async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             connection = request.protocol
             self._spoken.add(connection)
             self._asking[connection] += 1

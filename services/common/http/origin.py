@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
+import orjson
 import structlog
 from aiohttp import web
 
@@ -27,6 +28,7 @@ from services.common.errors import ConfigError, InvalidRequestError, MillraceErr
 from services.common.telemetry.repeats import Repeats
 
 log = structlog.get_logger()
+
 
 HOSTS_VARIABLE = "MILLRACE_HTTP_HOSTS"
 """Names, separated by commas, under which HTTP clients may ask a process without keys, beside loopback's own: such as
@@ -179,3 +181,8 @@ def _refused(kind: str, status: int, message: str) -> RefusedRequestError:
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}...")
+
+
+def json_answer(value: object, status: int = 200) -> web.Response:
+    """``value`` as JSON."""
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")

@@ -17,8 +17,7 @@ from prometheus_client.registry import Collector
 from services.common import run_files
 from services.common.http.listener import Listener
 from services.common.net import hosts
-from services.common.prometheus import process
-from services.common.prometheus.metric import Metric, Sample, Translation
+from services.common.prometheus.metric import INFO, Metric, Sample, Translation, account_samples
 from services.common.telemetry.status import ProcessStatus
 
 log = structlog.get_logger()
@@ -47,8 +46,8 @@ class StatusCollector(Collector):
     def _samples(self) -> Iterable[Sample]:
         now = self._status()
         about = (now.service, now.instance_id, now.run_id, now.state)
-        yield Sample(metric=process.INFO, labels=about, value=1.0)
-        yield from process.account_samples(now.accounts)
+        yield Sample(metric=INFO, labels=about, value=1.0)
+        yield from account_samples(now.accounts)
         yield from self._translation.samples(now.gauges)
 
 

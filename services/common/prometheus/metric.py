@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from services.common.telemetry.accounts import AccountState
+
 _PLACE = re.compile(r"\{(\w+)\}")
 
 
@@ -73,3 +75,27 @@ class Translation:
 def _pattern(source: str) -> re.Pattern[str]:
     parts = _PLACE.split(source)  # text, label, text, label, ..., text
     return re.compile("".join(re.escape(part) if number % 2 == 0 else "(.+?)" for number, part in enumerate(parts)))
+
+
+INFO = Metric(
+    "millrace_process_info",
+    "gauge",
+    "1 for this process: its service, its id, its run, and starting, ready or stopping.",
+    own_labels=("service", "id", "run", "state"),
+)
+ACTIVITY = Metric(
+    "millrace_activity_seconds_total",
+    "counter",
+    "Seconds that lanes of a component spent in an activity, by awaited component; all sum to lanes x lifetime.",
+    own_labels=("component", "activity", "on"),
+)
+LANES = Metric("millrace_activity_lanes", "gauge", "Things that a component does at once.", own_labels=("component",))
+METRICS = (INFO, ACTIVITY, LANES, OTHER)
+
+
+def account_samples(accounts: Iterable[AccountState]) -> Iterable[Sample]:
+    for account in accounts:
+        yield Sample(metric=LANES, labels=(account.component,), value=float(account.num_lanes))
+        for activity in account.activities:
+            labels = (account.component, activity.name, activity.on)
+            yield Sample(metric=ACTIVITY, labels=labels, value=activity.seconds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -42,6 +43,14 @@ def die_with_parent_if_asked(how: signal.Signals = signal.SIGTERM) -> None:
     parent = os.environ.get(DIE_WITH_PARENT)
     if parent is not None:
         _die_with(int(parent), how)
+
+
+def limit_memory(size_bytes: int) -> None:
+    """Bound this process's address space, and leave no core behind."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    size_bytes = size_bytes if hard == resource.RLIM_INFINITY else min(hard, size_bytes)
+    resource.setrlimit(resource.RLIMIT_AS, (size_bytes, size_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def bound_to_this_process(command: Sequence[str]) -> list[str]:

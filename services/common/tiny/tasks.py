@@ -5,6 +5,7 @@ Generators as ``data.train.generator`` wants them: deterministic, in the form th
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -19,18 +20,15 @@ def sums(seed: int) -> Iterator[dict[str, Any]]:
     'What is $147 + 592$?'
     """
     draw = random.Random(seed)
-    number = 0
-    while True:
+    for number in itertools.count():
         left, right = draw.randrange(10, 1000), draw.randrange(10, 1000)
         yield {"id": f"sum-{number}", "problem": f"What is ${left} + {right}$?", "answer": str(left + right)}
-        number += 1
 
 
 def programs(seed: int) -> Iterator[dict[str, Any]]:
     """Endless ``{"id", "problem", "tests", "solution"}``: programs that read a number and print another."""
     draw = random.Random(seed)
-    number = 0
-    while True:
+    for number in itertools.count():
         factor, term = draw.randrange(2, 20), draw.randrange(1, 100)
         inputs = [draw.randrange(-50, 50) for _ in range(3)]
         cases = [{"stdin": f"{x}\n", "expected": f"{x * factor + term}\n"} for x in inputs]
@@ -40,7 +38,6 @@ def programs(seed: int) -> Iterator[dict[str, Any]]:
             "tests": {"kind": "stdin", "cases": cases},
             "solution": f"print(int(input()) * {factor} + {term})\n",
         }
-        number += 1
 
 
 def places(seed: int, count: int) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,8 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 import time
 import uuid
 from collections import Counter, OrderedDict
@@ -31,9 +33,9 @@ from services.common.errors import (
 from services.envgateway.calls import call_plain_or_async
 from services.envgateway.envs.base import Environment, EpisodeLostError, Observation, StepResult
 from services.envgateway.envs.failures import short_text, trace_of
-from services.envgateway.envs.results import checked_observation, checked_result
 
 log = structlog.get_logger()
+
 
 STEP_TIMEOUT_S = 55.0  # less than callers wait, so that they get the reason
 _CLOSE_TIMEOUT_S = 5.0
@@ -267,18 +269,7 @@ async def _step(environment: Environment, action: str) -> StepResult:
 
 async def _joined(work: asyncio.Task[Result], when_cancelled: str) -> Result:
     """Wait for work that continues without its callers. The end of the episode does not cancel them: they get an error."""
-    if not work.done():
-        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def tell(_: object) -> None:
-            if not end.done():
-                end.set_result(None)
-
-        work.add_done_callback(tell)
-        try:
-            await end
-        finally:
-            work.remove_done_callback(tell)
+    await asyncio.wait({work})
     if work.cancelled():
         raise EpisodeNotFoundError(when_cancelled)
     return work.result()
@@ -288,3 +279,43 @@ def _look_at(turn: asyncio.Task[StepResult]) -> None:
     """Read the task's result: when all callers have left, asyncio would log an exception that is never retrieved."""
     if not turn.cancelled():
         turn.exception()
+
+
+def checked_observation(returned: Any) -> Observation:
+    """Raises ``TypeError`` for a value that is not an ``Observation``."""
+    if not isinstance(returned, Observation):
+        raise TypeError(f"it returned a {type(returned).__name__}, not an Observation")
+    return dataclasses.replace(
+        returned,
+        text=_text(returned.text),
+        admissible_actions=tuple(map(_text, returned.admissible_actions)),
+        messages=tuple({key: _text(value) for key, value in one.items()} for one in returned.messages),
+        remembered=_text(returned.remembered),
+    )
+
+
+def checked_result(returned: Any) -> StepResult:
+    """Raises ``TypeError`` for a value that is not a ``StepResult`` and ``ValueError`` for a reward that is not a
+    finite number."""
+    if not isinstance(returned, StepResult):
+        raise TypeError(f"it returned a {type(returned).__name__}, not a StepResult")
+    reward = float(returned.reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"its reward is {reward}; it must be a finite number")
+    return dataclasses.replace(
+        returned,
+        observation=_text(returned.observation),
+        reward=reward,
+        done=bool(returned.done),
+        admissible_actions=tuple(map(_text, returned.admissible_actions)),
+        metrics={_text(name): float(value) for name, value in returned.metrics.items()},
+        status=_text(returned.status),
+        remembered=_text(returned.remembered),
+    )
+
+
+def _text(text: Any) -> str:
+    """Replaces lone surrogates, which no message can carry. Raises ``TypeError`` for a value that is not text."""
+    if not isinstance(text, str):
+        raise TypeError(f"it returned a {type(text).__name__} where text belongs")
+    return str(text) if text.isascii() else text.encode(errors="replace").decode()

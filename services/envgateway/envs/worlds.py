@@ -11,13 +11,13 @@ from services.common.config.processes.environments import PYTHON_MARK, OpenEnvCo
 from services.common.errors import ConfigError
 from services.common.harbor.places import ENVIRONMENT as HARBOR
 from services.envgateway.envs.agentbench.world import AgentBenchWorld
-from services.envgateway.envs.alfworld.world import AlfworldWorld
+from services.envgateway.envs.alfworld.episode import AlfworldWorld
 from services.envgateway.envs.base import World
 from services.envgateway.envs.gymnasium.world import MISSING, GymnasiumWorld, is_installed
-from services.envgateway.envs.harbor.world import HarborWorld, why_not
+from services.envgateway.envs.harbor.episode import HarborWorld, why_not
 from services.envgateway.envs.openenv.world import OpenEnvWorld
-from services.envgateway.envs.textworld.world import TextworldWorld
-from services.envgateway.envs.webshop.world import WebshopWorld
+from services.envgateway.envs.textworld.episode import TextworldWorld
+from services.envgateway.envs.webshop.environment import WebshopWorld
 
 if TYPE_CHECKING:
     from services.envgateway.sandbox.pool import SandboxPool

@@ -19,8 +19,8 @@ from aiohttp import web
 
 from services.common.aio import ended
 from services.common.config.processes.envgateway import HttpConfig
-from services.common.http.answers import json_answer
 from services.common.http.listener import Listener
+from services.common.http.origin import json_answer
 from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.http.schema import (
     BatchSubmission,

@@ -7,6 +7,7 @@ the gateway's own process.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,17 +16,57 @@ import structlog
 
 from services.common.errors import InvalidRequestError, MillraceError
 from services.common.importing import load_object
-from services.common.records.dataset_rows import BuiltInReward
+from services.common.reasoning_gym import COLUMN
+from services.common.records.dataset_rows import BuiltInReward, last_boxed
 from services.common.user_code import check_call
 from services.envgateway.calls import call_plain_or_async
 from services.envgateway.rewards.code import CodeReward, JudgeQueue
-from services.envgateway.rewards.math.boxed import boxed_match
+from services.envgateway.rewards.math.boxed import boxed_match, compare_plainly, ends_in_bare_list, num_boxes
 from services.envgateway.rewards.math.pool import MathPool
-from services.envgateway.rewards.math.reward import MathReward
-from services.envgateway.rewards.reasoning_gym import ReasoningGymReward
-from services.envgateway.rewards.result import RewardFunction, RewardOutcome, RewardResult, grader_failed
+from services.envgateway.rewards.result import RewardFunction, RewardOutcome, RewardResult, grader_failed, truth_of
 
 log = structlog.get_logger()
+
+
+class ReasoningGymReward:
+    """The score function of the row's own dataset, in a worker that can be killed.
+
+    Score functions parse what a policy wrote, some with sympy: as for Math-Verify, an answer that takes too long is
+    worth 0, and a worker that fails without its doing is no reward.
+    """
+
+    def __init__(self, pool: MathPool) -> None:
+        self._pool = pool
+
+    async def __call__(self, task: Mapping[str, Any], completion: str) -> RewardResult:
+        reference = task.get(COLUMN)
+        if not isinstance(reference, Mapping):
+            raise InvalidRequestError(
+                f"the task has no column {COLUMN}, and the reward reasoning_gym scores tasks of data.train.reasoning_gym only: "
+                "name another reward"
+            )
+        asked = {**reference, "question": task.get("question")}
+        return await self._pool.grade(json.dumps(asked), completion)
+
+
+class MathReward:
+    """Right when Math-Verify accepts the answer, or when that is clear without algebra. Boxed answers first, then LaTeX and plain expressions in the text. No numeric tolerance."""
+
+    def __init__(self, pool: MathPool) -> None:
+        self._pool = pool
+
+    async def __call__(self, task: Mapping[str, Any], completion: str) -> RewardResult:
+        truth = truth_of(task)
+        # Several boxes may together be one answer, a set: that is for Math-Verify to say.
+        answer = last_boxed(completion) if num_boxes(completion) == 1 else None
+        if answer is not None:
+            plain = compare_plainly(answer, truth)
+            if plain is not None:
+                return plain
+        elif num_boxes(completion) == 0 and "," not in truth and ends_in_bare_list(completion[-1000:]):
+            return RewardResult(outcome=RewardOutcome.WRONG, detail="a list where one value is asked for")
+        return await self._pool.grade(truth, completion)
+
 
 FUNCTION_TIMEOUT_S = 60.0
 

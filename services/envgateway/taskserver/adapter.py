@@ -8,8 +8,6 @@ under /api for the first task, and under /api/NAME for each. An episode takes on
 
 from __future__ import annotations
 
-from typing import Any
-
 from aiohttp import web
 
 from services.common.errors import (
@@ -28,7 +26,7 @@ from services.envgateway.envs.agentbench.messages import (
     StepEpisode,
     TaskInfo,
 )
-from services.envgateway.taskserver.answers import Handler, Refusal, answered, read
+from services.envgateway.taskserver.answers import Refusal, answered, read
 from services.envgateway.taskserver.conversations import RUNNING, Conversation, Conversations
 from services.envgateway.taskserver.tasks import Task, Tasks
 
@@ -42,22 +40,13 @@ class AdapterProtocol:
         routes: list[web.RouteDef] = []
         for base in (prefix, f"{prefix}/{{task}}"):
             routes += [
-                web.get(f"{base}/task/info", self._handler(self._info)),
-                web.get(f"{base}/health", self._handler(self._health)),
-                web.post(f"{base}/episode/start", self._handler(self._start)),
-                web.post(f"{base}/episode/step", self._handler(self._step)),
-                web.post(f"{base}/episode/cancel", self._handler(self._cancel)),
+                web.get(f"{base}/task/info", answered(self._info, _refusal)),
+                web.get(f"{base}/health", answered(self._health, _refusal)),
+                web.post(f"{base}/episode/start", answered(self._start, _refusal)),
+                web.post(f"{base}/episode/step", answered(self._step, _refusal)),
+                web.post(f"{base}/episode/cancel", answered(self._cancel, _refusal)),
             ]
         return routes
-
-    def _handler(self, handle: Any) -> Handler:
-        async def translated(request: web.Request) -> object:
-            try:
-                return await handle(request)
-            except MillraceError as error:
-                raise Refusal(_status(error), error.message) from error
-
-        return answered(translated)
 
     def _task(self, request: web.Request) -> Task:
         name = request.match_info.get("task")
@@ -120,15 +109,9 @@ def _answer(one: Conversation, observation: EpisodeObservation | None) -> Episod
     }
 
 
-def _status(error: MillraceError) -> int:
-    match error:
-        case InvalidRequestError():
-            return 400
-        case NotFoundError():
-            return 404
-        case StateError():
-            return 409
-        case CapacityError():
-            return 503
-        case _:
-            return 500
+_STATUS = {InvalidRequestError: 400, NotFoundError: 404, StateError: 409, CapacityError: 503}
+
+
+def _refusal(error: MillraceError) -> Refusal:
+    status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
+    return Refusal(status, error.message)

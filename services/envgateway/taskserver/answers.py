@@ -9,7 +9,9 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+from services.common.errors import MillraceError
+from services.common.http.origin import Handler
+
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -23,13 +25,16 @@ class Refusal(Exception):
         self.plain = plain
 
 
-def answered(handle: Callable[[web.Request], Awaitable[object]]) -> Handler:
-    """Wraps a handler that returns a value for JSON, or raises ``Refusal``."""
+def answered(
+    handle: Callable[[web.Request], Awaitable[object]], refusal_of: Callable[[MillraceError], Refusal]
+) -> Handler:
+    """Wraps a handler that returns a value for JSON, or raises ``Refusal`` or an error that ``refusal_of`` translates."""
 
     async def wrapped(request: web.Request) -> web.StreamResponse:
         try:
             return _json(await handle(request), 200)
-        except Refusal as refusal:
+        except (Refusal, MillraceError) as error:
+            refusal = error if isinstance(error, Refusal) else refusal_of(error)
             if refusal.plain:
                 return web.Response(text=str(refusal.detail), status=refusal.status)
             return _json({"detail": refusal.detail}, refusal.status)

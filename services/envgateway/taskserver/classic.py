@@ -24,9 +24,8 @@ from services.envgateway.envs.agentbench.messages import (
     StartSample,
 )
 from services.envgateway.envs.base import EndStatus
-from services.envgateway.taskserver.answers import Handler, Refusal, answered, read
-from services.envgateway.taskserver.conversations import RUNNING, Conversation, Conversations
-from services.envgateway.taskserver.history import cut
+from services.envgateway.taskserver.answers import Refusal, answered, read
+from services.envgateway.taskserver.conversations import RUNNING, Conversation, Conversations, cut
 from services.envgateway.taskserver.tasks import Task, Tasks
 
 _WORKER = 0
@@ -75,20 +74,9 @@ class ClassicProtocol:
             "clean_worker": self._acknowledge,
         }
         return [
-            *(web.get(f"{prefix}/{name}", self._handler(handle)) for name, handle in get.items()),
-            *(web.post(f"{prefix}/{name}", self._handler(handle)) for name, handle in post.items()),
+            *(web.get(f"{prefix}/{name}", answered(handle, _refusal)) for name, handle in get.items()),
+            *(web.post(f"{prefix}/{name}", answered(handle, _refusal)) for name, handle in post.items()),
         ]
-
-    def _handler(self, handle: Any) -> Handler:
-        async def translated(request: web.Request) -> object:
-            try:
-                return await handle(request)
-            except StateError as error:
-                raise Refusal(500, error.message, plain=True) from error
-            except MillraceError as error:
-                raise Refusal(_status(error), f"Error: {error.message}") from error
-
-        return answered(translated)
 
     async def _get_indices(self, request: web.Request) -> object:
         name = request.query.get("name")
@@ -208,11 +196,11 @@ def _output(one: Conversation) -> SampleOutput:
     return {"index": one.index, "status": one.status, "result": result, "history": one.history}
 
 
-def _status(error: MillraceError) -> int:
-    match error:
-        case CapacityError():
-            return 406
-        case InvalidRequestError() | NotFoundError():
-            return 400
-        case _:
-            return 501
+_STATUS = {CapacityError: 406, InvalidRequestError: 400, NotFoundError: 400}
+
+
+def _refusal(error: MillraceError) -> Refusal:
+    if isinstance(error, StateError):
+        return Refusal(500, error.message, plain=True)
+    status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 501)
+    return Refusal(status, f"Error: {error.message}")

@@ -9,10 +9,11 @@ from services.common.config.processes.environments import TaskServerConfig
 from services.common.errors import ConfigError
 from services.common.http.listener import Listener
 from services.envgateway.envs.episodes import EpisodeManager
+from services.envgateway.envs.registry import EnvironmentRegistry
 from services.envgateway.taskserver.adapter import AdapterProtocol
 from services.envgateway.taskserver.classic import ClassicProtocol
 from services.envgateway.taskserver.conversations import Conversations
-from services.envgateway.taskserver.tasks import Environments, Tasks
+from services.envgateway.taskserver.tasks import Tasks
 
 PREFIX = "/api"
 
@@ -21,7 +22,12 @@ class TaskServer:
     """``start`` serves, ``stop`` ends. Raises ``ConfigError`` for settings that cannot work."""
 
     def __init__(
-        self, config: TaskServerConfig, host: str, episodes: EpisodeManager, environments: Environments, idle_s: float
+        self,
+        config: TaskServerConfig,
+        host: str,
+        episodes: EpisodeManager,
+        environments: EnvironmentRegistry,
+        idle_s: float,
     ) -> None:
         """A conversation without a call for ``idle_s`` seconds ends."""
         assert config.port is not None

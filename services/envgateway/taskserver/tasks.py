@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from services.common.config.processes.environments import ServedTaskConfig, TaskServerConfig
 from services.common.errors import ConfigError, InvalidRequestError, UnknownEnvironmentError
 from services.envgateway.envs.agentbench.messages import Index
-
-
-class Environments(Protocol):
-    """The gateway's environments (``EnvironmentRegistry``)."""
-
-    @property
-    def names_with_indices(self) -> list[str]: ...
-
-    @property
-    def absent(self) -> Mapping[str, str]: ...
-
-    def require(self, name: str) -> None: ...
-
-    async def indices(self, name: str) -> Sequence[Index] | None: ...
-
-    def max_turns(self, name: str) -> int | None: ...
+from services.envgateway.envs.registry import EnvironmentRegistry
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +25,7 @@ class Task:
 class Tasks:
     """Raises ``ConfigError`` for an environment that the gateway does not have."""
 
-    def __init__(self, config: TaskServerConfig, environments: Environments) -> None:
+    def __init__(self, config: TaskServerConfig, environments: EnvironmentRegistry) -> None:
         served = config.environments or dict.fromkeys(environments.names_with_indices, ServedTaskConfig())
         self._environments = environments
         self._by_name: dict[str, Task] = {}

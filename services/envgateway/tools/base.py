@@ -12,29 +12,7 @@ from dataclasses import dataclass
 
 from services.common.config.processes.envgateway import ToolConfig
 from services.common.errors import InfrastructureError
-from services.common.tools import (
-    AnyTool,
-    StatefulTool,
-    Tool,
-    ToolDescription,
-    ToolError,
-    ToolResult,
-    ToolState,
-    schema_of,
-)
-
-__all__ = [
-    "AnyTool",
-    "RegisteredTool",
-    "StateLostError",
-    "StatefulTool",
-    "Tool",
-    "ToolDescription",
-    "ToolError",
-    "ToolResult",
-    "ToolState",
-    "schema_of",
-]
+from services.common.tools import AnyTool
 
 
 class StateLostError(InfrastructureError):

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.config.processes.envgateway import LiveConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig, LiveConfig, ToolConfig
 from services.common.errors import InfrastructureError
 from services.common.text.tool_calls import ToolStatus, shown_output
+from services.common.tools import AnyTool, ToolResult
+from services.envgateway.queue.base import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.jobs import why_unusable
 from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots
-from services.envgateway.tools.base import StateLostError, ToolResult
-from services.envgateway.tools.python import STATUS
+from services.envgateway.tools.base import StateLostError
+from services.envgateway.tools.python import STATUS, PythonTool
 
 _WHY = {
     ToolStatus.TIME_LIMIT: "its time was over",
@@ -126,3 +128,23 @@ def _shown(result: CellResult, status: ToolStatus, lost: str) -> str:
         text = shown_output(status, stdout, told, wall_s=result.wall_s)
         text += "\n(the process was ended; what earlier cells defined is gone)"
     return f"(a fresh process, without what earlier cells defined: {lost})\n{text}" if lost else text
+
+
+_WITH_INPUT = {"python": False, "python_code_with_standard_io": True}
+
+
+def built_in_tools(config: EnvGatewayConfig, queue: JobQueue, live: LiveSlots) -> list[AnyTool]:
+    """Built-in tools with time-outs from the sandbox's limits."""
+    limits = config.tools.limits
+    tools: list[AnyTool] = [
+        PythonTool(
+            queue,
+            name,
+            takes_input=takes_input,
+            wall_s=limits.get(name, ToolConfig()).timeout_s or config.sandbox.wall_time_s,
+        )
+        for name, takes_input in _WITH_INPUT.items()
+    ]
+    cell_time_s = limits.get(JupyterTool.name, ToolConfig()).timeout_s or config.tools.jupyter.cell_time_s
+    jupyter = config.tools.jupyter.model_copy(update={"cell_time_s": cell_time_s})
+    return [*tools, JupyterTool(live, jupyter, config.sandbox.num_slots)]

@@ -8,10 +8,10 @@ from typing import Any
 from services.common.errors import InfrastructureError
 from services.common.telemetry.gateway_queue import Lane
 from services.common.text.tool_calls import ToolStatus, shown_output
+from services.common.tools import ToolResult
 from services.envgateway.queue.base import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
-from services.envgateway.tools.base import ToolResult
 
 _QUEUE_S = 30.0  # waiting for a slot, on top of a program's own time
 _LONGEST_S = 55.0

@@ -15,9 +15,9 @@ from services.common.config.processes.envgateway import ToolConfig
 from services.common.config.processes.mcp import MCP
 from services.common.errors import ConfigError, InvalidRequestError
 from services.common.text.tool_calls import cut_text
-from services.common.tools import DEFAULT_TIMEOUT_S, check_tool
+from services.common.tools import DEFAULT_TIMEOUT_S, AnyTool, StatefulTool, ToolResult, check_tool
 from services.common.user_code import check_names
-from services.envgateway.tools.base import AnyTool, RegisteredTool, StatefulTool, ToolResult
+from services.envgateway.tools.base import RegisteredTool
 
 if TYPE_CHECKING:
     from services.envgateway.tools.mcp.server import McpServer

@@ -15,19 +15,19 @@ import structlog
 
 from services.common.config.processes.envgateway import ToolConfig
 from services.common.config.processes.mcp import MCP
-from services.common.errors import CapacityError, DeadlineError, InfrastructureError, InvalidRequestError, MillraceError
+from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError, MillraceError
 from services.common.text.tool_calls import MalformedCall, ToolStatistics, ToolStatus, parse_json_call
 from services.common.text.tool_schema import problem_with
-from services.envgateway.calls import call_plain_or_async
-from services.envgateway.tools.base import RegisteredTool, StatefulTool, ToolError, ToolResult, ToolState, schema_of
-from services.envgateway.tools.mcp.offered import McpTools
+from services.common.tools import StatefulTool, ToolError, ToolResult, ToolState, schema_of
+from services.envgateway.calls import call_plain_or_async, take_place
+from services.envgateway.tools.base import RegisteredTool
+from services.envgateway.tools.mcp.server import McpTools
 from services.envgateway.tools.registry import ToolBox, cut_result
 
 log = structlog.get_logger()
 
 _QUEUE_S = 10.0  # waiting for a place among the running calls of a tool
 _CLOSE_S = 4.0
-_RETRY_S = 1.0
 
 
 class ToolSession:
@@ -130,7 +130,7 @@ class ToolSession:
 
     async def _run(self, tool: RegisteredTool, arguments: Mapping[str, Any]) -> ToolResult:
         name = tool.tool.name
-        await _take_place(tool)
+        await take_place(tool.running, _QUEUE_S, f"no call of the tool {name} ended within {_QUEUE_S:g} s")
         try:
             scope = asyncio.timeout(tool.timeout_s)
             try:
@@ -160,16 +160,3 @@ class ToolSession:
             assert isinstance(tool, StatefulTool)
             self._states[tool.name] = tool.open()
         return self._states[tool.name]
-
-
-async def _take_place(tool: RegisteredTool) -> None:
-    """A place among the tool's running calls."""
-    if not tool.running.locked():
-        await tool.running.acquire()  # at once
-        return
-    try:
-        async with asyncio.timeout(_QUEUE_S):
-            await tool.running.acquire()
-    except TimeoutError:
-        busy = f"no call of the tool {tool.tool.name} ended within {_QUEUE_S:g} s"
-        raise CapacityError(busy, retry_after_s=_RETRY_S) from None

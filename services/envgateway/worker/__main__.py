@@ -14,8 +14,7 @@ from services.common.errors import ConfigError, MillraceError
 from services.common.system.child import die_with_parent_if_asked
 from services.common.telemetry import logs
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.variables import VARIABLES
-from services.envgateway.worker.settings import worker_settings
+from services.envgateway.variables import VARIABLES, worker_settings
 
 _DESCRIPTION = """\
 Run programs for environment gateways, in a sandbox on this node. Gateway and workers meet in one Redis only; start as

@@ -18,7 +18,7 @@ from services.envgateway.queue.base import LocalRunner
 from services.envgateway.queue.streams.connection import connect
 from services.envgateway.queue.streams.names import Names
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.worker.settings import WorkerSettings
+from services.envgateway.variables import WorkerSettings
 from services.envgateway.worker.worker import Worker
 
 _DRAIN_GRACE_S = 5.0

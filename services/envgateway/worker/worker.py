@@ -16,8 +16,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 import uuid
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 
 import structlog
@@ -34,12 +36,38 @@ from services.envgateway.queue.streams.names import Names
 from services.envgateway.queue.turns import Turns
 from services.envgateway.sandbox.bare.slot_queue import batch_share
 from services.envgateway.sandbox.records import ExecutionRequest
-from services.envgateway.worker.held import Delivery, HeldJobs
-from services.envgateway.worker.last_attempts import LastAttempts
+from services.envgateway.worker.held import Delivery, HeldJobs, LastAttempts
 from services.envgateway.worker.leases import Leases
-from services.envgateway.worker.worker_backoff import WorkerBackoff
 
 log = structlog.get_logger()
+
+_FAILURES_IN_A_ROW = 3
+_FIRST_BACKOFF_S = 1.0
+
+
+class WorkerBackoff:
+    """A time without jobs after repeated failures of the sandbox, in which other workers run them. Longer after each
+    further failure, up to ``longest_s``; over with the first job that runs."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._failures = 0
+        self._until = 0.0
+
+    def note(self, ran: bool) -> None:
+        """Record a job that ran here, or one that the machinery failed."""
+        self._failures = 0 if ran else self._failures + 1
+        over = self._failures - _FAILURES_IN_A_ROW
+        if over >= 0:
+            self._until = time.monotonic() + min(self._longest_s, _FIRST_BACKOFF_S * 2.0 ** min(over, 30))
+        elif ran:
+            self._until = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to go; 0 when there is no reason to rest."""
+        return max(0.0, self._until - time.monotonic())
+
 
 _AHEAD_S = 0.02  # jobs that the slots finish in this time are taken ahead, to hide the way to Redis
 _MOST_AHEAD_PER_SLOT = 4
@@ -124,10 +152,8 @@ class Worker:
 
     async def _make_groups(self) -> None:
         """Redis may be another one, without our group."""
-        try:
+        with suppress(*UNREACHABLE):  # the next round tells
             await self._leases.make_groups()
-        except UNREACHABLE:
-            pass  # the next round tells
 
     # -- taking ---------------------------------------------------------------------------------------------------
 
@@ -253,21 +279,17 @@ class Worker:
     async def _drain(self, drain_s: float) -> None:
         """Let running jobs end; give back the rest; send pending answers."""
         log.info("worker.draining", running=len(self.held), drain_s=drain_s)
-        try:
+        with suppress(TimeoutError):  # the rest is given back
             async with asyncio.timeout(drain_s):
                 await self.held.wait_until_empty()
-        except TimeoutError:
-            pass  # the rest is given back
         left = self.held.all()
         for _, task in left:
             task.cancel()
         if left:
             await asyncio.wait([task for _, task in left])
-        try:
+        with suppress(*UNREACHABLE, TimeoutError):  # leases and names expire by themselves
             async with asyncio.timeout(_SEND_AT_END_S):
                 await self._leases.give_back([delivery for delivery, _ in left], attempt_counts=False)
                 await self._leases.all_sent.wait()
                 await self._leases.leave()
-        except (*UNREACHABLE, TimeoutError):
-            pass  # leases and names expire by themselves
         log.info("worker.stopped", given_back=len(left))

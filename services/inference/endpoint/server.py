@@ -21,8 +21,8 @@ from aiohttp import web
 
 from services.common.config.processes.services import EndpointConfig
 from services.common.errors import InvalidRequestError, MillraceError, PermissionDeniedError, UnknownPolicyError
-from services.common.http.answers import json_answer
 from services.common.http.listener import Listener
+from services.common.http.origin import json_answer
 from services.common.security import identity
 from services.inference.endpoint.access import (
     SESSION_HEADER,

@@ -47,7 +47,7 @@ async def test_questions_are_answered_in_their_order_also_behind_a_caller_that_l
     answers = await asyncio.gather(*asked, return_exceptions=True)
     for n, answer in enumerate(answers):
         assert isinstance(answer, asyncio.CancelledError) if n % 3 == 0 else answer["number"] == n  # type: ignore[index]
-    assert (await child.ask(question("echo", 77)))["number"] == 77 and child.num_answered >= 14
+    assert (await child.ask(question("echo", 77)))["number"] == 77
 
 
 @pytest.mark.parametrize(("kind", "killed_by"), [("crash", signal.SIGSEGV), ("leave", 0)])

@@ -13,7 +13,7 @@ from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
 from services.envgateway.rewards.code import CodeReward
 from services.envgateway.rewards.math.pool import MathPool
-from services.envgateway.rewards.math.reward import MathReward
+from services.envgateway.rewards.registry import MathReward
 from services.envgateway.rewards.result import RewardOutcome
 from services.envgateway.sandbox.pool import SandboxPool
 from services.orchestrator.tasks.catalogue import FORMS, KNOWN

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.config.processes.envgateway import MathRewardConfig
 from services.envgateway.rewards.math.pool import MathPool
-from services.envgateway.rewards.math.reward import MathReward
+from services.envgateway.rewards.registry import MathReward
 from services.envgateway.rewards.result import RewardOutcome
 
 from .math_pairs import pairs

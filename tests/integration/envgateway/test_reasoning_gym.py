@@ -11,8 +11,8 @@ from services.common import reasoning_gym
 from services.common.config.processes.envgateway import ReasoningGymConfig
 from services.common.errors import InvalidRequestError
 from services.envgateway.rewards.math.pool import MathPool
-from services.envgateway.rewards.math.scorer import REASONING_GYM
-from services.envgateway.rewards.reasoning_gym import ReasoningGymReward
+from services.envgateway.rewards.math.worker import REASONING_GYM
+from services.envgateway.rewards.registry import ReasoningGymReward
 from services.envgateway.rewards.result import RewardOutcome
 
 pytestmark = [pytest.mark.needs("reasoning-gym"), pytest.mark.slow]

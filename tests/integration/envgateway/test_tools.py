@@ -17,9 +17,9 @@ from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.rpc.client.channel import channel
 from services.common.rpc.metadata import translated_errors
+from services.common.tools import ToolError
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.tools.base import ToolError
 from tests.waiting import accepted, until
 
 from .conftest import CONFIG

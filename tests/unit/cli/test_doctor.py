@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 from services.cli.__main__ import app
 from services.cli.doctor import rules
 from services.cli.doctor.diagnosis import diagnose
-from services.cli.doctor.findings import Failure, Verdict
-from services.cli.doctor.windows import LEAST_POINTS, change
-from services.cli.inspect.rows import read_metrics
+from services.cli.doctor.findings import LEAST_POINTS, Failure, Verdict, change
+from services.cli.inspect.run_state import read_metrics
 from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.config.recipe import Recipe
 from services.common.records.types import WeightTransfer
@@ -280,7 +279,7 @@ def test_the_command_exits_with_0_without_a_finding(recorded: Recorded, recipe: 
 def test_a_run_that_learned_nothing_fails_where_the_recipe_says_so(
     recorded: Recorded, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, wanted: bool, code: int
 ) -> None:
-    from services.cli.run import launch, opening
+    from services.cli.run import launch, resume
 
     recorded.steps(rollout_reward_mean=flat)
     run = recipe.run.model_copy(update={"fail_when_nothing_learned": wanted})
@@ -288,7 +287,7 @@ def test_a_run_that_learned_nothing_fails_where_the_recipe_says_so(
     save_resolved(chosen, recorded.run_dir)
     outcome = launch.Outcome(recorded.run_dir, {"steps": {}, "evaluations": {}}, None)  # type: ignore[typeddict-item]
     monkeypatch.setattr(launch, "run", lambda *_: outcome)
-    monkeypatch.setattr(opening, "reopen", lambda *_: (chosen, recorded.run_dir))
+    monkeypatch.setattr(resume, "reopen", lambda *_: (chosen, recorded.run_dir))
     told = CliRunner().invoke(app, ["run", "--resume", str(recorded.run_dir)])
     assert told.exit_code == code and "has not learned" in told.output
 

@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.cli.console import drawing
-from services.cli.inspect.fate.facts import Fate
-from services.cli.inspect.fate.lengths import Lengths
+from services.cli.inspect.fate.facts import Fate, Lengths
 from services.cli.inspect.fate.picture import MOST_BARS, draw_fates
 from services.cli.inspect.fate.reading import Fates, read_fates
 from services.cli.inspect.fate.view import show

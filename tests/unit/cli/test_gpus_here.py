@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.check.launch import launch_problems
-from services.cli.check.local_gpus import gpu_problems, gpus_here
+from services.cli.check.launch import gpu_problems, gpus_here, launch_problems
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 

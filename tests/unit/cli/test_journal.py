@@ -158,7 +158,7 @@ def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
 
 def test_compact_keeps_what_a_replay_from_the_oldest_checkpoint_needs(run: Path) -> None:
     (run / "checkpoints" / "model0" / "step_000002").mkdir(parents=True)
-    (run / "checkpoints" / "model0" / "step_000002" / "millrace.json").write_text("{}")
+    (run / "checkpoints" / "model0" / "step_000002" / "manifest.json").write_text("{}")
     before = len(rows(run, records.TRAJECTORY))
     assert "would free" in say(run, "compact", "--dry-run")[1]
     assert len(rows(run, records.TRAJECTORY)) == before

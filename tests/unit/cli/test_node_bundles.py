@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 
 from services.cli.keys.keyring import Keyring
-from services.cli.keys.node_bundles import keys_of_process, write_bundles
-from services.cli.keys.process_keys import keys_of, renew_in_time, with_keys
+from services.cli.keys.process_keys import keys_of, keys_of_process, renew_in_time, with_keys, write_bundles
 from services.cli.plan.nodes import commands_for_other_nodes
 from services.cli.plan.specs import plan
 from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved

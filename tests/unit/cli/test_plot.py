@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.inspect.pictures.panels import PANELS, SECONDS, STEP, TOKENS, training_steps
+from services.cli.inspect.pictures.panels import PANELS, SECONDS, STEP, TOKENS
 from services.cli.inspect.pictures.runs import plot_runs
 from services.cli.inspect.pictures.seeds import Points, band, grouped
 from services.cli.inspect.pictures.time import kind_of
-from services.cli.inspect.rows import read_metrics
+from services.cli.inspect.run_state import read_metrics, training_steps
 from services.cli.run.launch import headline, how_training_ended
 from services.common.errors import ConfigError
 from services.common.telemetry.activities import ActivityName

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from services.cli.inspect.trace.facts import Assignment, GroupFacts, SequenceFacts, SlotFacts, Used
-from services.cli.inspect.trace.logs import pulls_of, read_notes
 from services.cli.inspect.trace.picture import draw
-from services.cli.inspect.trace.reading import fitted
+from services.cli.inspect.trace.reading import fitted, pulls_of, read_notes
 from services.cli.inspect.trace.stages import events, seconds_in, stages, status
-from services.cli.inspect.trace.view import as_json, show
+from services.cli.inspect.trace.view import group_as_json, show
 from services.common.errors import ConfigError
 from services.common.records.fates import GroupFate
 from services.common.records.types import RolloutPhase
@@ -131,7 +130,7 @@ def test_whatever_is_known_can_be_told_to_people_and_machines(facts: GroupFacts)
     show(facts, console, with_slots=True)
     console.file.close()
     assert facts.task_group_id in console.export_text()
-    assert orjson.loads(orjson.dumps(as_json(facts)))["status"] == status(facts)
+    assert orjson.loads(orjson.dumps(group_as_json(facts)))["status"] == status(facts)
 
 
 @given(st.floats(min_value=-1000.0, max_value=1000.0), st.lists(st.floats(0.0, 5.0), min_size=5, max_size=5))

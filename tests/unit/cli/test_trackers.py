@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.cli.check.launch import launch_problems
-from services.cli.watch.notices import EVERY_S, TrackersTold
+from services.cli.watch.notices import LOOK_EVERY_S, TrackersTold
 from services.common import run_files
 from services.common.config.processes import trackers
 from services.common.config.processes.trackers import Tracker, missing_packages
@@ -93,7 +93,7 @@ def test_an_outage_and_its_end_are_told_once_and_the_rest_at_the_end(tmp_path: P
     def look() -> None:
         follower.poll()
         for _ in range(3):
-            clock.now += EVERY_S
+            clock.now += LOOK_EVERY_S
             told.look()
 
     look()

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 
 from services.common.http import limits
-from services.common.http.answers import json_answer
 from services.common.http.listener import Listener
+from services.common.http.origin import json_answer
 from services.common.rpc.limits import Limit
 from tests.waiting import WAIT_S, until
 

@@ -12,8 +12,7 @@ import pytest
 from services.cli.check.recipe import check_named
 from services.common import importing
 from services.common.config.data import DatasetConfig, WorkflowConfig
-from services.common.config.reading.loading import load_recipe
-from services.common.config.yaml_files import read_yaml
+from services.common.config.reading.loading import load_recipe, read_yaml
 from services.common.errors import ConfigError, MillraceError
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
@@ -189,7 +188,7 @@ workflow:
     [
         ("services.inference.workflows.base:Outcome", "write millrace:Outcome"),
         ("services.envgateway.rewards.math.boxed:boxed_match", "write millrace:last_boxed"),
-        ("services.envgateway.rewards.math.reward:MathReward", "go by their plain names, such as tool_use"),
+        ("services.envgateway.rewards.registry:MathReward", "go by their plain names, such as tool_use"),
     ],
 )
 def test_an_old_import_path_in_a_recipe_is_told_with_the_new_one(path: str, told: str, folder: Path) -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from services.common.config.processes.environments import AlfworldConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.envgateway.envs.alfworld import prompts
-from services.envgateway.envs.alfworld.actions import choose
-from services.envgateway.envs.alfworld.bleu import bleu
+from services.envgateway.envs.alfworld.actions import bleu, choose
 from services.envgateway.envs.alfworld.episode import AlfworldEpisode
 from services.envgateway.envs.alfworld.games import GameList, game_of, list_games
 from services.envgateway.envs.base import EpisodeLostError

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.config.processes.gymnasium import GymnasiumConfig
+from services.common.config.processes.environments import GymnasiumConfig
 from services.common.errors import ConfigError, InvalidRequestError
 from services.envgateway.envs.base import StepResult
-from services.envgateway.envs.gymnasium.text import ActionReader, actions_of_copies, drawing, text_of
-from services.envgateway.envs.gymnasium.world import GymnasiumWorld
+from services.envgateway.envs.gymnasium.world import ActionReader, GymnasiumWorld, actions_of_copies, drawing, text_of
 from services.envgateway.envs.worlds import make_worlds
 
 LAKE: dict[str, Any] = {

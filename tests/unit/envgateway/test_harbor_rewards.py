@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.envgateway.envs.base import EpisodeLostError
-from services.envgateway.envs.harbor.reward import reward_of
-from services.envgateway.envs.harbor.world import why_not
+from services.envgateway.envs.harbor.episode import reward_of, why_not
 
 
 def files(json: str | None = None, txt: str | None = None) -> dict[str, str | None]:

@@ -17,15 +17,14 @@ from services.common.config.processes.environments import WebshopConfig
 from services.envgateway.envs.alfworld.actions import choose
 from services.envgateway.envs.base import ActionFailedError, EndStatus, EpisodeLostError, Observation, StepResult
 from services.envgateway.envs.episodes import EpisodeManager
-from services.envgateway.envs.guarded import GuardedEnvironment
 from services.envgateway.envs.gymnasium.style import GymnasiumEnvironment
-from services.envgateway.envs.household_toy.environment import HouseholdToyEnvironment
+from services.envgateway.envs.household_toy import HouseholdToyEnvironment
+from services.envgateway.envs.registry import GuardedEnvironment
 from services.envgateway.envs.replies import MOST_COMMAND_CHARS, read_action
-from services.envgateway.envs.textworld.commands import REFUSED, is_of_the_game
-from services.envgateway.envs.textworld.episode import TextworldEpisode
+from services.envgateway.envs.textworld.episode import REFUSED, TextworldEpisode, is_of_the_game
 from services.envgateway.envs.webshop import dialogue, visit
-from services.envgateway.envs.webshop.world import WebshopWorld
-from services.envgateway.taskserver.history import cut, num_pieces
+from services.envgateway.envs.webshop.environment import WebshopWorld
+from services.envgateway.taskserver.conversations import cut, num_pieces
 from tests.integration.envgateway.environments.serving import registry
 
 from .webshop.made import write_catalogue

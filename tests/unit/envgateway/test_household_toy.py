@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
 from services.envgateway.envs.base import EndStatus
-from services.envgateway.envs.household_toy.environment import HouseholdToyEnvironment
-from services.envgateway.envs.household_toy.house import MOST_ROOMS, MOST_THINGS, House
+from services.envgateway.envs.household_toy import MOST_ROOMS, MOST_THINGS, House, HouseholdToyEnvironment
 
 HOUSES = (st.integers(-(2**62), 2**62), st.integers(1, MOST_ROOMS), st.integers(1, MOST_THINGS))
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import ConfigError, InvalidRequestError
-from services.envgateway.envs.textworld import prompts
-from services.envgateway.envs.textworld.episode import TextworldEpisode
+from services.envgateway.envs.textworld.episode import TextworldEpisode, opening, tidy
 from services.envgateway.envs.textworld.games import game_of, index_of, list_games
 
 
@@ -56,10 +55,10 @@ def test_the_games_text_is_shown_without_drawing_and_prompt() -> None:
     feedback = (
         "\n\n   ____  ____\n  |  \\$$/ >$|\n\nYou win by dancing.\n\n\n\n-= Hall =-\nA hall.\n\n\n>      -= Hall =-0/1"
     )
-    assert prompts.tidy(feedback) == "You win by dancing.\n\n-= Hall =-\nA hall."
-    told = prompts.opening(feedback, "You win by dancing.", ["dance"])
+    assert tidy(feedback) == "You win by dancing.\n\n-= Hall =-\nA hall."
+    told = opening(feedback, "You win by dancing.", ["dance"])
     assert told.count("You win by dancing.") == 1 and told.endswith("A hall. AVAILABLE ACTIONS: dance\n")
-    assert "Find gold.\nA hall." in prompts.opening("A hall.", "Find gold.", [])
+    assert "Find gold.\nA hall." in opening("A hall.", "Find gold.", [])
 
 
 def test_games_of_a_folder_count_in_their_sorted_names(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import pytest
 from services.common.config.processes.envgateway import ToolConfig
 from services.common.errors import CapacityError, ConfigError, DeadlineError, InfrastructureError, InvalidRequestError
 from services.common.text.tool_calls import ToolStatus
+from services.common.tools import ToolError, ToolResult
 from services.envgateway.tools import session as session_module
-from services.envgateway.tools.base import StateLostError, ToolError, ToolResult
+from services.envgateway.tools.base import StateLostError
 from services.envgateway.tools.registry import ToolBox, load_tools
 from services.envgateway.tools.session import ToolSession
 from tests.waiting import WAIT_S

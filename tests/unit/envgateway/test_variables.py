@@ -11,9 +11,8 @@ from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError
 from services.envgateway import variables
-from services.envgateway.variables import port_variables, with_variables
-from services.envgateway.worker.settings import worker_settings
-from services.envgateway.worker.worker_backoff import WorkerBackoff
+from services.envgateway.variables import port_variables, with_variables, worker_settings
+from services.envgateway.worker.worker import WorkerBackoff
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "quickstart"
 SECTION = EnvGatewayConfig.model_validate(

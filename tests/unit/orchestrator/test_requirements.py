@@ -9,7 +9,7 @@ import pytest
 
 from services.common.config.data import DatasetConfig
 from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.config.processes.harbor import HarborConfig
+from services.common.config.processes.environments import HarborConfig
 from services.common.config.recipe import Recipe
 from services.orchestrator.tasks.datasets import open_source
 from services.orchestrator.tasks.requirements import requirement

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from services.cli.check.memory.estimate import CONTEXT_BYTES, GIB, ModelShape
-from services.cli.check.memory.gpus import estimates, misfits
+from services.cli.check.memory.gpus import KEPT_BY_OTHERS, estimates, misfits, with_others
 from services.cli.check.memory.host import embedded_estimates
-from services.cli.check.memory.shared_device import KEPT_BY_OTHERS, with_others
 from services.cli.plan.specs import plan
 from services.common.config.processes.placement import Placement
 from services.common.config.reading.loading import load_recipe

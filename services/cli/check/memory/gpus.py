@@ -6,6 +6,7 @@ Where a trainer does not fit, the settings that make it fit are estimated one by
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from services.cli.check.memory.estimate import (
     CONTEXT_BYTES,
@@ -15,12 +16,44 @@ from services.cli.check.memory.estimate import (
     engine_parts,
     trainer_rank_parts,
 )
-from services.cli.check.memory.shared_device import with_others
 from services.cli.plan.specs import trainer_name
-from services.common.config.processes.placement import engine_numbers
+from services.common.config.processes.placement import Placement, engine_numbers
 from services.common.config.recipe import Recipe
 from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.policy import PolicyConfig
+
+KEPT_BY_OTHERS = "kept by others"
+
+
+def with_others(recipe: Recipe, estimates: Iterable[GpuEstimate]) -> list[GpuEstimate]:
+    """On a shared device each process also has what the others keep there during its turn: the context of CUDA, which
+    lives as long as the process, and the base of engines with an adapter. The rest is in host memory, or gone.
+
+    The estimates of all processes of a recipe, each with the part of the others on its GPUs."""
+    found = list(estimates)
+    if recipe.placement is not Placement.SHARED:
+        return found
+    return [
+        replace(own, parts={**own.parts, KEPT_BY_OTHERS: kept})
+        if (kept := sum(_kept(recipe, other) for other in found if other is not own and _meet(own, other)))
+        else own
+        for own in found
+    ]
+
+
+def _meet(one: GpuEstimate, other: GpuEstimate) -> bool:
+    return one.node == other.node and bool(set(one.gpus) & set(other.gpus))
+
+
+def _kept(recipe: Recipe, estimate: GpuEstimate) -> float:
+    """What a process keeps on its GPUs in the turn of another."""
+    service = recipe.inference.get(estimate.process.removeprefix("inference-"))
+    if service is None:
+        return float(CONTEXT_BYTES)
+    served = service.policies or list(recipe.policies)
+    has_base = any(recipe.policies[policy].adapter is not None for policy in served)
+    return CONTEXT_BYTES + (estimate.parts["weights"] if has_base else 0.0)
+
 
 MOST_NAMED = 3
 _RANK = 16  # of the adapter that is proposed

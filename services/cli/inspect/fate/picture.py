@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from services.cli.console import drawing
-from services.cli.inspect.fate.facts import Fate, Tally
-from services.cli.inspect.fate.lengths import Band
+from services.cli.inspect.fate.facts import Band, Fate, Tally
 from services.cli.inspect.fate.reading import Fates
 
 MOST_BARS = 100

@@ -17,9 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.cli.inspect.fate.facts import Check, Fate, Tally, of_the_whole
-from services.cli.inspect.fate.groups import CANCELLED, Decider, Group, Place, Sequence
-from services.cli.inspect.fate.lengths import Lengths
+from services.cli.inspect.fate.facts import (
+    CANCELLED,
+    Check,
+    Decider,
+    Fate,
+    Group,
+    Lengths,
+    Place,
+    Sequence,
+    Tally,
+    of_the_whole,
+)
 from services.cli.inspect.trace.reading import open_journal
 from services.common.errors import ConfigError
 from services.common.records.types import Purpose

@@ -13,8 +13,7 @@ from rich.text import Text
 
 from services.cli.console.plain import say
 from services.cli.console.tables import Column, FittingTable
-from services.cli.inspect.fate.facts import Check, Fate, Tally
-from services.cli.inspect.fate.lengths import Band
+from services.cli.inspect.fate.facts import Band, Check, Fate, Tally
 from services.cli.inspect.fate.reading import Fates, read_fates
 from services.common.errors import ConfigError
 

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from services.cli.console.plain import say
 from services.cli.console.tables import Column, FittingTable
 from services.cli.console.units import format_bytes
-from services.cli.inspect.journal.progress import Advance
 from services.cli.inspect.trace.reading import open_journal
 from services.orchestrator.journal.quarantine import Quarantine
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.storage.scan import Damage, DamageReason
 from services.orchestrator.journal.storage.segments import Row
+
+Advance = Callable[[int, int], None]  # (records done, records in all)
+
+
+@contextmanager
+def shown(console: Console | None) -> Iterator[Advance]:
+    if console is None or not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("reading records", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
 
 _SHOWN = 20
 _ROWS = 20_000  # looked up at once

@@ -51,8 +51,7 @@ def verify(context: typer.Context, as_json: JsonOption = False) -> None:
     Reads the whole journal: minutes for hundreds of gigabytes. A record that is being written at the end of a segment
     is no damage.
     """
-    from services.cli.inspect.journal.checks import as_object, show_verified, verify_journal
-    from services.cli.inspect.journal.progress import shown
+    from services.cli.inspect.journal.checks import as_object, show_verified, shown, verify_journal
 
     with shown(console if not as_json else None) as advance:
         found = verify_journal(context.obj, advance)
@@ -109,8 +108,8 @@ def repair(
     a recorded batch that is lost and whose version was not published: the run then assembles another one. Deletes no
     file. Refused while the run's orchestrator is alive.
     """
+    from services.cli.inspect.journal.checks import shown
     from services.cli.inspect.journal.mending import repair_journal
-    from services.cli.inspect.journal.progress import shown
 
     with shown(console) as advance:
         repaired = repair_journal(context.obj, advance, dry_run=dry_run)
@@ -157,8 +156,8 @@ def export(
     millrace journal RUN export -o rows --kind trajectories --format parquet
     python -c 'import datasets; print(datasets.load_dataset("rows"))'
     """
+    from services.cli.inspect.journal.checks import shown
     from services.cli.inspect.journal.exporting import export_journal
-    from services.cli.inspect.journal.progress import shown
 
     with shown(console) as advance:
         written = export_journal(context.obj, output, advance, kinds=kind or (), form=form)

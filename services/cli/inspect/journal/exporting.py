@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import orjson
 
-from services.cli.inspect.journal.checks import walk
-from services.cli.inspect.journal.progress import Advance
+from services.cli.inspect.journal.checks import Advance, walk
 from services.cli.inspect.trace.reading import open_journal
 from services.common.errors import ConfigError, CorruptDataError
 from services.orchestrator.journal import records, rollouts
@@ -40,7 +39,7 @@ def export_journal(
             except (CorruptDataError, KeyError, TypeError, ValueError):
                 continue
             if row.kind not in files:
-                files[row.kind] = _open(output / f"{row.kind}.{form}", form)
+                files[row.kind] = (_Lines if form == "jsonl" else _Table)(output / f"{row.kind}.{form}")
             files[row.kind].write(plain)
             counts[files[row.kind].path] = counts.get(files[row.kind].path, 0) + 1
     except OSError as error:
@@ -57,10 +56,6 @@ def _plain(kind: str, line: bytes) -> bytes:
         return line
     record = rollouts.plain_trajectory(orjson.loads(line))
     return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
-
-
-def _open(path: Path, form: str) -> _Lines | _Table:
-    return _Lines(path) if form == "jsonl" else _Table(path)
 
 
 class _Lines:

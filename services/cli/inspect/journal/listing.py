@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +29,7 @@ def list_records(
     with closing(open_journal(run_dir)) as reader:
         aside = Quarantine.of(reader)
         found: list[Row] = []
-        for row in _newest_first(reader, kind):
+        for row in reversed(list(reader.rows())) if kind is None else reader.last_rows(kind):
             if (key is None or row.key.startswith(key)) and (number is None or row.number == number):
                 found.append(row)
                 if len(found) == last:
@@ -47,10 +46,6 @@ def list_set_aside(run_dir: Path, *, kind: str | None, key: str | None, number: 
             if kind in (None, noted.kind) and number in (None, noted.number) and noted.key.startswith(key or "")
         ]
         return found[-last:]
-
-
-def _newest_first(reader: JournalReader, kind: str | None) -> Iterator[Row]:
-    return reader.last_rows(kind) if kind is not None else reversed(list(reader.rows()))
 
 
 def _listed(reader: JournalReader, aside: Quarantine, row: Row, content: bool) -> Listed:

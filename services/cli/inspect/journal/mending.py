@@ -10,10 +10,10 @@ from pathlib import Path
 
 import orjson
 
-from services.cli.inspect.journal.checks import walk
-from services.cli.inspect.journal.progress import Advance
+from services.cli.inspect.journal.checks import Advance, walk
 from services.cli.inspect.trace.reading import open_journal
 from services.common import run_files
+from services.common.checkpoints.directory import checkpoints_directory, steps
 from services.common.config.reading.loading import load_resolved
 from services.common.config.training.policy import ReplayConfig
 from services.common.errors import BatchLostError, InfrastructureError
@@ -97,7 +97,7 @@ def compact_journal(run_dir: Path, *, dry_run: bool) -> Collected:
     """
     recipe = load_resolved(run_dir)
     oldest = {
-        policy: _oldest_checkpoint(run_dir, policy) - _trained_again(settings.batch.replay)
+        policy: min(steps(checkpoints_directory(run_dir, policy)), default=0) - _trained_again(settings.batch.replay)
         for policy, settings in recipe.trained_policies.items()
     }
     with _held(run_dir):
@@ -127,12 +127,6 @@ async def _compact(run_dir: Path, oldest: dict[str, int], dry_run: bool) -> Coll
 def _trained_again(replay: ReplayConfig) -> int:
     """From how many steps back groups may be drawn again."""
     return replay.max_staleness + 1 if replay.ratio > 0 else 0
-
-
-def _oldest_checkpoint(run_dir: Path, policy: str) -> int:
-    """The training step of the oldest checkpoint that is there; 0 when none is."""
-    names = [path.parent.name for path in (run_dir / "checkpoints" / policy).glob("step_*/millrace.json")]
-    return min((int(name.removeprefix("step_")) for name in names if name.removeprefix("step_").isdecimal()), default=0)
 
 
 @contextmanager

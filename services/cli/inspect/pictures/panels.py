@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from services.cli.console import drawing
 from services.cli.inspect.pictures.seeds import Points, Runs, band
-from services.cli.inspect.rows import Row
+from services.cli.inspect.run_state import Row, training_steps
 from services.common.telemetry.metrics import (
     ROLE_REWARD,
     RowKind,
@@ -25,15 +25,6 @@ from services.common.telemetry.metrics import (
 
 STEP, SECONDS, TOKENS = "training step", "seconds since the start of the run", "trained tokens"
 REWARD = "mean reward of training rollouts"
-
-
-def training_steps(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows of training steps by policy; the last row counts where a recovery has repeated a step."""
-    steps: dict[str, dict[int, Row]] = defaultdict(dict)
-    for row in rows:
-        if row["kind"] == RowKind.TRAINING_STEP:
-            steps[row["policy"]][row["step"]] = row
-    return {policy: [by_step[s] for s in sorted(by_step)] for policy, by_step in steps.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +124,25 @@ def _frame(ax: Any, panel: Panel) -> None:
 
 def _draw_group(ax: Any, panel: Panel, group: Runs, number: int, alone: bool) -> None:
     """Each policy of the runs; the second and later ones of a comparison are dashed."""
-    by_run = [training_steps(rows) for rows in group.rows]
-    policies = list(dict.fromkeys(policy for steps in by_run for policy in steps))
-    for place, policy in enumerate(policies):
-        color = f"C{place if alone else number}"
-        steps = [of_run[policy] for of_run in by_run if policy in of_run]
+    found = list(curves_of(panel, group, alone=alone))
+    policies = list(dict.fromkeys(policy for policy, _, _ in found))
+    for policy, line, curves in found:
+        place = policies.index(policy)
         names = [policy] if alone and len(policies) > 1 else []
         first = alone or (number == 0 and place == 0)
-        for line in (*panel.lines, *(part_lines(steps) if panel.title == "reward by step" and alone else ())):
-            if line.only_if_any and not any(row.get(line.key) for run in steps for row in run):
-                continue
-            style = "--" if place and not alone and line.style == "-" else line.style
-            label = ", ".join([*names, *([line.label] if line.label and first else [])])
-            _curve(ax, [points_of(run, line.key, panel.x) for run in steps], color, style, label)
+        style = "--" if place and not alone and line.style == "-" else line.style
+        label = ", ".join([*names, *([line.label] if line.label and first else [])])
+        _curve(ax, curves, f"C{place if alone else number}", style, label)
+
+
+def curves_of(panel: Panel, group: Runs, *, alone: bool) -> Iterator[tuple[str, Line, list[Points]]]:
+    """Policy, metric, and a curve for each run. ``alone``: no other runs are beside these."""
+    by_run = [training_steps(rows) for rows in group.rows]
+    for policy in dict.fromkeys(policy for steps in by_run for policy in steps):
+        steps = [of_run[policy] for of_run in by_run if policy in of_run]
+        for line in (*panel.lines, *(part_lines(steps) if panel is PANELS[0] and alone else ())):
+            if not line.only_if_any or any(row.get(line.key) for run in steps for row in run):
+                yield policy, line, [points_of(run, line.key, panel.x) for run in steps]
 
 
 def _curve(ax: Any, curves: Sequence[Points], color: str, style: str, label: str) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 from services.cli.console import drawing
 from services.cli.inspect.fate.picture import draw_fates
 from services.cli.inspect.fate.reading import Fates, read_fates
-from services.cli.inspect.pictures.panels import draw_panels, training_steps
+from services.cli.inspect.pictures.panels import draw_panels
 from services.cli.inspect.pictures.seeds import grouped
 from services.cli.inspect.pictures.time import draw_time, newest_shares
+from services.cli.inspect.run_state import training_steps
 from services.common import run_files
 
 COLUMNS, ROWS = 4, 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from services.cli.inspect.rows import Row, read_metrics
+from services.cli.inspect.run_state import Row, read_metrics
 from services.common.config.reading.loading import RESOLVED
 
 Points = list[tuple[float, float]]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.console import drawing
-from services.cli.inspect.rows import Row, read_metrics
+from services.cli.inspect.run_state import Row, read_metrics
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.components import is_records, is_weights
 from services.common.telemetry.metrics import RowKind

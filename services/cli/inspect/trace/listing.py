@@ -5,7 +5,7 @@ Reads the journal's index and its small records, no trajectory and no log, so lo
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -85,10 +85,7 @@ def show_lines(lines: Sequence[Line], console: Console) -> None:
 
 def counted(groups: Iterable[GroupFacts]) -> dict[str, int]:
     """Task groups by status."""
-    counts: dict[str, int] = defaultdict(int)
-    for facts in groups:
-        counts[status(facts)] += 1
-    return dict(counts)
+    return dict(Counter(map(status, groups)))
 
 
 def _line(facts: GroupFacts) -> Line:

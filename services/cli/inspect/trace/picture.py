@@ -10,8 +10,7 @@ from typing import Any
 from services.cli.console import drawing
 from services.cli.console.units import format_seconds
 from services.cli.inspect.trace.facts import GroupFacts, SlotFacts
-from services.cli.inspect.trace.stages import Stage, StageName, first_use, stages
-from services.cli.inspect.trace.view import headline
+from services.cli.inspect.trace.stages import Stage, StageName, first_use, headline, stages
 from services.common.errors import ConfigError
 from services.common.records.phases import PhaseKind
 

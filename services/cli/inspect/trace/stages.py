@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from services.cli.console.units import format_seconds
 from services.cli.inspect.trace.facts import GroupFacts, SlotFacts, Used
 from services.common.records.fates import GroupFate
 from services.common.records.phases import PhaseKind
@@ -244,3 +245,16 @@ def seconds_in(slot: SlotFacts, what: PhaseKind | None = None, *, other_than: Ph
 
 def _least(times: Iterator[float]) -> float:
     return min((at for at in times if at), default=0.0)
+
+
+def headline(facts: GroupFacts) -> str:
+    """One line: the task, the purpose, and the result."""
+    parts = [f"task {facts.task_id}"] if facts.task_id else []
+    parts.append(f"evaluation {facts.evaluation}" if facts.evaluation else facts.purpose)
+    use = first_use(facts)
+    word = status(facts)
+    parts.append(f"{word} in step {use.training_step} of {use.policy}" if use and word == "trained" else word)
+    found = stages(facts)
+    if found:
+        parts.append(f"{format_seconds(found[-1].end - found[0].begin)} in all")
+    return ", ".join(parts)

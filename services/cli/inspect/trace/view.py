@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -15,7 +18,9 @@ from services.cli.console.plain import say
 from services.cli.console.tables import Column, FittingTable
 from services.cli.console.units import format_seconds
 from services.cli.inspect.trace.facts import GroupFacts, SlotFacts
-from services.cli.inspect.trace.stages import Event, StageName, events, first_use, seconds_in, stages, status
+from services.cli.inspect.trace.listing import choose, counted, read_groups, show_lines
+from services.cli.inspect.trace.reading import read_group
+from services.cli.inspect.trace.stages import Event, StageName, events, headline, seconds_in, stages, status
 from services.common.records.phases import PhaseKind
 from services.common.telemetry.log_events import LogEvent
 
@@ -54,20 +59,7 @@ def show(facts: GroupFacts, console: Console, *, with_slots: bool = False) -> No
         console.print(table)
 
 
-def headline(facts: GroupFacts) -> str:
-    """One line: the task, the purpose, and the result."""
-    parts = [f"task {facts.task_id}"] if facts.task_id else []
-    parts.append(f"evaluation {facts.evaluation}" if facts.evaluation else facts.purpose)
-    use = first_use(facts)
-    word = status(facts)
-    parts.append(f"{word} in step {use.training_step} of {use.policy}" if use and word == "trained" else word)
-    found = stages(facts)
-    if found:
-        parts.append(f"{format_seconds(found[-1].end - found[0].begin)} in all")
-    return ", ".join(parts)
-
-
-def as_json(facts: GroupFacts) -> dict[str, Any]:
+def group_as_json(facts: GroupFacts) -> dict[str, Any]:
     """The same for machines: every fact, every event, every stage."""
     return {
         "status": status(facts),
@@ -141,3 +133,38 @@ def _versions(slot: SlotFacts) -> dict[str, str]:
 
 def _between(begin: float, end: float) -> str:
     return format_seconds(max(0.0, end - begin)) if begin and end else ""
+
+
+def list_groups(
+    run_dir: Path, console: Console, *, order: str, state: str | None, step: int | None, last: int, as_json: bool
+) -> None:
+    """Raises ``ConfigError`` when the directory has no journal."""
+    groups = read_groups(run_dir)
+    lines = choose(groups, order=order, state=state, step=step, last=last)
+    counts = counted(groups)
+    if as_json:
+        typer.echo(json.dumps({"task_groups": [asdict(line) for line in lines], "counts": counts}))
+        return
+    if lines:
+        show_lines(lines, console)
+    else:
+        console.print("no task group matches")
+    told = ", ".join(f"{number} {word}" for word, number in sorted(counts.items()))
+    say(console, f"{len(groups)} task groups: {told or 'none was issued yet'}")
+
+
+def show_group(
+    run_dir: Path, task_group_id: str, console: Console, *, phases: bool, output: Path | None, as_json: bool
+) -> None:
+    """Raises ``ConfigError`` for a task group that was never issued."""
+    facts = read_group(run_dir, task_group_id)
+    if as_json:
+        typer.echo(json.dumps(group_as_json(facts)))
+    else:
+        show(facts, console, with_slots=phases)
+    if output is not None:
+        from services.cli.inspect.trace.picture import draw
+
+        picture = draw(facts, output)
+        if not as_json:
+            say(console, f"picture: {picture}")

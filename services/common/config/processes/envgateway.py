@@ -10,13 +10,13 @@ from services.common.config.base import Section
 from services.common.config.processes.environments import (
     AgentBenchConfig,
     AlfworldConfig,
+    GymnasiumConfig,
+    HarborConfig,
     OpenEnvConfig,
     TaskServerConfig,
     TextworldConfig,
     WebshopConfig,
 )
-from services.common.config.processes.gymnasium import GymnasiumConfig
-from services.common.config.processes.harbor import HarborConfig
 from services.common.config.processes.mcp import McpServerConfig
 
 

@@ -148,3 +148,81 @@ class TaskServerConfig(Section):
     tasks."""
     body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     """Largest request."""
+
+
+class GymnasiumConfig(Section):
+    """An environment of the package gymnasium."""
+
+    id: str
+    """Name in gymnasium's registry, such as `FrozenLake-v1`; `package.module:Name-v0` imports the module that registers it."""
+    settings: dict[str, Any] = {}
+    """Keyword arguments of `gymnasium.make`, such as `{is_slippery: false}`."""
+    instruction: str = ""
+    """Text before the first observation: the rules, and what to answer."""
+    observation: str = "values"
+    """How an observation becomes text: `values` (numbers, one part in a line), `render` (what `render_mode: ansi` draws), or
+    the import path of a function `observation -> text`."""
+    actions: list[str] | str = []
+    """How a reply becomes an action of a discrete space: names in the order of the actions, of which the last one in the reply
+    counts; or the import path of a function `reply -> action` (None where there is none). Left out, the last whole number."""
+    num_envs: int | None = Field(default=None, ge=1)
+    """Play so many copies in one episode, as `gymnasium.make_vec` makes them: the reply has an action for each, in lines `1:
+    left`. The reward is the mean of their returns. Left out, one environment without a vector."""
+    vectorization: Literal["sync", "async", "vector_entry_point"] | None = None
+    """With `num_envs`: gymnasium's way; left out, the environment's own."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Turns of an episode (`max_episode_steps`); left out, those of the registry, and those of the workflow."""
+
+    @model_validator(mode="after")
+    def _can_be_read(self) -> GymnasiumConfig:
+        if isinstance(self.actions, str) and ":" not in self.actions:
+            raise ValueError(
+                f"actions is {self.actions!r}: write a list of names, or an import path (package.module:function)"
+            )
+        if isinstance(self.actions, list):
+            lowered = [name.strip().lower() for name in self.actions]
+            if "" in lowered or len(set(lowered)) < len(lowered):
+                raise ValueError(f"actions are {self.actions}: each needs a name of its own, without regard to case")
+        if self.observation not in ("values", "render") and ":" not in self.observation:
+            raise ValueError(
+                f"observation is {self.observation!r}: write values, render, or an import path (package.module:function)"
+            )
+        if self.vectorization is not None and self.num_envs is None:
+            raise ValueError("vectorization is set, and num_envs is not: write num_envs, or leave vectorization out")
+        if self.num_envs is not None and self.observation == "render":
+            raise ValueError("observation is render, and a vector draws no text: write values, or an import path")
+        return self
+
+
+class HarborConfig(Section):
+    """The environment that plays Harbor's task directories."""
+
+    skip_run: bool = False
+    """Play tasks whose Dockerfile has RUN, or which name an image, without these: the programs that they would bring are on the
+    gateway's machine already, in /usr. Left at false, such tasks are left out and counted."""
+    command_time_s: float = Field(default=30.0, gt=0, le=45)
+    """Wall-clock time of one command; then it is stopped, and the agent is told."""
+    verifier_time_s: float = Field(default=45.0, gt=0, le=45)
+    """Largest wall-clock time of tests/test.sh; a task's `verifier.timeout_sec` may be less. Tests that take longer give no
+    reward."""
+    agent_time_s: float = Field(default=3600.0, gt=0)
+    """Largest wall-clock time of a task before its tests; a task's `agent.timeout_sec` may be less. The first turn after
+    that ends the task, and the tests run."""
+    cpu_time_s: float = Field(default=600.0, gt=0)
+    """CPU time of all commands and the tests of a task together."""
+    memory_bytes: int = Field(default=1 << 30, ge=64 << 20)
+    """Largest memory of a task; its `environment.memory_mb` may be less."""
+    disk_bytes: int = Field(default=256 << 20, ge=1 << 20)
+    """Largest size of all files of a task, which are in memory too; its `environment.storage_mb` may be less."""
+    num_files: int = Field(default=8192, ge=64)
+    """Most files and directories of a task."""
+    num_processes: int = Field(default=64, ge=8)
+    """Most processes and threads of a task."""
+    open_files: int = Field(default=256, ge=32)
+    """Most open files of one process."""
+    output_bytes: int = Field(default=1 << 20, ge=4096)
+    """Bytes that one command may print; then it is stopped."""
+    max_chars: int = Field(default=4000, ge=64)
+    """A longer output of a command is cut in its middle before the agent reads it."""
+    files_bytes: int = Field(default=32 << 20, ge=1024)
+    """Largest size of a task's `environment`, and of its `tests`."""

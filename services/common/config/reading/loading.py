@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,11 @@ from pydantic import ValidationError
 
 from services.common.config.reading.defaults import spread_defaults, with_own_workflows
 from services.common.config.reading.explain import explain
-from services.common.config.reading.gpu_variables import gpu_settings
 from services.common.config.reading.inherit import inherit, is_name, names, parent_of, shipped_recipe
 from services.common.config.recipe import Recipe
-from services.common.config.yaml_files import read_yaml
 from services.common.errors import ConfigError
 from services.common.importing import look_in
+from services.common.public_names import new_name
 
 RESOLVED = "recipe.json"
 
@@ -55,7 +55,7 @@ def load_recipe(
     for override in overrides:
         apply_override(tree, override)
     for variable_path, gpus in gpu_settings(tree, environment):
-        _set(tree, variable_path, gpus)
+        set_at(tree, variable_path, gpus)
     if profile is not None:
         tree = profile(validate(spread_defaults(tree), source=str(path)).model_dump(mode="json"))
         for override in overrides:
@@ -184,7 +184,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r}: {text!r} is not valid YAML") from None
     path = key.strip().split(".")
     if _leads_into_a_list(tree, path):
-        _set(tree, path, value)
+        set_at(tree, path, value)
         return
     child: Any = value
     for part in reversed(path):
@@ -192,7 +192,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     below = inherit(tree, child)  # another workflow or source of data begins anew
     tree.clear()
     tree.update(below)
-    _set(tree, path, value)  # replaces a mapping as a whole
+    set_at(tree, path, value)  # replaces a mapping as a whole
 
 
 def _leads_into_a_list(tree: Any, path: Sequence[str]) -> bool:
@@ -213,7 +213,8 @@ def _leads_into_a_list(tree: Any, path: Sequence[str]) -> bool:
     return False
 
 
-def _set(tree: Any, path: Sequence[str], value: Any) -> None:
+def set_at(tree: Any, path: Sequence[str], value: Any) -> None:
+    """Set the value at a path of keys, and of numbers in lists; mappings that are missing on the way are made."""
     for key in path[:-1]:
         if isinstance(tree, list):
             tree = tree[int(key)]
@@ -232,7 +233,7 @@ def _apply_ports(tree: dict[str, Any], environment: Mapping[str, str]) -> None:
             continue
         if not text.isdigit():
             raise ConfigError(f"the variable {name} is {text!r}; it must be a port number")
-        _set(tree, path, int(text))
+        set_at(tree, path, int(text))
 
 
 def port_variables(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -252,3 +253,110 @@ def port_variables(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 def _variable(name: object) -> str:
     return str(name).upper().replace("-", "_")
+
+
+def gpu_settings(tree: Mapping[str, Any], environment: Mapping[str, str]) -> list[tuple[tuple[str, ...], Any]]:
+    """(path in the recipe, value) of every variable that says which GPUs a process gets: INFERENCE_A_GPUS=0,1,
+    TRAINER_MODEL0_GPUS=2,3, ...
+
+    INFERENCE_GPUS and TRAINER_GPUS, without a name, are those of the only service or policy of the recipe. A trainer has
+    as many ranks as its variable names GPUs, on each of its nodes.
+
+    Raises:
+        ConfigError: the value is no list of numbers, or the variable names no section and the recipe has several.
+    """
+    settings: list[tuple[tuple[str, ...], Any]] = []
+    for kind, section in (("INFERENCE", "inference"), ("TRAINER", "policies")):
+        # A recipe that names no inference service has one, "a".
+        names = list(tree.get(section) or (["a"] if section == "inference" else []))
+        for name, variable in _variables(kind, names, environment):
+            gpus = _gpus(variable, environment[variable])
+            if section == "inference":
+                settings.append(((section, name, "gpus"), gpus))
+            else:
+                settings.append(((section, name, "trainer", "gpus"), gpus))
+                settings.append(((section, name, "trainer", "num_ranks"), len(gpus) * _num_nodes(tree, name)))
+    return settings
+
+
+def _num_nodes(tree: Mapping[str, Any], policy: str) -> int:
+    """The nodes of a trainer in the recipe or its defaults; an invalid value is refused later, with its path."""
+    defaults = (tree.get("defaults") or {}).get("policies") or {}
+    for section in ((tree["policies"] or {}).get(policy) or {}, defaults):
+        nodes = (section.get("trainer") or {}).get("nodes")
+        if nodes:
+            return len(nodes) if isinstance(nodes, list) else 1
+    return 1
+
+
+def _variables(kind: str, names: list[str], environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    found = [(name, f"{kind}_{str(name).upper().replace('-', '_')}_GPUS") for name in names]
+    common = f"{kind}_GPUS"
+    if common in environment:
+        if len(names) != 1:
+            raise ConfigError(f"the variable {common} does not name a section; set {' and '.join(v for _, v in found)}")
+        found.insert(0, (names[0], common))
+    return [(name, variable) for name, variable in found if variable in environment]
+
+
+def _gpus(variable: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise ConfigError(f"the variable {variable} is {text!r}; write numbers of GPUs with commas, such as 0,1")
+    return [int(part) for part in parts]
+
+
+_OLD_PATH = re.compile(r"services(\.\w+)+:\w+(\.\w+)*")
+
+
+def read_yaml(file: Path, *, own_paths: bool = False) -> Any:
+    """The content of the file. ``own_paths``: the file is written by Millrace, so names of modules of ``services`` are
+    allowed.
+
+    Raises:
+        ConfigError: no YAML, a key twice in one mapping, or an import path into ``services``; each with its line.
+    """
+    try:
+        loader = yaml.SafeLoader(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from None
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        for key, scalar in _scalars(node, file):
+            if not own_paths and _OLD_PATH.fullmatch(scalar.value):
+                raise ConfigError(
+                    f"{_line(file, scalar)}: {key or scalar.value} names {scalar.value}, an inside of Millrace: {new_name(scalar.value)}"
+                )
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from None
+    finally:
+        loader.dispose()
+
+
+def _scalars(node: yaml.Node, file: Path, path: str = "") -> Iterator[tuple[str, yaml.ScalarNode]]:
+    """Every scalar value with its path. Refuses keys that stand twice."""
+    if isinstance(node, yaml.ScalarNode):
+        yield path, node
+    elif isinstance(node, yaml.SequenceNode):
+        for place, item in enumerate(node.value):
+            yield from _scalars(item, file, f"{path}[{place}]")
+    elif isinstance(node, yaml.MappingNode):
+        seen: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise ConfigError(
+                    f"{_line(file, key)}: {f'{path}.' if path else ''}{name} is there twice, first in line "
+                    f"{seen[name].start_mark.line + 1}: give one of them another name, or leave it out"
+                )
+            seen[name] = key
+            yield from _scalars(value, file, f"{path}.{name}" if path else name)
+
+
+def _line(file: Path, node: yaml.Node) -> str:
+    return f"{file}:{node.start_mark.line + 1}"

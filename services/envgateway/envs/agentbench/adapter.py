@@ -16,7 +16,6 @@ from typing import cast
 
 from services.common.config.processes.environments import AgentBenchConfig
 from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
-from services.envgateway.envs.agentbench import talk
 from services.envgateway.envs.agentbench.http import HttpConnection, Reply
 from services.envgateway.envs.agentbench.messages import (
     CancelEpisode,
@@ -49,7 +48,7 @@ class AdapterServer:
 
     async def indices(self) -> Sequence[Index]:
         """Adapters say how many samples there are, not which: they count from 0."""
-        reply = await talk.ask(self._http, "task/info")
+        reply = await self._http.ask("task/info")
         info = reply.json
         if reply.status != 200 or not isinstance(info, dict) or not isinstance(info.get("num_samples"), int):
             raise InfrastructureError(f"{self._http.url} does not tell its task: {reply.status} {reply.detail}")
@@ -57,7 +56,7 @@ class AdapterServer:
 
     async def start(self, index: Index) -> Opening:
         body = StartEpisode(sample_id=index, config={}).model_dump()
-        reply = await talk.start(self._http, "episode/start", self._config.start_timeout_s, body)
+        reply = await self._http.start("episode/start", self._config.start_timeout_s, body)
         if reply.status in _FULL:
             raise CapacityError(f"{self._http.url}: {reply.detail}", retry_after_s=2.0)
         if reply.status in (400, 404, 422):
@@ -74,7 +73,7 @@ class AdapterServer:
 
     async def interact(self, session: Session, content: str) -> Turn:
         body = StepEpisode(episode_id=str(session), action=TextAction(content=content)).model_dump()
-        reply = await talk.take_turn(self._http, "episode/step", self._config.step_timeout_s, body, _is_busy)
+        reply = await self._http.take_turn("episode/step", self._config.step_timeout_s, body, _is_busy)
         if reply.status in CONTENT_REFUSED:
             raise ContentRefusedError(f"{self._http.url} refuses the action: {reply.status} {reply.detail}")
         if reply.status != 200:
@@ -90,7 +89,7 @@ class AdapterServer:
         return Turn(text=observation["content"], reward=reward_of(answer, EndStatus.COMPLETED))
 
     async def cancel(self, session: Session) -> None:
-        await talk.cancel(self._http, "episode/cancel", CancelEpisode(episode_id=str(session)).model_dump())
+        await self._http.cancel("episode/cancel", CancelEpisode(episode_id=str(session)).model_dump())
 
     async def close(self) -> None:
         pass

@@ -19,7 +19,6 @@ import structlog
 from services.common.aio import TaskOwner, backoff
 from services.common.config.processes.environments import AgentBenchConfig
 from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
-from services.envgateway.envs.agentbench import talk
 from services.envgateway.envs.agentbench.http import HttpConnection, Reply, UnansweredError
 from services.envgateway.envs.agentbench.messages import (
     AgentResponse,
@@ -60,7 +59,7 @@ class ClassicServer:
         self._syncing: asyncio.Task[Any] | None = None
 
     async def indices(self) -> Sequence[Index]:
-        reply = await talk.ask(self._http, "get_indices", name=await self._task_name())
+        reply = await self._http.ask("get_indices", name=await self._task_name())
         indices = reply.json
         if reply.status != 200 or not isinstance(indices, list):
             raise InfrastructureError(f"{self._http.url} does not list its indices: {reply.status} {reply.detail}")
@@ -69,7 +68,7 @@ class ClassicServer:
     async def start(self, index: Index) -> Opening:
         name = await self._task_name()
         body = StartSample(name=name, index=index).model_dump()
-        reply = await talk.start(self._http, "start_sample", self._config.start_timeout_s, body)
+        reply = await self._http.start("start_sample", self._config.start_timeout_s, body)
         match reply.status:
             case 200:
                 return self._opening(reply)
@@ -88,7 +87,7 @@ class ClassicServer:
 
     async def interact(self, session: Session, content: str) -> Turn:
         body = Interact(session_id=int(session), agent_response=AgentResponse(content=content)).model_dump()
-        reply = await talk.take_turn(self._http, "interact", self._config.step_timeout_s, body, _is_busy)
+        reply = await self._http.take_turn("interact", self._config.step_timeout_s, body, _is_busy)
         if reply.status == 200:
             return _turn(_output(reply))
         if reply.status in CONTENT_REFUSED:
@@ -98,14 +97,14 @@ class ClassicServer:
         raise EpisodeLostError(f"{self._http.url} ended session {session}: {reply.status} {reply.detail}")
 
     async def cancel(self, session: Session) -> None:
-        await talk.cancel(self._http, "cancel", CancelSession(session_id=int(session)).model_dump())
+        await self._http.cancel("cancel", CancelSession(session_id=int(session)).model_dump())
 
     async def close(self) -> None:
         await self._tasks.close()
 
     async def _task_name(self) -> str:
         if not self._name:
-            names = list((await talk.ask(self._http, "list_workers")).json or ())
+            names = list((await self._http.ask("list_workers")).json or ())
             if not names:
                 raise InfrastructureError(f"no worker has registered at {self._http.url} yet")
             if len(names) > 1:
@@ -132,7 +131,7 @@ class ClassicServer:
         for _, pause_s in zip(range(_SYNC_ATTEMPTS), backoff(first_s=0.5), strict=False):
             try:
                 await self._http.post("sync_all", _SYNC_S)
-                listed = (await talk.ask(self._http, "list_sessions")).json
+                listed = (await self._http.ask("list_sessions")).json
             except (UnansweredError, InfrastructureError) as error:
                 log.warning("agentbench.sync_failed", error=str(error))
             else:

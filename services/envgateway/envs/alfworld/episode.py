@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -17,9 +18,10 @@ from typing import Any
 from pydantic import Field
 
 from services.common.config.base import Section
+from services.common.config.processes.environments import AlfworldConfig
 from services.envgateway.envs.alfworld import prompts
 from services.envgateway.envs.alfworld.actions import choose
-from services.envgateway.envs.alfworld.games import GameList, game_of
+from services.envgateway.envs.alfworld.games import GameList, game_of, list_games
 from services.envgateway.envs.base import EndStatus, Observation, StepResult
 from services.envgateway.envs.engines.pool import EnginePool, Game
 from services.envgateway.envs.replies import MALFORMED, offer, read_action, without_offer
@@ -115,3 +117,35 @@ def _folder(game: str) -> str:
 def _heard(feedback: str) -> str:
     """The text without numbers of places (``You arrive at loc 7.``), which tell a policy no fact."""
     return feedback.split(". ", 1)[-1] if feedback.startswith("You arrive at loc ") else feedback
+
+
+_MODULE = "services.envgateway.envs.alfworld.engine"
+
+
+class AlfworldWorld:
+    """State shared by episodes: an indexed world (see ``envs/base.py``). Games are listed, and the engine is started, with the first episode."""
+
+    def __init__(self, config: AlfworldConfig, data: Path) -> None:
+        self._config = config
+        self.max_turns = config.max_turns
+        self._data = data
+        environment = {"ALFWORLD_DATA": str(data.absolute())}  # importing alfworld makes the folder that this names
+        self.pool = EnginePool("alfworld", _MODULE, config.engine, environment)
+
+    @functools.cached_property
+    def games(self) -> GameList:
+        """Raises ``ConfigError``."""
+        return list_games(self._data, self._config)
+
+    async def indices(self) -> Sequence[int]:
+        return range(len((await asyncio.to_thread(lambda: self.games)).names))
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        return self.pool.gauges
+
+    def build(self) -> AlfworldEpisode:
+        return AlfworldEpisode(self.pool, self._data, lambda: self.games, self.max_turns)
+
+    async def close(self) -> None:
+        await self.pool.close()

@@ -20,6 +20,7 @@ import structlog
 from services.common.aio import TaskOwner
 from services.common.config.processes.environments import EnginePoolConfig
 from services.common.errors import CapacityError, InfrastructureError, InvalidRequestError
+from services.envgateway.calls import take_place
 from services.envgateway.child import Child, ChildFailed
 from services.envgateway.envs.base import ActionFailedError, EpisodeLostError
 from services.envgateway.envs.engines.process import Answer
@@ -181,7 +182,8 @@ class _Worker:
     ) -> Answer:
         """``queue_timeout_s`` bounds waiting for other requests, each with its own deadline; ``timeout_s`` bounds the
         process itself."""
-        await self._take_turn(queue_timeout_s)
+        busy = f"the {self._engine} engine was busy with other games for {_QUEUE_TIMEOUT_S:g} s"
+        await take_place(self._turn, queue_timeout_s, busy)
         if self.gone:
             self._turn.release()
             raise _ProcessGone(self.gone)
@@ -203,15 +205,6 @@ class _Worker:
         if not self.gone:
             self.gone = "it was stopped"
             self._child.kill()
-
-    async def _take_turn(self, queue_timeout_s: float | None) -> None:
-        try:
-            async with asyncio.timeout(queue_timeout_s):
-                await self._turn.acquire()
-        except TimeoutError:
-            raise CapacityError(
-                f"the {self._engine} engine was busy with other games for {queue_timeout_s:g} s", retry_after_s=1.0
-            ) from None
 
     def _turn_over(self, running: asyncio.Task[dict[str, Any]]) -> None:
         self._turn.release()

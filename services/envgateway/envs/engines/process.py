@@ -11,12 +11,11 @@ engine did not understand (``DATA_ERRORS``): after either of the last two the ga
 from __future__ import annotations
 
 import os
-import resource
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from services.common.system.child import die_with_parent_if_asked
+from services.common.system.child import die_with_parent_if_asked, limit_memory
 from services.envgateway.envs.failures import DATA_ERRORS, short_text
 from services.envgateway.sandbox.bare import wire
 
@@ -35,14 +34,6 @@ class LoadedGame(Protocol):
     def step(self, command: str) -> Answer: ...
 
     def close(self) -> None: ...
-
-
-def limit_memory(size_bytes: int) -> None:
-    """Bound this process's address space, and leave no core behind."""
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    size_bytes = size_bytes if hard == resource.RLIM_INFINITY else min(hard, size_bytes)
-    resource.setrlimit(resource.RLIMIT_AS, (size_bytes, size_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def serve(descriptor: int, memory_bytes: int, load: Callable[[Mapping[str, Any]], LoadedGame]) -> None:

@@ -14,13 +14,11 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from services.envgateway.envs.base import EndStatus, Environment, EnvironmentContext, Observation, StepResult
-
-_MOST_DIGITS = 18
+from services.envgateway.envs.gymnasium.world import ActionReader
 
 
 def is_gymnasium_style(factory: Any) -> bool:
@@ -53,14 +51,10 @@ class GymnasiumEnvironment:
         chosen: Any = action
         num_actions = getattr(getattr(self._inner, "action_space", None), "n", None)
         if num_actions is not None:
-            numbers = re.findall(r"\d+", action)
-            # Python refuses to read thousands of digits: so many are no action of a space that counts.
-            if not numbers or len(numbers[-1]) > _MOST_DIGITS or int(numbers[-1]) >= num_actions:
-                return StepResult(
-                    observation=f"The action must be a whole number from 0 to {num_actions - 1}.",
-                    metrics={"invalid_actions": 1.0},
-                )
-            chosen = int(numbers[-1])
+            read = ActionReader(0, num_actions, (), "")
+            chosen = read(action)
+            if chosen is None:
+                return StepResult(observation=f"The action must be {read.told}.", metrics={"invalid_actions": 1.0})
         observation, reward, terminated, truncated, info = self._inner.step(chosen)
         done = bool(terminated or truncated)
         status = ""

@@ -12,25 +12,28 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.common.config.processes.envgateway import LiveConfig
-from services.common.config.processes.harbor import HarborConfig
+from services.common.config.processes.environments import HarborConfig
 from services.common.errors import DatasetError, InfrastructureError, InvalidRequestError
 from services.common.harbor.files import TaskFile, environment_files, verifier_files
 from services.common.harbor.places import LOGS, TESTS, WRITABLE
 from services.common.harbor.task import COLUMN, HarborTask, needs_programs, read_task
 from services.common.text.tool_calls import MalformedCall, cut_text, find_call, parse_json_call
 from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observation, StepResult
-from services.envgateway.envs.harbor.reward import reward_of
 from services.envgateway.sandbox.bare.messages import SHELL
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots
 from services.envgateway.tools.python import STATUS
+
+if TYPE_CHECKING:
+    from services.envgateway.sandbox.pool import SandboxPool
 
 TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -220,3 +223,78 @@ def _packed(files: list[TaskFile]) -> str:
     return json.dumps(
         [[str(file.place), file.kind, file.mode, base64.b64encode(file.content).decode()] for file in files]
     )
+
+
+TIER = "2"  # the only one with a root of its own, where /app, /tests and /logs are the task's
+
+
+class HarborWorld:
+    is_remote = True  # an error of its code is never the action's
+
+    def __init__(self, config: HarborConfig, sandbox: SandboxPool) -> None:
+        self._config, self._sandbox = config, sandbox
+
+    def build(self) -> HarborEpisode:
+        return HarborEpisode(self._sandbox.live, self._config)
+
+    async def close(self) -> None:
+        """Nothing is left: episodes end their own processes."""
+
+
+def why_not(tier: str) -> str:
+    """Why the tasks cannot be played at this tier; empty at tier 2."""
+    if tier == TIER:
+        return ""
+    return (
+        f"its tasks need a root directory of their own, which the sandbox has at tier {TIER} only, and it runs at tier {tier}: start "
+        "the gateway as root with CAP_SYS_ADMIN (in a container: --cap-add SYS_ADMIN)"
+    )
+
+
+_MAIN = "reward"  # of several rewards, the one that counts
+
+
+def reward_of(files: Mapping[str, str | None], task: str) -> tuple[float, dict[str, float]]:
+    """As Harbor does, from ``reward.json`` before ``reward.txt``: the reward, and the other numbers of ``reward.json``. ``files``: name to content in base64, None where there is none.
+
+    Raises:
+        EpisodeLostError: no file, an empty one, no finite number, or several without one called ``reward``.
+    """
+    found = {name: base64.b64decode(content) for name, content in files.items() if content is not None}
+    if "reward.json" in found:
+        return _from_json(found["reward.json"], task)
+    if "reward.txt" not in found:
+        raise EpisodeLostError(f"task {task}: test.sh wrote neither /logs/verifier/reward.txt nor reward.json")
+    text = found["reward.txt"].decode(errors="replace").strip()
+    try:
+        return _finite(float(text)), {}
+    except ValueError:
+        raise EpisodeLostError(f"task {task}: reward.txt holds {text!r:.80}, which is no finite number") from None
+
+
+def _from_json(content: bytes, task: str) -> tuple[float, dict[str, float]]:
+    try:
+        rewards = json.loads(content)
+        if not isinstance(rewards, dict) or not rewards:
+            raise ValueError("it must be an object of numbers")
+        numbers = {name: _number(name, value) for name, value in rewards.items()}
+    except (ValueError, RecursionError) as error:
+        raise EpisodeLostError(f"task {task}: reward.json cannot be read: {error!s:.120}") from None
+    if _MAIN not in numbers and len(numbers) > 1:
+        raise EpisodeLostError(
+            f"task {task}: reward.json has {', '.join(sorted(numbers))!s:.120} and no {_MAIN!r}: which one counts?"
+        )
+    main = _MAIN if _MAIN in numbers else next(iter(numbers))
+    return numbers[main], {f"reward_{name}": value for name, value in numbers.items() if name != main}
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {value!r:.40}")
+    return _finite(float(value))
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is not finite")
+    return value

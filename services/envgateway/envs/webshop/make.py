@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 _BRANDS = ("Alder", "Brisk", "Cobalt", "Dovetail", "Ember", "Fathom")
@@ -18,42 +16,34 @@ _KINDS = (
 _COLORS = ("black", "blue", "red", "white")
 
 
-@dataclass(frozen=True, slots=True)
-class _Product:
-    asin: str
-    name: str
-    kind: int
-    attribute: str
-    price: float
-
-
 def write_catalogue(folder: Path, num_products: int, seed: int) -> int:
     """Write products, their attributes and one shopping instruction for each; returns the number of instructions."""
     folder.mkdir(parents=True, exist_ok=True)
-    products = list(_draw(num_products, seed))
+    draw = random.Random(seed)
     items, attributes, instructions = [], {}, {}
-    for product in products:
-        noun, category, path, _ = _KINDS[product.kind]
+    for number in range(num_products):
+        noun, category, path, words = _KINDS[number % len(_KINDS)]
+        asin, attribute = f"B{number:09}", draw.choice(words)
         items.append(
             {
-                "asin": product.asin,
-                "name": product.name,
+                "asin": asin,
+                "name": f"{draw.choice(_BRANDS)} {attribute.title()} {noun}, No. {number}",
                 "category": category,
                 "query": noun.lower(),
                 "product_category": " › ".join(path),
-                "full_description": f"A {noun.lower()} that is {product.attribute}.",
-                "small_description": [product.attribute, f"{noun.lower()} for every day"],
-                "pricing": f"${product.price:.2f}",
+                "full_description": f"A {noun.lower()} that is {attribute}.",
+                "small_description": [attribute, f"{noun.lower()} for every day"],
+                "pricing": f"${draw.randrange(500, 15_000) / 100:.2f}",
                 "customization_options": {"Color": [{"value": color, "image": None} for color in _COLORS]},
                 "images": ["none"],
             }
         )
-        attributes[product.asin] = {"attributes": [product.attribute]}
-        instructions[product.asin] = [
+        attributes[asin] = {"attributes": [attribute]}
+        instructions[asin] = [
             {
-                "asin": product.asin,
-                "instruction": f"i am looking for a {noun.lower()} that is {product.attribute}.",
-                "instruction_attributes": [product.attribute],
+                "asin": asin,
+                "instruction": f"i am looking for a {noun.lower()} that is {attribute}.",
+                "instruction_attributes": [attribute],
                 "instruction_options": [],
             }
         ]
@@ -64,18 +54,3 @@ def write_catalogue(folder: Path, num_products: int, seed: int) -> int:
     ):
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
     return len(instructions)
-
-
-def _draw(count: int, seed: int) -> Iterator[_Product]:
-    draw = random.Random(seed)
-    for number in range(count):
-        kind = number % len(_KINDS)
-        noun, _, _, words = _KINDS[kind]
-        attribute = draw.choice(words)
-        yield _Product(
-            asin=f"B{number:09}",
-            name=f"{draw.choice(_BRANDS)} {attribute.title()} {noun}, No. {number}",
-            kind=kind,
-            attribute=attribute,
-            price=draw.randrange(500, 15_000) / 100,
-        )

@@ -5,16 +5,67 @@ reward = type * (attributes met + options met + price met) / (attributes + optio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from rapidfuzz.fuzz import token_set_ratio
 from rapidfuzz.utils import default_process
 
+from services.common.config.processes.environments import WebshopConfig
+from services.common.errors import ConfigError
 from services.envgateway.envs.webshop.catalogue import Product
-from services.envgateway.envs.webshop.colors import COLORS
 from services.envgateway.envs.webshop.goals import Goal, Option
-from services.envgateway.envs.webshop.nouns import Tagger
+
+# Decides rewards: results are comparable only between runs with the same one.
+Tagger = Callable[[str], tuple[str, ...]]  # a name -> its nouns, lower-cased, in order
+
+_WORD = re.compile(r"[a-zA-Z]+")
+_NOUNS = ("NOUN", "PROPN")
+_REMEMBERED = 65536  # names; tagging one takes spaCy milliseconds
+
+
+def every_word(name: str) -> tuple[str, ...]:
+    """Replaces a tagger: all words made of letters."""
+    return tuple(word.lower() for word in _WORD.findall(name))
+
+
+def spacy_tagger(model: str) -> Tagger:
+    """WebShop's own. Raises ``ConfigError`` when spaCy or the model is not installed."""
+    try:
+        import spacy
+    except ImportError as error:
+        raise ConfigError(
+            "envgateway.webshop.tagger: spacy needs the extra webshop: pip install millrace[webshop]"
+        ) from error
+    try:
+        parse: Any = spacy.load(model)
+    except OSError as error:
+        raise ConfigError(
+            f"envgateway.webshop.spacy_model: run `python -m spacy download {model}`, or name a folder that holds a model: {error}"
+        ) from error
+    return lru_cache(_REMEMBERED)(lambda name: tuple(t.text.lower() for t in parse(name) if t.pos_ in _NOUNS))
+
+
+def tagger_of(config: WebshopConfig) -> Tagger:
+    return every_word if config.tagger == "words" else spacy_tagger(config.spacy_model)
+
+
+# In WebShop's order: the first word that a value contains represents the value.
+COLORS = tuple(
+    """
+    alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo
+    caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal
+    dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather indigo ivory
+    ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor mushroom
+    mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire
+    seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white
+    wine yellow
+    """.split()  # noqa: SIM905 - a hundred quoted words are harder to read
+)
+
 
 _ALIKE = 85  # more than this of 100
 _NO_NOUNS = 0.2

@@ -11,8 +11,7 @@ import structlog
 from services.common.errors import DatasetError
 from services.envgateway.envs.webshop.catalogue import CatalogueFiles, Product, draw_prices, read_catalogue
 from services.envgateway.envs.webshop.goals import Goal, draw_goals, read_goals
-from services.envgateway.envs.webshop.nouns import Tagger
-from services.envgateway.envs.webshop.reward import Purchase, judge_purchase
+from services.envgateway.envs.webshop.reward import Purchase, Tagger, judge_purchase
 from services.envgateway.envs.webshop.search import SearchIndex
 
 log = structlog.get_logger()

@@ -6,7 +6,7 @@ graded, nor pay for a machine that is busy or broken:
     the answer takes more than ``timeout_s`` of CPU time     unparsed, 0
     the answer uses up memory or stack                       unparsed, 0
     the answer crashes its worker, twice (SIGSEGV, ...)      unparsed, 0
-    the reference answer does any of these, also alone       grader failed: masked, for the row is unusable
+    the reference answer does any of these, alone            grader failed: masked, for the row is unusable
     a worker is killed from outside, or exits by itself      tried again; three times: grader failed
     a worker gets no processor for long                      tried again; three times: grader failed
 
@@ -17,6 +17,7 @@ reference answer is compared with a harmless one, once.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
@@ -27,13 +28,64 @@ import structlog
 
 from services.common.config.processes.envgateway import MathRewardConfig, ReasoningGymConfig
 from services.common.errors import CapacityError
-from services.envgateway.child import ChildFailed, ChildLost
-from services.envgateway.rewards.math.process import MathProcess, WorkerDied, WorkerOverdue, WorkerStarved
-from services.envgateway.rewards.math.progress import ANSWER
+from services.envgateway.calls import take_place
+from services.envgateway.child import Child, ChildDied, ChildFailed, ChildLost
 from services.envgateway.rewards.result import RewardOutcome, RewardResult, grader_failed, unparsed
-from services.envgateway.sandbox.bare import wire
+from services.envgateway.sandbox.bare import procfs, wire
 
 log = structlog.get_logger()
+
+
+_MODULE = "services.envgateway.rewards.math.worker"
+_STARVED_FACTOR = 6.0  # wall time over CPU time, before a slow grading is the machine's fault
+_SHORTEST_WAIT_S = 0.05
+_SWITCHES = ("SYMPY_USE_CACHE",)  # of the libraries that a worker uses
+
+
+class WorkerOverdue(ChildFailed):
+    """The worker has used the CPU time of a grading."""
+
+    def __init__(self) -> None:
+        super().__init__("is overdue")
+
+
+class WorkerStarved(ChildFailed):
+    """The worker got no processor time: the machine is at fault."""
+
+    def __init__(self) -> None:
+        super().__init__("got no processor")
+
+
+class MathProcess(Child):
+    """``ask`` raises ``ChildDied``, ``WorkerOverdue`` and ``WorkerStarved`` because of its question, or while the
+    question was graded."""
+
+    def __init__(self, cpu_s: float, grader: str = "") -> None:
+        """``cpu_s``: CPU time of one question; ``grader``: another than Math-Verify."""
+        switches = {name: os.environ[name] for name in _SWITCHES if name in os.environ}
+        super().__init__(_MODULE, [grader], switches)
+        self._cpu_s = cpu_s
+        self._turned_s = 0.0  # when the first open question became the first
+        self._cpu_before_s = 0.0  # used by the worker until then
+        self._watch: asyncio.TimerHandle | None = None
+
+    def _turn(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._asked:
+            self._turned_s, self._cpu_before_s = self._loop.time(), procfs.usage([self.pid]).cpu_s
+            self._watch = self._loop.call_later(self._cpu_s, self._look)
+
+    def _look(self) -> None:
+        used_s = procfs.usage([self.pid]).cpu_s - self._cpu_before_s
+        if used_s >= self._cpu_s:
+            self._fail(WorkerOverdue())
+        elif self._loop.time() - self._turned_s >= _STARVED_FACTOR * self._cpu_s:
+            self._fail(WorkerStarved())
+        else:
+            self._watch = self._loop.call_later(max(self._cpu_s - used_s, _SHORTEST_WAIT_S), self._look)
+
 
 MAX_COMPLETION_CHARS = 50_000  # of the end, where the answer is
 _QUEUE_TIMEOUT_S = 60.0
@@ -149,7 +201,7 @@ class MathPool:
                     continue
                 except ChildFailed as failure:
                     failed += 1
-                    crashes += isinstance(failure, WorkerDied) and failure.signal in _OWN_DOING
+                    crashes += isinstance(failure, ChildDied) and failure.signal in _OWN_DOING
                     result, why = self._judged(failure, crashes), str(failure)
                     if result is not None:
                         return result, result.outcome is RewardOutcome.UNPARSED
@@ -164,11 +216,11 @@ class MathPool:
         """The result of a grading that did not end well; None when the grading should be tried again."""
         if isinstance(failure, WorkerOverdue):
             self.counts["timeouts"] += 1
-            return _blamed(failure.stage, f"grading took more than {self._config.timeout_s:g} s")
+            return unparsed(f"grading took more than {self._config.timeout_s:g} s")
         self.counts["starved" if isinstance(failure, WorkerStarved) else "crashes"] += 1
         log.warning("math_worker.lost", why=str(failure))
-        if isinstance(failure, WorkerDied) and crashes == _SURE_AFTER:
-            return _blamed(failure.stage, f"the worker {failure}, {_SURE_AFTER} times")
+        if isinstance(failure, ChildDied) and crashes == _SURE_AFTER:
+            return unparsed(f"the worker {failure}, {_SURE_AFTER} times")
         return None
 
     @asynccontextmanager
@@ -177,20 +229,13 @@ class MathPool:
             raise CapacityError(f"{self._waiting} answers wait to be graded", retry_after_s=1.0)
         self._waiting += 1
         try:
-            async with asyncio.timeout(_QUEUE_TIMEOUT_S):
-                await self._room.acquire()
-        except TimeoutError:
-            raise CapacityError(f"no grader came free within {_QUEUE_TIMEOUT_S:g} s", retry_after_s=1.0) from None
+            await take_place(self._room, _QUEUE_TIMEOUT_S, f"no grader came free within {_QUEUE_TIMEOUT_S:g} s")
         finally:
             self._waiting -= 1
         try:
             yield
         finally:
             self._room.release()
-
-
-def _blamed(stage: int, what: str) -> RewardResult:
-    return unparsed(what) if stage == ANSWER else grader_failed(f"{what}, on the reference answer")
 
 
 def _result(answer: dict[str, Any]) -> RewardResult:

@@ -11,9 +11,11 @@ timeouts are signals, which need the main thread. The owner keeps the deadlines.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import gc
+import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -22,52 +24,43 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from services.envgateway.rewards.math.progress import ANSWER, IDLE, Progress
-from services.envgateway.rewards.math.scorer import REASONING_GYM, load_scorer
+from services.common.errors import DatasetError
+from services.common.reasoning_gym import Scorer, answer_in
+from services.common.system.child import die_with_parent_if_asked, limit_memory
+from services.envgateway.rewards.result import RewardResult
 from services.envgateway.sandbox.bare import procfs, wire
 from services.envgateway.sandbox.bare.confine import seccomp
 
 MEMORY_BYTES = 1 << 30
 _MAX_DETAIL = 300
 _WORN_BYTES = 512 << 20
-_PR_SET_PDEATHSIG = 1
 
 Verdict = tuple[str, str] | tuple[str, str, float]  # outcome, detail, and a reward that is neither 0 nor 1
-Grade = Callable[[str, str, Progress], Verdict]
+Grade = Callable[[str, str], Verdict]  # of a reference answer and a completion
 
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
-    progress = Progress(int(sys.argv[2]))
-    _die_with(int(sys.argv[3]))
-    grade = load_scorer() if sys.argv[4] == REASONING_GYM else _load_grader()
+    die_with_parent_if_asked(signal.SIGKILL)  # a worker that is busy for ever must not outlive the gateway
+    grade = load_scorer() if sys.argv[2] == REASONING_GYM else _load_grader()
     _restrict()
     gc.collect()
     gc.freeze()  # the collector walks the objects of a grading, not all of sympy again and again: a tenth of the time
     channel.sendall(wire.encode({"kind": "ready"}))
     frames = wire.FrameReader()
-    question = 0
     while data := channel.recv(1 << 20):
         for _, (truth, completion) in frames.feed(data):
-            question += 1
-            progress.begin(question)
             exhausted = False
             try:
-                outcome, detail, *reward = grade(truth.decode(), completion.decode(errors="replace"), progress)
+                outcome, detail, *reward = grade(truth.decode(), completion.decode(errors="replace"))
             except (MemoryError, RecursionError) as error:
                 exhausted = True
-                outcome, detail, *reward = _exhausted(progress.read()[0], error)
-            progress.reach(IDLE)
+                outcome, detail, *reward = "unparsed", f"grading ended with {type(error).__name__}"
             # present memory: the kernel's peak is, after an exec, also that of the parent
             worn = exhausted or procfs.resident_bytes(os.getpid()) > _WORN_BYTES
             told = {"outcome": outcome, "detail": detail[:_MAX_DETAIL], "exhausted": exhausted, "worn": worn}
             told |= {"reward": reward[0] if reward else float(outcome == "correct")}
             channel.sendall(wire.encode({"kind": "graded", **told}))
-
-
-def _exhausted(stage: int, error: BaseException) -> Verdict:
-    what = f"grading ended with {type(error).__name__}"
-    return ("unparsed", what) if stage == ANSWER else ("grader_failed", f"{what}, in the reference answer")
 
 
 def _load_grader() -> Grade:
@@ -76,13 +69,12 @@ def _load_grader() -> Grade:
 
     compared = MathComparison()
 
-    def grade(truth: str, completion: str, progress: Progress) -> Verdict:
+    def grade(truth: str, completion: str) -> Verdict:
         gold = _of_the_row(lambda: compared.gold(truth))
         if isinstance(gold, str):
             return "grader_failed", f"the reference answer cannot be parsed: {gold}"
         if not gold:
             return "grader_failed", "the reference answer cannot be parsed"
-        progress.reach(ANSWER)
         try:
             answer = compared.answer(completion)
             if not answer:
@@ -114,25 +106,48 @@ def _of_the_row(function: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def _die_with(owner: int) -> None:
-    """A worker that is busy for ever must not outlive the gateway."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != owner:
-        sys.exit("the owner has gone")
-
-
 def _restrict() -> None:
     """No network, no programs, bounded memory: a formula is untrusted text, and sympy evaluates formulas."""
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    memory = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, MEMORY_BYTES)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     if seccomp.is_supported():
         try:
             seccomp.refuse_common("1", may_execute=False, accounted=False)
         except OSError:  # a kernel without filters: the memory limit and the owner's deadline remain
             return
+
+
+REASONING_GYM = "reasoning_gym"  # the grader's name on the worker's command line
+
+
+def load_scorer() -> Grade:
+    """The grader of a worker that scores with reasoning-gym instead of Math-Verify."""
+    with contextlib.suppress(ModuleNotFoundError):  # told with the first row
+        import reasoning_gym  # noqa: F401 - takes seconds, which are not an answer's
+    scorer = Scorer()
+
+    def grade(truth: str, completion: str) -> Verdict:
+        reference = json.loads(truth)
+        try:
+            dataset, entry = scorer.entry(reference)
+        except DatasetError as error:
+            return "grader_failed", error.message
+        if entry["question"] != reference["question"]:
+            return (
+                "grader_failed",
+                "reasoning-gym makes another task here than where the row was made: install one version",
+            )
+        try:
+            score = float(dataset.score_answer(answer_in(completion), entry))
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # noqa: BLE001 - a score function may raise anything on untrusted text
+            return "wrong", f"{type(error).__name__}: {error}"
+        if not math.isfinite(score):
+            return "grader_failed", f"the score function of {reference['name']} returned {score}"
+        return RewardResult.of(score).outcome.value, "", score
+
+    return grade
 
 
 if __name__ == "__main__":

@@ -18,21 +18,23 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from services.common.config.processes.mcp import MCP, McpServerConfig
-from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
+from services.common.config.processes.envgateway import ToolConfig
+from services.common.config.processes.mcp import MCP, McpServerConfig, split_name
+from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
 from services.common.text.tool_calls import ToolStatus
 from services.common.tools import ToolResult
-from services.envgateway.tools.base import StateLostError
+from services.envgateway.calls import take_place
+from services.envgateway.tools.base import RegisteredTool, StateLostError
 
 if TYPE_CHECKING:  # `mcp` is an extra, and takes half a second to import
     from services.envgateway.tools.mcp.connection import Connection
 
 log = structlog.get_logger()
 
+
 _ATTEMPTS = 3
 _CALL_S = 48.0  # of a call with its repetitions: less than the gateway gives a turn
 _PLACE_S = 10.0  # waiting for a session
-_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +135,8 @@ class McpServer:
 
     async def take_place(self) -> None:
         """A place among the sessions. Raises ``CapacityError``."""
-        try:
-            async with asyncio.timeout(_PLACE_S):
-                await self._room.acquire()
-        except TimeoutError:
-            most = self.config.max_sessions
-            raise CapacityError(
-                f"all {most} sessions of {self.where} are in use (max_sessions)", retry_after_s=_RETRY_S
-            ) from None
+        busy = f"all {self.config.max_sessions} sessions of {self.where} are in use (max_sessions)"
+        await take_place(self._room, _PLACE_S, busy)
 
     def free_place(self) -> None:
         """Give back a place whose session is gone."""
@@ -217,7 +213,7 @@ class McpSession:
             InfrastructureError, CapacityError: the call did not happen.
         """
         from services.envgateway.tools.mcp.connection import CallSlow, ConnectionFailed
-        from services.envgateway.tools.mcp.results import tool_result
+        from services.envgateway.tools.mcp.schemas import tool_result
 
         config, began, why, is_slow = self._server.config, time.monotonic(), "", False
         for _ in range(_ATTEMPTS):
@@ -292,3 +288,71 @@ def _checked(listed: Sequence[Any], config: McpServerConfig, where: str) -> dict
         description = tool.description or tool.title or tool.name
         offers[tool.name] = Offer(config.prefix + tool.name, tool.name, description, tool.input_schema, schema)
     return offers
+
+
+class McpTool:
+    """A server's tool, bound to a trajectory's session."""
+
+    def __init__(self, session: McpSession, offer: Offer, max_chars: int) -> None:
+        self.name = offer.name
+        self.description = offer.description
+        self.parameters = offer.parameters
+        self.problem_with = offer.schema.problem_with
+        self._session, self._offer, self._max_chars = session, offer, max_chars
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        return await self._session.call(self._offer, arguments, self._max_chars)
+
+
+class McpTools:
+    """The tools that a trajectory asked for by names that begin with ``MCP``. ``close`` ends its sessions."""
+
+    def __init__(self, tools: Sequence[RegisteredTool], sessions: Sequence[McpSession]) -> None:
+        self.tools = tools
+        self._sessions = sessions
+
+    @classmethod
+    async def open(cls, servers: Mapping[str, McpServer], names: Sequence[str], max_chars: int | None) -> McpTools:
+        """
+        Raises:
+            InvalidRequestError: an unknown server or tool; a server that cannot be used.
+            InfrastructureError, CapacityError: of ``McpServer.open_session``.
+        """
+        sessions: dict[str, McpSession] = {}
+        tools: dict[str, RegisteredTool] = {}
+        try:
+            for name in names:
+                server_name, tool_name = split_name(name)
+                server = servers.get(server_name)
+                if server is None:
+                    known = ", ".join(f"{MCP}{one}" for one in servers) or "none"
+                    raise InvalidRequestError(f"no MCP server {name!r}; envgateway.mcp has {known}")
+                if server_name not in sessions:
+                    sessions[server_name] = await server.open_session()
+                for offer in server.offers(tool_name):
+                    if offer.name in tools:
+                        raise InvalidRequestError(
+                            f"{name}: there are two tools named {offer.name!r}: name single tools ({MCP}SERVER/TOOL), or write "
+                            f"{server.where}.prefix"
+                        )
+                    tools[offer.name] = _registered(server, sessions[server_name], offer, max_chars)
+        except BaseException:
+            for session in sessions.values():
+                await session.close()
+            raise
+        return cls(list(tools.values()), list(sessions.values()))
+
+    async def close(self) -> None:
+        for session in self._sessions:
+            await session.close()
+
+
+def _registered(server: McpServer, session: McpSession, offer: Offer, max_chars: int | None) -> RegisteredTool:
+    most = max_chars or server.config.max_chars
+    return RegisteredTool(
+        tool=McpTool(session, offer, most),
+        config=ToolConfig(max_chars=most),
+        timeout_s=None,  # the session's own
+        running=server.running,
+        has_state=False,
+    )

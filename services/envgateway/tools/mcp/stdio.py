@@ -14,7 +14,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from mcp.types import jsonrpc_message_adapter
 
 from services.common.errors import ConfigError
 from services.common.system.child import bound_to_this_process
-from services.common.system.children import close_pipes, signal_group
+from services.common.system.children import close_pipes, exited, signal_group
 
 log = structlog.get_logger()
 
@@ -166,13 +166,10 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 async def _has_ended(process: asyncio.subprocess.Process, limit_s: float = _END_S) -> bool:
-    """Whether it ends in time. Looks at the exit code: ``wait`` waits for the pipes too, which others may hold open."""
-    deadline = asyncio.get_running_loop().time() + limit_s
-    while process.returncode is None:
-        if asyncio.get_running_loop().time() >= deadline:
-            return False
-        await asyncio.sleep(_LOOK_S)
-    return True
+    """Whether it ends in time."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(exited(process, _LOOK_S), limit_s)
+    return process.returncode is not None
 
 
 def _text(line: bytes) -> str:

@@ -18,8 +18,8 @@ from services.common.errors import (
     InvalidRequestError,
 )
 from services.envgateway.envs.alfworld import prompts
+from services.envgateway.envs.alfworld.episode import AlfworldWorld
 from services.envgateway.envs.alfworld.unpack import unpack
-from services.envgateway.envs.alfworld.world import AlfworldWorld
 from services.envgateway.envs.engines import pool as engine_pool
 from services.envgateway.envs.replies import offer
 from tests import needs

@@ -24,8 +24,7 @@ from services.common.errors import (
 from services.common.pb import environment_pb2 as pb
 from services.envgateway.envs.base import Observation, StepResult
 from services.envgateway.envs.episodes import EpisodeManager
-from services.envgateway.envs.household_toy.environment import HouseholdToyEnvironment
-from services.envgateway.envs.household_toy.house import House
+from services.envgateway.envs.household_toy import House, HouseholdToyEnvironment
 from tests.clock import Clock
 from tests.waiting import until
 

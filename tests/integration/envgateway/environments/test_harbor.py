@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.common.config.processes.harbor import HarborConfig
+from services.common.config.processes.environments import HarborConfig
 from services.common.errors import InvalidRequestError
 from services.common.harbor.task import read_task
 from services.envgateway.envs.base import EpisodeLostError, StepResult

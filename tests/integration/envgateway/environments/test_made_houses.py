@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from services.common.config.processes.environments import AlfworldConfig
+from services.envgateway.envs.alfworld.episode import AlfworldWorld
 from services.envgateway.envs.alfworld.make import houses, package_data
 from services.envgateway.envs.alfworld.unpack import write_games
-from services.envgateway.envs.alfworld.world import AlfworldWorld
 
 pytestmark = pytest.mark.needs("alfworld")
 

@@ -11,9 +11,9 @@ import pytest
 
 from services.common.config.processes.environments import EnginePoolConfig, TextworldConfig
 from services.common.errors import InfrastructureError, InvalidRequestError
+from services.envgateway.envs.textworld.episode import TextworldWorld
 from services.envgateway.envs.textworld.games import CookingGame
 from services.envgateway.envs.textworld.maker import GameMaker
-from services.envgateway.envs.textworld.world import TextworldWorld
 
 from .serving import Client, served_world
 

@@ -20,8 +20,8 @@ from services.common.errors import (
     UnknownEnvironmentError,
 )
 from services.envgateway.envs.base import EndStatus
-from services.envgateway.envs.webshop import world as world_module
-from services.envgateway.envs.webshop.world import WebshopWorld
+from services.envgateway.envs.webshop import environment as world_module
+from services.envgateway.envs.webshop.environment import WebshopWorld
 from services.envgateway.envs.worlds import make_worlds
 from tests.unit.envgateway.webshop.made import GOAL, write_catalogue
 from tests.waiting import accepted
@@ -161,7 +161,7 @@ def test_spacy_tags_nouns_when_it_is_asked_to(folder: Path, tmp_path: Path) -> N
     ruler.add([[{"LOWER": "acme"}]], {"POS": "PROPN"})
     ruler.add([[{"LOWER": "stone"}]], {"POS": "ADJ"})
     parser.to_disk(tmp_path / "model")
-    from services.envgateway.envs.webshop.nouns import tagger_of
+    from services.envgateway.envs.webshop.reward import tagger_of
 
     config = WebshopConfig(data=folder, tagger="spacy", spacy_model=str(tmp_path / "model"))
     assert tagger_of(config)("Acme Stone Mug") == ("acme", "mug")

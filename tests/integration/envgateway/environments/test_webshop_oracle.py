@@ -13,7 +13,7 @@ import pytest
 from services.common.config.processes.environments import WebshopConfig
 from services.common.errors import InvalidRequestError
 from services.common.pb import environment_pb2 as pb
-from services.envgateway.envs.webshop.world import WebshopWorld
+from services.envgateway.envs.webshop.environment import WebshopWorld
 from tests import needs
 
 from .serving import Client, served_world

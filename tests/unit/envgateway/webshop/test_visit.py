@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from services.common.errors import DatasetError
 from services.envgateway.envs.webshop.catalogue import find_files, read_catalogue
 from services.envgateway.envs.webshop.goals import goal_of
-from services.envgateway.envs.webshop.nouns import every_word
 from services.envgateway.envs.webshop.pages import Page, PageKind, PieceKind
-from services.envgateway.envs.webshop.reward import judge_purchase
+from services.envgateway.envs.webshop.reward import every_word, judge_purchase
 from services.envgateway.envs.webshop.shop import Shop, open_shop
 from services.envgateway.envs.webshop.visit import Visit
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.cli.inspect.rows import read_metrics
+from services.cli.inspect.run_state import read_metrics
 from services.orchestrator.trackers.follower import Follower, all_sent
 from services.orchestrator.trackers.sink import RunFacts
 from tests.unit.orchestrator.trackers.rows import write_run

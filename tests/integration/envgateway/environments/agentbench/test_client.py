@@ -11,10 +11,9 @@ import pytest
 
 from services.common.config.processes.environments import AgentBenchConfig
 from services.common.errors import CapacityError, ConfigError, InfrastructureError, InvalidRequestError
-from services.envgateway.envs.agentbench.episode import AgentBenchEpisode
 from services.envgateway.envs.agentbench.http import Reply
 from services.envgateway.envs.agentbench.protocol import reward_of
-from services.envgateway.envs.agentbench.world import AgentBenchWorld
+from services.envgateway.envs.agentbench.world import AgentBenchEpisode, AgentBenchWorld
 from services.envgateway.envs.base import EndStatus, EpisodeLostError
 from tests.waiting import until
 

@@ -10,7 +10,7 @@ import pytest
 
 from services.common.config.processes.environments import AgentBenchConfig, ServedTaskConfig
 from services.common.errors import CapacityError, InvalidRequestError
-from services.envgateway.envs.agentbench import episode as episode_module
+from services.envgateway.envs.agentbench import world as episode_module
 from services.envgateway.envs.agentbench.world import AgentBenchWorld
 from services.envgateway.envs.base import EpisodeLostError
 from tests.integration.envgateway.taskserver.scripted import Http, task_server

@@ -19,8 +19,8 @@ from services.common.config.processes.environments import (
 )
 from services.common.errors import CapacityError, EpisodeNotFoundError, InfrastructureError, InvalidRequestError
 from services.envgateway.envs.agentbench.world import AgentBenchWorld
+from services.envgateway.envs.alfworld.episode import AlfworldWorld
 from services.envgateway.envs.alfworld.unpack import unpack
-from services.envgateway.envs.alfworld.world import AlfworldWorld
 from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.taskserver.server import TaskServer
 from tests import needs

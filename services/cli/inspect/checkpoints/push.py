@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from services.cli.inspect.checkpoints.command import export_run
-from services.cli.inspect.rows import read_metrics
+from services.cli.inspect.run_state import read_metrics
 from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import AccessError, ConfigError, InfrastructureError

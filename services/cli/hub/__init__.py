@@ -1,1 +1,0 @@
-"""``millrace push``: sends an exported checkpoint and its card to a model hub."""

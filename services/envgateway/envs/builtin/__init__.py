@@ -1,1 +1,0 @@
-"""Built-in environments without a world: single step, tool loop, tool calls."""

@@ -1,1 +1,0 @@
-"""``household_toy``: a small house in words, drawn by seed. Find a thing, carry the thing to a place. No dependencies."""
