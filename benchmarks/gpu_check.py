@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
+import functools
 import json
 import os
 import subprocess
@@ -66,6 +68,12 @@ TRAINER_TIMEOUT_S = 900
 
 
 def build(size: str, seed: int = 0) -> Any:
+    """A copy of the model of this seed."""
+    return copy.deepcopy(_made(size, seed))
+
+
+@functools.cache
+def _made(size: str, seed: int) -> Any:
     torch.manual_seed(seed)
     config = Qwen3Config(tie_word_embeddings=True, max_position_embeddings=4096, **SIZES[size])
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ class CudaCapture:
     """Captures steps as CUDA graphs that share one memory pool: one graph runs at a time."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: tuple[int, int] | None = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def __call__(self, step: Replay) -> Replay:
         side = torch.cuda.Stream()
@@ -43,7 +45,10 @@ class CudaCapture:
             for _ in range(WARM_UPS):
                 step()  # writes the same keys and values to the same places each time
         torch.cuda.current_stream().wait_stream(side)
+        if not self._graphs:  # a pool ends with its last graph, and torch refuses a capture into it
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        self._graphs.add(graph)
         # Other threads prepare weight updates on the device meanwhile, which the default mode would forbid.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = step()
