@@ -11,7 +11,7 @@ A capture is given as a function, and tests on a CPU pass one that calls the ste
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -21,6 +21,9 @@ from services.common.config.processes.kv_cache import BLOCK_TOKENS, blocks_of
 from services.inference.engine.torch.kv.block_cache import BlockCache
 from services.inference.engine.torch.kv.cache import Bucket, Reach
 from services.inference.engine.torch.kv.ledger import DUMP, EMPTY, Ints
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 Replay = Callable[[], torch.Tensor]
 Capture = Callable[[Replay], Replay]
@@ -35,7 +38,7 @@ class CudaCapture:
     """Captures steps as CUDA graphs that share one memory pool: one graph runs at a time."""
 
     def __init__(self) -> None:
-        self._pool: tuple[int, int] | None = None
+        self._pool: _POOL_HANDLE | None = None
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def __call__(self, step: Replay) -> Replay:
