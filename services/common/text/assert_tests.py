@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from services.common.text.parsing import PARSING
+from services.common.text.parsing import parsed_module
 
 LARGEST_TESTS = 1 << 20  # characters
 HARNESS_NAMES = ("list_node", "tree_node", "is_same_list", "is_same_tree")
@@ -135,7 +135,7 @@ def defined_by(program: str, tests: str) -> tuple[str, ...]:
     """
     try:
         defined, used = _module_names(tests)
-        body = ast.parse(program).body
+        body = parsed_module(program).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ()
     made = {node.name for node in body if isinstance(node, (*_Function, ast.ClassDef))}
@@ -154,8 +154,7 @@ def entry_root(entry_point: str) -> str:
 def completed(preamble: str) -> str:
     """A prompt that ends in the head of a function, with a body."""
     try:
-        with PARSING:
-            ast.parse(preamble)
+        parsed_module(preamble)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return preamble.rstrip() + "\n    pass\n"
     return preamble
@@ -168,8 +167,7 @@ def parsed(text: str, what: str = "the tests") -> ast.Module:
         raise UnusableTestsError(f"{what} have more than {LARGEST_TESTS} characters")
     try:
         compile(text, "<tests>", "exec", dont_inherit=True)  # finds also what only the compiler does
-        with PARSING:
-            return ast.parse(text)
+        return parsed_module(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UnusableTestsError(f"{what} are no Python: {error}") from None
 
@@ -329,7 +327,7 @@ def _module_names(text: str) -> tuple[set[str], set[str]]:
                     used.add(name)
             elif symbol.is_global():
                 (bound if symbol.is_declared_global() and symbol.is_assigned() else used).add(name)
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed_module(text)):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in _MODULES.values():
             bound |= _public(node.module)
     return bound, used

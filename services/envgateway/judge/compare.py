@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from services.common.text.parsing import PARSING
+from services.common.text.parsing import parsed_expression
 from services.envgateway.judge.literals import NotLiteralError, tree_of
 from services.envgateway.judge.records import Comparison, ComparisonMode
 from services.envgateway.judge.values import ValueRule, close, equal
@@ -150,8 +150,7 @@ def _why_no_value(printed: bytes) -> str:
     """Why the text is not a value: a program must print a value, not an expression such as ``3 * 19`` or ``list((1,
     2))``."""
     try:
-        with PARSING:
-            tree = ast.parse(printed.strip(), mode="eval")
+        tree = parsed_expression(printed.strip())
     except (ValueError, RecursionError, MemoryError, SyntaxError):
         return ""  # the detail comes from the reading function
     for node in ast.walk(tree):
@@ -171,8 +170,6 @@ def _json_tree(text: bytes) -> Any:
 
 def _literal_tree(text: bytes) -> Any:
     try:
-        with PARSING:
-            tree = ast.parse(text.strip(), mode="eval")
-        return tree_of(tree.body)
+        return tree_of(parsed_expression(text.strip()))
     except NotLiteralError as error:
         raise ValueError(str(error)) from None

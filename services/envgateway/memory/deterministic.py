@@ -23,7 +23,7 @@ import collections
 import fractions
 import string
 
-from services.common.text.parsing import PARSING
+from services.common.text.parsing import PARSING, parsed_module
 from services.envgateway.sandbox.bare.harness.stateless import is_stateless
 
 LARGEST_SOURCE = 2048  # bytes; the look is made on the event loop
@@ -93,13 +93,16 @@ def is_deterministic(code: str, entry_points: frozenset[str] = frozenset()) -> b
         return False  # to a Solution more names are known than its text shows
     try:
         source = code.encode()
-        with PARSING:
-            tree = ast.parse(code.removeprefix("\ufeff"))
+        tree = parsed_module(code.removeprefix("\ufeff"))
     except SyntaxError:
         return len(source) <= LARGEST_SOURCE
     except (ValueError, RecursionError, MemoryError):
         return False
-    if len(source) > LARGEST_SOURCE or not is_stateless(source):
+    if len(source) > LARGEST_SOURCE:
+        return False
+    with PARSING:  # it parses too, and imports nothing of Millrace
+        stateless = is_stateless(source)
+    if not stateless:
         return False
     try:
         return _Look(tree).is_deterministic(entry_points)

@@ -30,13 +30,20 @@ class StepGate:
             self._loop.call_soon_threadsafe(self._reached.set)
             assert self._open.wait(timeout=WAIT_S), "no call came through the gate"
 
-    async def run(self, command: Awaitable[Any]) -> Any:
-        """Run ``command`` exactly between steps ``at`` and ``at + 1``."""
+    async def reached(self) -> None:
+        """Wait for the end of step ``at``; the engine's thread is held then, until ``open``."""
         async with asyncio.timeout(WAIT_S):
             await self._reached.wait()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def run(self, command: Awaitable[Any]) -> Any:
+        """Run ``command`` exactly between steps ``at`` and ``at + 1``."""
+        await self.reached()
         task = asyncio.ensure_future(command)
         await asyncio.sleep(0)
-        self._open.set()
+        self.open()
         return await task
 
 

@@ -166,12 +166,19 @@ def test_a_parked_request_can_be_aborted_and_its_slot_taken_again() -> None:
 
 
 async def test_health_counts_parked_requests_as_waiting_and_tells_the_pool(launch: Launch) -> None:
-    gate = StepGate(at=60)
+    joining, gate = StepGate(at=1), StepGate(at=60)
+
+    def on_tokens(num_tokens: int, when: float) -> None:
+        joining(num_tokens, when)
+        gate(num_tokens, when)
+
     limit = pool_bytes(least_blocks(CONTEXT))
-    engine = await launch(MODELS[0], num_slots=4, context_length=CONTEXT, kv_bytes=limit, on_tokens=gate)
-    group = [
-        asyncio.ensure_future(engine.generate(make_request(make_prompt(30, i), max_new_tokens=90))) for i in range(2)
-    ]
+    engine = await launch(MODELS[0], num_slots=4, context_length=CONTEXT, kv_bytes=limit, on_tokens=on_tokens)
+    group = [asyncio.ensure_future(engine.generate(make_request(make_prompt(30, 0), max_new_tokens=90)))]
+    await joining.reached()
+    group.append(asyncio.ensure_future(engine.generate(make_request(make_prompt(30, 1), max_new_tokens=90))))
+    await asyncio.sleep(0)
+    joining.open()
     await gate.run(engine.flush())
     health = engine.health()
     assert (health.running, health.waiting, health.free_slots) == (1, 1, 2)

@@ -16,7 +16,7 @@ from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import TOLERANCE, build_model, make_prompt, make_request, max_gap, perturbed
 from tests.waiting import until
 
-from .conftest import Launch
+from .conftest import Launch, StepGate
 
 pytestmark = pytest.mark.usefixtures("each_decoder")
 
@@ -29,12 +29,12 @@ async def test_a_request_goes_on_after_a_turn_of_another_with_exact_logprobs(
 ) -> None:
     model = build_model("qwen3", tied=False)
     newer = perturbed(model)
-    engine = await launch(model, kv_policy=kv_policy)
+    gate = StepGate(at=21)
+    engine = await launch(model, kv_policy=kv_policy, on_tokens=gate)
     assert isinstance(engine, SharesDevice)
     prompt = make_prompt(30)
     running = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=TOKENS)))
-    await until(lambda: engine.health().generated_tokens > 20)
-    await engine.release()
+    await gate.run(engine.release())
     there = engine.health().generated_tokens
     await engine.update(WeightUpdate.full(named_weights(newer), 1))
     assert engine.version == 1, "orders that need this version may come"
@@ -54,11 +54,11 @@ async def test_a_request_goes_on_after_a_turn_of_another_with_exact_logprobs(
 async def test_the_same_version_again_leaves_one_segment(launch: Launch) -> None:
     model = build_model("qwen3", tied=True)
     weights = {name: weight.clone() for name, weight in named_weights(model).items()}
-    engine = await launch(model)
+    gate = StepGate(at=6)
+    engine = await launch(model, on_tokens=gate)
     prompt = make_prompt(12)
     running = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=TOKENS)))
-    await until(lambda: engine.health().generated_tokens > 5)
-    await engine.release()
+    await gate.run(engine.release())
     await engine.release()
     await engine.restore(WeightUpdate.full(weights, 0))
     generation = await running
@@ -69,7 +69,8 @@ async def test_the_same_version_again_leaves_one_segment(launch: Launch) -> None
 async def test_scores_wait_for_the_memory_and_aborted_requests_do_not(launch: Launch) -> None:
     model = build_model("qwen3", tied=True)
     weights = {name: weight.clone() for name, weight in named_weights(model).items()}
-    engine = await launch(model)
+    gate = StepGate(at=1)
+    engine = await launch(model, on_tokens=gate)
     ids = torch.tensor(make_prompt(20)).numpy()
     request = ScoreRequest(
         request_id="s", token_ids=ids, positions=torch.arange(1, 20).numpy(), temperatures=torch.ones(19).numpy()
@@ -77,8 +78,7 @@ async def test_scores_wait_for_the_memory_and_aborted_requests_do_not(launch: La
     expected = await engine.score(request)
     aborted = make_request(make_prompt(5), max_new_tokens=TOKENS)
     running = asyncio.ensure_future(engine.generate(aborted))
-    await until(lambda: engine.health().running == 1)
-    await engine.release()
+    await gate.run(engine.release())
     score = asyncio.ensure_future(engine.score(request))
     await engine.abort(aborted.request_id)
     assert (await running).finish_reason is FinishReason.ABORTED
