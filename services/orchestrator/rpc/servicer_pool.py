@@ -253,8 +253,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def ReportReplica(
         self, request: pool_pb2.ReportReplicaRequest, context: Context
     ) -> pool_pb2.ReportReplicaResponse:
-        self._note_report(request)
-        return _answer_to_report(self._pool.lease_s, self._pool.report_every_s).answer
+        return self._note_report(request)
 
     async def StreamReports(  # type: ignore[override]  # a coroutine that writes, so that no write is cancelled
         self, request_iterator: AsyncIterator[pool_pb2.StreamReportsRequest], context: Context
@@ -279,12 +278,11 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         limited, limit = (peer_of(context), "ReportReplica"), limit_of("ReportReplica")
         async for request in requests:
             self._rates.take(limited, limit)
-            self._note_report(request.report)
-            answer = _answer_to_report(self._pool.lease_s, self._pool.report_every_s)
+            answer = pool_pb2.StreamReportsResponse(answer=self._note_report(request.report))
             async with writing:
                 await context.write(answer)
 
-    def _note_report(self, request: pool_pb2.ReportReplicaRequest) -> None:
+    def _note_report(self, request: pool_pb2.ReportReplicaRequest) -> pool_pb2.ReportReplicaResponse:
         self._api.report(
             request.replica_id,
             request.incarnation,
@@ -302,6 +300,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             transfer = bounds.transfer(weight_transfer_from_proto(proto))
             if transfer.policy in self._ledgers:
                 self._metrics.weight_transfer(request.replica_id, transfer)
+        return _answer_to_report(self._pool.lease_s, self._pool.report_every_s)
 
     async def StreamTrajectories(  # type: ignore[override]  # a coroutine that writes acknowledgements beside reading
         self, request_iterator: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], context: Context
@@ -350,12 +349,10 @@ def _announced(version: WeightVersion, plan: FetchPlan | None, run_id: str) -> p
 
 
 @lru_cache(16)
-def _answer_to_report(lease_s: float, report_every_s: float) -> pool_pb2.StreamReportsResponse:
+def _answer_to_report(lease_s: float, report_every_s: float) -> pool_pb2.ReportReplicaResponse:
     """One message for all replicas of a pool."""
-    return pool_pb2.StreamReportsResponse(
-        answer=pool_pb2.ReportReplicaResponse(
-            lease=serde.duration_to_proto(lease_s), next_report=serde.duration_to_proto(report_every_s)
-        )
+    return pool_pb2.ReportReplicaResponse(
+        lease=serde.duration_to_proto(lease_s), next_report=serde.duration_to_proto(report_every_s)
     )
 
 
