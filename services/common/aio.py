@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -18,6 +18,8 @@ from services.common.errors import DeadlineError
 log = structlog.get_logger()
 
 CLOSE_S = 30.0
+
+T = TypeVar("T")
 
 
 class deadline:
@@ -65,6 +67,12 @@ def backoff(first_s: float = 0.1, longest_s: float = 5.0) -> Iterator[float]:
     while True:
         yield delay * (0.5 + random.random() / 2)
         delay = min(longest_s, delay * 2)
+
+
+async def called(function: Callable[..., T], *arguments: Any, in_thread: bool) -> T:
+    """The result of a call: in a thread where the call takes many milliseconds, for which the event loop would stand
+    still; else here, without the cost of a thread. ``function`` reads nothing that changes meanwhile."""
+    return await asyncio.to_thread(function, *arguments) if in_thread else function(*arguments)
 
 
 async def ended(task: asyncio.Future[Any]) -> None:

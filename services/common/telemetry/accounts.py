@@ -63,7 +63,7 @@ class AccountState:
     @property
     def seconds(self) -> float:
         """Lanes x lifetime."""
-        return sum(activity.seconds for activity in self.activities)
+        return sum([activity.seconds for activity in self.activities])
 
     def shares(self) -> dict[Activity, float]:
         """Of the lanes' time since the start; they sum to 1 unless no time has passed."""

@@ -34,23 +34,24 @@ def account_to_proto(state: AccountState) -> account_pb2.TimeAccount:
     )
 
 
+def _activity_from_proto(proto: account_pb2.ActivityTime) -> ActivityTime:
+    return ActivityTime(
+        name=ActivityLabel(proto.activity),
+        on=Component(proto.on),
+        seconds=finite(proto.seconds),
+        num_now=proto.num_now,
+        longest_now_s=finite(proto.longest_now_s),
+        num_done=proto.num_done,
+        longest_done_s=finite(proto.longest_done_s),
+        detail=proto.detail,
+    )
+
+
 def account_from_proto(proto: account_pb2.TimeAccount) -> AccountState:
     return AccountState(
         component=Component(proto.component),
         num_lanes=proto.num_lanes,
-        activities=tuple(
-            ActivityTime(
-                name=ActivityLabel(a.activity),
-                on=Component(a.on),
-                seconds=finite(a.seconds),
-                num_now=a.num_now,
-                longest_now_s=finite(a.longest_now_s),
-                num_done=a.num_done,
-                longest_done_s=finite(a.longest_done_s),
-                detail=a.detail,
-            )
-            for a in proto.activities
-        ),
+        activities=tuple([_activity_from_proto(activity) for activity in proto.activities]),
         progress=proto.progress,
         cpu_s=finite(proto.cpu_s),
     )
@@ -73,6 +74,6 @@ def peer_from_proto(proto: account_pb2.PeerState) -> PeerState:
         address=proto.address,
         silent_s=finite(proto.silent_s),
         detail=proto.detail,
-        gauges=dict(proto.gauges),
-        accounts=tuple(account_from_proto(account) for account in proto.accounts),
+        gauges=dict(proto.gauges) if proto.gauges else {},  # to copy an empty map takes a microsecond
+        accounts=tuple([account_from_proto(account) for account in proto.accounts]),
     )

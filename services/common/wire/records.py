@@ -81,7 +81,9 @@ def timestamp_from_proto(proto: ProtoTimestamp) -> float:
 
 def finite(seconds: float) -> float:
     """A measured time, for display: an invalid value becomes 0."""
-    return min(max(seconds, 0.0), _MOST_S) if math.isfinite(seconds) else 0.0
+    if 0.0 <= seconds <= _MOST_S:
+        return seconds
+    return _MOST_S if _MOST_S < seconds < math.inf else 0.0
 
 
 def duration_to_proto(seconds: float) -> ProtoDuration:

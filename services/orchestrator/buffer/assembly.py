@@ -24,6 +24,9 @@ from services.orchestrator.buffer.rewards import is_timeout
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
 from services.orchestrator.state.groups import AdvantageGroup, Outcome
 
+# Sequences: to put together, check or cut a batch of more takes many milliseconds, and is done in a thread, because orders
+# and records would wait meanwhile.
+MOST_AT_ONCE = 1024
 MOST_ROLES = 256  # names of roles are words of workflows: those beyond are told together
 OTHER_ROLES = "other"
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from services.common.aio import deadline
+from services.common.aio import called, deadline
 from services.common.config.training.policy import BatchConfig
 from services.common.errors import (
     DeadlineError,
@@ -25,7 +25,7 @@ from services.common.errors import (
 from services.common.records.fates import StepFact
 from services.common.records.types import Sequence
 from services.common.telemetry.metrics import StepKey
-from services.orchestrator.buffer.assembly import Batch, assemble
+from services.orchestrator.buffer.assembly import MOST_AT_ONCE, Batch, assemble
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.buffer.recorded import read_what_is_left, reduced
 from services.orchestrator.journal import records
@@ -208,19 +208,22 @@ class Batches:
         finally:
             self.num_waiting -= 1
         if training_step <= self.newest_step:
-            return self._usable(await self._replay(training_step))
+            return await self._usable(await self._replay(training_step))
         # Shielded: a rank that goes away must not tear an assembly that has taken sequences from the buffer.
-        return self._usable(await asyncio.shield(asyncio.ensure_future(self._assemble(training_step))))
+        return await self._usable(await asyncio.shield(asyncio.ensure_future(self._assemble(training_step))))
 
-    def _usable(self, batch: Batch) -> Batch:
+    async def _usable(self, batch: Batch) -> Batch:
         """The batch without the sequences that the trainer would refuse after each restart.
 
         Raises:
             BatchLostError: no sequence is left.
         """
-        faults = {name: fault for name, found in batch.sequences.items() if (fault := self._fault_of(found))}
+        faults = await called(self._faults, batch, in_thread=len(batch.sequences) > MOST_AT_ONCE)
         if not faults:
             return batch
+        recent = self._recent.get(batch.record.training_step)
+        if recent is not None and recent.sequences.keys().isdisjoint(faults):  # found by the call of another rank
+            return Batch(record=recent.record, sequences=recent.sequences, replayed=batch.replayed)
         name, fault = next(iter(faults.items()))
         log.error(
             "batch.unusable", policy=self.policy, step=batch.record.training_step, sequences=len(faults), first=name,
@@ -231,6 +234,9 @@ class Batches:
         self._experience.note_lost(len(faults))
         self._remember(batch)
         return batch
+
+    def _faults(self, batch: Batch) -> dict[str, str]:
+        return {name: fault for name, found in batch.sequences.items() if (fault := self._fault_of(found))}
 
     def _is_granted(self, training_step: int) -> bool:
         """Whether the batch can be served, and the trainer may compute on it now."""
@@ -267,8 +273,10 @@ class Batches:
             statistics |= {StepFact.LATE_WAIT_S.value: self.late.taken()}
             num_fresh = sum(group.size for group in groups)
             replayed = self._experience.draw_replayed(self.policy, training_step, num_fresh)
-            record, sequences = assemble(
-                self.policy, training_step, groups, self._config.minibatches, statistics, replayed
+            record, sequences = await called(
+                assemble,
+                *(self.policy, training_step, groups, self._config.minibatches, statistics, replayed),
+                in_thread=num_fresh > MOST_AT_ONCE,
             )
             key = records.batch_key(self.policy, training_step)
             await self._journal.append(

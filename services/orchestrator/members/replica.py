@@ -23,6 +23,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from services.common.telemetry.accounts import AccountState, PeerState
+from services.common.telemetry.components import Component
+from services.common.telemetry.components import replica as replica_component
 from services.orchestrator.members.commands import Mailbox, ReplicaCommand
 from services.orchestrator.state.groups import Incarnation
 
@@ -94,8 +96,12 @@ class Replica:
     device_turn: int = 0  # the newest that the replica has carried out
     accounts: tuple[AccountState, ...] = ()
     peers: tuple[PeerState, ...] = ()  # state of its dependencies, as the replica reports them
+    component: Component = field(init=False)  # its name in accounts and stalls
     _pinning: dict[str, None] = field(default_factory=dict)  # assignments with pinned versions, in order
     _unseen: dict[str, None] = field(default_factory=dict)  # assignments that the replica has never confirmed
+
+    def __post_init__(self) -> None:
+        self.component = replica_component(self.replica_id)
 
     @property
     def key(self) -> Incarnation:
@@ -210,6 +216,8 @@ class Replica:
 
     def unseen(self, num_reports: int) -> list[Assignment]:
         """Task groups that this many reports or more did not contain."""
+        if not self._unseen:
+            return []
         return [found for name in self._unseen if (found := self.assignments[name]).num_unseen >= num_reports]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import structlog
 
@@ -37,6 +38,7 @@ from services.orchestrator.stalls.facts import (
 
 log = structlog.get_logger()
 UNSEEN_REPORTS = 2  # one may cross the order on its way
+_NONE: Mapping[str, int] = MappingProxyType({})
 
 
 class StallWatch:
@@ -150,18 +152,18 @@ def own_activity(view: StallView) -> Activity:
         return Activity(ActivityName.WAITING_FOR_QUOTA, trainer_component(fullest.name))
     busiest = max(view.pool, key=lambda replica: replica.num_running, default=None)
     if busiest is not None and busiest.num_running:
-        return Activity(ActivityName.WAITING_FOR_ROLLOUTS, replica_component(busiest.replica_id))
+        return Activity(ActivityName.WAITING_FOR_ROLLOUTS, busiest.component)
     return Activity(ActivityName.NOTHING_TO_DO)
 
 
 def _replica(replica: Replica) -> ReplicaFacts:
     return ReplicaFacts(
-        component=replica_component(replica.replica_id),
+        component=replica.component,
         num_reports=replica.num_reports,
         num_running=replica.num_running,
         stream_open=replica.mailbox is not None,
-        unseen_orders=tuple(assignment.since for assignment in replica.unseen(UNSEEN_REPORTS)),
-        untaken={policy: replica.held[policy].number for policy in replica.moving},
+        unseen_orders=tuple([assignment.since for assignment in replica.unseen(UNSEEN_REPORTS)]),
+        untaken={policy: replica.held[policy].number for policy in replica.moving} if replica.moving else _NONE,
         peers=replica.peers,
     )
 

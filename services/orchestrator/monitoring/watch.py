@@ -186,7 +186,7 @@ class Watch:
             self._throughput.write()
         if self._is_due("state", STATE_S):
             self._timeline.settle(time.time())
-            if self._is_due("accounts", ACCOUNTS_S):
+            if self._is_due("accounts", ACCOUNTS_S * pace):
                 self._metrics.accounts(self._book.summary(), self._book.waits())
             if self._counters != self._counters_written:
                 self._counters_written = dict(self._counters)

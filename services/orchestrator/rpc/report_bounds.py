@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from services.common.errors import InvalidRequestError
 from services.common.records.types import Interval, WeightTransfer, WeightVersion
-from services.common.telemetry.accounts import AccountState, PeerState
+from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
 from services.orchestrator.members.replica import Held
 
 MOST_NAME = 128  # characters of an id
@@ -73,41 +73,56 @@ def texts(labels: Mapping[str, str]) -> dict[str, str]:
 
 def metrics(values: Mapping[str, float]) -> dict[str, float]:
     """Numbers by name, without names that are too long and entries beyond the limit."""
-    fitting = ((name, value) for name, value in values.items() if len(name) <= MOST_NAME)
-    return dict(itertools.islice(fitting, MOST_VALUES))
+    return _first({name: value for name, value in values.items() if len(name) <= MOST_NAME})
 
 
 def gauges(values: Mapping[str, float]) -> dict[str, float]:
     """The same without NaN and infinity."""
-    return metrics({name: value for name, value in values.items() if math.isfinite(value)})
+    return _first(
+        {name: value for name, value in values.items() if len(name) <= MOST_NAME and -math.inf < value < math.inf}
+    )
+
+
+def _first(values: dict[str, float]) -> dict[str, float]:
+    return values if len(values) <= MOST_VALUES else dict(itertools.islice(values.items(), MOST_VALUES))
 
 
 def accounts(found: Iterable[AccountState]) -> tuple[AccountState, ...]:
     """Time accounts with short enough names; cuts their details."""
-    return tuple(_account(account) for account in list(found)[:MOST_ACCOUNTS] if len(account.component) <= MOST_TEXT)
+    kept = itertools.islice(found, MOST_ACCOUNTS)
+    return tuple([_account(account) for account in kept if len(account.component) <= MOST_TEXT])
 
 
 def _account(account: AccountState) -> AccountState:
+    if len(account.activities) <= MOST_ACCOUNTS and not any(map(_is_long, account.activities)):
+        return account
     activities = tuple(
-        replace(activity, detail=activity.detail[:MOST_TEXT]) if len(activity.detail) > MOST_TEXT else activity
+        replace(activity, detail=activity.detail[:MOST_TEXT])
         for activity in account.activities[:MOST_ACCOUNTS]
         if len(activity.name) <= MOST_TEXT and len(activity.on) <= MOST_TEXT
     )
-    return account if activities == account.activities else replace(account, activities=activities)
+    return replace(account, activities=activities)
+
+
+def _is_long(activity: ActivityTime) -> bool:
+    return len(activity.name) > MOST_TEXT or len(activity.on) > MOST_TEXT or len(activity.detail) > MOST_TEXT
 
 
 def peers(found: Iterable[PeerState]) -> tuple[PeerState, ...]:
     """Known states of other components, cut in the same way."""
-    return tuple(
-        replace(
-            peer,
-            address=peer.address[:MOST_TEXT],
-            detail=peer.detail[:MOST_TEXT],
-            gauges=gauges(peer.gauges),
-            accounts=accounts(peer.accounts),
-        )
-        for peer in list(found)[:MOST_ACCOUNTS]
-        if len(peer.component) <= MOST_TEXT
+    kept = itertools.islice(found, MOST_ACCOUNTS)
+    return tuple([_peer(peer) for peer in kept if len(peer.component) <= MOST_TEXT])
+
+
+def _peer(peer: PeerState) -> PeerState:
+    if not peer.gauges and not peer.accounts and len(peer.address) <= MOST_TEXT and len(peer.detail) <= MOST_TEXT:
+        return peer
+    return replace(
+        peer,
+        address=peer.address[:MOST_TEXT],
+        detail=peer.detail[:MOST_TEXT],
+        gauges=gauges(peer.gauges),
+        accounts=accounts(peer.accounts),
     )
 
 

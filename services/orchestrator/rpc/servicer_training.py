@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import structlog
 
+from services.common.aio import called
 from services.common.errors import InvalidRequestError
 from services.common.pb import training_pb2, training_pb2_grpc
 from services.common.records.device_turn import DeviceTurn
@@ -21,7 +22,7 @@ from services.common.telemetry.log_events import LogEvent
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_from_proto, peer_from_proto
 from services.common.wire.batches import batch_chunks, totals_to_proto
-from services.orchestrator.buffer.assembly import Batch
+from services.orchestrator.buffer.assembly import MOST_AT_ONCE, Batch
 from services.orchestrator.buffer.batches import Batches
 from services.orchestrator.dispatch.published_versions import PublishedVersions
 from services.orchestrator.ingest.bounds import RecordBounds
@@ -49,7 +50,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 PULL_WAIT_S = 55.0  # below the 60 s that callers allow, so that they hear the reason
 PULL_MARGIN_S = 0.5
-MOST_CUT_HERE = 1024  # sequences: to cut a share of more takes many milliseconds, and orders and records wait meanwhile
 CHUNK_BYTES = 256 * 1024  # of sequences in one message: a message for each sequence costs more than its contents
 
 
@@ -282,10 +282,8 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             num_ranks=request.num_ranks,
             recorded_before=batch.replayed,
         )
-        if len(batch.record.entries) > MOST_CUT_HERE:
-            share = await asyncio.to_thread(batch.share, request.rank, request.num_ranks)
-        else:
-            share = batch.share(request.rank, request.num_ranks)
+        is_large = len(batch.record.entries) > MOST_AT_ONCE
+        share = await called(batch.share, request.rank, request.num_ranks, in_thread=is_large)
         header = training_pb2.BatchHeader(
             training_step=share.training_step,
             minibatches=[totals_to_proto(totals) for totals in share.minibatches],

@@ -70,7 +70,7 @@ def frozen_engines(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding
     """Requests are in an engine and no token comes."""
     for replica in facts.replicas:
         account = facts.accounts.get(replica.component)
-        busy = account is not None and any(a.name == ActivityName.GENERATING and a.num_now for a in account.activities)
+        busy = account is not None and any(a.num_now and a.name == ActivityName.GENERATING for a in account.activities)
         tokens = account.progress if account is not None else 0
         since = timeouts.overdue(("tokens", replica.component), tokens, facts.now, due=busy)
         if since is not None and account is not None:
@@ -184,7 +184,7 @@ def unacknowledged_records(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator
         account = facts.accounts.get(records(replica.component))
         if account is None:
             continue
-        waiting = any(a.on == ORCHESTRATOR for a in account.now())
+        waiting = any(a.num_now and a.on == ORCHESTRATOR for a in account.activities)
         key = ("acknowledged", replica.component)
         since = timeouts.overdue(key, account.progress, facts.now, due=waiting, unknown_s=RECORDS_S)
         if since is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import orjson
 import pytest
@@ -12,6 +14,10 @@ from services.common.errors import (
     DeadlineError,
     InvalidRequestError,
 )
+from services.common.records.types import Sequence
+from services.orchestrator.buffer import batches
+from services.orchestrator.buffer.assembly import assemble
+from services.orchestrator.journal.records import BatchRecord
 from services.orchestrator.monitoring.progress import progress
 from tests.metrics_catalogue import is_documented
 from tests.unit.orchestrator.world import World
@@ -64,6 +70,35 @@ async def test_all_ranks_get_one_batch_however_they_ask(worlds: Callable[..., Wo
     batches = await asyncio.gather(*asking[1:])
     assert batches[0].record is batches[1].record
     assert world.parts.batches["model0"].newest_step == 1
+
+
+async def test_a_large_batch_is_put_together_beside_the_event_loop(
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[int] = set()
+
+    def noted(*arguments: Any) -> tuple[BatchRecord, dict[str, Sequence]]:
+        threads.add(threading.get_ident())
+        return assemble(*arguments)
+
+    monkeypatch.setattr(batches, "assemble", noted)
+    found = []
+    for most_at_once in (1024, 1):
+        monkeypatch.setattr(batches, "MOST_AT_ONCE", most_at_once)
+        world = worlds()
+        await world.publish(0)
+        asking = [asyncio.ensure_future(world.trainer_api.pull_batch("model0", 1, WAIT_S)) for _ in range(3)]
+        world.train()
+        for order in await world.orders(world.join()):
+            await world.play(order)
+        pulled = await asyncio.gather(*asking)
+        assert all(batch.record is pulled[0].record for batch in pulled)
+        assert world.parts.batches["model0"].newest_step == 1
+        is_beside = threading.get_ident() not in threads
+        found.append((is_beside, [(e.minibatch, e.position, e.num_tokens, e.reward) for e in pulled[0].record.entries]))
+        threads.clear()
+    assert [is_beside for is_beside, _ in found] == [False, True]
+    assert found[0][1] == found[1][1]
 
 
 async def test_a_trained_sequence_is_never_in_a_second_batch(worlds: Callable[..., World]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from services.common.errors import ConfigError
 from services.common.records.fates import ClosedReason, SetAsideReason
 from services.common.records.types import Trajectory, WeightVersion
+from services.orchestrator.buffer import batches
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.records import GroupVerdict
@@ -80,6 +82,26 @@ async def test_a_recorded_batch_is_served_without_what_its_trainer_cannot_read(w
         assert world.parts.counters["sequences_lost"] == 1
         world.parts.batches["model0"]._recent.clear()
         world.parts.counters.clear()
+
+
+async def test_what_a_trainer_cannot_read_is_counted_once_for_all_its_ranks(
+    worlds: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large batch is checked in threads, for several ranks at a time."""
+    monkeypatch.setattr(batches, "MOST_AT_ONCE", 1)
+    world = worlds()
+    orders = await begun(world)
+    name = orders[0].task_group_id
+    beyond = trajectory(name, 0, with_tokens(sequence(1.0), [5, 700]), reward=1.0)
+    await world.send(beyond, *(trajectory(name, index) for index in (1, 2, 3)))
+    for order in orders[1:]:
+        await world.play(order)
+    world.trainer_api.join("model0", "t", 1, 0, {}, vocab_size=500)
+    pulled = await asyncio.gather(*(world.trainer_api.pull_batch("model0", 1, WAIT_S) for _ in range(4)))
+    for batch in pulled:
+        assert f"{name}/0/0" not in batch.sequences and len(batch.sequences) == 7
+        assert batch.record is pulled[0].record
+    assert world.parts.counters["sequences_lost"] == 1
 
 
 async def test_what_cannot_be_computed_costs_its_task_group(worlds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
