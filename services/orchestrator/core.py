@@ -140,6 +140,7 @@ class OrchestratorCore:
             lambda policy: self.dispatcher.may_issue(policy),
         )
         self.bounds = RecordBounds.of(recipe, vocab_sizes)
+        shared = recipe.placement is Placement.SHARED
         self.batches = {
             name: Batches(
                 name,
@@ -151,7 +152,7 @@ class OrchestratorCore:
                 lambda groups: self.retry_limit.cancel_too_old(groups),
                 self.bounds.fault_of_trained,
                 self.clock,
-                partial(self.turns.may_compute, name),
+                partial(self.turns.may_compute, name) if shared else None,
             )
             for name, config in self._batch_configs.items()
         }

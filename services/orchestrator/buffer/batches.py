@@ -122,11 +122,11 @@ class Batches:
         cancel: Callable[[list[TaskGroup]], None] = lambda groups: None,
         fault_of: Callable[[Sequence], str] = lambda sequence: "",
         clock: Callable[[], float] = time.monotonic,
-        may_compute: Callable[[bool], bool] = lambda ready: ready,
+        may_compute: Callable[[bool], bool] | None = None,
     ) -> None:
         """``cancel`` ends the open slots of groups whose results could only be dropped; ``fault_of`` returns the reason
-        for which the trainer would refuse a sequence. ``may_compute`` is told whether a batch that a rank asks for is ready,
-        and returns whether the trainer may compute on it now."""
+        for which the trainer would refuse a sequence. ``may_compute``, of a shared device, is told whether a batch that a
+        rank asks for is ready, and returns whether the trainer may compute on it now."""
         self.policy = policy
         self._config = config
         self._experience = experience
@@ -192,7 +192,8 @@ class Batches:
                 f"training step {training_step} of {self.policy} cannot begin: the newest recorded batch is that of "
                 f"step {self.newest_step}"
             )
-        wanted = f"{self.policy}: batch of step {training_step} ({self._config.fresh_size} sequences)"
+        num_sequences = self._experience.buffers[self.policy].batch_size
+        wanted = f"{self.policy}: batch of step {training_step} ({num_sequences} sequences)"
         self.num_waiting += 1
         try:
             async with deadline(timeout_s, wanted):
@@ -237,7 +238,7 @@ class Batches:
         can_serve = self._can_serve(training_step)
         if not can_serve and self._assembly.locked():
             return False  # it is recorded for an earlier call, whose end wakes this one
-        return self._may_compute(can_serve)
+        return can_serve if self._may_compute is None else self._may_compute(can_serve)
 
     def _can_serve(self, training_step: int) -> bool:
         if self._closed:

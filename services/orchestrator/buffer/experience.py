@@ -117,7 +117,7 @@ class ExperienceBuffer:
         may_come: Callable[[str], bool] = lambda source: False,
     ) -> None:
         """``may_come``: whether another group of a source of the mixture may come without a batch being taken."""
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._rule = rule
         self._order = order
         self._mixture = mixture or Mixture()
@@ -142,7 +142,7 @@ class ExperienceBuffer:
     def ready(self) -> bool:
         """Whether a batch can be taken."""
         if not self._mixture.is_mixed:
-            return self.num_sequences >= self._batch_size
+            return self.num_sequences >= self.batch_size
         return bool(self._plan()[0])
 
     @property
@@ -152,10 +152,10 @@ class ExperienceBuffer:
 
     def _plan(self) -> tuple[list[str], str]:
         """The sources of the groups of the next batch, in order, and the source that it waits for."""
-        if self.num_sequences < self._batch_size:
+        if self.num_sequences < self.batch_size:
             return [], ""
         waiting = {source: [group.size for _, group in self._in_order(source)] for source in self._heaps}
-        return self._mixture.plan(self._batch_size, waiting, self._may_come)
+        return self._mixture.plan(self.batch_size, waiting, self._may_come)
 
     def _in_order(self, source: str) -> list[tuple[int, AdvantageGroup]]:
         return [(a, self._waiting[a]) for _, a in sorted(self._heaps[source]) if a in self._waiting]
@@ -204,7 +204,7 @@ class ExperienceBuffer:
         plan, lacks = self._plan()
         if not plan:
             wanted = (
-                f"sequences, and its batch waits for source {lacks!r}" if lacks else f"of {self._batch_size} sequences"
+                f"sequences, and its batch waits for source {lacks!r}" if lacks else f"of {self.batch_size} sequences"
             )
             raise ValueError(f"the buffer holds {self.num_sequences} {wanted}")
         taken: list[AdvantageGroup] = []
