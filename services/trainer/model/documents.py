@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.trainer.data.prefixes import Branch
+from services.trainer.data.packing import Branch
 
 Ints = npt.NDArray[np.int64]
 

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.common.errors import ConfigError
-from services.trainer.data.prefixes import Branch
+from services.trainer.data.packing import Branch
 from services.trainer.model import attention
 from services.trainer.model.attention import KERNELS, register_attention, why_unusable
 from services.trainer.model.documents import Documents

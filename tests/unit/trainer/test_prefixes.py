@@ -15,8 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.trainer.data.packing import Document, pack
-from services.trainer.data.prefixes import WORTHWHILE, families, num_distinct
+from services.trainer.data.packing import WORTHWHILE, Document, families, num_distinct, pack
 from services.trainer.model import documents as documents_module
 from services.trainer.model.attention import documents_attention
 from services.trainer.model.documents import Documents
@@ -227,7 +226,7 @@ def test_a_step_does_not_depend_on_common_beginnings(cut: bool, monkeypatch: pyt
     config = algorithm("m2po", entropy_coefficient=0.02, kl_coefficient=0.1)
     found = []
     for least in (WORTHWHILE, 2.0):
-        monkeypatch.setattr("services.trainer.data.prefixes.WORTHWHILE", least)
+        monkeypatch.setattr("services.trainer.data.packing.WORTHWHILE", least)
         step = train_step(
             config, causal_lm=exact_causal_lm(torch.float64), reference=exact_causal_lm(torch.float64, seed=1)
         )
