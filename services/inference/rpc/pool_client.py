@@ -26,13 +26,8 @@ from services.common.records.device_turn import DeviceTurn
 from services.common.records.types import FetchPlan, TaskGroupOrder, WeightTransfer, WeightVersion
 from services.common.rpc.client.channel import translated_errors
 from services.common.rpc.client.refusals import refusal_behind
-from services.common.wire.records import (
-    device_turn_from_proto,
-    duration_from_proto,
-    fetch_plan_from_proto,
-    order_from_proto,
-    weight_version_from_proto,
-)
+from services.common.wire.records import device_turn_from_proto, duration_from_proto, order_from_proto
+from services.common.wire.weights import fetch_plan_from_proto, weight_version_from_proto
 from services.inference.rpc.report_stream import (
     ReplicaIdentity,
     ReplicaReport,

@@ -20,7 +20,7 @@ from services.common.telemetry.activities import TrainerState
 from services.common.telemetry.log_events import LogEvent
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_from_proto, peer_from_proto
-from services.common.wire.batches import batch_chunks, totals_to_proto
+from services.common.wire.weights import weight_version_from_proto
 from services.orchestrator.buffer.assembly import Batch
 from services.orchestrator.buffer.batches import Batches
 from services.orchestrator.dispatch.published_versions import PublishedVersions
@@ -288,12 +288,12 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             share = batch.share(request.rank, request.num_ranks)
         header = training_pb2.BatchHeader(
             training_step=share.training_step,
-            minibatches=[totals_to_proto(totals) for totals in share.minibatches],
+            minibatches=[serde.totals_to_proto(totals) for totals in share.minibatches],
             num_sequences=len(share.sequences),
             replayed=batch.replayed,
         )
         await context.write(training_pb2.PullBatchResponse(header=header))
-        for response in batch_chunks(share.sequences, CHUNK_BYTES):
+        for response in serde.batch_chunks(share.sequences, CHUNK_BYTES):
             await context.write(response)
         footer = training_pb2.BatchFooter(num_sequences=len(share.sequences))
         await context.write(training_pb2.PullBatchResponse(footer=footer))
@@ -304,7 +304,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         if request.version.run_id and request.version.run_id != self._run_id:
             raise InvalidRequestError(f"version of run {request.version.run_id!r}; this is run {self._run_id!r}")
         newest = await self._api.publish(
-            bounds.check_version(serde.weight_version_from_proto(request.version)),
+            bounds.check_version(weight_version_from_proto(request.version)),
             request.incarnation,
             metrics=bounds.metrics(request.metrics),
             compute=bounds.intervals(serde.interval_from_proto(interval) for interval in request.compute_intervals),
