@@ -15,7 +15,6 @@ from services.common.errors import SupersededError, UnknownPolicyError
 from services.common.records.types import RankBatch
 from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.data.packing import Document
-from services.trainer.loop.device_turns import DeviceTurns
 from services.trainer.loop.grpc_link import GrpcLink, LoopThread
 from services.trainer.loop.orchestrator_client import OrchestratorClient
 from services.trainer.loop.training_loop import TrainingLoop
@@ -46,7 +45,7 @@ class LocalTrainer:
             publisher=DigestPublisher(self.step),
             checkpoints=Checkpoints(directory, CheckpointIdentity(run_id="r", policy=POLICY), 2, Ranks.single()),
             ranks=Ranks.single(),
-            device=DeviceTurns(self.step, link, Ranks.single(), directory, shared=False),
+            device=None,
             num_steps=STEPS,
             checkpoint_every=100,
         )
