@@ -66,7 +66,7 @@ class Completion:
         for name in [name for name in parts.groups if self._is_over(name)]:
             self._close(parts.groups[name])
         for name in self.found.lost_groups:
-            parts.events.close_group(name, ClosedReason.SET_ASIDE)
+            records.close_group(parts.journal, name, ClosedReason.SET_ASIDE)
         for batches in parts.batches.values():
             batches.forget_statistics()
         _refill_replay(parts, self.reader)
@@ -82,7 +82,7 @@ class Completion:
         parts = self.parts
         del parts.groups[group.id]
         parts.experience.cancelled(group)
-        parts.events.close_group(group.id, ClosedReason.SET_ASIDE)
+        records.close_group(parts.journal, group.id, ClosedReason.SET_ASIDE)
 
     def _restore_state(self) -> None:
         """Apply the newest usable state, and count the records after that."""

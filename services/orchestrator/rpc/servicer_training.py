@@ -66,13 +66,13 @@ class TrainerApi:
         ledgers: Mapping[str, VersionLedger],
         versions: PublishedVersions,
         batches: Mapping[str, Batches],
-        batch_taken: Callable[[int], None],
+        last_batch_taken: Callable[[], None],
         record_bounds: RecordBounds,
         journal: Journal,
         step_rows: StepRows,
         timeline: Timeline,
     ) -> None:
-        """``batch_taken`` is called with the training step of every batch that a trainer received."""
+        """``last_batch_taken`` is called when a trainer has received the batch of the run's last step."""
         self._trainers = trainers
         self._absences = absences
         self._turns = turns
@@ -80,7 +80,7 @@ class TrainerApi:
         self._ledgers = ledgers
         self._versions = versions
         self._batches = batches
-        self._batch_taken = batch_taken
+        self._last_batch_taken = last_batch_taken
         self._record_bounds = record_bounds
         self._journal = journal
         self._step_rows = step_rows
@@ -128,7 +128,8 @@ class TrainerApi:
         if training_step > num_steps:
             raise InvalidRequestError(f"training step {training_step} of {policy}: the run has {num_steps} steps")
         batch = await self._batches[self._trainers.known(policy)].get(training_step, timeout_s)
-        self._batch_taken(training_step)
+        if training_step == num_steps:
+            self._last_batch_taken()
         return batch
 
     async def publish(
