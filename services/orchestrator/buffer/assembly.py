@@ -20,9 +20,10 @@ from services.common.records import fates
 from services.common.records.fates import StepFact
 from services.common.records.types import MinibatchTotals, RankBatch, Sequence, TrainingSequence, Trajectory
 from services.common.telemetry.metrics import ROLE_REWARD, SourceKey, StepKey, source_key
+from services.orchestrator.buffer.experience import AdvantageGroup
 from services.orchestrator.buffer.rewards import is_timeout
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
-from services.orchestrator.state.groups import AdvantageGroup, Outcome
+from services.orchestrator.state.groups import Outcome
 
 MOST_ROLES = 256  # names of roles are words of workflows: those beyond are told together
 OTHER_ROLES = "other"

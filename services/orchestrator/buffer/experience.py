@@ -25,7 +25,62 @@ from services.common.config.training.policy import BatchConfig, ReplayConfig
 from services.common.records.types import Segment, Sequence
 from services.common.seeds import derived_seed
 from services.orchestrator.state.admission import Mixture
-from services.orchestrator.state.groups import AdvantageGroup, Member
+from services.orchestrator.state.groups import GroupBy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One sequence of an advantage group."""
+
+    sequence_id: str  # "<task group>/<index>/<position in the trajectory>"
+    sequence: Sequence  # as trained: masked tokens count as environment tokens
+    trained_from: int = 0  # policy tokens of older versions are masked
+    num_masked_tokens: int = 0
+    trained: bool = True  # False: its reward counts in the statistics, and its tokens are not trained
+
+    @property
+    def rollout(self) -> str:
+        """The task group and slot of this sequence."""
+        return self.sequence_id.rpartition("/")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageGroup:
+    """Sequences of one task group that are compared with each other, and their statistics.
+
+    They share policy, role and attempt; with ``group_by: policy`` or ``rollout`` only the policy, and role and attempt
+    have no meaning.
+    """
+
+    task_group_id: str
+    policy: str
+    role: str
+    attempt: int
+    members: tuple[Member, ...]
+    mean: float
+    std: float  # sample standard deviation (N - 1); 1 for a singleton
+    num_compared: int  # rewards that mean and std are of: of rollouts, or of sequences with ``group_by: policy``
+    group_by: GroupBy = "attempt"
+    silent: tuple[float, ...] = ()  # rewards of rollouts that are compared and left no sequence
+    source: str = ""  # of its task
+    advantage_scale: float = 1.0  # of that source
+
+    @property
+    def size(self) -> int:
+        """Number of its sequences."""
+        return len(self.members)
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest version among its trained tokens; None without trained tokens."""
+        versions = [v for m in self.members if (v := m.sequence.min_version) is not None]
+        return min(versions) if versions else None
+
+    @property
+    def rewards_equal(self) -> bool:
+        first = self.members[0].sequence.reward
+        return all(m.sequence.reward == first for m in self.members) and all(r == first for r in self.silent)
+
 
 Expired = tuple[AdvantageGroup, list[Member]]  # a group before, and its members that left the buffer
 

@@ -18,6 +18,7 @@ import structlog
 from services.common.errors import CorruptDataError
 from services.common.records import fates
 from services.common.records.fates import ClosedReason
+from services.orchestrator.buffer.experience import AdvantageGroup
 from services.orchestrator.buffer.recorded import read_fresh_groups
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.parsers import StateRecord, state_from_json
@@ -25,7 +26,7 @@ from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.storage.segments import Row
 from services.orchestrator.journal.survey import Survey, decode
 from services.orchestrator.recovery.parts import RecoveryParts
-from services.orchestrator.state.groups import AdvantageGroup, GroupBy, TaskGroup
+from services.orchestrator.state.groups import GroupBy, TaskGroup
 from services.orchestrator.state.run_control import RunState
 
 log = structlog.get_logger()
