@@ -207,7 +207,8 @@ class RecordBounds:
         try:
             _check_ids(sequence, bounds.vocab_size)
             for segment in written:
-                kept_tokens.check(segment.kept, segment.token_ids, bounds.vocab_size)
+                if segment.kept:
+                    kept_tokens.check(segment.kept, segment.token_ids, bounds.vocab_size)
         except (RecordRefusedError, ValueError) as error:
             return str(error)
         return "the sequence begins with a token of the policy" if written and written[0].is_policy else ""

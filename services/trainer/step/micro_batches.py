@@ -37,8 +37,8 @@ from services.trainer.algorithms.losses.m2po import (
 )
 from services.trainer.algorithms.rejection import kept_by
 from services.trainer.data.packing import Document, MicroBatch, dummy_micro_batch, pack
-from services.trainer.model.documents import Documents, Targets
-from services.trainer.model.logprobs import Drawn, KeptBlocks
+from services.trainer.model.attention import Documents
+from services.trainer.model.logprobs import Drawn, KeptBlocks, Targets
 from services.trainer.model.policy_model import PolicyModel, Scorer
 from services.trainer.ranks.sharding import Ranks
 
@@ -165,11 +165,12 @@ def _fault(item: TrainingSequence, batch: RankBatch, vocab_size: int) -> str:
     written = [segment for segment in item.sequence.segments if segment.num_tokens]
     if written and written[0].is_policy:
         return "it trains its first token, which no token precedes; it needs a prompt"
-    for segment in written:
-        try:
-            check_kept(segment.kept, segment.token_ids, vocab_size)
-        except ValueError as error:
-            return str(error)
+    try:
+        for segment in written:
+            if segment.kept:
+                check_kept(segment.kept, segment.token_ids, vocab_size)
+    except ValueError as error:
+        return str(error)
     return ""
 
 

@@ -18,7 +18,8 @@ from services.trainer.data.packing import Document
 from services.trainer.loop.grpc_link import GrpcLink, LoopThread
 from services.trainer.loop.orchestrator_client import OrchestratorClient
 from services.trainer.loop.training_loop import TrainingLoop
-from services.trainer.model.documents import Documents, Targets
+from services.trainer.model.attention import Documents
+from services.trainer.model.logprobs import Targets
 from services.trainer.model.policy_model import PolicyModel
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.train_step import TrainStep
