@@ -78,11 +78,7 @@ AnyActivity = ActivityName | ActivityLabel
 
 
 class TrainerState(enum.StrEnum):
-    """The state that a rank of a trainer reports every two seconds; each has the name of an activity of its time account.
-
-    >>> all(state.name in ActivityName.__members__ for state in TrainerState)
-    True
-    """
+    """The state that a rank of a trainer reports every two seconds; each has the name of an activity of its time account."""
 
     STARTING = "starting"
     REPLAYING = "replaying"
