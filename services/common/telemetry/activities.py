@@ -78,7 +78,7 @@ AnyActivity = ActivityName | ActivityLabel
 
 
 class TrainerState(enum.StrEnum):
-    """The state that a rank of a trainer reports every two seconds; each has the name of an activity of its time account."""
+    """State of a trainer's rank, reported every two seconds; each has the name of an activity of its time account."""
 
     STARTING = "starting"
     REPLAYING = "replaying"
