@@ -13,7 +13,8 @@ from services.common.config.training.algorithm import AlgorithmConfig
 from services.common.records.types import MinibatchTotals
 from services.trainer.algorithms import algorithm_of
 from services.trainer.algorithms.base import aggregate
-from services.trainer.model.documents import Documents, Targets
+from services.trainer.model.attention import Documents
+from services.trainer.model.logprobs import Targets
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.credit import with_teacher
 from services.trainer.step.micro_batches import MicroTensors, MinibatchContext, minibatch_context

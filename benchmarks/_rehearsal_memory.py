@@ -34,7 +34,8 @@ from services.common.config.reading.loading import load_recipe
 from services.common.config.training.policy import PolicyConfig
 from services.trainer.model import attention
 from services.trainer.model.adapter import AdapterSetup, WithoutAdapter
-from services.trainer.model.documents import Documents, Targets
+from services.trainer.model.attention import Documents
+from services.trainer.model.logprobs import Targets
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel, Scorer, build_policy_model
 from services.trainer.ranks.sharding import Ranks

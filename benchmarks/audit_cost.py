@@ -29,7 +29,7 @@ from services.common.records.types import MinibatchTotals, RankBatch, Segment, S
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import build_policy_model
 from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.audit import GradientAudit
+from services.trainer.step.metrics import GradientAudit
 from services.trainer.step.train_step import TrainStep
 
 MINIBATCHES = 2

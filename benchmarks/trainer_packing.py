@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks._report import median_and_spread, report
 from benchmarks._workload import MODELS, Workload
-from services.trainer.data import prefixes
+from services.trainer.data import packing
 from services.trainer.data.packing import Document, pack
 from services.trainer.model.logprobs import token_logprobs
 from services.trainer.model.policy_model import build_policy_model, speed_up_norms
@@ -78,12 +78,12 @@ def draw_groups(workload: Workload, vocab_size: int, seed: int) -> list[Document
 @contextmanager
 def sharing(share: bool) -> Iterator[None]:
     """Whether documents with a shared prefix are packed so that the prefix is computed once."""
-    least = prefixes.WORTHWHILE
-    prefixes.WORTHWHILE = least if share else 2.0  # no document shares more than all of its tokens
+    least = packing.WORTHWHILE
+    packing.WORTHWHILE = least if share else 2.0  # no document shares more than all of its tokens
     try:
         yield
     finally:
-        prefixes.WORTHWHILE = least
+        packing.WORTHWHILE = least
 
 
 def packed(model: Any, documents: list[Document]) -> Step:

@@ -201,7 +201,7 @@ class _Process:
             lambda: gauges(player, sender, self._policies),
             lambda: {"engine": self._config.engine, "draining": str(replica.drain_requested.is_set()).lower()},
         )
-        pool = PoolClient(connection, self._identity(incarnation), replica)
+        pool = PoolClient(connection, self._identity(incarnation), replica, player)
         await self._until_done(replica, player, sender, pool, turns)
 
     def _identity(self, incarnation: str) -> ReplicaIdentity:

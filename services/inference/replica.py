@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import structlog
 
-from services.common.errors import InfrastructureError, MillraceError
+from services.common.errors import InfrastructureError
 from services.common.records.device_turn import DeviceTurn
-from services.common.records.types import FetchPlan, TaskGroupOrder, WeightVersion
+from services.common.records.types import FetchPlan, WeightVersion
 from services.common.telemetry.accounts import AccountState, Activity, PeerState, TimeAccount
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.components import ORCHESTRATOR, part, weights
@@ -57,12 +57,6 @@ class Replica:
 
     def welcome(self, run_id: str, envgateway_address: str) -> None:
         self._gateway.connect(envgateway_address)
-
-    def run_task_group(self, order: TaskGroupOrder) -> None:
-        self._player.play(order)
-
-    def refuse_task_group(self, task_group_id: str, indices: tuple[int, ...], error: MillraceError) -> None:
-        self._player.refuse(task_group_id, indices, error)
 
     def cancel_task_group(self, task_group_id: str, reason: str) -> None:
         ended = self._player.cancel(task_group_id)

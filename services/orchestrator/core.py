@@ -129,7 +129,7 @@ class OrchestratorCore:
             self._batch_configs,
             self.num_steps,
             self.counters,
-            self.close_group,
+            partial(records.close_group, self.journal),
             recipe.rollout.admit,
             self.rewards,
             recipe.run.seed,
@@ -140,6 +140,8 @@ class OrchestratorCore:
             lambda policy: self.dispatcher.may_issue(policy),
         )
         self.bounds = RecordBounds.of(recipe, vocab_sizes)
+        shared = recipe.placement is Placement.SHARED
+        limited = recipe.run.lockstep or recipe.run.until is not None
         self.batches = {
             name: Batches(
                 name,
@@ -147,11 +149,11 @@ class OrchestratorCore:
                 self.experience,
                 self.journal,
                 lambda: JournalReader(self.journal.directory),
-                lambda step: self.versions.may_begin(step),
+                (lambda step: self.versions.may_begin(step)) if limited else None,
                 lambda groups: self.retry_limit.cancel_too_old(groups),
                 self.bounds.fault_of_trained,
                 self.clock,
-                partial(self.turns.may_compute, name),
+                partial(self.turns.may_compute, name) if shared else None,
             )
             for name, config in self._batch_configs.items()
         }
@@ -280,15 +282,8 @@ class OrchestratorCore:
             encode = partial(records.verdicts_to_json, task_group_id, verdicts)
             self.journal.submit(records.VERDICT, task_group_id, encode)
 
-    def close_group(self, task_group_id: str, reason: fates.ClosedReason) -> None:
-        """Journal the end of a task group."""
-        record = records.closed_to_json(task_group_id, reason)
-        self.journal.submit(records.CLOSED, task_group_id, lambda: record)
-
-    def batch_taken(self, training_step: int) -> None:
-        """Handle a batch that a trainer received. After a policy's last batch, its running task groups have no use."""
-        if training_step < self.num_steps:
-            return
+    def last_batch_taken(self) -> None:
+        """Handle the last batch of a policy, which its trainer received: the policy's running task groups have no use."""
         done = {name for name, batches in self.batches.items() if batches.newest_step >= self.num_steps}
         self.cancel_training_groups(fates.ClosedReason.STEPS_DONE, done)
         self.dispatcher.schedule()
@@ -303,7 +298,7 @@ class OrchestratorCore:
             self.experience.cancelled(group)
             self.counters["task_groups_cancelled"] += 1
             self.dispatcher.cancel(group.id, reason)
-            self.close_group(group.id, reason)
+            records.close_group(self.journal, group.id, reason)
 
     def live_groups(self) -> set[str]:
         """Task groups whose records a batch, a running slot or an evaluation still needs."""

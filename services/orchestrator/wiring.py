@@ -201,7 +201,7 @@ def trainer_api(core: OrchestratorCore) -> TrainerApi:
         ledgers=core.ledgers,
         versions=core.versions,
         batches=core.batches,
-        batch_taken=core.batch_taken,
+        last_batch_taken=core.last_batch_taken,
         record_bounds=core.bounds,
         journal=core.journal,
         step_rows=StepRows(

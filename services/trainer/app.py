@@ -130,7 +130,7 @@ def _train(
     # From here on a signal ends every wait, and the rank leaves after the current training step.
     LeaveOnSignal(lambda: thread.loop.call_soon_threadsafe(client.leave), account).install()
     link = GrpcLink(client, thread, ranks.rank, account)
-    device = DeviceTurns(step, link, ranks, run_dir, shared=shared, first=turn)
+    device = DeviceTurns(step, link, ranks, run_dir, first=turn) if shared else None
     loop = TrainingLoop(
         step=step,
         link=link,
@@ -148,7 +148,7 @@ def _train(
     leaving = bool(ranks.max(torch.tensor(int(client.commands.leave), device=ranks.device)))
     if leaving and not client.commands.leave:
         raise PeerLostError("the ranks of another node got a signal to leave; a checkpoint is written")
-    if config.trainer.export_final and not leaving and device.wait_for_last():
+    if config.trainer.export_final and not leaving and (device is None or device.wait_for_last()):
         client.report.state = TrainerState.EXPORTING
         _export(step, tokenizer, run_files.export(run_dir, policy), ranks, config, checkpoints.path(done))
     loop.wait_for_stop(done)

@@ -24,10 +24,10 @@ from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.ingest.bounds import PolicyBounds, RecordBounds, RecordRefusedError
 from services.orchestrator.journal import records, rollouts
 from services.trainer.algorithms.advantages.sequences import sequence_advantages
-from services.trainer.data.batch_checks import check_batch
 from services.trainer.data.packing import Document
 from services.trainer.data.packing import pack as pack_documents
 from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.micro_batches import check_batch
 from tests.unit.orchestrator.builders import group, order, sequence
 
 VOCABULARY, CONTEXT, NEW_TOKENS = 50, 24, 8

@@ -18,7 +18,7 @@ from services.common.config.reading.loading import load_resolved
 from services.common.records.types import TokenSource
 from services.orchestrator.buffer.recorded import read_batch
 from services.orchestrator.journal.reader import JournalReader
-from services.trainer.model.documents import Documents
+from services.trainer.model.attention import Documents
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.setup import build_step, open_checkpoints
 from tests.e2e.conftest import Run

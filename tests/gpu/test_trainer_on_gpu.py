@@ -13,8 +13,7 @@ import torch
 from services.common.config.training.losses import M2po
 from services.common.config.training.optimizer import OptimizerConfig
 from services.common.text.huggingface import load_model, named_weights
-from services.trainer.model.attention import documents_attention
-from services.trainer.model.documents import Documents
+from services.trainer.model.attention import Documents, documents_attention
 from services.trainer.model.logprobs import token_logprobs
 from services.trainer.model.moments_on_host import MOMENTS, MomentsOnHost
 from services.trainer.model.policy_model import load_policy_model

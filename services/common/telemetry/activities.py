@@ -78,7 +78,7 @@ AnyActivity = ActivityName | ActivityLabel
 
 
 class TrainerState(enum.StrEnum):
-    """The state that a rank of a trainer reports every two seconds."""
+    """State of a trainer's rank, reported every two seconds; each has the name of an activity of its time account."""
 
     STARTING = "starting"
     REPLAYING = "replaying"
@@ -89,12 +89,3 @@ class TrainerState(enum.StrEnum):
     CHECKPOINTING = "checkpointing"
     EXPORTING = "exporting"
     FINISHED = "finished"
-
-    @property
-    def activity(self) -> ActivityName:
-        """The activity of the rank's time account in this state.
-
-        >>> all(state.activity for state in TrainerState)
-        True
-        """
-        return ActivityName[self.name]

@@ -8,6 +8,7 @@ decides nothing, so an invalid time is dropped instead of being refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,13 @@ from google.protobuf.duration_pb2 import Duration as ProtoDuration
 from google.protobuf.timestamp_pb2 import Timestamp as ProtoTimestamp
 
 from services.common.errors import InvalidRequestError
-from services.common.pb import pool_pb2, trajectory_pb2, weights_pb2
+from services.common.pb import pool_pb2, training_pb2, trajectory_pb2
 from services.common.records.device_turn import DeviceTurn
 from services.common.records.types import (
     EMPTY_LOGPROBS,
     NO_TIMING,
-    FetchPlan,
     Interval,
+    MinibatchTotals,
     Origin,
     Purpose,
     RolloutFailure,
@@ -35,8 +36,8 @@ from services.common.records.types import (
     Task,
     TaskGroupOrder,
     TokenSource,
+    TrainingSequence,
     Trajectory,
-    WeightVersion,
 )
 
 _INT32 = np.dtype("<i4")
@@ -182,6 +183,67 @@ def sequence_from_proto(proto: trajectory_pb2.Sequence) -> Sequence:
         thread=proto.thread,
         parent=proto.parent if proto.HasField("parent") else None,
         origin=_ORIGIN_FROM_PROTO.get(proto.origin, Origin.ROOT),
+    )
+
+
+def totals_to_proto(totals: MinibatchTotals) -> training_pb2.MinibatchTotals:
+    return training_pb2.MinibatchTotals(
+        num_sequences=totals.num_sequences, num_trained_tokens=totals.num_trained_tokens
+    )
+
+
+def totals_from_proto(proto: training_pb2.MinibatchTotals) -> MinibatchTotals:
+    return MinibatchTotals(num_sequences=proto.num_sequences, num_trained_tokens=proto.num_trained_tokens)
+
+
+def training_sequence_to_proto(item: TrainingSequence) -> training_pb2.TrainingSequence:
+    proto = training_pb2.TrainingSequence()
+    _fill_training_sequence(proto, item)
+    return proto
+
+
+def _fill_training_sequence(proto: training_pb2.TrainingSequence, item: TrainingSequence) -> None:
+    proto.sequence_id = item.sequence_id
+    fill_sequence(proto.sequence, item.sequence)
+    proto.group_mean = item.group_mean
+    proto.group_std = item.group_std
+    proto.group_size = item.group_size
+    proto.staleness = item.staleness
+    proto.minibatch = item.minibatch
+    proto.position = item.position
+    if item.advantage_scale != 1.0:
+        proto.advantage_scale = item.advantage_scale
+
+
+def batch_chunks(items: Iterable[TrainingSequence], most_bytes: int) -> Iterator[training_pb2.PullBatchResponse]:
+    """The sequences in order, as many in a chunk as fit into ``most_bytes``; one that does not is alone in its chunk."""
+    response, size = training_pb2.PullBatchResponse(), 0
+    for item in items:
+        proto = response.chunk.sequences.add()
+        _fill_training_sequence(proto, item)
+        num_bytes = proto.ByteSize()
+        if size and size + num_bytes > most_bytes:
+            following = training_pb2.PullBatchResponse()
+            following.chunk.sequences.append(proto)
+            del response.chunk.sequences[-1]
+            yield response
+            response, size = following, 0
+        size += num_bytes
+    if size:
+        yield response
+
+
+def training_sequence_from_proto(proto: training_pb2.TrainingSequence) -> TrainingSequence:
+    return TrainingSequence(
+        sequence_id=proto.sequence_id,
+        sequence=sequence_from_proto(proto.sequence),
+        group_mean=proto.group_mean,
+        group_std=proto.group_std,
+        group_size=proto.group_size,
+        staleness=proto.staleness,
+        minibatch=proto.minibatch,
+        position=proto.position,
+        advantage_scale=proto.advantage_scale if proto.HasField("advantage_scale") else 1.0,
     )
 
 
@@ -358,27 +420,6 @@ def order_from_proto(proto: pool_pb2.RunTaskGroup) -> TaskGroupOrder:
         policies=tuple(proto.policies),
         source=proto.source,
     )
-
-
-def weight_version_to_proto(version: WeightVersion, run_id: str = "") -> weights_pb2.WeightVersion:
-    return weights_pb2.WeightVersion(
-        policy=version.policy, number=version.number, digest=version.digest, sources=version.sources, run_id=run_id
-    )
-
-
-def weight_version_from_proto(proto: weights_pb2.WeightVersion) -> WeightVersion:
-    return WeightVersion(policy=proto.policy, number=proto.number, digest=proto.digest, sources=tuple(proto.sources))
-
-
-def fetch_plan_to_proto(plan: FetchPlan) -> pool_pb2.FetchPlan:
-    return pool_pb2.FetchPlan(relays=plan.relays, own_stripe=plan.own_shard)
-
-
-def fetch_plan_from_proto(proto: pool_pb2.FetchPlan) -> FetchPlan:
-    own = proto.own_stripe if proto.HasField("own_stripe") else None
-    if own is not None and not 0 <= own < len(proto.relays):
-        raise InvalidRequestError(f"a fetch plan of {len(proto.relays)} relays names shard {own}")
-    return FetchPlan(relays=tuple(proto.relays), own_shard=own)
 
 
 def device_turn_to_proto(turn: DeviceTurn) -> pool_pb2.DeviceTurn:

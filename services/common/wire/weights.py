@@ -1,4 +1,4 @@
-"""Conversions between weight payloads, requests for them, records of transfers and the wire, in pairs.
+"""Conversions between weight versions, payloads, requests for them, records of transfers and the wire, in pairs.
 
 Publishers and receivers exchange payloads and requests; replicas report transfers, and the orchestrator keeps them."""
 
@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.common.errors import CorruptDataError
-from services.common.pb import tensor_pb2, weights_pb2
-from services.common.records.types import WeightTransfer
+from services.common.errors import CorruptDataError, InvalidRequestError
+from services.common.pb import pool_pb2, tensor_pb2, weights_pb2
+from services.common.records.types import FetchPlan, WeightTransfer, WeightVersion
 from services.common.weights.adapter import AdapterIdentity
 from services.common.weights.manifest import (
     BaseVersion,
@@ -56,6 +56,27 @@ TRANSPORTS = {
 }
 _ENCODING_NAMES = {number: name for name, number in _ENCODINGS.items()}
 TRANSPORT_NAMES = {number: name for name, number in TRANSPORTS.items()}
+
+
+def weight_version_to_proto(version: WeightVersion, run_id: str = "") -> weights_pb2.WeightVersion:
+    return weights_pb2.WeightVersion(
+        policy=version.policy, number=version.number, digest=version.digest, sources=version.sources, run_id=run_id
+    )
+
+
+def weight_version_from_proto(proto: weights_pb2.WeightVersion) -> WeightVersion:
+    return WeightVersion(policy=proto.policy, number=proto.number, digest=proto.digest, sources=tuple(proto.sources))
+
+
+def fetch_plan_to_proto(plan: FetchPlan) -> pool_pb2.FetchPlan:
+    return pool_pb2.FetchPlan(relays=plan.relays, own_stripe=plan.own_shard)
+
+
+def fetch_plan_from_proto(proto: pool_pb2.FetchPlan) -> FetchPlan:
+    own = proto.own_stripe if proto.HasField("own_stripe") else None
+    if own is not None and not 0 <= own < len(proto.relays):
+        raise InvalidRequestError(f"a fetch plan of {len(proto.relays)} relays names shard {own}")
+    return FetchPlan(relays=tuple(proto.relays), own_shard=own)
 
 
 def payload_to_proto(payload: Payload) -> weights_pb2.GetManifestResponse:

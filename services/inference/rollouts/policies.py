@@ -36,8 +36,8 @@ class RolloutPolicy:
     """
 
     __slots__ = (
-        *("_account", "_clock", "_lane", "_num_requests", "_policy"),
-        *("_record_kept", "_request_prefix", "_scene", "_seed"),
+        *("_account", "_clock", "_lane", "_num_requests", "_policy", "_record_kept"),
+        *("_request_prefix", "_scene", "_seed", "chat", "context_length", "name"),
     )
 
     def __init__(
@@ -52,6 +52,9 @@ class RolloutPolicy:
         purpose: Purpose = Purpose.TRAIN,
     ) -> None:
         self._policy = policy
+        self.name = policy.name
+        self.chat = policy.chat
+        self.context_length = policy.context_length
         self._request_prefix = request_prefix
         self._seed = seed
         self._account = account
@@ -61,28 +64,16 @@ class RolloutPolicy:
         self._record_kept = purpose is Purpose.TRAIN
         self._num_requests = 0
 
-    @property
-    def name(self) -> str:
-        return self._policy.name
-
-    @property
-    def chat(self) -> Chat:
-        return self._policy.chat
-
-    @property
-    def context_length(self) -> int:
-        return self._policy.context_length
-
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, watch: Watch | None = None, seed: int | None = None
     ) -> Generation:
         number = self._num_requests
         self._num_requests += 1
         request = GenerationRequest(
-            request_id=f"{self._request_prefix}/{self._policy.name}/{number}",
+            request_id=f"{self._request_prefix}/{self.name}/{number}",
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
-            stop_token_ids=self._policy.chat.stop_token_ids,
+            stop_token_ids=self.chat.stop_token_ids,
             seed=(self._seed + number if seed is None else seed) & _SEED_MASK,
             forced_ids=self._forced_ids(prompt_ids),
             record_kept=self._record_kept,

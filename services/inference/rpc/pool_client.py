@@ -23,16 +23,12 @@ from services.common.aio import backoff
 from services.common.errors import AccessError, DeadlineError, LeaseLostError, MillraceError, UserError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.records.device_turn import DeviceTurn
-from services.common.records.types import FetchPlan, TaskGroupOrder, WeightTransfer, WeightVersion
+from services.common.records.types import FetchPlan, WeightTransfer, WeightVersion
 from services.common.rpc.client.channel import translated_errors
 from services.common.rpc.client.refusals import refusal_behind
-from services.common.wire.records import (
-    device_turn_from_proto,
-    duration_from_proto,
-    fetch_plan_from_proto,
-    order_from_proto,
-    weight_version_from_proto,
-)
+from services.common.wire.records import device_turn_from_proto, duration_from_proto, order_from_proto
+from services.common.wire.weights import fetch_plan_from_proto, weight_version_from_proto
+from services.inference.rollouts.player import RolloutPlayer
 from services.inference.rpc.report_stream import (
     ReplicaIdentity,
     ReplicaReport,
@@ -51,11 +47,9 @@ _TAKEOVER_WINDOW_S = 60.0
 
 
 class PoolMember(Protocol):
-    """Receiver of the pool's commands; each method returns at once."""
+    """Receiver of the pool's commands other than orders; each method returns at once."""
 
     def welcome(self, run_id: str, envgateway_address: str) -> None: ...
-    def run_task_group(self, order: TaskGroupOrder) -> None: ...
-    def refuse_task_group(self, task_group_id: str, indices: tuple[int, ...], error: MillraceError) -> None: ...
     def cancel_task_group(self, task_group_id: str, reason: str) -> None: ...
     def new_version(self, version: WeightVersion, plan: FetchPlan | None) -> None: ...
     def drain(self, reason: str) -> None: ...
@@ -68,13 +62,15 @@ class PoolMember(Protocol):
 
 
 class PoolClient:
-    """``run`` ends when the member has been drained and ``leave`` was called; raises when membership is refused."""
+    """Gives the pool's orders to the player, and its other commands to the member. ``run`` ends when the member has been
+    drained and ``leave`` was called; raises when membership is refused."""
 
     def __init__(
         self,
         channel: grpc.aio.Channel,
         identity: ReplicaIdentity,
         member: PoolMember,
+        player: RolloutPlayer,
         *,
         report_period_s: float = REPORT_PERIOD_S,
         away_timeout_s: float = AWAY_TIMEOUT_S,
@@ -83,6 +79,7 @@ class PoolClient:
         self._stub: pool_pb2_grpc.PoolServiceAsyncStub = pool_pb2_grpc.PoolServiceStub(channel)
         self._identity = identity
         self._member = member
+        self._player = player
         self._least_period_s = report_period_s
         self.report_period_s = report_period_s  # set by the orchestrator
         self._away_timeout_s = away_timeout_s
@@ -199,9 +196,9 @@ class PoolClient:
             order = order_from_proto(proto)
         except MillraceError as error:  # a faulty order: its slots fail, membership and other orders go on
             log.error("pool.unreadable_order", task_group=proto.task_group_id, error=error.message)
-            self._member.refuse_task_group(proto.task_group_id, tuple(proto.indices), error)
+            self._player.refuse(proto.task_group_id, tuple(proto.indices), error)
         else:
-            self._member.run_task_group(order)
+            self._player.play(order)
 
     def _lease_lost(self, error: LeaseLostError) -> None:
         """Join again after a lost lease; raises ``LeaseLostError`` if another process took the lease several times."""

@@ -20,9 +20,10 @@ from services.common.records import fates
 from services.common.records.fates import StepFact
 from services.common.records.types import MinibatchTotals, RankBatch, Sequence, TrainingSequence, Trajectory
 from services.common.telemetry.metrics import ROLE_REWARD, SourceKey, StepKey, source_key
+from services.orchestrator.buffer.experience import AdvantageGroup
 from services.orchestrator.buffer.rewards import is_timeout
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
-from services.orchestrator.state.groups import AdvantageGroup, Outcome
+from services.orchestrator.state.groups import Outcome
 
 # Sequences: to put together, check or cut a batch of more takes many milliseconds, and is done in a thread, because orders
 # and records would wait meanwhile.

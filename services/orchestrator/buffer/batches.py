@@ -118,15 +118,16 @@ class Batches:
         experience: ExperiencePipeline,
         journal: Journal,
         open_reader: Callable[[], JournalReader],
-        may_begin: Callable[[int], bool] = lambda step: True,
+        may_begin: Callable[[int], bool] | None = None,
         cancel: Callable[[list[TaskGroup]], None] = lambda groups: None,
         fault_of: Callable[[Sequence], str] = lambda sequence: "",
         clock: Callable[[], float] = time.monotonic,
-        may_compute: Callable[[bool], bool] = lambda ready: ready,
+        may_compute: Callable[[bool], bool] | None = None,
     ) -> None:
-        """``cancel`` ends the open slots of groups whose results could only be dropped; ``fault_of`` returns the reason
-        for which the trainer would refuse a sequence. ``may_compute`` is told whether a batch that a rank asks for is ready,
-        and returns whether the trainer may compute on it now."""
+        """``may_begin``: whether lockstep and threshold, where the run has one, let a step begin. ``cancel`` ends the open
+        slots of groups whose results could only be dropped; ``fault_of`` returns the reason for which the trainer would refuse
+        a sequence. ``may_compute``, of a shared device, is told whether a batch that a rank asks for is ready, and returns
+        whether the trainer may compute on it now."""
         self.policy = policy
         self._config = config
         self._experience = experience
@@ -192,7 +193,8 @@ class Batches:
                 f"training step {training_step} of {self.policy} cannot begin: the newest recorded batch is that of "
                 f"step {self.newest_step}"
             )
-        wanted = f"{self.policy}: batch of step {training_step} ({self._config.fresh_size} sequences)"
+        num_sequences = self._experience.buffers[self.policy].batch_size
+        wanted = f"{self.policy}: batch of step {training_step} ({num_sequences} sequences)"
         self.num_waiting += 1
         try:
             async with deadline(timeout_s, wanted):
@@ -243,7 +245,7 @@ class Batches:
         can_serve = self._can_serve(training_step)
         if not can_serve and self._assembly.locked():
             return False  # it is recorded for an earlier call, whose end wakes this one
-        return self._may_compute(can_serve)
+        return can_serve if self._may_compute is None else self._may_compute(can_serve)
 
     def _can_serve(self, training_step: int) -> bool:
         if self._closed:
@@ -256,7 +258,10 @@ class Batches:
         """Whether only groups that are due may hold the batch back."""
         # A step starts from the previous version, and counts its age from that version: wait for that version too.
         ready = self._experience.buffers[self.policy].ready and self.newest_version == training_step - 1
-        return ready and not self.paused and self._may_begin(training_step)
+        return ready and not self.paused and self._begins(training_step)
+
+    def _begins(self, training_step: int) -> bool:
+        return self._may_begin is None or self._may_begin(training_step)
 
     def close(self) -> None:
         """End all waits: the process is stopping."""
@@ -267,7 +272,7 @@ class Batches:
         async with self._assembly:
             if training_step <= self.newest_step:  # another rank was first
                 return await self._replay(training_step)
-            if not self._may_begin(training_step):  # training has ended since the wait for sequences did
+            if not self._begins(training_step):  # training has ended since the wait for sequences did
                 raise DeadlineError(f"{self.policy}: step {training_step} does not begin")
             groups, statistics = self._experience.take_batch(self.policy, training_step)
             statistics |= {StepFact.LATE_WAIT_S.value: self.late.taken()}

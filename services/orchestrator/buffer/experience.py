@@ -25,7 +25,62 @@ from services.common.config.training.policy import BatchConfig, ReplayConfig
 from services.common.records.types import Segment, Sequence
 from services.common.seeds import derived_seed
 from services.orchestrator.state.admission import Mixture
-from services.orchestrator.state.groups import AdvantageGroup, Member
+from services.orchestrator.state.groups import GroupBy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One sequence of an advantage group."""
+
+    sequence_id: str  # "<task group>/<index>/<position in the trajectory>"
+    sequence: Sequence  # as trained: masked tokens count as environment tokens
+    trained_from: int = 0  # policy tokens of older versions are masked
+    num_masked_tokens: int = 0
+    trained: bool = True  # False: its reward counts in the statistics, and its tokens are not trained
+
+    @property
+    def rollout(self) -> str:
+        """The task group and slot of this sequence."""
+        return self.sequence_id.rpartition("/")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageGroup:
+    """Sequences of one task group that are compared with each other, and their statistics.
+
+    They share policy, role and attempt; with ``group_by: policy`` or ``rollout`` only the policy, and role and attempt
+    have no meaning.
+    """
+
+    task_group_id: str
+    policy: str
+    role: str
+    attempt: int
+    members: tuple[Member, ...]
+    mean: float
+    std: float  # sample standard deviation (N - 1); 1 for a singleton
+    num_compared: int  # rewards that mean and std are of: of rollouts, or of sequences with ``group_by: policy``
+    group_by: GroupBy = "attempt"
+    silent: tuple[float, ...] = ()  # rewards of rollouts that are compared and left no sequence
+    source: str = ""  # of its task
+    advantage_scale: float = 1.0  # of that source
+
+    @property
+    def size(self) -> int:
+        """Number of its sequences."""
+        return len(self.members)
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest version among its trained tokens; None without trained tokens."""
+        versions = [v for m in self.members if (v := m.sequence.min_version) is not None]
+        return min(versions) if versions else None
+
+    @property
+    def rewards_equal(self) -> bool:
+        first = self.members[0].sequence.reward
+        return all(m.sequence.reward == first for m in self.members) and all(r == first for r in self.silent)
+
 
 Expired = tuple[AdvantageGroup, list[Member]]  # a group before, and its members that left the buffer
 
@@ -117,7 +172,7 @@ class ExperienceBuffer:
         may_come: Callable[[str], bool] = lambda source: False,
     ) -> None:
         """``may_come``: whether another group of a source of the mixture may come without a batch being taken."""
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._rule = rule
         self._order = order
         self._mixture = mixture or Mixture()
@@ -142,7 +197,7 @@ class ExperienceBuffer:
     def ready(self) -> bool:
         """Whether a batch can be taken."""
         if not self._mixture.is_mixed:
-            return self.num_sequences >= self._batch_size
+            return self.num_sequences >= self.batch_size
         return bool(self._plan()[0])
 
     @property
@@ -152,10 +207,10 @@ class ExperienceBuffer:
 
     def _plan(self) -> tuple[list[str], str]:
         """The sources of the groups of the next batch, in order, and the source that it waits for."""
-        if self.num_sequences < self._batch_size:
+        if self.num_sequences < self.batch_size:
             return [], ""
         waiting = {source: [group.size for _, group in self._in_order(source)] for source in self._heaps}
-        return self._mixture.plan(self._batch_size, waiting, self._may_come)
+        return self._mixture.plan(self.batch_size, waiting, self._may_come)
 
     def _in_order(self, source: str) -> list[tuple[int, AdvantageGroup]]:
         return [(a, self._waiting[a]) for _, a in sorted(self._heaps[source]) if a in self._waiting]
@@ -204,7 +259,7 @@ class ExperienceBuffer:
         plan, lacks = self._plan()
         if not plan:
             wanted = (
-                f"sequences, and its batch waits for source {lacks!r}" if lacks else f"of {self._batch_size} sequences"
+                f"sequences, and its batch waits for source {lacks!r}" if lacks else f"of {self.batch_size} sequences"
             )
             raise ValueError(f"the buffer holds {self.num_sequences} {wanted}")
         taken: list[AdvantageGroup] = []

@@ -25,19 +25,19 @@ from services.common.finite import finite
 from services.common.records import fates
 from services.common.records.types import Trajectory
 from services.orchestrator.buffer.assembly import StepStatistics, of_sources
-from services.orchestrator.buffer.experience import ExperienceBuffer, LateRule, ReplayStore, sizes_by_source
+from services.orchestrator.buffer.experience import (
+    AdvantageGroup,
+    ExperienceBuffer,
+    LateRule,
+    Member,
+    ReplayStore,
+    sizes_by_source,
+)
 from services.orchestrator.buffer.resample import member_fates, resample_group
-from services.orchestrator.buffer.rewards import RewardRules, shape_group, without_masked
+from services.orchestrator.buffer.rewards import RewardRules, dynamic_sampling, shape_group, without_masked
 from services.orchestrator.journal.records import BatchRecord, GroupVerdict
 from services.orchestrator.state.admission import Admission, Limits, Mixture
-from services.orchestrator.state.groups import (
-    AdvantageGroup,
-    Member,
-    Outcome,
-    TaskGroup,
-    UnfinishedGroups,
-    dynamic_sampling,
-)
+from services.orchestrator.state.groups import Outcome, TaskGroup, UnfinishedGroups
 
 log = structlog.get_logger()
 

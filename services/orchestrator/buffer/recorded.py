@@ -12,11 +12,11 @@ from services.common.errors import (
 )
 from services.common.records.types import MinibatchTotals, Sequence, Trajectory
 from services.orchestrator.buffer.assembly import Batch
-from services.orchestrator.buffer.experience import mask_sequence
+from services.orchestrator.buffer.experience import AdvantageGroup, Member, mask_sequence
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
-from services.orchestrator.state.groups import AdvantageGroup, GroupBy, Member, group_key, split_sequence_id
+from services.orchestrator.state.groups import GroupBy, group_key, split_sequence_id
 
 
 def read_batch(reader: JournalReader, policy: str, training_step: int) -> Batch:

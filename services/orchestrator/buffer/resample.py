@@ -19,8 +19,10 @@ from services.common.config.training.policy import ResampleConfig
 from services.common.finite import finite
 from services.common.records.fates import GroupFate
 from services.common.seeds import derived_seed
+from services.orchestrator.buffer.experience import AdvantageGroup
+from services.orchestrator.buffer.rewards import part_of
 from services.orchestrator.journal.records import MemberFate
-from services.orchestrator.state.groups import AdvantageGroup, part_of, split_sequence_id
+from services.orchestrator.state.groups import split_sequence_id
 
 Positives = Literal["lowest", "weighted"]
 Negatives = Literal["first", "uniform"]

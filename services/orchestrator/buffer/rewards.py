@@ -4,8 +4,9 @@
             -> filters -> overlong penalty -> clip((R + bias) * scale) -> statistics
 
 All readers of rewards use this module, so training, curation and evaluation give an unfinished rollout the same reward.
-The statistics of a group are of transformed rewards, so a clip that binds changes mean and deviation. An infrastructure
-failure has no reward and enters no statistics. Pure functions of records and settings.
+The statistics of a group are of transformed rewards, so a clip that binds changes mean and deviation. They are computed when
+the task group completes, over the rewards of the whole advantage group, including untrained members and rollouts without
+any token. An infrastructure failure has no reward and enters no statistics. Pure functions of records and settings.
 
 The overlong penalty is on the tokens of a sequence beyond a soft limit (DAPO, arXiv 2503.14476, section 3.4):
 
@@ -24,23 +25,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from services.common import finite as finite_numbers
 from services.common.config.processes.services import RolloutConfig
 from services.common.config.recipe import Recipe
 from services.common.config.training.policy import OverlongPenaltyConfig
 from services.common.errors import RolloutTimeoutError
 from services.common.finite import finite
 from services.common.records.types import RolloutFailure, Sequence, StopReason, Trajectory
-from services.orchestrator.state.groups import (
-    AdvantageGroup,
-    GroupBy,
-    Member,
-    Outcome,
-    TaskGroup,
-    compared_sequences,
-    rewarded,
-    stamped,
-    with_members,
-)
+from services.orchestrator.buffer.experience import AdvantageGroup, Member
+from services.orchestrator.state.groups import GroupBy, Outcome, TaskGroup, group_key, sequence_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,3 +200,100 @@ def shape_group(group: AdvantageGroup, config: OverlongPenaltyConfig) -> tuple[A
         for member, penalty in zip(group.members, penalties, strict=True)
     )
     return with_members(group, shaped), penalties
+
+
+def advantage_groups(group: TaskGroup, group_by: Mapping[str, GroupBy] = MappingProxyType({})) -> list[AdvantageGroup]:
+    """All advantage groups of a complete task group, in the order of their first sequences.
+
+    ``group_by`` has the rule of each policy; a policy without a rule goes by attempt.
+    """
+    return [stamped(found) for found in compared_sequences(group, group_by)]
+
+
+def compared_sequences(
+    group: TaskGroup, group_by: Mapping[str, GroupBy] = MappingProxyType({})
+) -> list[AdvantageGroup]:
+    """The same with every sequence's own reward and without statistics: ``stamped`` computes them."""
+    if not group.complete:
+        raise ValueError(f"task group {group.id} is not complete: slots {group.unresolved} are open")
+    members: dict[tuple[str, str, int], list[Member]] = {}
+    for trajectory in group.trajectories:
+        for position, sequence in enumerate(trajectory.sequences):
+            name = sequence_id(group.id, trajectory.index, position)
+            key = group_key(sequence, group_by.get(sequence.policy, "attempt"))
+            members.setdefault(key, []).append(Member(sequence_id=name, sequence=sequence))
+    return [
+        AdvantageGroup(
+            task_group_id=group.id, policy=policy, role=role, attempt=attempt, members=tuple(found),
+            mean=0.0, std=1.0, num_compared=0, group_by=group_by.get(policy, "attempt"), source=group.order.source,
+        )
+        for (policy, role, attempt), found in members.items()
+    ]  # fmt: skip
+
+
+def stamped(group: AdvantageGroup) -> AdvantageGroup:
+    """The group with the statistics of its rewards.
+
+    A rollout counts once, with the mean reward of its sequences in the group, however many threads its agent had; with
+    ``group_by: policy`` every sequence counts. With ``group_by: rollout`` that mean becomes the reward of all of them, so
+    that a rollout has one advantage.
+    """
+    if group.group_by == "policy":
+        rewards = [member.sequence.reward for member in group.members]
+    else:
+        by_rollout: dict[str, list[float]] = {}
+        for member in group.members:
+            by_rollout.setdefault(member.rollout, []).append(member.sequence.reward)
+        means = {rollout: _mean(found) for rollout, found in by_rollout.items()}
+        rewards = list(means.values())
+        if group.group_by == "rollout":
+            group = replace(group, members=tuple(rewarded(m, means[m.rollout]) for m in group.members))
+    mean, std = statistics([*rewards, *group.silent])
+    return replace(group, mean=mean, std=std, num_compared=len(rewards) + len(group.silent))
+
+
+def rewarded(member: Member, reward: float) -> Member:
+    """The same member with another reward."""
+    if reward == member.sequence.reward:
+        return member
+    return replace(member, sequence=replace(member.sequence, reward=reward))
+
+
+def _mean(values: list[float]) -> float:
+    first = values[0]  # exactly, where all are alike
+    return first if all(value == first for value in values) else finite_numbers.mean(values)
+
+
+def statistics(rewards: Iterable[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation; a singleton has 1, so that its advantage is 0. Finite for all finite rewards.
+
+    >>> statistics([1.0, 0.0, 0.0, 1.0])
+    (0.5, 0.5773502691896257)
+    """
+    values = list(rewards)
+    return (values[0], 1.0) if len(values) == 1 else finite_numbers.mean_and_deviation(values)
+
+
+def part_of(group: AdvantageGroup, positions: Iterable[int]) -> AdvantageGroup | None:
+    """A group of some of the members and, counted on from them, of the silent ones, with statistics of its own; None
+    without a member."""
+    chosen, size = list(positions), group.size
+    members = [group.members[position] for position in chosen if position < size]
+    silent = [group.silent[position - size] for position in chosen if position >= size]
+    return with_members(replace(group, silent=tuple(silent)), members) if members else None
+
+
+def with_members(group: AdvantageGroup, found: Iterable[Member]) -> AdvantageGroup:
+    """The same group with these members and new statistics."""
+    return stamped(replace(group, members=tuple(found)))
+
+
+def dynamic_sampling(
+    groups: Iterable[AdvantageGroup], enabled: bool
+) -> tuple[list[AdvantageGroup], list[AdvantageGroup]]:
+    """(kept, dropped): groups whose rewards are all equal carry no gradient. Disabled keeps everything."""
+    kept: list[AdvantageGroup] = []
+    dropped: list[AdvantageGroup] = []
+    for group in groups:
+        (dropped if enabled and group.rewards_equal else kept).append(group)
+    return kept, dropped

@@ -159,7 +159,9 @@ class PolicyBounds:
     context_length: int
     vocab_size: int | None = None  # rows of the embedding; None: not known, and ids are bounded from below alone
     taught: bool = False  # a policy of the recipe scores its tokens
-    takes_reward: Callable[[float], bool] = lambda reward: True  # whether its advantage can be computed from the record
+    takes_reward: Callable[[float], bool] | None = (
+        None  # whether its advantage can be made from a reward; None: from any
+    )
     same_rewards: bool = False  # whether the sequences of a rollout that are compared as one must have equal rewards
     group_by: GroupBy = "attempt"
 
@@ -179,7 +181,9 @@ class RecordBounds:
                     context_length=policy.model.context_length,
                     vocab_size=vocab_sizes.get(name),
                     taught=name in recipe.teachers,
-                    takes_reward=policy.algorithm.takes_reward if policy.trained else lambda reward: True,
+                    takes_reward=policy.algorithm.takes_reward
+                    if policy.trained and policy.algorithm.reward_range
+                    else None,
                     same_rewards=policy.trained
                     and policy.algorithm.advantage == "pass_at_k"
                     and policy.batch.group_by != "policy",
@@ -203,7 +207,8 @@ class RecordBounds:
         try:
             _check_ids(sequence, bounds.vocab_size)
             for segment in written:
-                kept_tokens.check(segment.kept, segment.token_ids, bounds.vocab_size)
+                if segment.kept:
+                    kept_tokens.check(segment.kept, segment.token_ids, bounds.vocab_size)
         except (RecordRefusedError, ValueError) as error:
             return str(error)
         return "the sequence begins with a token of the policy" if written and written[0].is_policy else ""
@@ -278,7 +283,7 @@ def _check_sequence(sequence: Sequence, bounds: PolicyBounds, order: TaskGroupOr
             f"{MOST_ATTEMPTS - 1}, threads from 0 to {MOST_THREADS - 1}",
         )
     _check_reward("the reward of a sequence", sequence.reward)
-    if trains and not bounds.takes_reward(sequence.reward):
+    if trains and bounds.takes_reward is not None and not bounds.takes_reward(sequence.reward):
         refuse(
             Reason.REWARD,
             f"the reward of a sequence of {name} is {sequence.reward:g}, from which its advantage cannot be made",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -24,6 +24,9 @@ from services.common.records.types import (
     WeightVersion,
 )
 from services.orchestrator.state.scores import DatasetScore, Estimate
+
+if TYPE_CHECKING:
+    from services.orchestrator.journal.writer import Journal
 
 # Kinds of records; each is the name of its segment files.
 RUN = "runs"
@@ -183,8 +186,13 @@ def assignment_from_json(record: Json) -> tuple[str, str, dict[str, int]]:
 
 
 def closed_to_json(task_group_id: str, reason: fates.ClosedReason) -> Json:
-    """Record of the end of a task group."""
     return {"task_group_id": task_group_id, "reason": reason.value}
+
+
+def close_group(journal: Journal, task_group_id: str, reason: fates.ClosedReason) -> None:
+    """Submit the record of the end of a task group."""
+    record = closed_to_json(task_group_id, reason)
+    journal.submit(CLOSED, task_group_id, lambda: record)
 
 
 def closed_reason(record: Json) -> str:

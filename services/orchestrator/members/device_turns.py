@@ -50,7 +50,7 @@ class DeviceTurns:
         clock: Callable[[], float],
     ) -> None:
         """``policies`` have trainers in this run; ``num_services`` inference services belong to the recipe. ``on_granted``
-        is called when a holder begins. Without ``shared`` every trainer may compute at any time."""
+        is called when a holder begins. Without ``shared`` there are no turns, and ``may_compute`` is not asked."""
         self._shared = shared
         self._need = dict.fromkeys(policies, Need.NONE)
         self._num_services = num_services
@@ -97,9 +97,8 @@ class DeviceTurns:
         self.settle()
 
     def may_compute(self, policy: str, ready: bool) -> bool:
-        """Whether a trainer that asks for a batch gets one: the batch is ``ready``, and the policy has the turn."""
-        if not self._shared:
-            return ready
+        """Whether a trainer that asks for a batch gets one: the batch is ``ready``, and the policy has the turn. For
+        a shared device only."""
         has_turn = self.holder == policy
         self._need[policy] = Need.NONE if not ready else Need.COMPUTES if has_turn else Need.WAITS
         self.settle()

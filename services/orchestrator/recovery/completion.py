@@ -18,6 +18,7 @@ import structlog
 from services.common.errors import CorruptDataError
 from services.common.records import fates
 from services.common.records.fates import ClosedReason
+from services.orchestrator.buffer.experience import AdvantageGroup
 from services.orchestrator.buffer.recorded import read_fresh_groups
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.parsers import StateRecord, state_from_json
@@ -25,7 +26,7 @@ from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.storage.segments import Row
 from services.orchestrator.journal.survey import Survey, decode
 from services.orchestrator.recovery.parts import RecoveryParts
-from services.orchestrator.state.groups import AdvantageGroup, GroupBy, TaskGroup
+from services.orchestrator.state.groups import GroupBy, TaskGroup
 from services.orchestrator.state.run_control import RunState
 
 log = structlog.get_logger()
@@ -66,7 +67,7 @@ class Completion:
         for name in [name for name in parts.groups if self._is_over(name)]:
             self._close(parts.groups[name])
         for name in self.found.lost_groups:
-            parts.events.close_group(name, ClosedReason.SET_ASIDE)
+            records.close_group(parts.journal, name, ClosedReason.SET_ASIDE)
         for batches in parts.batches.values():
             batches.forget_statistics()
         _refill_replay(parts, self.reader)
@@ -82,7 +83,7 @@ class Completion:
         parts = self.parts
         del parts.groups[group.id]
         parts.experience.cancelled(group)
-        parts.events.close_group(group.id, ClosedReason.SET_ASIDE)
+        records.close_group(parts.journal, group.id, ClosedReason.SET_ASIDE)
 
     def _restore_state(self) -> None:
         """Apply the newest usable state, and count the records after that."""

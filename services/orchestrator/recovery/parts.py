@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.config.training.policy import BatchConfig
-from services.common.records.fates import ClosedReason
 from services.orchestrator.buffer.batches import Batches
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.dispatch.dispatcher import Dispatcher
@@ -32,8 +31,6 @@ class GroupEvents(Protocol):
     def observe(self, group: TaskGroup) -> None: ...
 
     def apply_resolved(self, group: TaskGroup, outcome: Outcome) -> None: ...
-
-    def close_group(self, task_group_id: str, reason: ClosedReason) -> None: ...
 
     def apply_control(self) -> None: ...
 

@@ -28,7 +28,7 @@ from services.common.rpc.limits import Rates, limit_of
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_from_proto, peer_from_proto
 from services.common.wire.refusals import refusal_reason_to_proto
-from services.common.wire.weights import weight_transfer_from_proto
+from services.common.wire.weights import fetch_plan_to_proto, weight_transfer_from_proto, weight_version_to_proto
 from services.orchestrator.ingest.ingest import INVALID_RECORD, Answer, Ingest, RecordOutcome
 from services.orchestrator.members.commands import (
     AnnounceVersion,
@@ -342,8 +342,8 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
 def _announced(version: WeightVersion, plan: FetchPlan | None, run_id: str) -> pool_pb2.JoinPoolResponse:
     """One message for all replicas that get the same announcement: those that are no relay."""
     announced = pool_pb2.NewVersion(
-        version=serde.weight_version_to_proto(version, run_id),
-        plan=serde.fetch_plan_to_proto(plan) if plan is not None else None,
+        version=weight_version_to_proto(version, run_id),
+        plan=fetch_plan_to_proto(plan) if plan is not None else None,
     )
     return pool_pb2.JoinPoolResponse(new_version=announced)
 

@@ -21,7 +21,7 @@ from services.common.telemetry.activities import TrainerState
 from services.common.telemetry.log_events import LogEvent
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_from_proto, peer_from_proto
-from services.common.wire.batches import batch_chunks, totals_to_proto
+from services.common.wire.weights import weight_version_from_proto
 from services.orchestrator.buffer.assembly import MOST_AT_ONCE, Batch
 from services.orchestrator.buffer.batches import Batches
 from services.orchestrator.dispatch.published_versions import PublishedVersions
@@ -66,13 +66,13 @@ class TrainerApi:
         ledgers: Mapping[str, VersionLedger],
         versions: PublishedVersions,
         batches: Mapping[str, Batches],
-        batch_taken: Callable[[int], None],
+        last_batch_taken: Callable[[], None],
         record_bounds: RecordBounds,
         journal: Journal,
         step_rows: StepRows,
         timeline: Timeline,
     ) -> None:
-        """``batch_taken`` is called with the training step of every batch that a trainer received."""
+        """``last_batch_taken`` is called when a trainer has received the batch of the run's last step."""
         self._trainers = trainers
         self._absences = absences
         self._turns = turns
@@ -80,7 +80,7 @@ class TrainerApi:
         self._ledgers = ledgers
         self._versions = versions
         self._batches = batches
-        self._batch_taken = batch_taken
+        self._last_batch_taken = last_batch_taken
         self._record_bounds = record_bounds
         self._journal = journal
         self._step_rows = step_rows
@@ -128,7 +128,8 @@ class TrainerApi:
         if training_step > num_steps:
             raise InvalidRequestError(f"training step {training_step} of {policy}: the run has {num_steps} steps")
         batch = await self._batches[self._trainers.known(policy)].get(training_step, timeout_s)
-        self._batch_taken(training_step)
+        if training_step == num_steps:
+            self._last_batch_taken()
         return batch
 
     async def publish(
@@ -286,12 +287,12 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         share = await called(batch.share, request.rank, request.num_ranks, in_thread=is_large)
         header = training_pb2.BatchHeader(
             training_step=share.training_step,
-            minibatches=[totals_to_proto(totals) for totals in share.minibatches],
+            minibatches=[serde.totals_to_proto(totals) for totals in share.minibatches],
             num_sequences=len(share.sequences),
             replayed=batch.replayed,
         )
         await context.write(training_pb2.PullBatchResponse(header=header))
-        for response in batch_chunks(share.sequences, CHUNK_BYTES):
+        for response in serde.batch_chunks(share.sequences, CHUNK_BYTES):
             await context.write(response)
         footer = training_pb2.BatchFooter(num_sequences=len(share.sequences))
         await context.write(training_pb2.PullBatchResponse(footer=footer))
@@ -302,7 +303,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         if request.version.run_id and request.version.run_id != self._run_id:
             raise InvalidRequestError(f"version of run {request.version.run_id!r}; this is run {self._run_id!r}")
         newest = await self._api.publish(
-            bounds.check_version(serde.weight_version_from_proto(request.version)),
+            bounds.check_version(weight_version_from_proto(request.version)),
             request.incarnation,
             metrics=bounds.metrics(request.metrics),
             compute=bounds.intervals(serde.interval_from_proto(interval) for interval in request.compute_intervals),

@@ -1,23 +1,19 @@
-"""Task groups and their advantage groups.
+"""Task groups: slots, outcomes and owners, and the names of their sequences.
 
 ``UnfinishedGroups`` finds groups by the versions on which they began, ``OrphanedGroups`` those without a replica.
 
 Invariants: the first outcome of a slot wins. A group is complete when every slot has an outcome, trajectory or final
-failure. Statistics are computed when the task group completes, over the rewards of the whole advantage group, including
-untrained members and rollouts without any token. ``rewards`` defines these rewards. Independent of replicas, buffers
-and the journal.
+failure. Independent of replicas, buffers and the journal.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
-from services.common import finite
 from services.common.records.types import Purpose, RolloutFailure, Sequence, TaskGroupOrder, Trajectory
 
 Outcome = Trajectory | RolloutFailure
@@ -82,60 +78,6 @@ class TaskGroup:
         return [t for _, t in sorted(self.outcomes.items()) if isinstance(t, Trajectory)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One sequence of an advantage group."""
-
-    sequence_id: str  # "<task group>/<index>/<position in the trajectory>"
-    sequence: Sequence  # as trained: masked tokens count as environment tokens
-    trained_from: int = 0  # policy tokens of older versions are masked
-    num_masked_tokens: int = 0
-    trained: bool = True  # False: its reward counts in the statistics, and its tokens are not trained
-
-    @property
-    def rollout(self) -> str:
-        """The task group and slot of this sequence."""
-        return self.sequence_id.rpartition("/")[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageGroup:
-    """Sequences of one task group that are compared with each other, and their statistics.
-
-    They share policy, role and attempt; with ``group_by: policy`` or ``rollout`` only the policy, and role and attempt
-    have no meaning.
-    """
-
-    task_group_id: str
-    policy: str
-    role: str
-    attempt: int
-    members: tuple[Member, ...]
-    mean: float
-    std: float  # sample standard deviation (N - 1); 1 for a singleton
-    num_compared: int  # rewards that mean and std are of: of rollouts, or of sequences with ``group_by: policy``
-    group_by: GroupBy = "attempt"
-    silent: tuple[float, ...] = ()  # rewards of rollouts that are compared and left no sequence
-    source: str = ""  # of its task
-    advantage_scale: float = 1.0  # of that source
-
-    @property
-    def size(self) -> int:
-        """Number of its sequences."""
-        return len(self.members)
-
-    @property
-    def min_version(self) -> int | None:
-        """Oldest version among its trained tokens; None without trained tokens."""
-        versions = [v for m in self.members if (v := m.sequence.min_version) is not None]
-        return min(versions) if versions else None
-
-    @property
-    def rewards_equal(self) -> bool:
-        first = self.members[0].sequence.reward
-        return all(m.sequence.reward == first for m in self.members) and all(r == first for r in self.silent)
-
-
 def sequence_id(task_group_id: str, index: int, position: int) -> str:
     return f"{task_group_id}/{index}/{position}"
 
@@ -146,108 +88,11 @@ def split_sequence_id(name: str) -> tuple[str, int, int]:
     return group, int(index), int(position)
 
 
-def advantage_groups(group: TaskGroup, group_by: Mapping[str, GroupBy] = MappingProxyType({})) -> list[AdvantageGroup]:
-    """All advantage groups of a complete task group, in the order of their first sequences.
-
-    ``group_by`` has the rule of each policy; a policy without a rule goes by attempt.
-    """
-    return [stamped(found) for found in compared_sequences(group, group_by)]
-
-
-def compared_sequences(
-    group: TaskGroup, group_by: Mapping[str, GroupBy] = MappingProxyType({})
-) -> list[AdvantageGroup]:
-    """The same with every sequence's own reward and without statistics: ``stamped`` computes them."""
-    if not group.complete:
-        raise ValueError(f"task group {group.id} is not complete: slots {group.unresolved} are open")
-    members: dict[tuple[str, str, int], list[Member]] = {}
-    for trajectory in group.trajectories:
-        for position, sequence in enumerate(trajectory.sequences):
-            name = sequence_id(group.id, trajectory.index, position)
-            key = group_key(sequence, group_by.get(sequence.policy, "attempt"))
-            members.setdefault(key, []).append(Member(sequence_id=name, sequence=sequence))
-    return [
-        AdvantageGroup(
-            task_group_id=group.id, policy=policy, role=role, attempt=attempt, members=tuple(found),
-            mean=0.0, std=1.0, num_compared=0, group_by=group_by.get(policy, "attempt"), source=group.order.source,
-        )
-        for (policy, role, attempt), found in members.items()
-    ]  # fmt: skip
-
-
 def group_key(sequence: Sequence, group_by: GroupBy) -> tuple[str, str, int]:
     """(policy, role, attempt) of the advantage group that a sequence belongs to."""
     if group_by == "attempt":
         return sequence.policy, sequence.role, sequence.attempt
     return sequence.policy, "", 0
-
-
-def stamped(group: AdvantageGroup) -> AdvantageGroup:
-    """The group with the statistics of its rewards.
-
-    A rollout counts once, with the mean reward of its sequences in the group, however many threads its agent had; with
-    ``group_by: policy`` every sequence counts. With ``group_by: rollout`` that mean becomes the reward of all of them, so
-    that a rollout has one advantage.
-    """
-    if group.group_by == "policy":
-        rewards = [member.sequence.reward for member in group.members]
-    else:
-        by_rollout: dict[str, list[float]] = {}
-        for member in group.members:
-            by_rollout.setdefault(member.rollout, []).append(member.sequence.reward)
-        means = {rollout: _mean(found) for rollout, found in by_rollout.items()}
-        rewards = list(means.values())
-        if group.group_by == "rollout":
-            group = replace(group, members=tuple(rewarded(m, means[m.rollout]) for m in group.members))
-    mean, std = statistics([*rewards, *group.silent])
-    return replace(group, mean=mean, std=std, num_compared=len(rewards) + len(group.silent))
-
-
-def rewarded(member: Member, reward: float) -> Member:
-    """The same member with another reward."""
-    if reward == member.sequence.reward:
-        return member
-    return replace(member, sequence=replace(member.sequence, reward=reward))
-
-
-def _mean(values: list[float]) -> float:
-    first = values[0]  # exactly, where all are alike
-    return first if all(value == first for value in values) else finite.mean(values)
-
-
-def statistics(rewards: Iterable[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation; a singleton has 1, so that its advantage is 0. Finite for all finite rewards.
-
-    >>> statistics([1.0, 0.0, 0.0, 1.0])
-    (0.5, 0.5773502691896257)
-    """
-    values = list(rewards)
-    return (values[0], 1.0) if len(values) == 1 else finite.mean_and_deviation(values)
-
-
-def part_of(group: AdvantageGroup, positions: Iterable[int]) -> AdvantageGroup | None:
-    """A group of some of the members and, counted on from them, of the silent ones, with statistics of its own; None
-    without a member."""
-    chosen, size = list(positions), group.size
-    members = [group.members[position] for position in chosen if position < size]
-    silent = [group.silent[position - size] for position in chosen if position >= size]
-    return with_members(replace(group, silent=tuple(silent)), members) if members else None
-
-
-def with_members(group: AdvantageGroup, found: Iterable[Member]) -> AdvantageGroup:
-    """The same group with these members and new statistics."""
-    return stamped(replace(group, members=tuple(found)))
-
-
-def dynamic_sampling(
-    groups: Iterable[AdvantageGroup], enabled: bool
-) -> tuple[list[AdvantageGroup], list[AdvantageGroup]]:
-    """(kept, dropped): groups whose rewards are all equal carry no gradient. Disabled keeps everything."""
-    kept: list[AdvantageGroup] = []
-    dropped: list[AdvantageGroup] = []
-    for group in groups:
-        (dropped if enabled and group.rewards_equal else kept).append(group)
-    return kept, dropped
 
 
 class UnfinishedGroups:

@@ -44,16 +44,12 @@ class TurnLink(Protocol):
 class DeviceTurns:
     """The device of one rank, held at the begin. Every method is a collective."""
 
-    def __init__(
-        self, step: TrainStep, link: TurnLink, ranks: Ranks, directory: Path, *, shared: bool, first: int = 0
-    ) -> None:
-        """``directory`` takes the file of parked tensors of the host; ``first`` is the number of the turn that has begun.
-        Without ``shared`` the device is always held."""
+    def __init__(self, step: TrainStep, link: TurnLink, ranks: Ranks, directory: Path, *, first: int = 0) -> None:
+        """``directory`` takes the file of parked tensors of the host; ``first`` is the number of the turn that has begun."""
         self._step = step
         self._link = link
         self._ranks = ranks
         self._directory = directory
-        self._shared = shared
         self._done = first
         self._parked: Parked | None = None
         self.before_free: Callable[[], object] = lambda: None  # called on every rank
@@ -64,8 +60,6 @@ class DeviceTurns:
 
     def follow(self) -> bool:
         """Carry out the newest turn; returns whether the device is held now. Raises ``OSError``: no room for the file."""
-        if not self._shared:
-            return True
         turn = self._link.device_turn
         newest = torch.tensor([turn.number, int(turn.yours)], device=self._ranks.device)
         number, yours = self._ranks.max(newest).tolist()

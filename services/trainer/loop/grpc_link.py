@@ -97,7 +97,7 @@ class GrpcLink:
 
     def set_state(self, state: TrainerState, training_step: int) -> None:
         self._client.report.state, self._client.report.training_step = state, training_step
-        self._account.enter(state.activity, on=self._waits_for(state))
+        self._account.enter(ActivityName[state.name], on=self._waits_for(state))
 
     def set_gauge(self, name: str, value: float) -> None:
         self._client.report.gauges = {**self._client.report.gauges, name: value}  # the client's thread reads this

@@ -36,13 +36,14 @@ from services.common.security.roles import Peer
 from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.telemetry.activities import TrainerState
 from services.common.wire.accounts import account_to_proto, peer_to_proto
-from services.common.wire.batches import totals_from_proto, training_sequence_from_proto
 from services.common.wire.records import (
     device_turn_from_proto,
     interval_to_proto,
     timestamp_to_proto,
-    weight_version_to_proto,
+    totals_from_proto,
+    training_sequence_from_proto,
 )
+from services.common.wire.weights import weight_version_to_proto
 
 log = structlog.get_logger()
 

@@ -104,17 +104,18 @@ class TrainingLoop:
         publisher: Publisher,
         checkpoints: Checkpoints,
         ranks: Ranks,
-        device: DeviceTurns,
+        device: DeviceTurns | None,
         num_steps: int,
         checkpoint_every: int,
     ) -> None:
+        """``device``: the turns on a device that is shared with the rollouts; None for a device of the trainer's own."""
         self._step = step
         self._link = link
         self._publisher = publisher
         self._checkpoints = checkpoints
         self._ranks = ranks
         self._device = device
-        if ranks.device.type == "cpu":  # whose memory the copy of a checkpoint is
+        if device is not None and ranks.device.type == "cpu":  # whose memory the copy of a checkpoint is
             device.before_free = self._collect_checkpoint
         self._num_steps = num_steps
         self._checkpoint_every = checkpoint_every
@@ -173,11 +174,13 @@ class TrainingLoop:
             if done % self._checkpoint_every == 0 or done == self._num_steps:
                 self._checkpoint_due = True
             self._checkpoint_if_due(done)
-        if done != self._saved and self._device.wait_for_last():
+        if done != self._saved and (self._device is None or self._device.wait_for_last()):
             self._checkpoint_due = True
             self._checkpoint_if_due(done)
         self._link.set_state(TrainerState.CHECKPOINTING, done)
-        if not self._collect_checkpoint() and self._device.is_held:  # no step follows that could try again
+        if not self._collect_checkpoint() and (
+            self._device is None or self._device.is_held
+        ):  # no step follows that could try again
             self._begin_checkpoint(done)
             self._collect_checkpoint()
         return done
@@ -189,7 +192,7 @@ class TrainingLoop:
         """
         self._link.set_state(TrainerState.FINISHED, done)
         while self._agreed_command() != _STOP:
-            self._device.follow()
+            self._follow_turns()
             time.sleep(PAUSE_POLL_S)
 
     def _train(self, batch: RankBatch) -> None:
@@ -238,7 +241,7 @@ class TrainingLoop:
             command = self._agreed_command()
             if command == _STOP:
                 return None
-            held = self._device.follow()
+            held = self._follow_turns()
             if command == _PAUSE:
                 self._link.set_state(TrainerState.PAUSED, training_step)
                 time.sleep(PAUSE_POLL_S)
@@ -256,10 +259,14 @@ class TrainingLoop:
             if holding == 1:
                 if not self._ranks.is_first:
                     batch = self._link.pull(training_step)
-                if self._num_holding(batch) == self._ranks.world_size and self._device.follow():
+                if self._num_holding(batch) == self._ranks.world_size and self._follow_turns():
                     self._count_wait(time.monotonic() - began)
                     return batch
             self._count_wait(time.monotonic() - began)
+
+    def _follow_turns(self) -> bool:
+        """Carry out the newest turn on a shared device; returns whether the device is held."""
+        return self._device is None or self._device.follow()
 
     def _pull_first(self, training_step: int, state: TrainerState) -> RankBatch | _LostBatch | None:
         """The first rank's share. A lost batch may be skipped only while replaying, when its version exists already."""

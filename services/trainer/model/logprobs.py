@@ -36,9 +36,49 @@ import torch
 
 from services.common.records.kept_tokens import KeptSets
 
+Ints = npt.NDArray[np.int64]
+
 CHUNK_TOKENS = 1024
 CHUNK_VOCAB = 8192
 _HIDDEN = -1e30  # instead of minus infinity, which gives NaN for a block without any kept token
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Targets:
+    """Pairs of a hidden state and the next token. A pair that occurs in several documents is scored once."""
+
+    predecessors: torch.Tensor  # [num_distinct] rows of the packed row
+    token_ids: torch.Tensor  # [num_distinct]
+    copies: torch.Tensor | None = None  # [num_targets] in [0, num_distinct); None: each pair is one target
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.predecessors if self.copies is None else self.copies)
+
+    @property
+    def num_distinct(self) -> int:
+        return len(self.predecessors)
+
+    @classmethod
+    def of(cls, predecessors: Ints, token_ids: Ints, device: torch.device | str, *, distinct: bool) -> Targets:
+        """Build the pairs. ``distinct``: score equal pairs once, which requires one sampling distribution."""
+        copies = None
+        if distinct and len(predecessors):
+            pairs = predecessors * (int(token_ids.max()) + 1) + token_ids
+            _, first, found = np.unique(pairs, return_index=True, return_inverse=True)
+            if len(first) < len(pairs):
+                predecessors, token_ids = predecessors[first], token_ids[first]
+                copies = torch.as_tensor(found, device=device)
+        return cls(torch.as_tensor(predecessors, device=device), torch.as_tensor(token_ids, device=device), copies)
+
+    @classmethod
+    def at(cls, positions: torch.Tensor, token_ids: torch.Tensor) -> Targets:
+        """Targets at positions of a row without shared tokens; no position may be the first of its document."""
+        return cls(positions - 1, token_ids.index_select(0, positions))
+
+    def each(self, scores: torch.Tensor) -> torch.Tensor:
+        """Expand scores of pairs to targets. [num_distinct] -> [num_targets]"""
+        return scores if self.copies is None else scores.index_select(0, self.copies)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,9 +24,8 @@ from services.common.lora import adapter_weights, attach
 from services.common.text.huggingface import load_model, named_weights
 from services.common.weights.adapter import AdapterIdentity
 from services.trainer.model.adapter import AdapterSetup, Base, reset_adapter
-from services.trainer.model.attention import Kernel, register_attention
-from services.trainer.model.documents import Documents, Targets
-from services.trainer.model.logprobs import CHUNK_TOKENS, Drawn, token_logprobs
+from services.trainer.model.attention import Documents, Kernel, register_attention
+from services.trainer.model.logprobs import CHUNK_TOKENS, Drawn, Targets, token_logprobs
 from services.trainer.model.sharded_load import open_by_shards
 from services.trainer.model.value_head import ValueHead, value_head_for
 from services.trainer.ranks.sharding import Ranks, shard

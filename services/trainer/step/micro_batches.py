@@ -1,4 +1,7 @@
-"""Micro-batches of a minibatch as device tensors, and the statistics of the whole minibatch that a loss needs.
+"""Checks a rank's share of a batch, and gives its micro-batches as device tensors with the statistics that a loss needs.
+
+The orchestrator checks records when they arrive, but does not know the vocabulary of a model on another machine. The check
+here finds unknown ids before an embedding looks them up. A fault on one rank raises on every rank.
 
 Every rank has the same number of micro-batches. The RL step and the supervised step use the tensors; a loss needs the
 statistics, over all micro-batches and ranks, before its first gradient:
@@ -19,7 +22,9 @@ import torch
 
 from services.common.config.training.algorithm import AlgorithmConfig
 from services.common.config.training.losses import M2po, M2poMask, Tis
-from services.common.records.types import MinibatchTotals
+from services.common.errors import InvalidRequestError
+from services.common.records.kept_tokens import check as check_kept
+from services.common.records.types import MinibatchTotals, RankBatch, TrainingSequence
 from services.trainer.algorithms import Algorithm
 from services.trainer.algorithms.base import TokenBatch, TrustRegion, log_ratio, sequence_lengths
 from services.trainer.algorithms.losses.importance import importance_weights, truncated, weight_sum
@@ -32,8 +37,8 @@ from services.trainer.algorithms.losses.m2po import (
 )
 from services.trainer.algorithms.rejection import kept_by
 from services.trainer.data.packing import Document, MicroBatch, dummy_micro_batch, pack
-from services.trainer.model.documents import Documents, Targets
-from services.trainer.model.logprobs import Drawn, KeptBlocks
+from services.trainer.model.attention import Documents
+from services.trainer.model.logprobs import Drawn, KeptBlocks, Targets
 from services.trainer.model.policy_model import PolicyModel, Scorer
 from services.trainer.ranks.sharding import Ranks
 
@@ -106,6 +111,78 @@ def _drawn(batch: MicroBatch, device: torch.device, dtype: torch.dtype) -> Drawn
 def logprob_dtype(model: PolicyModel) -> torch.dtype:
     """The type of log-probabilities and of all values compared with them: float64 for float64 models, else float32."""
     return torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
+
+
+def check_batch(batch: RankBatch, ranks: Ranks, vocab_size: int) -> None:
+    """Check this rank's share. A collective: every rank calls this function, and all raise when one does.
+
+    Raises:
+        InvalidRequestError: the model cannot read a sequence, or the denominators are not the sums of the shares, which
+            would silently scale the gradient. The metadata names the first such ``sequence_id``.
+    """
+    faults = [(item.sequence_id, fault) for item in batch.sequences if (fault := _fault(item, batch, vocab_size))]
+    counted = [[0, 0] for _ in batch.minibatches] + [[len(faults), 0]]
+    for item in batch.sequences:
+        if 0 <= item.minibatch < len(batch.minibatches):
+            counted[item.minibatch][0] += 1
+            counted[item.minibatch][1] += item.sequence.num_trained_tokens
+    *found, (num_faults, _) = ranks.sum(torch.tensor(counted, dtype=torch.int64, device=ranks.device)).tolist()
+    if faults:
+        sequence_id, fault = faults[0]
+        raise InvalidRequestError(
+            f"sequence {sequence_id} of batch {batch.training_step} of policy {batch.policy} cannot be trained: {fault} "
+            f"({len(faults)} such sequences on this rank). `millrace journal RUN` shows its record",
+            sequence_id=sequence_id,
+            policy=batch.policy,
+            training_step=str(batch.training_step),
+        )
+    if num_faults:
+        raise InvalidRequestError(
+            f"batch {batch.training_step} of policy {batch.policy}: other ranks hold {num_faults} sequences that cannot be "
+            "trained; their logs name them",
+            policy=batch.policy,
+            training_step=str(batch.training_step),
+        )
+    stated = [[t.num_sequences, t.num_trained_tokens] for t in batch.minibatches]
+    if found != stated:
+        raise InvalidRequestError(
+            f"batch {batch.training_step} of policy {batch.policy}: headers state (sequences, trained tokens) "
+            f"{stated} per minibatch, the ranks hold {found}"
+        )
+
+
+def _fault(item: TrainingSequence, batch: RankBatch, vocab_size: int) -> str:
+    """The reason why a sequence cannot be trained; empty when there is none."""
+    if not 0 <= item.minibatch < len(batch.minibatches):
+        return f"its minibatch is {item.minibatch}, but the batch has {len(batch.minibatches)}"
+    token_ids = item.sequence.token_ids
+    unknown = token_ids[(token_ids < 0) | (token_ids >= vocab_size)]
+    if len(unknown):
+        return (
+            f"it has the token id {unknown[0]}, and the model of {batch.policy} has ids 0 to {vocab_size - 1}: a replica "
+            "has another model or tokenizer"
+        )
+    written = [segment for segment in item.sequence.segments if segment.num_tokens]
+    if written and written[0].is_policy:
+        return "it trains its first token, which no token precedes; it needs a prompt"
+    try:
+        for segment in written:
+            if segment.kept:
+                check_kept(segment.kept, segment.token_ids, vocab_size)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def check_taught(sequence_id: str, document: Document, config: AlgorithmConfig) -> None:
+    """Refuse a sequence without the teacher's scores, which would silently be trained on the task alone.
+
+    Raises:
+        InvalidRequestError: the teacher did not score the sequence.
+    """
+    asked = config.distillation is not None and config.distillation.teacher is not None
+    if asked and document.teacher is None and document.num_trained_tokens:
+        raise InvalidRequestError(f"sequence {sequence_id} lacks the log-probabilities of the teacher")
 
 
 def pack_for_ranks(

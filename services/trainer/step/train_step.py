@@ -44,18 +44,26 @@ from services.trainer.algorithms.base import (
     kl_per_token,
     num_not_finite,
 )
-from services.trainer.data.batch_checks import check_batch, check_taught
 from services.trainer.data.packing import Document
 from services.trainer.model.optimizer import PolicyOptimizer, Update
 from services.trainer.model.policy_model import PolicyModel, Scorer
 from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.audit import GradientAudit, add_mismatch, add_ratios, shares
 from services.trainer.step.credit import CreditModels, value_loss_share, with_credit, with_teacher
-from services.trainer.step.metrics import StepMetrics, Sums, Usage, step_metrics
+from services.trainer.step.metrics import (
+    GradientAudit,
+    StepMetrics,
+    Sums,
+    Usage,
+    add_mismatch,
+    add_ratios,
+    step_metrics,
+)
 from services.trainer.step.micro_batches import (
     Logprobs,
     MicroTensors,
     MinibatchContext,
+    check_batch,
+    check_taught,
     forward,
     forward_with_values,
     logprob_dtype,
@@ -105,6 +113,7 @@ class TrainStep:
         self.teacher = teacher
         self._credit_models = CreditModels(policy=model, reference=reference, teacher=teacher)
         self._algorithm = algorithm_of(config)
+        self._has_credit = config.gives_token_credit  # then advantages are normalised per token
         self._max_tokens = max_tokens_per_micro_batch
         self._temperature = temperature
         self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch's forward and backward
@@ -149,7 +158,6 @@ class TrainStep:
             num_micro_batches=sum(len(m) for m in minibatches),
             seconds=seconds,
             usage=self._usage.metrics(total, seconds),
-            audit=shares(total, batch.minibatches),
         )
 
     # -- preparation -------------------------------------------------------------------------------------------------
@@ -158,17 +166,16 @@ class TrainStep:
         check_batch(batch, self.ranks, self.vocab_size)
         advantages = sequence_advantages(batch.sequences, self.config)
         trained = np.array([s.sequence.num_trained_tokens for s in batch.sequences], dtype=np.float64)
-        has_credit = self.config.gives_token_credit  # then normalised per token
         if self.config.deviation == "batch":
             rewards = self._everywhere(reward_moments(batch.sequences))
             advantages = over_batch_deviation(advantages, rewards, self.config)
-        if self.config.batch_normalize_advantages and not has_credit:
+        if self.config.batch_normalize_advantages and not self._has_credit:
             advantages = normalize(advantages, self._everywhere(Moments.of(advantages, trained)), self.config)
         advantages = scaled_by_source(advantages, batch.sequences)
         sums.add("sequences", len(batch.sequences))
         sums.add("reward", finite.total(s.sequence.reward for s in batch.sequences))
         sums.add("staleness", sum(s.staleness for s in batch.sequences))
-        if not has_credit:
+        if not self._has_credit:
             sums.add("advantage_abs", float((abs(advantages) * trained).sum()))
         minibatches: list[list[Document]] = [[] for _ in batch.minibatches]
         for item, advantage in zip(batch.sequences, advantages.tolist(), strict=True):
@@ -176,7 +183,7 @@ class TrainStep:
             check_taught(item.sequence_id, document, self.config)
             minibatches[item.minibatch].append(document)
         packed = pack_for_ranks(minibatches, self._max_tokens, self.ranks, self._dtype)
-        if not has_credit:
+        if not self._has_credit:
             return packed
         return with_credit(
             packed,

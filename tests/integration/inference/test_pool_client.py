@@ -66,7 +66,7 @@ async def joined(
         policies = {"model0": LoadedPolicy(served=policy, weights=weights)}
         replica = Replica(policies=policies, player=player, gateway=gateway, emissions=emissions, account=account)
         identity = ReplicaIdentity(replica_id="a", incarnation="i1", num_slots=8, labels={"engine": "scripted"})
-        pool = PoolClient(connection, identity, replica, **{"report_period_s": 0.05, **settings})
+        pool = PoolClient(connection, identity, replica, player, **{"report_period_s": 0.05, **settings})
         member = Member(replica, player, sender, pool)
         member.membership = asyncio.create_task(pool.run())
         others = [asyncio.create_task(work) for work in (sender.run(), weights.run())]

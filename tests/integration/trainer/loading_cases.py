@@ -62,7 +62,8 @@ def compare(path: Path, dtype: torch.dtype, ranks: Ranks, offload: bool) -> dict
 
 @torch.no_grad()
 def _logprobs(model: PolicyModel) -> torch.Tensor:
-    from services.trainer.model.documents import Documents, Targets
+    from services.trainer.model.attention import Documents
+    from services.trainer.model.logprobs import Targets
 
     ids = torch.arange(12) % 31
     documents = Documents.from_offsets(torch.tensor([0, 7, 12]).numpy())

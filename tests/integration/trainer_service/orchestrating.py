@@ -14,7 +14,7 @@ from services.common.pb import run_pb2, run_pb2_grpc, training_pb2, training_pb2
 from services.common.records.types import RankBatch
 from services.common.rpc.server import Server
 from services.common.wire import records as serde
-from services.common.wire.batches import batch_chunks, totals_to_proto
+from services.common.wire.weights import weight_version_from_proto
 from tests.unit.trainer_service.building import POLICY, batch_of
 from tests.waiting import WAIT_S
 
@@ -167,18 +167,18 @@ class FakeOrchestrator(run_pb2_grpc.RunServiceServicer, training_pb2_grpc.Traini
         yield training_pb2.PullBatchResponse(
             header=training_pb2.BatchHeader(
                 training_step=step,
-                minibatches=[totals_to_proto(totals) for totals in share.minibatches],
+                minibatches=[serde.totals_to_proto(totals) for totals in share.minibatches],
                 num_sequences=len(share.sequences),
             )
         )
-        for response in batch_chunks(share.sequences, 64 * 1024):
+        for response in serde.batch_chunks(share.sequences, 64 * 1024):
             yield response
         yield training_pb2.PullBatchResponse(footer=training_pb2.BatchFooter(num_sequences=len(share.sequences)))
 
     async def PublishVersion(
         self, request: training_pb2.PublishVersionRequest, context: Any
     ) -> training_pb2.PublishVersionResponse:
-        version = serde.weight_version_from_proto(request.version)
+        version = weight_version_from_proto(request.version)
         known = self.ledger.get(version.number)
         if known is not None and known != version.digest:
             self.counters["conflicts"] += 1

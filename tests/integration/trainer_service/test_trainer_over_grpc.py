@@ -15,11 +15,11 @@ from services.common.errors import SupersededError, UnknownPolicyError
 from services.common.records.types import RankBatch
 from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.data.packing import Document
-from services.trainer.loop.device_turns import DeviceTurns
 from services.trainer.loop.grpc_link import GrpcLink, LoopThread
 from services.trainer.loop.orchestrator_client import OrchestratorClient
 from services.trainer.loop.training_loop import TrainingLoop
-from services.trainer.model.documents import Documents, Targets
+from services.trainer.model.attention import Documents
+from services.trainer.model.logprobs import Targets
 from services.trainer.model.policy_model import PolicyModel
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.train_step import TrainStep
@@ -46,7 +46,7 @@ class LocalTrainer:
             publisher=DigestPublisher(self.step),
             checkpoints=Checkpoints(directory, CheckpointIdentity(run_id="r", policy=POLICY), 2, Ranks.single()),
             ranks=Ranks.single(),
-            device=DeviceTurns(self.step, link, Ranks.single(), directory, shared=False),
+            device=None,
             num_steps=STEPS,
             checkpoint_every=100,
         )

@@ -42,4 +42,4 @@ def test_each_component_is_of_one_kind(replica_id: str, policy: str, rank: int) 
 
 @pytest.mark.parametrize("state", TrainerState)
 def test_every_state_of_a_trainer_is_an_activity(state: TrainerState) -> None:
-    assert state.activity in ActivityName
+    assert state.name in ActivityName.__members__

@@ -149,12 +149,3 @@ def test_the_settings_of_a_loss_by_path_are_free() -> None:
     assert section.settings == {"eps": 0.1}
     with pytest.raises(ValidationError):
         LossByPath(name="no_colon")
-
-
-def test_the_rule_of_the_authors_brings_their_threshold_and_floors() -> None:
-    """Review, defect 4. Infini-AI-Lab/M2PO: budget .04, clip never narrower than 1 - .3 and 1 + .5."""
-    authors, suffix = M2po(m2po_rule="authors"), M2po()
-    assert (authors.threshold, authors.floors) == (0.04, (0.3, 0.5))
-    assert (suffix.threshold, suffix.floors) == (0.01, (0.0, 0.0))
-    own = M2po(m2po_rule="authors", m2po_threshold=0.1, m2po_floor_low=0.0, m2po_floor_high=0.0)
-    assert (own.threshold, own.floors) == (0.1, (0.0, 0.0))

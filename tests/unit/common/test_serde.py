@@ -33,10 +33,10 @@ from services.common.records.types import (
     Trajectory,
     WeightVersion,
 )
-from services.common.wire import batches
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_from_proto, peer_from_proto
 from services.common.wire.records import timestamp_to_proto, timing_from_proto
+from services.common.wire.weights import weight_version_from_proto, weight_version_to_proto
 
 INT32_MAX = 2**31 - 1
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -235,17 +235,17 @@ def test_orders_round_trip(order: TaskGroupOrder) -> None:
 
 @given(training_sequences)
 def test_training_sequences_round_trip(item: TrainingSequence) -> None:
-    assert same(batches.training_sequence_from_proto(wire(batches.training_sequence_to_proto(item))), item)
+    assert same(serde.training_sequence_from_proto(wire(serde.training_sequence_to_proto(item))), item)
 
 
 @given(versions)
 def test_weight_versions_round_trip(version: WeightVersion) -> None:
-    assert serde.weight_version_from_proto(wire(serde.weight_version_to_proto(version, "r1"))) == version
+    assert weight_version_from_proto(wire(weight_version_to_proto(version, "r1"))) == version
 
 
 @given(st.builds(MinibatchTotals, num_sequences=int64, num_trained_tokens=int64))
 def test_totals_round_trip(totals: MinibatchTotals) -> None:
-    assert batches.totals_from_proto(wire(batches.totals_to_proto(totals))) == totals
+    assert serde.totals_from_proto(wire(serde.totals_to_proto(totals))) == totals
 
 
 @given(st.tuples(moment, moment))
@@ -389,8 +389,8 @@ def test_chunks_hold_every_sequence_once_in_order_and_keep_the_bound(lengths: li
         )
         for position, length in enumerate(lengths)
     ]  # fmt: skip
-    chunks = [response.chunk for response in batches.batch_chunks(items, 1000)]
-    found = [batches.training_sequence_from_proto(proto) for chunk in chunks for proto in chunk.sequences]
+    chunks = [response.chunk for response in serde.batch_chunks(items, 1000)]
+    found = [serde.training_sequence_from_proto(proto) for chunk in chunks for proto in chunk.sequences]
     assert [f.sequence_id for f in found] == [f"g/{position}/0" for position in range(len(lengths))]
     assert [f.sequence.num_tokens for f in found] == lengths
     for chunk in chunks:

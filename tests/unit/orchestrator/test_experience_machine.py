@@ -17,10 +17,11 @@ from services.common.errors import RolloutTimeoutError
 from services.common.records import fates
 from services.common.records.types import Segment, Sequence, StopReason, Trajectory
 from services.orchestrator.buffer.assembly import assemble
+from services.orchestrator.buffer.experience import AdvantageGroup
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.buffer.rewards import RewardRules, RewardTransform
 from services.orchestrator.journal.records import BatchRecord, GroupVerdict
-from services.orchestrator.state.groups import AdvantageGroup, Outcome, TaskGroup
+from services.orchestrator.state.groups import Outcome, TaskGroup
 from tests.unit.orchestrator.builders import failure, order, trajectory
 
 NUM_STEPS = 6

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2
 from services.common.records.types import FetchPlan, WeightVersion
-from services.common.wire.records import fetch_plan_from_proto, fetch_plan_to_proto
+from services.common.wire.weights import fetch_plan_from_proto, fetch_plan_to_proto
 from services.orchestrator.dispatch.published_versions import MAX_HOLDERS, FanOut, Receiver
 
 BASE = (3, "d3")

@@ -4,14 +4,8 @@ import math
 
 import pytest
 
-from services.orchestrator.state.groups import (
-    TaskGroup,
-    advantage_groups,
-    dynamic_sampling,
-    sequence_id,
-    split_sequence_id,
-    statistics,
-)
+from services.orchestrator.buffer.rewards import advantage_groups, dynamic_sampling, statistics
+from services.orchestrator.state.groups import TaskGroup, sequence_id, split_sequence_id
 from tests.unit.orchestrator.builders import complete_group, failure, group, sequence, trajectory
 
 

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from services.common.config.training.policy import BatchConfig, ReplayConfig
 from services.common.records.types import RankBatch
 from services.orchestrator.buffer.assembly import Batch
-from services.orchestrator.buffer.experience import ReplayStore
+from services.orchestrator.buffer.experience import AdvantageGroup, ReplayStore
+from services.orchestrator.buffer.rewards import advantage_groups
 from services.orchestrator.journal.retention import collect
-from services.orchestrator.state.groups import AdvantageGroup, advantage_groups
 from tests.unit.orchestrator.builders import complete_group
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S

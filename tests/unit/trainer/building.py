@@ -17,7 +17,7 @@ from services.common.config.training.optimizer import OptimizerConfig
 from services.common.lora import identity_of
 from services.common.records.kept_tokens import kept_rows, pack
 from services.common.records.types import MinibatchTotals, RankBatch, Segment, Sequence, StopReason, TrainingSequence
-from services.trainer.data.prefixes import Branch
+from services.trainer.data.packing import Branch
 from services.trainer.model.adapter import AdapterSetup, WithoutAdapter, digest_base
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import build_policy_model

@@ -14,6 +14,7 @@ from services.trainer.algorithms.base import TokenBatch, kl_per_token
 from services.trainer.algorithms.losses.m2po import (
     binding_second_moments,
     gap_second_moments,
+    in_force,
     keep_limit,
     kept_tokens,
     m2po,
@@ -239,3 +240,12 @@ def test_k1_and_k3_estimate_the_same_kl() -> None:
     exact = (p * (p / q).log()).sum().item()
     for estimator in ("k1", "k3"):
         assert (p * kl_per_token(p.log(), q.log(), estimator)).sum().item() == pytest.approx(exact)
+
+
+def test_the_rule_of_the_authors_brings_their_threshold_and_floors() -> None:
+    """Review, defect 4. Infini-AI-Lab/M2PO: budget .04, clip never narrower than 1 - .3 and 1 + .5."""
+    authors, suffix = algorithm("m2po", m2po_rule="authors"), algorithm("m2po")
+    assert in_force(authors) == (0.04, 0.3, 0.5)
+    assert in_force(suffix) == (0.01, 0.0, 0.0)
+    own = algorithm("m2po", m2po_rule="authors", m2po_threshold=0.1, m2po_floor_low=0.0, m2po_floor_high=0.0)
+    assert in_force(own) == (0.1, 0.0, 0.0)

@@ -9,8 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3ForCausalLM
 
 from services.common.errors import ConfigError, ModelMismatchError
-from services.trainer.model.attention import Kernel, documents_attention
-from services.trainer.model.documents import Documents, Targets
+from services.trainer.model.attention import Documents, Kernel, documents_attention
+from services.trainer.model.logprobs import Targets
 from services.trainer.model.policy_model import PolicyModel
 from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step
 

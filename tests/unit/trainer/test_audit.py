@@ -17,8 +17,7 @@ from services.trainer.algorithms import ALGORITHMS
 from services.trainer.algorithms.base import LossFunction, PolicyLoss, TokenBatch
 from services.trainer.data.packing import Document
 from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.audit import Cause, GradientAudit, Sign, add_ratios, shares
-from services.trainer.step.metrics import Sums
+from services.trainer.step.metrics import Cause, GradientAudit, Sign, Sums, add_ratios, shares
 from services.trainer.step.micro_batches import MicroTensors, pack_for_ranks
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences
 from tests.unit.trainer.test_step import far_off, on_policy

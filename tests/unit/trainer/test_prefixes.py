@@ -15,11 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.trainer.data.packing import Document, pack
-from services.trainer.data.prefixes import WORTHWHILE, families, num_distinct
-from services.trainer.model import documents as documents_module
-from services.trainer.model.attention import documents_attention
-from services.trainer.model.documents import Documents
+from services.trainer.data.packing import WORTHWHILE, Document, families, num_distinct, pack
+from services.trainer.model import attention as attention_module
+from services.trainer.model.attention import Documents, documents_attention
 from services.trainer.model.policy_model import PolicyModel, rms_norm
 from services.trainer.model.value_head import value_head_for
 from services.trainer.ranks.sharding import Ranks
@@ -203,8 +201,8 @@ def test_shared_and_unshared_give_the_same_in_float32(made: list[Document], budg
 def test_blocks_of_any_size_give_the_same(made: list[Document]) -> None:
     for rows, pairs in ((1, 1), (3, 1), (7, 1 << 16)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(documents_module, "BLOCK_ROWS", rows)
-            patch.setattr(documents_module, "_PADDED_PAIRS", pairs)
+            patch.setattr(attention_module, "BLOCK_ROWS", rows)
+            patch.setattr(attention_module, "_PADDED_PAIRS", pairs)
             assert_the_same_as_alone(made, ALONE, torch.float64, 1e-10)
 
 
@@ -227,7 +225,7 @@ def test_a_step_does_not_depend_on_common_beginnings(cut: bool, monkeypatch: pyt
     config = algorithm("m2po", entropy_coefficient=0.02, kl_coefficient=0.1)
     found = []
     for least in (WORTHWHILE, 2.0):
-        monkeypatch.setattr("services.trainer.data.prefixes.WORTHWHILE", least)
+        monkeypatch.setattr("services.trainer.data.packing.WORTHWHILE", least)
         step = train_step(
             config, causal_lm=exact_causal_lm(torch.float64), reference=exact_causal_lm(torch.float64, seed=1)
         )

@@ -84,7 +84,7 @@ class Trainer:
             publisher=DigestPublisher(self.step),
             checkpoints=self.checkpoints,
             ranks=Ranks.single(),
-            device=DeviceTurns(self.step, link, Ranks.single(), directory, shared=shared),
+            device=DeviceTurns(self.step, link, Ranks.single(), directory) if shared else None,
             num_steps=STEPS,
             checkpoint_every=checkpoint_every,
         )

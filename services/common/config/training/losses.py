@@ -89,22 +89,6 @@ class M2po(AlgorithmConfig):
     """Where M2PO takes its second moments: over the whole minibatch and all ranks, or over each micro-batch (free, but
     the gradient then depends on packing; for comparison only)."""
 
-    @property
-    def threshold(self) -> float:
-        """The threshold in force."""
-        if self.m2po_threshold is not None:
-            return self.m2po_threshold
-        return 0.04 if self.m2po_rule == "authors" else 0.01
-
-    @property
-    def floors(self) -> tuple[float, float]:
-        """The floors in force, below and above."""
-        low, high = (0.3, 0.5) if self.m2po_rule == "authors" else (0.0, 0.0)
-        return (
-            low if self.m2po_floor_low is None else self.m2po_floor_low,
-            high if self.m2po_floor_high is None else self.m2po_floor_high,
-        )
-
 
 class PpoClip(ClipSettings):
     name: Literal["ppo_clip"] = "ppo_clip"

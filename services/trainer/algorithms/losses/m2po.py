@@ -66,17 +66,26 @@ def binding_second_moments(d: torch.Tensor, advantages: torch.Tensor, mask: torc
 
 def trust_region(second_moments: torch.Tensor, config: M2po) -> TrustRegion:
     """The region for the second moments of a whole minibatch, in any order. [|S|] -> three scalars"""
-    limit = (largest_capped if config.m2po_rule == "authors" else largest_kept)(second_moments, config.threshold)
+    by_authors = config.m2po_rule == "authors"
+    threshold, floor_low, floor_high = in_force(config)
+    limit = (largest_capped if by_authors else largest_kept)(second_moments, threshold)
     new = second_moments.new_tensor
-    cap_low, cap_high = (-math.inf, NO_CLIP) if config.m2po_rule == "authors" else (CAP_LOW, CAP_HIGH)
+    cap_low, cap_high = (-math.inf, NO_CLIP) if by_authors else (CAP_LOW, CAP_HIGH)
     log_low, log_high = new(cap_low), new(cap_high)
     if limit is not None:
         c = limit.sqrt()
-        floor_low, floor_high = config.floors
         log_low = torch.maximum(torch.minimum(-c, new(math.log1p(-floor_low))), log_low)
         log_high = torch.minimum(torch.maximum(c, new(math.log1p(floor_high))), log_high)
     mean = second_moments.mean() if second_moments.numel() else new(0.0)
     return TrustRegion(log_low=log_low, log_high=log_high, mean_second_moment=mean)
+
+
+def in_force(config: M2po) -> tuple[float, float, float]:
+    """Threshold, floor below and floor above: those of the rule where the settings have none."""
+    own = (config.m2po_threshold, config.m2po_floor_low, config.m2po_floor_high)
+    of_rule = (0.04, 0.3, 0.5) if config.m2po_rule == "authors" else (0.01, 0.0, 0.0)
+    threshold, low, high = (rule if number is None else number for number, rule in zip(own, of_rule, strict=True))
+    return threshold, low, high
 
 
 def largest_capped(second_moments: torch.Tensor, threshold: float) -> torch.Tensor | None:
