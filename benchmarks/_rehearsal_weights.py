@@ -41,9 +41,8 @@ from services.inference.engine.threads import num_threads
 from services.inference.engine.weight_update import WeightUpdate
 from services.inference.weights.fetcher import SourceFetcher
 from services.inference.weights.mirror import Mirror
-from services.trainer.publish.publisher_store import PublisherStore
+from services.trainer.publish.publisher_store import MeasuredRates, PublisherStore
 from services.trainer.publish.snapshot import HostCopier
-from services.trainer.publish.transfer_choice import MeasuredRates
 
 SHAPE = KNOWN_SHAPES["Qwen3-8B"]
 VERSION_BYTES = 2 * SHAPE.num_parameters
