@@ -23,7 +23,7 @@ from services.common.telemetry.components import weights
 from services.common.text.chat import Chat
 from services.common.transfer.source import PayloadSource
 from services.common.user_code import check_call, check_methods
-from services.common.weights.adapter import AdapterIdentity
+from services.common.weights.manifest import AdapterIdentity
 from services.inference.bases import BaseModels
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.byte_tokenizer import ByteTokenizer

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from services.common.errors import CorruptDataError
 from services.common.pb import tensor_pb2, weights_pb2
 from services.common.records.types import WeightTransfer
-from services.common.weights.adapter import AdapterIdentity
 from services.common.weights.manifest import (
+    AdapterIdentity,
     BaseVersion,
     Encoding,
     Manifest,

@@ -16,17 +16,18 @@ from functools import partial
 from typing import Any
 
 from services.common.errors import CorruptDataError, VersionUnavailableError
-from services.common.weights.adapter import AdapterIdentity, check_same_adapter
 from services.common.weights.codec import ChunkChange
 from services.common.weights.elements import Bits, cast_bits, element_type
 from services.common.weights.manifest import (
     DEFAULT_ALGORITHM,
+    AdapterIdentity,
     BaseVersion,
     DigestAlgorithm,
     Encoding,
     Manifest,
     Payload,
     TensorSpec,
+    check_same_adapter,
     lay_out,
     tensor_digest,
     with_digest,

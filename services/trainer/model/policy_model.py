@@ -22,7 +22,7 @@ import torch
 from services.common.errors import ModelMismatchError
 from services.common.lora import adapter_weights, attach
 from services.common.text.huggingface import load_model, named_weights
-from services.common.weights.adapter import AdapterIdentity
+from services.common.weights.manifest import AdapterIdentity
 from services.trainer.model.adapter import AdapterSetup, Base, reset_adapter
 from services.trainer.model.attention import Kernel, register_attention
 from services.trainer.model.documents import Documents, Targets

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from services.common.errors import ModelMismatchError
-from services.common.weights.adapter import PEFT_PREFIX, A, B
+from services.common.weights.manifest import PEFT_PREFIX, A, B
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
