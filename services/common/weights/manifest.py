@@ -16,6 +16,7 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -203,6 +204,7 @@ class Payload:
     base: BaseVersion | None = None
     encode_s: float = 0.0  # time of the encoding
     choice: str = ""  # why this payload, with the estimated costs; empty when there was no choice
+    file: tuple[Path, int] | None = None  # at its source: a file that holds the payload, and the payload's offset there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

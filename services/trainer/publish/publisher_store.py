@@ -132,6 +132,7 @@ class PublisherStore:
                 encoding=Encoding.FULL,
                 size_bytes=snapshot.manifest.size_bytes,
                 target=snapshot.manifest,
+                file=(snapshot.path, snapshot.data_offset),
             )
             base, every = request.base, self._config.full_every
             if base is None or self._config.transfer == "full" or (every and request.version % every == 0):
@@ -155,7 +156,7 @@ class PublisherStore:
                 if full_payload_id(snapshot.manifest) == payload_id:
                     snapshot.lease()
                     data = snapshot.data[: snapshot.manifest.size_bytes]
-                    return MemoryReader(data, partial(self._release, snapshot), (snapshot.path, snapshot.data_offset))
+                    return MemoryReader(data, partial(self._release, snapshot))
         delta = self._deltas.find(payload_id)
         if delta is None:
             raise NotFoundError(f"payload {payload_id!r} is gone: ask for the manifest again")
