@@ -117,7 +117,7 @@ class _OneHost:
         )
         await server.start()
         mirror, stage = Mirror(_POLICY), None
-        fetcher = SourceFetcher(lambda: _RUN)
+        fetcher = SourceFetcher(_RUN)
         try:
             for version in range(1, _REPEATS + 2):
                 path, manifest = self._write(version)

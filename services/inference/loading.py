@@ -304,6 +304,6 @@ def _followed(served: ServedPolicy, settings: RunSettings, mirror: Mirror) -> Lo
     relay = Relay(mirror)
     transports = settings.recipe.policies[served.name].weights.transports
     account = TimeAccount(weights(mirror.policy), rest=UP_TO_DATE)
-    fetcher = SourceFetcher(lambda: settings.run_id, transports, relay, on_bytes=account.beat)
+    fetcher = SourceFetcher(settings.run_id, transports, relay, on_bytes=account.beat)
     updater = WeightUpdater(mirror, served.engine, fetcher, account=account)
     return LoadedPolicy(served=served, weights=updater, relay=relay)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
-import structlog
 
 from services.common.errors import NotFoundError, OffsetOutOfRangeError, UnknownPolicyError
 from services.common.net.hosts import host_identity
@@ -28,8 +27,6 @@ from services.common.wire.weights import (
     payload_to_proto,
     transports_from_proto,
 )
-
-log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

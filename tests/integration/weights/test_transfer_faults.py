@@ -183,7 +183,7 @@ class World:
 
 
 def updater(mirror: Mirror, engine: RecordingEngine, way: str) -> WeightUpdater:
-    fetcher = SourceFetcher(lambda: RUN, [way])
+    fetcher = SourceFetcher(RUN, [way])
     return WeightUpdater(mirror, engine, fetcher, Mirror.host_arrays)  # type: ignore[arg-type]
 
 

@@ -117,7 +117,7 @@ async def fetched(
     run: str = RUN,
 ) -> Fetched:
     """The payload of a version from one source, as a replica fetches it."""
-    return await SourceFetcher(lambda: run, transports).fetch(replace(version, sources=(address,)), base, None)
+    return await SourceFetcher(run, transports).fetch(replace(version, sources=(address,)), base, None)
 
 
 @asynccontextmanager
