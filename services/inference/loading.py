@@ -34,7 +34,7 @@ from services.inference.scripts.registry import load_scripts
 from services.inference.weights.announced import AnnouncedVersions
 
 if TYPE_CHECKING:
-    from services.inference.engine.torch.adapter import Adapter
+    from services.inference.engine.torch.blocks import Adapter
     from services.inference.weights.mirror import Mirror
 
 OnTokens = Callable[[int, float], None]
@@ -191,7 +191,7 @@ def _torch_weights(
     import torch
 
     from services.common.text.huggingface import load_model, named_weights
-    from services.inference.engine.torch.adapter import Adapter
+    from services.inference.engine.torch.blocks import Adapter
 
     section = settings.recipe.policies[policy]
     path = settings.recipe.model_path(policy, settings.run_dir)

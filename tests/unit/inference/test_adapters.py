@@ -19,7 +19,7 @@ from services.common.weights.manifest import PEFT_PREFIX, A, B
 from services.inference import loading
 from services.inference.bases import BaseModels
 from services.inference.config import replica_config
-from services.inference.engine.torch.adapter import Adapter
+from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.engine import TorchEngine
 from services.inference.engine.weight_update import WeightUpdate
 from tests.conformance.subjects import until_tokens
