@@ -27,7 +27,7 @@ from services.common.security.permissions import allowed
 from services.common.telemetry.accounts import TimeAccount
 from services.common.telemetry.activities import AnyActivity
 from services.common.telemetry.log_events import LogEvent
-from services.common.telemetry.repeats import Repeats
+from services.common.telemetry.logs import Repeats
 
 log = structlog.get_logger()
 

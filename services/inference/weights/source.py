@@ -19,8 +19,7 @@ from services.common.errors import (
     InfrastructureError,
     NotFoundError,
 )
-from services.common.net.hosts import bracketed, host_identity, host_of
-from services.common.net.loopback import is_loopback
+from services.common.net.hosts import bracketed, host_identity, host_of, is_loopback
 from services.common.pb import weights_pb2, weights_pb2_grpc
 from services.common.records.types import WeightVersion
 from services.common.rpc.client.channel import DEADLINES, call_metadata, channel, translated_errors
