@@ -155,7 +155,7 @@ class PolicyModel(torch.nn.Module):
 
     def published(self) -> Mapping[str, torch.Tensor]:
         """The tensors of a version, by name: those of the adapter if there is one, else all weights."""
-        return adapter_weights(self.causal_lm) or named_weights(self.causal_lm)
+        return named_weights(self.causal_lm) if self.adapter is None else adapter_weights(self.causal_lm)
 
 
 def build_policy_model(
