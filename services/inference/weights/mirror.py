@@ -40,9 +40,7 @@ from services.common.weights.manifest import (
     tensor_digest,
     with_digest,
 )
-from services.inference.engine.threads import few_threads, run_all
-
-_CACHE_LINE = 64  # bytes that one scattered element moves
+from services.inference.engine.threads import SCATTERED_BYTES, few_threads, run_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +157,7 @@ class Mirror:
 
         names = sorted({*changes, *self._borrowed}, key=lambda name: -self._bits[name].nbytes)
         num_changes = sum(part.num_changes for parts in changes.values() for part in parts)
-        touched = _CACHE_LINE * num_changes + sum(self._bits[name].nbytes for name in self._borrowed)
+        touched = SCATTERED_BYTES * num_changes + sum(self._bits[name].nbytes for name in self._borrowed)
         run_all([partial(change, name) for name in names], touched_bytes=touched, name="weights.write")
         self._borrowed.clear()
 

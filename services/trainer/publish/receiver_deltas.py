@@ -4,8 +4,9 @@
     receiver at v4, wants v7   three links, merged into one delta at the first request
     receiver at a version outside the chain, with its snapshot held: coded at the first request
 
-Requests for one delta share its computation, in a thread that goes on when a request ends earlier. Base versions are
-compared by digest, so no snapshot of the base is needed for the first two.
+``DeltaQueue`` codes the chain in advance, one link after the other; ``ReceiverDeltas`` answers requests. Requests for one
+delta share its computation, in a thread that goes on when a request ends earlier. Base versions are compared by digest, so
+no snapshot of the base is needed for the first two.
 
 Independent of gRPC and of the choice of served versions: ``PublisherStore`` owns this object and its lock.
 """
