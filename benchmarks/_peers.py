@@ -123,6 +123,7 @@ class ScriptedReplica:
         self._channel = channel(address)
         self._stub = pool_pb2_grpc.PoolServiceStub(self._channel)
         self._tasks = TaskOwner()
+        self._closed = False
 
     def start(self) -> None:
         self._tasks.start(self._again(self._follow), "replica.join")
@@ -130,11 +131,13 @@ class ScriptedReplica:
         self._tasks.start(self._report(), "replica.report")
 
     async def close(self) -> None:
+        self._closed = True
         await self._tasks.close()
         await self._channel.close()
 
     async def _again(self, work: Callable[[], Any]) -> None:
-        while not self.drained.is_set():
+        # grpc.aio may take a cancellation for the end of a call that fails at the same moment.
+        while not (self.drained.is_set() or self._closed):
             try:
                 with translated_errors("orchestrator"):
                     await work()

@@ -75,7 +75,7 @@ class _Replica:
             RandomTokens(vocab_size=256), num_slots=STREAMS, context_length=1 << 20, tokens_per_second=TOKENS_PER_S
         )
         # As replicas on other hosts: without mapped files.
-        fetcher = SourceFetcher(lambda: RUN, ("bulk", "grpc"), self.relay)
+        fetcher = SourceFetcher(RUN, ("bulk", "grpc"), self.relay)
         self.updater = WeightUpdater(self.mirror, self.engine, fetcher, Mirror.host_arrays)
         self.server = Server(service="inference", instance_id="benchmark", host="127.0.0.1", port=0)
         self._tasks: list[asyncio.Task[Any]] = []

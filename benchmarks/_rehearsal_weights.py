@@ -41,9 +41,8 @@ from services.inference.engine.threads import num_threads
 from services.inference.engine.weight_update import WeightUpdate
 from services.inference.weights.fetcher import SourceFetcher
 from services.inference.weights.mirror import Mirror
-from services.trainer.publish.publisher_store import PublisherStore
+from services.trainer.publish.publisher_store import MeasuredRates, PublisherStore
 from services.trainer.publish.snapshot import HostCopier
-from services.trainer.publish.transfer_choice import MeasuredRates
 
 SHAPE = KNOWN_SHAPES["Qwen3-8B"]
 VERSION_BYTES = 2 * SHAPE.num_parameters
@@ -118,7 +117,7 @@ class _OneHost:
         )
         await server.start()
         mirror, stage = Mirror(_POLICY), None
-        fetcher = SourceFetcher(lambda: _RUN)
+        fetcher = SourceFetcher(_RUN)
         try:
             for version in range(1, _REPEATS + 2):
                 path, manifest = self._write(version)

@@ -30,8 +30,8 @@ from benchmarks._report import median_and_spread, report
 from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.optimizer import OptimizerConfig
 from services.common.lora import identity_of, initial_adapter, target_modules
-from services.common.weights.adapter import PEFT_PREFIX, A, B
-from services.inference.engine.torch.adapter import Adapter
+from services.common.weights.manifest import PEFT_PREFIX, A, B
+from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.engine import TorchEngine
 from services.inference.engine.torch.native import step as native_step
 from services.inference.engine.weight_update import WeightUpdate

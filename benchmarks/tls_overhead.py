@@ -346,7 +346,7 @@ async def _fetched(publisher: Services, transport: str) -> float:
     version = WeightVersion(policy=POLICY, number=1, digest=publisher.digest, sources=(address,))
     with identity.used(publisher.holding(Role.INFERENCE)):
         begin = time.perf_counter()
-        got = await SourceFetcher(lambda: RUN, [transport]).fetch(version, None, None)
+        got = await SourceFetcher(RUN, [transport]).fetch(version, None, None)
         return got.payload.size_bytes / (time.perf_counter() - begin) / 1e9
 
 

@@ -141,7 +141,7 @@ class Replica:
         self.engine = TorchEngine(
             self.model, num_slots=SLOTS, context_length=512, kv_policy=kv_policy, on_tokens=self.steps.on_tokens
         )
-        fetcher = SourceFetcher(lambda: RUN, relay=Relay(self.mirror))
+        fetcher = SourceFetcher(RUN, relay=Relay(self.mirror))
         self.updater = WeightUpdater(self.mirror, self.engine, fetcher)
         self.delivered = 0
         self.versions: set[int] = set()

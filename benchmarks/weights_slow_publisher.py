@@ -81,7 +81,7 @@ async def measured(seconds: float, every_s: float, directory: Path) -> dict[str,
     )
     await server.start()
     mirror = Mirror(POLICY)
-    updater = WeightUpdater(mirror, IdleEngine(), SourceFetcher(lambda: RUN), Mirror.host_tensors)  # type: ignore[arg-type]
+    updater = WeightUpdater(mirror, IdleEngine(), SourceFetcher(RUN), Mirror.host_tensors)  # type: ignore[arg-type]
     task = asyncio.create_task(updater.run())
     versions = VersionMaker(model_specs(8 << 20), directory, seed=0)
     announced = 0.0

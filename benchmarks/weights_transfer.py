@@ -96,7 +96,7 @@ class Receiver:
 
     def __init__(self, engine: HeldTensors, transports: Iterable[str]) -> None:
         self.mirror, self.engine = Mirror(POLICY), engine
-        fetcher = SourceFetcher(lambda: RUN, tuple(transports))
+        fetcher = SourceFetcher(RUN, tuple(transports))
         self.updater = WeightUpdater(self.mirror, engine, fetcher)  # type: ignore[arg-type]
         self._task = asyncio.create_task(self.updater.run())
 
@@ -269,7 +269,7 @@ class Benchmark:
     async def _full(self) -> None:
         for transport in ("bulk", "grpc"):
             began = time.perf_counter()
-            fetched = await SourceFetcher(lambda: RUN, [transport]).fetch(self.newest, None, None)
+            fetched = await SourceFetcher(RUN, [transport]).fetch(self.newest, None, None)
             self.times.add(transport, time.perf_counter() - began)
             assert fetched.transport == transport
             del fetched

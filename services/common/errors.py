@@ -33,7 +33,7 @@
         └── GraderFailedError         GRADER_FAILED: a reward or judgement has no information about the answer
 
 Each leaf's ``reason`` is a name of ``ErrorReason`` in ``protos/millrace/v1/errors.proto``; a contract test
-compares the two lists. ``services.common.rpc.metadata`` turns these into gRPC statuses and back, from one table.
+compares the two lists. ``services.common.rpc.statuses`` turns these into gRPC statuses and back, from one table.
 """
 
 from __future__ import annotations

@@ -18,8 +18,15 @@ import torch.nn.functional as F
 from services.common.config.training.adapter import ALL_LINEAR, AdapterConfig
 from services.common.errors import ConfigError
 from services.common.seeds import derived_seed
-from services.common.weights.adapter import PEFT_PREFIX, A, AdapterIdentity, B
-from services.common.weights.manifest import DigestAlgorithm, TensorEntry, tensor_digest
+from services.common.weights.manifest import (
+    PEFT_PREFIX,
+    A,
+    AdapterIdentity,
+    B,
+    DigestAlgorithm,
+    TensorEntry,
+    tensor_digest,
+)
 
 
 class LoraLinear(torch.nn.Linear):

@@ -13,7 +13,7 @@ from services.common.config.processes.services import MetricsConfig
 from services.common.config.reading.loading import load_recipe, load_resolved
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError, MillraceError
 from services.common.security import identity
-from services.common.security.binding import check_keys_are_there
+from services.common.security.identity import check_keys_are_there
 from services.common.security.roles import Role
 from services.common.system.child import START_AGAIN, die_with_parent_if_asked
 from services.common.telemetry import logs

@@ -22,8 +22,7 @@ from services.common.aio import TaskOwner, deadline
 from services.common.config.processes.placement import Placement
 from services.common.config.processes.services import InferenceConfig
 from services.common.errors import DeadlineError
-from services.common.net.hosts import host_of
-from services.common.net.loopback import is_loopback
+from services.common.net.hosts import host_of, is_loopback
 from services.common.pb import pool_pb2_grpc
 from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.client.channel import channel

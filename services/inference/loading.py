@@ -23,7 +23,7 @@ from services.common.telemetry.components import weights
 from services.common.text.chat import Chat
 from services.common.transfer.source import PayloadSource
 from services.common.user_code import check_call, check_methods
-from services.common.weights.adapter import AdapterIdentity
+from services.common.weights.manifest import AdapterIdentity
 from services.inference.bases import BaseModels
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.byte_tokenizer import ByteTokenizer
@@ -34,7 +34,7 @@ from services.inference.scripts.registry import load_scripts
 from services.inference.weights.announced import AnnouncedVersions
 
 if TYPE_CHECKING:
-    from services.inference.engine.torch.adapter import Adapter
+    from services.inference.engine.torch.blocks import Adapter
     from services.inference.weights.mirror import Mirror
 
 OnTokens = Callable[[int, float], None]
@@ -191,7 +191,7 @@ def _torch_weights(
     import torch
 
     from services.common.text.huggingface import load_model, named_weights
-    from services.inference.engine.torch.adapter import Adapter
+    from services.inference.engine.torch.blocks import Adapter
 
     section = settings.recipe.policies[policy]
     path = settings.recipe.model_path(policy, settings.run_dir)
@@ -304,6 +304,6 @@ def _followed(served: ServedPolicy, settings: RunSettings, mirror: Mirror) -> Lo
     relay = Relay(mirror)
     transports = settings.recipe.policies[served.name].weights.transports
     account = TimeAccount(weights(mirror.policy), rest=UP_TO_DATE)
-    fetcher = SourceFetcher(lambda: settings.run_id, transports, relay, on_bytes=account.beat)
+    fetcher = SourceFetcher(settings.run_id, transports, relay, on_bytes=account.beat)
     updater = WeightUpdater(mirror, served.engine, fetcher, account=account)
     return LoadedPolicy(served=served, weights=updater, relay=relay)

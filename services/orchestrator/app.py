@@ -24,7 +24,7 @@ from services.common.pb import pool_pb2_grpc, run_pb2_grpc, training_pb2_grpc
 from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.server import Server
 from services.common.security import identity
-from services.common.security.binding import check_keys_are_there
+from services.common.security.identity import check_keys_are_there
 from services.common.system.garbage import GarbageSweeper
 from services.common.system.watchdog import Watchdog
 from services.common.telemetry import logs

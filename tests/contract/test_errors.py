@@ -13,7 +13,7 @@ from services.common.aio import deadline
 from services.common.errors import CapacityError, DeadlineError, InfrastructureError, MillraceError, NotFoundError
 from services.common.pb import errors_pb2
 from services.common.rpc.client.channel import channel, translated_errors
-from services.common.rpc.metadata import CLASS_OF_REASON, STATUS_OF, from_call
+from services.common.rpc.statuses import CLASS_OF_REASON, STATUS_OF, from_call
 from services.common.telemetry.log_events import LogEvent
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import get_run, watch

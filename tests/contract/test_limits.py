@@ -21,9 +21,8 @@ from services.common.errors import CapacityError, InvalidRequestError
 from services.common.net.hosts import peer_of_grpc
 from services.common.pb import pool_pb2, pool_pb2_grpc, status_pb2, status_pb2_grpc
 from services.common.rpc import limits
-from services.common.rpc.client.channel import DEADLINES, channel
+from services.common.rpc.client.channel import DEADLINES, channel, translated_errors
 from services.common.rpc.limits import LIMITS, MOST_BYTES, Limit, Rates, limit_of
-from services.common.rpc.metadata import translated_errors
 from services.common.rpc.server import Server
 from services.orchestrator.rpc.servicer_pool import PoolServicer
 from tests.contract.conftest import Served

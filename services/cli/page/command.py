@@ -16,7 +16,7 @@ from services.cli.inspect.run_state import check_run_directory
 from services.cli.keys.process_keys import keys_there
 from services.common.config.reading.loading import load_resolved
 from services.common.errors import ConfigError
-from services.common.net.loopback import is_loopback
+from services.common.net.hosts import is_loopback
 from services.common.security import identity
 from services.common.security.bundle import VARIABLE
 from services.common.security.identity import Identity

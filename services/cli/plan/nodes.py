@@ -21,8 +21,7 @@ from services.cli.plan.specs import plan
 from services.common.config.reading.loading import set_at
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.net.hosts import is_here
-from services.common.net.loopback import is_loopback
+from services.common.net.hosts import is_here, is_loopback
 from services.common.system.free_ports import LOOPBACK
 
 HOST_VARIABLE = "ORCHESTRATOR_HOST_EXTERNAL"

@@ -25,7 +25,7 @@ from services.cli.run.run_directory import prepare, reopen
 from services.common.config.reading.loading import RESOLVED, load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
-from services.common.net.loopback import is_loopback
+from services.common.net.hosts import is_loopback
 from services.common.telemetry.logs import without_passwords
 
 AUTO = "auto"

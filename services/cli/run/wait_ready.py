@@ -15,9 +15,9 @@ from rich.console import Console
 from services.cli.console.plain import say
 from services.common.errors import AccessError, ConfigError, DeadlineError, InfrastructureError, MillraceError
 from services.common.net.hosts import host_and_port
+from services.common.rpc.client.channel import translated_errors
 from services.common.rpc.client.health import HEALTH_DEADLINE_S
 from services.common.rpc.credentials import sync_channel
-from services.common.rpc.metadata import translated_errors
 from services.common.security import handshake, identity
 from services.common.security.roles import Peer
 

@@ -22,7 +22,7 @@ from services.common.errors import AccessError, ConfigError, InfrastructureError
 from services.common.net.hosts import ORCHESTRATOR, check_place, is_known
 from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.rpc.credentials import sync_channel
-from services.common.rpc.metadata import from_call
+from services.common.rpc.statuses import from_call
 from services.common.security import identity
 from services.common.security.bundle import VARIABLE
 from services.common.security.handshake import refusal_now

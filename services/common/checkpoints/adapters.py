@@ -21,9 +21,8 @@ import numpy.typing as npt
 from services.common.checkpoints.files import Piece, Progress, TensorReader, read_whole
 from services.common.checkpoints.manifest import DTYPES, EXPORTED, MODEL_FILES, Manifest
 from services.common.errors import ConfigError, CorruptDataError
-from services.common.weights.adapter import PEFT_PREFIX, A, AdapterIdentity, B
 from services.common.weights.elements import ELEMENT_TYPES, Bits, cast_bits
-from services.common.weights.manifest import algorithm_of, tensor_digest
+from services.common.weights.manifest import PEFT_PREFIX, A, AdapterIdentity, B, algorithm_of, tensor_digest
 
 PEFT_CONFIG = "adapter_config.json"
 BASE_FILE = "base.json"  # in a checkpoint: where the base was read, its type, and the digest of each tensor

@@ -19,8 +19,7 @@ from typing import Any
 import orjson
 
 from services.common.errors import CorruptDataError
-from services.common.weights.adapter import AdapterIdentity
-from services.common.weights.manifest import algorithm_of, tensor_digest
+from services.common.weights.manifest import AdapterIdentity, algorithm_of, tensor_digest
 
 MANIFEST = "manifest.json"
 MODEL_FILES = "model/"  # prefix of the names of config, tokenizer and generation config

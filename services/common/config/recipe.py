@@ -37,7 +37,7 @@ from services.common.config.processes.trackers import Tracker
 from services.common.config.training.optimizer import OptimizerConfig
 from services.common.config.training.policy import PolicyConfig
 from services.common.config.training.until import UntilConfig, check_until
-from services.common.net.loopback import is_loopback
+from services.common.net.hosts import is_loopback
 
 
 class SecurityConfig(Section):

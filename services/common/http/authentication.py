@@ -13,7 +13,7 @@ from services.common.errors import AccessError, MillraceError, PermissionDeniedE
 from services.common.http.origin import Handler, Refuse, json_answer
 from services.common.security.caller import caller
 from services.common.security.identity import Identity
-from services.common.telemetry.repeats import Repeats
+from services.common.telemetry.logs import Repeats
 
 log = structlog.get_logger()
 

@@ -20,9 +20,9 @@ from services.common.http.authentication import Shown, authenticated, authorizat
 from services.common.http.limits import SlowClients, body_in_time, rate_limited
 from services.common.http.origin import Refuse, allowed_hosts, closed_to_pages, for_programs
 from services.common.security import identity
-from services.common.security.binding import check_bind
+from services.common.security.identity import check_bind
 from services.common.security.tls import server_context
-from services.common.telemetry.repeats import Repeats
+from services.common.telemetry.logs import Repeats
 
 log = structlog.get_logger()
 

@@ -25,7 +25,7 @@ import structlog
 from aiohttp import web
 
 from services.common.errors import ConfigError, InvalidRequestError, MillraceError, PermissionDeniedError
-from services.common.telemetry.repeats import Repeats
+from services.common.telemetry.logs import Repeats
 
 log = structlog.get_logger()
 

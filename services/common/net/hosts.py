@@ -68,6 +68,16 @@ def host_and_port(place: str) -> tuple[str, int]:
     return host_of(place), int(place.rpartition(":")[2])
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a socket bound to this address."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 @functools.cache
 def is_here(host: str) -> bool:
     """Whether a host is this machine, loopback included, so that a socket can be bound there. Names are resolved."""

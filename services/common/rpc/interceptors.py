@@ -19,14 +19,15 @@ from google.protobuf.message import DecodeError
 
 from services.common.errors import InvalidRequestError, MillraceError
 from services.common.net.hosts import peer_of_grpc
+from services.common.rpc.client.channel import ids_from_metadata
 from services.common.rpc.limits import Limit, Rates, limit_of
-from services.common.rpc.metadata import ids_from_metadata, to_status
+from services.common.rpc.statuses import to_status
 from services.common.security.caller import caller
 from services.common.security.permissions import allowed
 from services.common.telemetry.accounts import TimeAccount
 from services.common.telemetry.activities import AnyActivity
 from services.common.telemetry.log_events import LogEvent
-from services.common.telemetry.repeats import Repeats
+from services.common.telemetry.logs import Repeats
 
 log = structlog.get_logger()
 

@@ -40,7 +40,7 @@ from services.common.rpc.interceptors import (
 )
 from services.common.rpc.limits import server_options
 from services.common.security import identity
-from services.common.security.binding import check_bind
+from services.common.security.identity import check_bind
 from services.common.telemetry.accounts import AccountState
 from services.common.telemetry.log_events import LogEvent
 from services.common.telemetry.status import ProcessStatus

@@ -1,7 +1,7 @@
 """The identity of this process in its run: loaded once at its start, used by all servers and clients.
 
     identity.configure(Role.INFERENCE)      # once, in __main__: reads MILLRACE_KEYS
-    identity.current()                      # None: no keys, so loopback only, and plain
+    identity.current()                      # None: no keys, so loopback only (``check_bind``), and plain
 
 Renewed files are read again automatically, so keys are rotated without a restart.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from services.common.errors import ConfigError, UnauthenticatedError
+from services.common.net.hosts import is_loopback
 from services.common.security import bundle as files
 from services.common.security.bundle import Bundle
 from services.common.security.roles import Role
@@ -170,3 +171,26 @@ def used(identity: Identity | None) -> Iterator[None]:
         yield
     finally:
         _current = before
+
+
+def check_bind(what: str, host: str, identity: Identity | None, run_id: str = "") -> None:
+    """Raises ``ConfigError`` for a bind that others reach while callers cannot be known, and for another run's keys."""
+    if identity is None and not is_loopback(host):
+        raise ConfigError(
+            f"{what} may not bind {host} without keys, because then any caller would be accepted: make them with "
+            f"`millrace keys` and set {files.VARIABLE} to their directory, or bind loopback with host: 127.0.0.1"
+        )
+    if identity is not None and run_id and identity.run != run_id:
+        raise ConfigError(
+            f"{what}: {identity.folder} holds keys of run {identity.run!r}, but this is run {run_id!r}: make keys for it "
+            f"with `millrace keys`, and set {files.VARIABLE} to them"
+        )
+
+
+def check_keys_are_there(needed: bool, identity: Identity | None) -> None:
+    """Raises ``ConfigError`` for a run that wants TLS (``Recipe.needs_keys``) in a process without keys."""
+    if needed and identity is None:
+        raise ConfigError(
+            f"this run wants TLS (security.tls, or a host other than loopback), and this process has no keys: make them "
+            f"with `millrace keys` and set {files.VARIABLE} to their directory"
+        )

@@ -11,6 +11,9 @@ import logging
 import os
 import re
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +30,7 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud8
 _JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 HIDDEN = "[hidden]"
+TELL_AGAIN_S = 1.0
 
 # Only texts with one of these are searched: most have none.
 _HINTS = ("eyJ", "earer ", "PRIVATE KEY", "uthorization", "@")
@@ -185,3 +189,23 @@ class _LibraryHandler(logging.Handler):
         getattr(structlog.get_logger(), method)(
             "library.log", logger=record.name, message=record.getMessage(), exc_info=record.exc_info or None
         )
+
+
+class Repeats:
+    """Limits the rate of logged events, so that a client cannot fill the disk: one event per kind and second, or another
+    period. Kinds are kept for ever, so they must come from a bounded set, never from a peer."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, every_s: float = TELL_AGAIN_S) -> None:
+        self._clock = clock
+        self._every_s = every_s
+        self._told: dict[tuple[str, ...], float] = {}
+        self._untold: Counter[tuple[str, ...]] = Counter()
+
+    def tell(self, *kind: str) -> dict[str, int] | None:
+        """None: keep quiet about this one. Otherwise fields for its log line: how many of its kind were kept quiet."""
+        now = self._clock()
+        if kind in self._told and now - self._told[kind] < self._every_s:
+            self._untold[kind] += 1
+            return None
+        self._told[kind] = now
+        return {"and_before": count} if (count := self._untold.pop(kind, 0)) else {}

@@ -32,9 +32,8 @@ from services.common.errors import (
     NotFoundError,
     OffsetOutOfRangeError,
 )
-from services.common.net.hosts import address, bracketed
-from services.common.net.loopback import is_loopback
-from services.common.telemetry.repeats import Repeats
+from services.common.net.hosts import address, bracketed, is_loopback
+from services.common.telemetry.logs import Repeats
 from services.common.transfer.bulk_socket import (
     HANDSHAKE_BYTES,
     REQUEST_BYTES,

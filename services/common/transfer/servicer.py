@@ -7,12 +7,11 @@ beside gRPC chunks: a mapped file or the bulk socket.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import grpc
-import structlog
 
 from services.common.errors import NotFoundError, OffsetOutOfRangeError, UnknownPolicyError
 from services.common.net.hosts import host_identity
@@ -21,7 +20,6 @@ from services.common.rpc.server import Server
 from services.common.transfer.bulk_server import BulkServer
 from services.common.transfer.sending import SendBudget
 from services.common.transfer.source import PayloadSource
-from services.common.weights.manifest import Payload
 from services.common.weights.not_ready import PayloadNotReadyError
 from services.common.wire.weights import (
     not_ready_to_proto,
@@ -29,8 +27,6 @@ from services.common.wire.weights import (
     payload_to_proto,
     transports_from_proto,
 )
-
-log = structlog.get_logger()
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -60,8 +56,8 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         except PayloadNotReadyError as error:
             return not_ready_to_proto(error)
         response = payload_to_proto(payload)
-        if can_map:
-            _offer_mapped(source, payload, response)
+        if can_map and payload.file is not None:  # gone meanwhile, the receiver asks for another transport
+            response.mapped.path, response.mapped.offset = str(payload.file[0]), payload.file[1]
         if "bulk" in transports and self._bulk is not None and payload.size_bytes >= self._bulk.from_bytes:
             response.bulk.endpoint = self._bulk.endpoint
             response.bulk.ticket = self._bulk.tickets.give(source, payload.payload_id)
@@ -107,25 +103,7 @@ async def add_weight_service(
 
 def source_of(payload_id: str, sources: Mapping[str, PayloadSource]) -> PayloadSource:
     """The source of a payload: a payload's name begins with its policy's."""
-    found = _longest(policy for policy in sources if payload_id.startswith(f"{policy}:"))
+    found = max((policy for policy in sources if payload_id.startswith(f"{policy}:")), key=len, default=None)
     if found is None:
         raise NotFoundError(f"payload {payload_id!r} is of none of {sorted(sources)}: ask for the manifest again")
     return sources[found]
-
-
-def _longest(names: Iterable[str]) -> str | None:
-    return max(names, key=len, default=None)
-
-
-def _offer_mapped(source: PayloadSource, payload: Payload, response: weights_pb2.GetManifestResponse) -> None:
-    try:
-        reader = source.open(payload.payload_id)
-    except NotFoundError as error:  # dropped between the two calls; the receiver will get the same error
-        log.info("mapped.not_offered", payload=payload.payload_id, error=error.message)
-        return
-    try:
-        where = reader.file()
-    finally:
-        reader.close()
-    if where is not None:
-        response.mapped.path, response.mapped.offset = str(where[0]), where[1]

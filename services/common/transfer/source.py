@@ -11,7 +11,6 @@ A payload's name is global: the same name is the same bytes, here and at every r
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 from services.common.weights.manifest import Payload, PayloadRequest
@@ -32,10 +31,6 @@ class PayloadReader(Protocol):
             DeadlineError: the bytes did not arrive in time.
             NotFoundError: the bytes will never arrive.
         """
-        ...
-
-    def file(self) -> tuple[Path, int] | None:
-        """Path and offset of the payload in a file that other processes may map; None without a complete file."""
         ...
 
     def close(self) -> None:
@@ -64,15 +59,9 @@ class PayloadSource(Protocol):
 class MemoryReader:
     """A payload that is whole in memory (a mapped file, or bytes), and the function that ends its lease."""
 
-    def __init__(
-        self,
-        data: memoryview,
-        release: Callable[[], None] = lambda: None,
-        file: tuple[Path, int] | None = None,
-    ) -> None:
+    def __init__(self, data: memoryview, release: Callable[[], None] = lambda: None) -> None:
         self._data = data
         self._release: Callable[[], None] | None = release
-        self._file = file
 
     @property
     def size_bytes(self) -> int:
@@ -80,9 +69,6 @@ class MemoryReader:
 
     async def read(self, offset: int, size: int) -> memoryview:
         return self._data[offset : offset + size]
-
-    def file(self) -> tuple[Path, int] | None:
-        return self._file
 
     def close(self) -> None:
         """Closing twice does no harm."""

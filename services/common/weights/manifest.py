@@ -16,15 +16,19 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from services.common.errors import CorruptDataError
-from services.common.weights.adapter import AdapterIdentity
+from services.common.errors import CorruptDataError, ModelMismatchError
 from services.common.weights.elements import element_type
+
+# Names of the tensors of an adapter, as in PEFT's files.
+PEFT_PREFIX = "base_model.model."
+A, B = "lora_A.weight", "lora_B.weight"  # under the name of a target
 
 ALIGNMENT = 64  # tensors begin at multiples of this, in snapshots and full payloads
 
@@ -74,6 +78,47 @@ class TensorEntry(TensorSpec):
     offset: int
     length: int  # equals size_bytes in a snapshot; of the coded part in a delta, 0 when nothing changed
     digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterIdentity:
+    """The facts about a LoRA adapter that its tensors do not state: its sizes, its targets and the weights below it.
+
+    A version of an adapter holds only the adapter's tensors. Two versions with equal tensors are different policies on
+    different bases, so the identity is part of the version's digest, of a manifest and of a checkpoint.
+
+    >>> held = AdapterIdentity(rank=8, alpha=16.0, targets=("q_proj",), base="xxh3-128:00")
+    >>> held.scale, AdapterIdentity.from_json(held.to_json()) == held
+    (2.0, True)
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # last parts of module names, sorted
+    base: str  # digest of the weights below, as of a version that holds them
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter's product."""
+        return self.alpha / self.rank
+
+    @property
+    def digest_text(self) -> str:
+        """The text that a version's digest covers."""
+        return f"lora\0{self.rank}\0{self.alpha!r}\0{','.join(self.targets)}\0{self.base}\0"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets), "base": self.base}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> AdapterIdentity:
+        """Raises ``KeyError``, ``TypeError`` or ``ValueError`` when the data is no identity."""
+        targets = data["targets"]
+        if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+            raise ValueError(f"targets of an adapter are names, got {targets!r}")
+        return cls(
+            rank=int(data["rank"]), alpha=float(data["alpha"]), targets=tuple(targets), base=str(data["base"])
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +204,7 @@ class Payload:
     base: BaseVersion | None = None
     encode_s: float = 0.0  # time of the encoding
     choice: str = ""  # why this payload, with the estimated costs; empty when there was no choice
+    file: tuple[Path, int] | None = None  # at its source: a file that holds the payload, and the payload's offset there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +282,26 @@ def with_digest(entry: TensorEntry, digest: str) -> TensorEntry:
 def same_tensors(left: Iterable[TensorSpec], right: Iterable[TensorSpec]) -> bool:
     """Whether both have the same names, dtypes and shapes, in any order: only then a delta makes sense."""
     return {t.name: (t.dtype, t.shape) for t in left} == {t.name: (t.dtype, t.shape) for t in right}
+
+
+def check_same_adapter(own: AdapterIdentity | None, other: AdapterIdentity | None, where: str) -> None:
+    """Raise ``ModelMismatchError``, naming each difference, unless ``where`` holds the adapter that is expected here."""
+    if own == other:
+        return
+    if own is None or other is None:
+        words = {True: "all weights of a model", False: "an adapter"}
+        raise ModelMismatchError(f"{where} holds {words[other is None]}, expected {words[own is None]}")
+    differences = [
+        f"{name} {there}, expected {here}"
+        for name, here, there in (
+            ("base", own.base, other.base),
+            ("rank", own.rank, other.rank),
+            ("alpha", f"{own.alpha:g}", f"{other.alpha:g}"),
+            ("targets", ", ".join(own.targets), ", ".join(other.targets)),
+        )
+        if here != there
+    ]
+    raise ModelMismatchError(f"{where} holds another adapter: {'; '.join(differences)}")
 
 
 def algorithm_of(digest: str) -> DigestAlgorithm:

@@ -25,10 +25,10 @@ import numpy as np
 import orjson
 
 from services.common.errors import CorruptDataError, InfrastructureError
-from services.common.weights.adapter import AdapterIdentity
 from services.common.weights.elements import Bits, element_type
 from services.common.weights.manifest import (
     DEFAULT_ALGORITHM,
+    AdapterIdentity,
     DigestAlgorithm,
     Manifest,
     TensorEntry,

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from services.common.errors import CorruptDataError, InvalidRequestError
 from services.common.pb import pool_pb2, tensor_pb2, weights_pb2
 from services.common.records.types import FetchPlan, WeightTransfer, WeightVersion
-from services.common.weights.adapter import AdapterIdentity
 from services.common.weights.manifest import (
+    AdapterIdentity,
     BaseVersion,
     Encoding,
     Manifest,

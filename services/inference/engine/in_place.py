@@ -18,13 +18,12 @@ import torch
 
 from services.common.weights.codec import ChunkChange
 from services.common.weights.elements import Bits, element_type
-from services.inference.engine.threads import run_all
+from services.inference.engine.threads import SCATTERED_BYTES, run_all
 from services.inference.engine.weight_update import WeightUpdate, check_update
 
 # numpy scatters into a tensor's memory about 1.5 times faster than torch's index_copy_ does, and copies bfloat16 twice as
 # fast as copy_; it has no bfloat16.
 _SIGNED = {2: torch.int16, 4: torch.int32}
-_CACHE_LINE = 64  # bytes that one scattered element moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class _HostScatter:
 
     @property
     def touched_bytes(self) -> int:
-        return _CACHE_LINE * len(self.positions)
+        return SCATTERED_BYTES * len(self.positions)
 
     def apply(self) -> None:
         self.target[self.positions] = self.values

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+SCATTERED_BYTES = 64  # that a write of one scattered element moves: a cache line
+
 _MOST_THREADS = 2  # they run beside generation, and two move bytes about as fast as the memory of a small machine does
 _WORTH_BYTES = 16 << 20  # starting a thread takes as long as moving a few MiB
 

@@ -33,7 +33,7 @@ from services.common.telemetry.accounts import Activity, TimeAccount
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.components import ORCHESTRATOR, records, replica
 from services.common.telemetry.log_events import LogEvent
-from services.common.telemetry.repeats import Repeats
+from services.common.telemetry.logs import Repeats
 from services.common.wire.records import failure_to_proto, fill_trajectory
 from services.common.wire.refusals import refusal_reason_from_proto
 

@@ -43,7 +43,7 @@ class SourceFetcher:
 
     def __init__(
         self,
-        run_id: Callable[[], str],
+        run_id: str,
         transports: Sequence[str] = TRANSPORTS,
         relay: Relay | None = None,
         on_bytes: Callable[[], None] = lambda: None,
@@ -112,7 +112,7 @@ class SourceFetcher:
         plan: FetchPlan | None,
         is_superseded: Callable[[], bool],
     ) -> Fetched:
-        source = WeightSource(address, self._run_id(), transports=self._transports, rates=self._rates)
+        source = WeightSource(address, self._run_id, transports=self._transports, rates=self._rates)
         async with source:
             payload = await self._payload(source, wanted, base, is_superseded)
             sources: tuple[str, ...] = (address,)
@@ -163,7 +163,7 @@ class SourceFetcher:
             self._relay.receive(incoming)
         try:
             if plan is not None and payload.size_bytes >= 2 * MIN_SHARD_BYTES:
-                return await PeerFetch(payload, incoming, plan, source, self._run_id()).run()
+                return await PeerFetch(payload, incoming, plan, source, self._run_id).run()
             await source.fetch(payload, incoming.shard(0, payload.size_bytes))
             return (source.address,)
         except BaseException:  # cancellations too: concurrent readers must not wait for bytes that will not come

@@ -16,7 +16,6 @@ import bisect
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 from services.common.aio import deadline
 from services.common.errors import NotFoundError, OffsetOutOfRangeError, VersionUnavailableError
@@ -109,9 +108,6 @@ class IncomingReader:
             raise OffsetOutOfRangeError(f"offset {offset} of a payload of {self.size_bytes} bytes")
         there = await self._incoming.wait_readable(offset)
         return self._incoming.data[offset : offset + min(size, there)]
-
-    def file(self) -> tuple[Path, int] | None:
-        return None
 
     def close(self) -> None:
         if self._hold is not None:
@@ -214,9 +210,6 @@ class _MirrorReader:
             return self._bits[entry.name].data.cast("B")[within : within + min(size, entry.length - within)]
         following = self._offsets[place + 1] if place + 1 < len(self._offsets) else self.size_bytes
         return memoryview(bytes(min(size, following - offset)))
-
-    def file(self) -> tuple[Path, int] | None:
-        return None
 
     def close(self) -> None:
         if self._lease is not None:

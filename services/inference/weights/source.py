@@ -1,10 +1,13 @@
-"""One peer that serves weights, publisher or relay: its manifest, and its transports.
+"""One peer that serves weights, publisher or relay: its manifest, its file on the same host, and its transports.
 
 The transports are tried in the receiver's order, gRPC last; after a failure the next goes on at the same offset.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import stat
 from collections.abc import Iterator, Sequence
 
 import structlog
@@ -16,8 +19,7 @@ from services.common.errors import (
     InfrastructureError,
     NotFoundError,
 )
-from services.common.net.hosts import bracketed, host_identity, host_of
-from services.common.net.loopback import is_loopback
+from services.common.net.hosts import bracketed, host_identity, host_of, is_loopback
 from services.common.pb import weights_pb2, weights_pb2_grpc
 from services.common.records.types import WeightVersion
 from services.common.rpc.client.channel import DEADLINES, call_metadata, channel, translated_errors
@@ -30,7 +32,6 @@ from services.inference.weights.transports import (
     BulkTransport,
     ByteRange,
     GrpcTransport,
-    MappedTransport,
     Transport,
 )
 
@@ -176,6 +177,46 @@ class WeightSource:
             if base is None:
                 raise
             return await self._manifest(version, None)
+
+
+class MappedTransport:
+    """A file that the source has on this host. Copies ranges out of the mapping; ``whole`` maps without a copy."""
+
+    name = "mapped"
+
+    def __init__(self, path: str, begin: int) -> None:
+        self._path = path
+        self._begin = begin
+
+    async def fetch(self, payload: Payload, wanted: ByteRange) -> None:
+        wanted.put(wanted.offset, self.whole(payload)[wanted.offset : wanted.end])
+
+    def whole(self, payload: Payload) -> memoryview:
+        """The payload as writable memory, allocated by writing (copy-on-write).
+
+        Writes of the receiver do not reach the file; the file is sealed, so the receiver sees no later writes. The mapping
+        outlives the file's name. A tensor that is to change is better copied out of the mapping first: while any part is
+        mapped, the whole file keeps its memory.
+
+        Raises:
+            InfrastructureError: the file is gone, or is not the offered file.
+        """
+        path, begin, size_bytes = self._path, self._begin, payload.size_bytes
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise InfrastructureError(f"the offered file {path} cannot be opened: {error.strerror}") from None
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or begin < 0 or found.st_size < begin + size_bytes:
+                raise InfrastructureError(f"the offered file {path} has no {size_bytes} bytes from {begin}")
+            shift = begin % mmap.ALLOCATIONGRANULARITY
+            mapped = mmap.mmap(descriptor, shift + size_bytes, access=mmap.ACCESS_COPY, offset=begin - shift)
+        except OSError as error:
+            raise InfrastructureError(f"the offered file {path} cannot be mapped: {error.strerror}") from None
+        finally:
+            os.close(descriptor)
+        return memoryview(mapped)[shift:]
 
 
 def _reachable(endpoint: str, source: str) -> str:

@@ -1,15 +1,12 @@
-"""Brings the bytes of a payload from one source into a buffer: gRPC chunks, a mapped file, or the bulk plane.
+"""Brings the bytes of a payload over a connection from one source into a buffer: gRPC chunks, or the bulk plane.
 
 A ``ByteRange`` is the partly received range. It outlives a stream and a transport, so that another one goes on where one
-broke. ``source`` chooses among the transports.
+broke. ``source`` maps files, and chooses among the transports.
 """
 
 from __future__ import annotations
 
 import asyncio
-import mmap
-import os
-import stat
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -184,51 +181,6 @@ class GrpcTransport:
                     wanted.put(response.offset, response.data)
         finally:
             call.cancel()
-
-
-class MappedTransport:
-    """A file that the source has on this host. Copies ranges out of the mapping; ``whole`` maps without a copy."""
-
-    name = "mapped"
-
-    def __init__(self, path: str, begin: int) -> None:
-        self._path = path
-        self._begin = begin
-
-    async def fetch(self, payload: Payload, wanted: ByteRange) -> None:
-        mapped = map_payload(self._path, self._begin, payload.size_bytes)
-        wanted.put(wanted.offset, mapped[wanted.offset : wanted.end])
-
-    def whole(self, payload: Payload) -> memoryview:
-        """The payload as ``map_payload`` returns it."""
-        return map_payload(self._path, self._begin, payload.size_bytes)
-
-
-def map_payload(path: str, begin: int, size_bytes: int) -> memoryview:
-    """The payload as writable memory, allocated by writing (copy-on-write).
-
-    Writes of the receiver do not reach the file; the file is sealed, so the receiver sees no later writes. The mapping
-    outlives the file's name. A tensor that is to change is better copied out of the mapping first: while any part is
-    mapped, the whole file keeps its memory.
-
-    Raises:
-        InfrastructureError: the file is gone, or is not the offered file.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise InfrastructureError(f"the offered file {path} cannot be opened: {error.strerror}") from None
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or begin < 0 or found.st_size < begin + size_bytes:
-            raise InfrastructureError(f"the offered file {path} has no {size_bytes} bytes from {begin}")
-        shift = begin % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(descriptor, shift + size_bytes, access=mmap.ACCESS_COPY, offset=begin - shift)
-    except OSError as error:
-        raise InfrastructureError(f"the offered file {path} cannot be mapped: {error.strerror}") from None
-    finally:
-        os.close(descriptor)
-    return memoryview(mapped)[shift:]
 
 
 class BulkTransport:

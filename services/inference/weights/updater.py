@@ -29,16 +29,15 @@ from services.common.errors import (
     VersionUnavailableError,
 )
 from services.common.records.types import FetchPlan, WeightTransfer, WeightVersion
+from services.common.telemetry import components
 from services.common.telemetry.accounts import Activity, TimeAccount
 from services.common.telemetry.activities import ActivityName
-from services.common.telemetry.components import engine, publisher, weights
 from services.common.telemetry.log_events import LogEvent
 from services.common.weights.manifest import BaseVersion, Manifest
 from services.inference.engine.base import Engine, sharing
 from services.inference.engine.weight_update import WeightUpdate
 from services.inference.weights.fetcher import Fetched
-from services.inference.weights.mirror import Mirror
-from services.inference.weights.verify import Verified
+from services.inference.weights.mirror import Mirror, Verified
 
 log = structlog.get_logger()
 
@@ -95,8 +94,9 @@ class WeightUpdater:
         host_tensors: Callable[[Mirror], Mapping[str, Any]] = Mirror.host_tensors,
         account: TimeAccount | None = None,
     ) -> None:
-        self.account = account or TimeAccount(weights(mirror.policy), rest=UP_TO_DATE)
-        self._publisher = publisher(mirror.policy)
+        self.account = account or TimeAccount(components.weights(mirror.policy), rest=UP_TO_DATE)
+        self._publisher = components.publisher(mirror.policy)
+        self._engine_component = components.engine(mirror.policy)
         self._mirror = mirror
         self._engine = engine
         self._fetcher = fetcher
@@ -227,7 +227,7 @@ class WeightUpdater:
             verified, from_base = await self._into_mirror(wanted, plan, attempt)
             changes_do = from_base is not None and from_base == self._in_engine and _one_type(verified.manifest)
             update = _changes(verified) if changes_do else self._whole(wanted.number)
-        with self.account.during(ActivityName.CHANGING_WEIGHTS, on=engine(wanted.policy)):
+        with self.account.during(ActivityName.CHANGING_WEIGHTS, on=self._engine_component):
             async with self._engine_lock:
                 # An engine that has got its memory back meanwhile has read the mirror.
                 pause_s = 0.0 if self._in_engine == wanted_base else await self._engine.update(update)

@@ -27,7 +27,7 @@ from services.common.records import fates, masked
 from services.common.records.refusals import Refusal, RefusalReason, counter_of
 from services.common.records.types import RolloutFailure, Trajectory
 from services.common.telemetry.log_events import LogEvent
-from services.common.telemetry.repeats import Repeats
+from services.common.telemetry.logs import Repeats
 from services.orchestrator.ingest.bounds import RecordBounds, RecordRefusedError, bounded_failure
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.writer import Journal

@@ -13,7 +13,7 @@ import structlog
 from services.common.records.types import Interval, WeightVersion
 from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.telemetry.log_events import LogEvent
-from services.common.telemetry.repeats import Repeats
+from services.common.telemetry.logs import Repeats
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.members.absences import Absences
 from services.orchestrator.members.commands import LeavePool

@@ -22,7 +22,7 @@ import torch
 from services.common.errors import ModelMismatchError
 from services.common.lora import adapter_weights, attach
 from services.common.text.huggingface import load_model, named_weights
-from services.common.weights.adapter import AdapterIdentity
+from services.common.weights.manifest import AdapterIdentity
 from services.trainer.model.adapter import AdapterSetup, Base, reset_adapter
 from services.trainer.model.attention import Documents, Kernel, register_attention
 from services.trainer.model.logprobs import CHUNK_TOKENS, Drawn, Targets, token_logprobs
@@ -154,7 +154,7 @@ class PolicyModel(torch.nn.Module):
 
     def published(self) -> Mapping[str, torch.Tensor]:
         """The tensors of a version, by name: those of the adapter if there is one, else all weights."""
-        return adapter_weights(self.causal_lm) or named_weights(self.causal_lm)
+        return named_weights(self.causal_lm) if self.adapter is None else adapter_weights(self.causal_lm)
 
 
 def build_policy_model(

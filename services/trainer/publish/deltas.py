@@ -1,21 +1,19 @@
-"""Makes deltas between snapshots of one policy, and keeps those between consecutive versions.
+"""Makes deltas between snapshots of one policy.
 
     v3 --delta--> v4 --delta--> v5 --delta--> v6        a receiver at v3 gets three, merged into one
 
 A delta is its bytes and the payload that describes them. ``DeltaMaker`` codes one from two snapshots, or merges consecutive
-ones. ``DeltaChain`` keeps them with the digests of their versions; a delta in the chain may still be in progress.
-``PublisherStore`` selects them.
+ones. ``receiver_deltas`` keeps them.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from services.common.errors import BaseUnavailableError, DeadlineError, InfrastructureError
+from services.common.errors import InfrastructureError
 from services.common.weights.codec import encode_tensor, merge_tensor
 from services.common.weights.manifest import (
     BaseVersion,
@@ -115,90 +113,3 @@ class DeltaMaker:
 def base_of(manifest: Manifest) -> BaseVersion:
     """The manifest's version, as the base of a delta."""
     return BaseVersion(number=manifest.version, digest=manifest.digest)
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaLink:
-    """The delta between two consecutive versions. The future gives None when the full snapshot is no larger."""
-
-    base: BaseVersion
-    target: BaseVersion
-    delta: Future[Delta | None]
-
-    @property
-    def made(self) -> Delta | None:
-        """The finished delta; None before its end, and after a failure."""
-        future = self.delta
-        if not future.done() or future.cancelled() or future.exception() is not None:
-            return None
-        return future.result()
-
-    def wait(self, timeout_s: float) -> Delta | None:
-        """Wait for the delta and return the result of its future.
-
-        Raises:
-            DeadlineError: the delta is not finished after ``timeout_s``.
-        """
-        try:
-            return self.delta.result(timeout_s)
-        except TimeoutError:
-            wait = f"the delta from version {self.base.number} to {self.target.number}"
-            raise DeadlineError(f"{wait} took longer than {timeout_s:g} s", wait=wait) from None
-
-
-class DeltaChain:
-    """The newest links, oldest first. Not safe for threads: the caller holds a lock."""
-
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
-        self._links: deque[DeltaLink] = deque()
-
-    def append(self, base: BaseVersion, target: BaseVersion, delta: Future[Delta | None]) -> None:
-        """Append the delta to the newest version. A base that is not the end of the chain starts a new chain."""
-        if self._links and self._links[-1].target != base:
-            self._links.clear()
-        self._links.append(DeltaLink(base, target, delta))
-        while len(self._links) > self._keep:
-            self._links.popleft()
-
-    def bound(self, max_bytes: int) -> None:
-        """Drop the oldest links until the finished deltas have at most ``max_bytes`` in total."""
-        while self._links and self.size_bytes > max_bytes:
-            self._links.popleft()
-
-    def links(self) -> list[DeltaLink]:
-        """The kept links, oldest first."""
-        return list(self._links)
-
-    def path(self, base: BaseVersion, version: int) -> list[DeltaLink] | None:
-        """The links from ``base`` to ``version``; None when one of them is not kept.
-
-        Raises:
-            BaseUnavailableError: the base's number has another digest in the chain.
-        """
-        numbers = [link.base.number for link in self._links]
-        if base.number not in numbers:
-            return None
-        begin = numbers.index(base.number)
-        if self._links[begin].base != base:
-            raise BaseUnavailableError(
-                f"version {base.number} has digest {self._links[begin].base.digest} here, not {base.digest}; "
-                "ask for the full snapshot"
-            )
-        found = []
-        for link in list(self._links)[begin:]:
-            found.append(link)
-            if link.target.number == version:
-                return found
-        return None
-
-    def made(self) -> list[Delta]:
-        """The finished deltas."""
-        return [made for link in self._links if (made := link.made) is not None]
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(delta.size_bytes for delta in self.made())
-
-    def __len__(self) -> int:
-        return len(self._links)

@@ -107,6 +107,7 @@ async def _apply_commands(store: PublisherStore, server: Server) -> None:
     """Add the snapshots that standard input names, until its end: the end of the trainer."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    is_ready = False
     while line := await reader.readline():
         path = Path(json.loads(line)["add"])
         try:
@@ -115,7 +116,9 @@ async def _apply_commands(store: PublisherStore, server: Server) -> None:
             log.error("snapshot.refused", path=str(path), error=str(error))
             _answer({"error": f"{path}: {error}"})
             continue
-        server.set_ready()
+        if not is_ready:
+            server.set_ready()
+            is_ready = True
         log.info("snapshot.served", version=manifest.version, size_bytes=manifest.size_bytes)
         _answer({"version": manifest.version, "digest": manifest.digest})
     server.request_stop()

@@ -2,9 +2,9 @@
 
     add(v7) --> encode v6->v7 (in a thread) --> chain of the last deltas --> merge for a receiver at v4, cached
 
-The delta from a version's predecessor is coded in advance (``delta_queue``). Deltas over several versions are merged at the
-first request, and concurrent requests share the computation. Both work without the base's snapshot: the chain's digest
-shows whether a receiver holds the right base. With ``transfer: auto``, ``transfer_choice`` decides whether a receiver gets a
+The delta from a version's predecessor is coded in advance. Deltas over several versions are merged at the first request, and
+concurrent requests share the computation (``receiver_deltas``). Both work without the base's snapshot: the chain's digest
+shows whether a receiver holds the right base. With ``transfer: auto``, ``TransferChoice`` decides whether a receiver gets a
 delta, and no delta is coded while no receiver fetches one.
 
 A ``PayloadSource``, independent of gRPC. Readers hold leases, so that a payload is never removed during a read. A request
@@ -18,18 +18,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import structlog
 
 from services.common.config.training.policy import WeightsConfig
-from services.common.errors import (
-    NotFoundError,
-    VersionConflictError,
-    VersionUnavailableError,
-)
+from services.common.errors import NotFoundError, VersionConflictError, VersionUnavailableError
+from services.common.telemetry.log_events import LogEvent
 from services.common.transfer.source import MemoryReader, PayloadReader
 from services.common.weights.manifest import (
     BaseVersion,
@@ -37,16 +34,20 @@ from services.common.weights.manifest import (
     Manifest,
     Payload,
     PayloadRequest,
+    ReceiverRates,
     full_payload_id,
 )
 from services.common.weights.snapshot_file import Snapshot
 from services.trainer.publish.deltas import Delta, DeltaMaker
 from services.trainer.publish.receiver_deltas import Maker, ReceiverDeltas
-from services.trainer.publish.transfer_choice import Choice, TransferChoice
 
 log = structlog.get_logger()
 
 MOST_THREADS = 4  # two code 1.6 times as fast as one, four 1.9 times: the interpreter lock limits the gain
+
+_NEWEST_WEIGHT = 0.5  # of a new measurement in the running mean
+_KEPT_CHOICES = 8  # versions
+_IDLE_VERSIONS = 4  # without a request for a delta, before deltas are no longer coded in advance
 
 
 class PublisherStore:
@@ -131,6 +132,7 @@ class PublisherStore:
                 encoding=Encoding.FULL,
                 size_bytes=snapshot.manifest.size_bytes,
                 target=snapshot.manifest,
+                file=(snapshot.path, snapshot.data_offset),
             )
             base, every = request.base, self._config.full_every
             if base is None or self._config.transfer == "full" or (every and request.version % every == 0):
@@ -154,7 +156,7 @@ class PublisherStore:
                 if full_payload_id(snapshot.manifest) == payload_id:
                     snapshot.lease()
                     data = snapshot.data[: snapshot.manifest.size_bytes]
-                    return MemoryReader(data, partial(self._release, snapshot), (snapshot.path, snapshot.data_offset))
+                    return MemoryReader(data, partial(self._release, snapshot))
         delta = self._deltas.find(payload_id)
         if delta is None:
             raise NotFoundError(f"payload {payload_id!r} is gone: ask for the manifest again")
@@ -210,3 +212,105 @@ class PublisherStore:
     def _release(self, snapshot: Snapshot) -> None:
         with self._lock:
             snapshot.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The encoding for one version and one kind of receiver, and the reason with the estimated costs."""
+
+    encoding: Encoding
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class MeasuredRates:
+    """Running means; 0: not measured."""
+
+    code_s_per_byte: float = 0.0  # of the version
+    delta_share: float = 0.0  # bytes of a delta over bytes of its version
+    link: float = 0.0  # bytes per second
+    decode: float = 0.0  # bytes of the version per second
+
+    def costs_s(self, size_bytes: int, *, is_ready: bool) -> tuple[float, float] | None:
+        """Seconds for the delta and for the full snapshot; None before every rate is measured."""
+        if not (self.code_s_per_byte and self.link and self.decode):
+            return None
+        coding = 0.0 if is_ready else size_bytes * self.code_s_per_byte
+        delta = coding + size_bytes * self.delta_share / self.link + size_bytes / self.decode
+        return delta, size_bytes / self.link
+
+
+class TransferChoice:
+    """Chooses between the delta and the full snapshot for ``weights.transfer: auto``, by measured rates.
+
+        receiver on the publisher's host that maps files   full: no bytes are coded, sent or decoded
+        others                                             the cheaper of
+            delta   rest of coding + bytes / link + decoding
+            full    bytes / link
+
+    One choice per version holds for all receivers on other hosts, because receivers of the same payload pass its parts on to
+    each other. Before every rate is measured the choice is the delta: its transfer measures the rates. The caller holds a
+    lock.
+    """
+
+    def __init__(self) -> None:
+        self.rates = MeasuredRates()
+        self._choices: dict[int, Choice] = {}
+        self._told: set[tuple[int, str]] = set()
+        self._last_wanted = -_IDLE_VERSIONS - 1  # the newest version for which a receiver on another host had a base
+
+    def note_receiver(self, rates: ReceiverRates) -> None:
+        """Note the rates that a receiver measured."""
+        self.rates.link = _mean(self.rates.link, rates.link)
+        self.rates.decode = _mean(self.rates.decode, rates.decode)
+
+    def note_delta(self, *, size_bytes: int, full_bytes: int, code_s: float) -> None:
+        """Note a coded delta between consecutive versions."""
+        self.rates.code_s_per_byte = _mean(self.rates.code_s_per_byte, code_s / max(1, full_bytes))
+        self.rates.delta_share = _mean(self.rates.delta_share, size_bytes / max(1, full_bytes))
+
+    def codes_in_advance(self, version: int) -> bool:
+        """Whether receivers are expected to fetch a delta to ``version``."""
+        last = self._choices.get(self._last_wanted)
+        return version - self._last_wanted <= _IDLE_VERSIONS and (last is None or last.encoding is Encoding.DELTA)
+
+    def choose(self, version: int, size_bytes: int, *, can_map: bool, is_ready: bool) -> Choice:
+        """The choice for a receiver that holds a base. ``is_ready``: the delta is coded."""
+        if can_map:
+            return self._tell(version, Choice(Encoding.FULL, "mapped on one host"))
+        self._last_wanted = max(self._last_wanted, version)
+        known = self._choices.get(version)
+        if known is not None:
+            return known
+        costs = self.rates.costs_s(size_bytes, is_ready=is_ready)
+        if costs is None:
+            chosen = Choice(Encoding.DELTA, "delta, rates not measured")
+        else:
+            delta_s, full_s = costs
+            cheaper = Encoding.DELTA if delta_s <= full_s else Encoding.FULL
+            chosen = Choice(cheaper, f"{cheaper.value}: delta {delta_s:.3g} s, full {full_s:.3g} s")
+        self._choices[version] = chosen
+        while len(self._choices) > _KEPT_CHOICES:
+            del self._choices[min(self._choices)]
+        return self._tell(version, chosen)
+
+    def _tell(self, version: int, choice: Choice) -> Choice:
+        if (version, choice.reason) not in self._told:
+            self._told = {told for told in self._told if told[0] > version - _KEPT_CHOICES} | {(version, choice.reason)}
+            log.info(
+                LogEvent.TRANSFER_CHOSEN,
+                version=version,
+                encoding=choice.encoding.value,
+                reason=choice.reason,
+                link_bytes_per_s=round(self.rates.link),
+                decode_bytes_per_s=round(self.rates.decode),
+                code_s_per_gb=round(self.rates.code_s_per_byte * 1e9, 3),
+                delta_share=round(self.rates.delta_share, 4),
+            )
+        return choice
+
+
+def _mean(mean: float, value: float) -> float:
+    if value <= 0:
+        return mean
+    return value if not mean else mean + _NEWEST_WEIGHT * (value - mean)

@@ -4,8 +4,9 @@
     receiver at v4, wants v7   three links, merged into one delta at the first request
     receiver at a version outside the chain, with its snapshot held: coded at the first request
 
-Requests for one delta share its computation, in a thread that goes on when a request ends earlier. Base versions are
-compared by digest, so no snapshot of the base is needed for the first two.
+``DeltaQueue`` codes the chain in advance, one link after the other; ``ReceiverDeltas`` answers requests. Requests for one
+delta share its computation, in a thread that goes on when a request ends earlier. Base versions are compared by digest, so
+no snapshot of the base is needed for the first two.
 
 Independent of gRPC and of the choice of served versions: ``PublisherStore`` owns this object and its lock.
 """
@@ -14,22 +15,33 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
 import structlog
 
 from services.common.errors import BaseUnavailableError, DeadlineError
 from services.common.weights.manifest import BaseVersion, Manifest, same_tensors
-from services.common.weights.not_ready import PayloadNotReadyError, making_deadline_s
+from services.common.weights.not_ready import (
+    LONGEST_RETRY_S,
+    SHORTEST_RETRY_S,
+    PayloadNotReadyError,
+    making_deadline_s,
+)
 from services.common.weights.snapshot_file import Snapshot
-from services.trainer.publish.delta_queue import DeltaQueue
-from services.trainer.publish.deltas import Delta, DeltaLink, base_of
+from services.trainer.publish.deltas import Delta, base_of
 from services.trainer.publish.single_flight import SingleFlightCache
 
 log = structlog.get_logger()
+
+_UNKNOWN_RETRY_S = 0.25  # before the first measured delta
+
+_Code = Callable[[Snapshot, Snapshot], Delta | None]
 
 
 class Maker(Protocol):
@@ -67,8 +79,8 @@ class ReceiverDeltas:
     def gauges(self) -> dict[str, float]:
         """For GetStatus. With the lock held, like the next four."""
         return {
-            "deltas": float(len(self._queue.chain)),
-            "delta_bytes": float(self._queue.chain.size_bytes + self._made.size_bytes),
+            "deltas": float(self._queue.num_links),
+            "delta_bytes": float(self._queue.size_bytes + self._made.size_bytes),
             "deltas_in_progress": float(self._queue.is_coding),
             "deltas_skipped": float(self._queue.num_skipped),
         }
@@ -83,7 +95,7 @@ class ReceiverDeltas:
 
     def is_made(self, base: BaseVersion, version: int) -> bool:
         """Whether a request for this delta has no coding to wait for."""
-        links = self._queue.chain.path(base, version)
+        links = self._queue.path(base, version)
         return links is not None and all(link.delta.done() for link in links)
 
     def needs(self, snapshot: Snapshot) -> bool:
@@ -94,7 +106,7 @@ class ReceiverDeltas:
     def find(self, payload_id: str) -> Delta | None:
         """A finished delta; None when it was dropped."""
         with self._lock:
-            made = [*self._queue.chain.made(), *(kept.delta for kept in self._made if kept.delta is not None)]
+            made = [*self._queue.made(), *(kept.delta for kept in self._made if kept.delta is not None)]
         return next((delta for delta in made if delta.payload.payload_id == payload_id), None)
 
     def close(self) -> None:
@@ -133,13 +145,13 @@ class ReceiverDeltas:
                 raise
             raise self._not_ready(base, target, started=True) from None
 
-    def _path(self, base: BaseVersion, target: Snapshot, until: float) -> list[DeltaLink] | None:
+    def _path(self, base: BaseVersion, target: Snapshot, until: float) -> list[_Link] | None:
         """The links from the base to the target, which may be in progress; None when the chain will not have them.
 
         While another delta is in progress, waits for the chain to reach the target.
         """
         with self._lock:
-            while (links := self._queue.chain.path(base, target.manifest.version)) is None:
+            while (links := self._queue.path(base, target.manifest.version)) is None:
                 if not (self._queue.is_coding and self._queue.leads_from(base)):
                     return None
                 if (remaining := until - time.monotonic()) <= 0 or not self._lock.wait(remaining):
@@ -226,3 +238,168 @@ def _if_smaller(delta: Delta, target: Manifest, *, num_merged: int) -> Delta | N
         seconds=round(delta.payload.encode_s, 3),
     )
     return delta if delta.size_bytes < target.size_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """The delta between two consecutive versions. The future gives None when the full snapshot is no larger."""
+
+    base: BaseVersion
+    target: BaseVersion
+    delta: Future[Delta | None]
+
+    @property
+    def made(self) -> Delta | None:
+        """The finished delta; None before its end, and after a failure."""
+        future = self.delta
+        if not future.done() or future.cancelled() or future.exception() is not None:
+            return None
+        return future.result()
+
+    def wait(self, timeout_s: float) -> Delta | None:
+        """Wait for the delta and return the result of its future.
+
+        Raises:
+            DeadlineError: the delta is not finished after ``timeout_s``.
+        """
+        try:
+            return self.delta.result(timeout_s)
+        except TimeoutError:
+            wait = f"the delta from version {self.base.number} to {self.target.number}"
+            raise DeadlineError(f"{wait} took longer than {timeout_s:g} s", wait=wait) from None
+
+
+class DeltaQueue:
+    """The chain of deltas between consecutive versions, and the thread that extends the chain.
+
+        v6 -> v7 is being coded | v8, v9, v10 are announced | v7 -> v10 is coded next
+
+    Versions are skipped while coding is slower than publishing. One delta at a time: two at once would share the same cores.
+    At most one version waits, the newest: receivers fetch only the newest version, so a delta to an older one would be coded
+    for no receiver. So coding holds at most three snapshots, however far it lags.
+
+    All methods except ``stop`` and ``join`` are called with the lock ``changed`` held; ``changed`` is notified when a delta is
+    begun or finished. A snapshot is leased while a delta needs it.
+    """
+
+    def __init__(self, code: _Code, keep: int, changed: threading.Condition, on_unused: Callable[[], None]) -> None:
+        """``code`` codes the delta of two snapshots, None when the full snapshot is no larger; ``keep`` bounds
+        the chain; ``on_unused`` is called when a snapshot is no longer needed."""
+        self.num_skipped = 0
+        self.used: tuple[Snapshot, ...] = ()  # base and target of the delta in progress
+        self._code = code
+        self._keep = keep
+        self._changed = changed
+        self._on_unused = on_unused
+        self._coder = ThreadPoolExecutor(1, "publisher.eager")
+        self._links: deque[_Link] = deque()  # oldest first
+        self._waiting: Snapshot | None = None
+        self._is_closed = False
+        self._began = 0.0
+        self._seconds_per_byte = 0.0
+
+    @property
+    def is_coding(self) -> bool:
+        return bool(self.used)
+
+    @property
+    def num_links(self) -> int:
+        return len(self._links)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(delta.size_bytes for delta in self.made())
+
+    def made(self) -> list[Delta]:
+        """The finished deltas."""
+        return [made for link in self._links if (made := link.made) is not None]
+
+    def append(self, before: Snapshot, newest: Snapshot) -> None:
+        """Code the delta to ``newest``: from ``before`` at once, or from the delta in progress when that is finished."""
+        newest.lease()
+        if not self.is_coding:
+            before.lease()
+            self._begin(before, newest)
+            return
+        if self._waiting is not None:
+            self.num_skipped += 1
+            log.info("delta.skipped", version=self._waiting.manifest.version, newest=newest.manifest.version)
+            self._waiting.release()
+        self._waiting = newest
+
+    def path(self, base: BaseVersion, version: int) -> list[_Link] | None:
+        """The links from ``base`` to ``version``; None when one of them is not kept.
+
+        Raises:
+            BaseUnavailableError: the base's number has another digest in the chain.
+        """
+        numbers = [link.base.number for link in self._links]
+        if base.number not in numbers:
+            return None
+        begin = numbers.index(base.number)
+        if self._links[begin].base != base:
+            raise BaseUnavailableError(
+                f"version {base.number} has digest {self._links[begin].base.digest} here, not {base.digest}; "
+                "ask for the full snapshot"
+            )
+        found = []
+        for link in islice(self._links, begin, None):
+            found.append(link)
+            if link.target.number == version:
+                return found
+        return None
+
+    def leads_from(self, base: BaseVersion) -> bool:
+        """Whether the chain begins, ends or has a link at ``base``."""
+        return any(base in (link.base, link.target) for link in self._links)
+
+    def retry_after_s(self, size_bytes: int) -> float:
+        """When to ask again for a delta of a version of ``size_bytes``: by the measured speed of coding."""
+        if not self._seconds_per_byte:
+            return _UNKNOWN_RETRY_S
+        remaining = size_bytes * self._seconds_per_byte - (time.monotonic() - self._began)
+        return min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, remaining))
+
+    def stop(self) -> None:
+        """Begin no other delta. Called without the lock."""
+        with self._changed:
+            self._is_closed = True
+        self._coder.shutdown(wait=False, cancel_futures=True)
+
+    def join(self) -> None:
+        """Wait for the delta in progress. Called without the lock."""
+        self._coder.shutdown(wait=True)
+
+    def _begin(self, old: Snapshot, new: Snapshot) -> None:
+        """Start a delta of two leased snapshots. A base that is not the end of the chain starts a new chain."""
+        self.used = (old, new)
+        self._began = time.monotonic()
+        future = self._coder.submit(self._code, old, new)
+        link = _Link(base_of(old.manifest), base_of(new.manifest), future)
+        if self._links and self._links[-1].target != link.base:
+            self._links.clear()
+        self._links.append(link)
+        while len(self._links) > self._keep:
+            self._links.popleft()
+        future.add_done_callback(lambda done: self._finished(done, old, new))
+        self._changed.notify_all()
+
+    def _finished(self, future: Future[Delta | None], old: Snapshot, new: Snapshot) -> None:
+        with self._changed:
+            self.used = ()
+            if not future.cancelled() and (error := future.exception()) is not None:
+                log.error("delta.not_made", version=new.manifest.version, error=str(error))
+            else:
+                self._seconds_per_byte = (time.monotonic() - self._began) / max(1, new.manifest.size_bytes)
+            while self._links and self.size_bytes > new.manifest.size_bytes:
+                self._links.popleft()
+            waiting, self._waiting = self._waiting, None
+            if waiting is not None and not self._is_closed:
+                self._begin(new, waiting)
+            else:
+                for unused in (new, waiting):
+                    if unused is not None:
+                        unused.release()
+            old.release()
+            self._on_unused()
+            self._changed.notify_all()

@@ -19,8 +19,7 @@ from services.common.config.processes.envgateway import EnvGatewayConfig, MathRe
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2, judge_pb2_grpc, status_pb2, status_pb2_grpc
-from services.common.rpc.client.channel import channel
-from services.common.rpc.metadata import translated_errors
+from services.common.rpc.client.channel import channel, translated_errors
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 from tests.waiting import WAIT_S

@@ -15,8 +15,7 @@ from services.common import errors
 from services.common.config.processes.envgateway import EnvGatewayConfig, LiveConfig, ToolConfig, ToolsConfig
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
-from services.common.rpc.client.channel import channel
-from services.common.rpc.metadata import translated_errors
+from services.common.rpc.client.channel import channel, translated_errors
 from services.common.tools import ToolError
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool

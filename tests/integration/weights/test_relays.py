@@ -39,7 +39,7 @@ class Member:
     def __init__(self) -> None:
         self.mirror = Mirror(POLICY)
         self.relay = Relay(self.mirror)
-        self.fetcher = SourceFetcher(lambda: RUN, ("bulk", "grpc"), self.relay)
+        self.fetcher = SourceFetcher(RUN, ("bulk", "grpc"), self.relay)
         self.server = Server(service="inference", instance_id="r", host="127.0.0.1", port=0)
 
     @property
@@ -171,7 +171,7 @@ async def test_on_the_publishers_host_its_file_is_mapped_rather_than_fetched_fro
     source = MemorySource(4 * MIB, file=tmp_path / "weights")
     async with sending(source) as sender, members(2) as (early, late):
         await early.take(version_of(sender), None)
-        late.fetcher = SourceFetcher(lambda: RUN, ("mapped", "bulk", "grpc"), late.relay)
+        late.fetcher = SourceFetcher(RUN, ("mapped", "bulk", "grpc"), late.relay)
         fetched = await late.take(replace(source.version, sources=(early.address, sender.address)), None)
         assert (fetched.transport, fetched.sources) == ("mapped", (sender.address,)) and holds(late, source)
 

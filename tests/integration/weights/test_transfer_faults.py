@@ -98,10 +98,22 @@ class FaultySource:
         if self.away:
             self.away -= 1
             raise DeadlineError("the test made it slow")
-        return self._store.payload(request)
+        payload = self._store.payload(request)
+        return replace(payload, file=self._faulty(*payload.file)) if request.can_map and payload.file else payload
 
     def open(self, payload_id: str) -> PayloadReader:
         return FaultyReader(self._store.open(payload_id), self)
+
+    def _faulty(self, path: Path, offset: int) -> tuple[Path, int]:
+        fault, self.fault = self.fault, ""
+        if not fault:
+            return path, offset
+        if fault == "break":
+            return path.with_suffix(".gone"), offset
+        damaged = path.with_suffix(".damaged")
+        data = path.read_bytes()
+        damaged.write_bytes(data[: len(data) // 2] if fault == "truncate" else data[:offset].ljust(len(data), b"x"))
+        return damaged, offset
 
 
 class FaultyReader:
@@ -130,19 +142,6 @@ class FaultyReader:
         if offset:
             await self._source.hold.wait()
         return data
-
-    def file(self) -> tuple[Path, int] | None:
-        found = self._reader.file()
-        fault = self._source.fault
-        if found is None or not fault:
-            return found
-        self._source.fault = ""
-        if fault == "break":
-            return found[0].with_suffix(".gone"), found[1]
-        damaged = found[0].with_suffix(".damaged")
-        data = found[0].read_bytes()
-        damaged.write_bytes(data[: len(data) // 2] if fault == "truncate" else data[: found[1]].ljust(len(data), b"x"))
-        return damaged, found[1]
 
     def close(self) -> None:
         self._reader.close()
@@ -184,7 +183,7 @@ class World:
 
 
 def updater(mirror: Mirror, engine: RecordingEngine, way: str) -> WeightUpdater:
-    fetcher = SourceFetcher(lambda: RUN, [way])
+    fetcher = SourceFetcher(RUN, [way])
     return WeightUpdater(mirror, engine, fetcher, Mirror.host_arrays)  # type: ignore[arg-type]
 
 

@@ -65,6 +65,7 @@ class MemorySource:
             encoding=Encoding.FULL,
             size_bytes=len(self.data),
             target=self.manifest,
+            file=(self.file, 100) if self.file else None,
         )
 
     def open(self, payload_id: str) -> PayloadReader:
@@ -79,7 +80,7 @@ class MemorySource:
 
 class _Reader(MemoryReader):
     def __init__(self, source: MemorySource) -> None:
-        super().__init__(source.data.data, source.released, (source.file, 100) if source.file else None)
+        super().__init__(source.data.data, source.released)
         self._source = source
 
     async def read(self, offset: int, size: int) -> memoryview:
@@ -116,7 +117,7 @@ async def fetched(
     run: str = RUN,
 ) -> Fetched:
     """The payload of a version from one source, as a replica fetches it."""
-    return await SourceFetcher(lambda: run, transports).fetch(replace(version, sources=(address,)), base, None)
+    return await SourceFetcher(run, transports).fetch(replace(version, sources=(address,)), base, None)
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from services.common.telemetry.repeats import Repeats
+from services.common.telemetry.logs import Repeats
 
 
 def test_of_one_kind_one_is_told_in_a_second_with_how_many_were_not() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.common import errors
-from services.common.rpc.metadata import MESSAGE_BYTES, to_status
+from services.common.rpc.statuses import MESSAGE_BYTES, to_status
 from services.inference.rpc.gateway_client import MOST_TEXT_BYTES, _encodable
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from services.common.errors import CorruptDataError, ModelMismatchError, VersionUnavailableError
-from services.common.weights.adapter import AdapterIdentity
 from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, encode_tensor
 from services.common.weights.elements import Bits
 from services.common.weights.manifest import (
+    AdapterIdentity,
     BaseVersion,
     DigestAlgorithm,
     Encoding,

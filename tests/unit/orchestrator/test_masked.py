@@ -14,7 +14,7 @@ from services.common.pb import run_pb2
 from services.common.records.fates import TOO_OLD
 from services.common.records.masked import MaskedCause, cause_of
 from services.common.records.types import RolloutPhase, RolloutTiming
-from services.common.rpc.metadata import CLASS_OF_REASON
+from services.common.rpc.statuses import CLASS_OF_REASON
 from services.orchestrator.ingest.masked import MaskedSamples
 from tests.unit.orchestrator.builders import failure, trajectory
 from tests.unit.orchestrator.world import World

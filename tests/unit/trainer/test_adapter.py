@@ -22,8 +22,7 @@ from services.common.lora import (
     tensor_entry,
 )
 from services.common.text.huggingface import named_weights
-from services.common.weights.adapter import PEFT_PREFIX
-from services.common.weights.manifest import version_digest
+from services.common.weights.manifest import PEFT_PREFIX, version_digest
 from services.common.weights.snapshot_file import Snapshot
 from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.model.adapter import AdapterSetup

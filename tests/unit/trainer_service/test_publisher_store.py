@@ -286,7 +286,7 @@ async def test_a_leased_payload_outlives_its_version(histories: Any) -> None:
     reader = history.store.open(payload.payload_id)
     for number in (2, 3):
         history.publish(number)
-    path, offset = reader.file()
+    path, offset = payload.file
     history.until_held(1, 3)
     assert path.read_bytes()[offset : offset + payload.size_bytes] == bytes(await reader.read(0, payload.size_bytes))
     reader.close()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.weights.manifest import Encoding, ReceiverRates
-from services.trainer.publish.transfer_choice import MeasuredRates, TransferChoice
+from services.trainer.publish.publisher_store import MeasuredRates, TransferChoice
 
 GB = 10**9
 

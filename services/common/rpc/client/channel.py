@@ -1,24 +1,33 @@
-"""Client channels: keepalive, retries where repeating is safe, ids in the metadata, explicit deadlines.
+"""Client channels: keepalive, retries where repeating is safe, ids in the metadata, explicit deadlines, the peer's errors.
 
 Deadlines are arguments of each call (``timeout=DEADLINES["GetRun"]``): the reader and the server see the longest
 duration. (A timeout in the service config fires early and the server sees none.)
+
+The ids join the logs of two processes: the ``run`` and ``request`` that the caller has bound to its logs
+(``services.common.telemetry.logs.bind``). The server binds them for as long as the call lasts, so a call made on behalf of a
+call carries the same request id.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import grpc
+import structlog
 
+from services.common.errors import InfrastructureError
 from services.common.rpc.credentials import channel_credentials, channel_options
-from services.common.rpc.metadata import call_metadata, completed, translated_errors
+from services.common.rpc.statuses import from_call
 from services.common.security import identity
 from services.common.security.roles import Peer
 
-__all__ = ["DEADLINES", "KEEPALIVE", "RETRIED", "call_metadata", "channel", "translated_errors"]
+_KEYS = {"run": "x-run-id", "request": "x-request-id"}
 
 # Seconds. None: a stream that a lease, a drain or the run's end closes.
 DEADLINES: dict[str, float | None] = {
@@ -86,6 +95,32 @@ def fixed_window(num_bytes: int) -> list[tuple[str, Any]]:
 
 # Of the orchestrator's messages to one member: batches are large, and 4 MiB at a delay of 0.1 s are 40 MB/s.
 MEMBER_WINDOW = fixed_window(4 << 20)
+
+
+def call_metadata(run_id: str = "", request_id: str = "") -> tuple[tuple[str, str], ...]:
+    """Metadata of one call; missing ids come from the logs' context, and a missing request id is created."""
+    bound = structlog.contextvars.get_contextvars()
+    ids = {
+        "run": run_id or str(bound.get("run", "")),
+        "request": request_id or str(bound.get("request", "")) or uuid.uuid4().hex,
+    }
+    # HTTP/2 refuses other characters, and a call must not fail for the sake of its log lines.
+    return tuple(
+        (_KEYS[name], value) for name, value in ids.items() if value and value.isascii() and value.isprintable()
+    )
+
+
+def completed(metadata: Iterable[tuple[str, Any]] | None) -> tuple[tuple[str, Any], ...]:
+    """The given metadata, with the missing ids added."""
+    given = tuple(metadata or ())
+    keys = {key for key, _ in given}
+    return given + tuple((key, value) for key, value in call_metadata() if key not in keys)
+
+
+def ids_from_metadata(metadata: Iterable[tuple[str, Any]]) -> Mapping[str, str]:
+    """The ids by the names under which logs know them."""
+    found = dict(metadata)
+    return {name: found[key] for name, key in _KEYS.items() if key in found}
 
 
 def channel(address: str, peer: Peer = Peer.MEMBER) -> ServiceChannel:
@@ -202,6 +237,41 @@ class _SecureChannel(ServiceChannel):
             self._shown = ("authorization", f"Bearer {held.token}")
             self._older.append(self._wrapped)
             self._wrapped = self._connect()
+
+
+class translated_errors:
+    """Raise the peer's error instead of ``grpc.RpcError``; ``peer`` names the peer in messages.
+
+    ``stream`` names the call whose stream the body reads: its cancellation becomes an ``InfrastructureError``. grpc.aio
+    raises ``CancelledError`` in the task that reads, also when the server ended the call with CANCELLED (as one that
+    stops does). Taken for the cancellation of the task itself, it would end a loop that should reconnect.
+    """
+
+    __slots__ = ("_cancelling", "_peer", "_stream")
+
+    def __init__(self, peer: str, stream: str = "") -> None:
+        self._peer = peer
+        self._stream = stream
+        self._cancelling = 0
+
+    def __enter__(self) -> None:
+        if self._stream:
+            self._cancelling = _num_cancellations()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, grpc.RpcError):
+            raise from_call(error, self._peer) from None
+        if self._stream and isinstance(error, asyncio.CancelledError) and _num_cancellations() <= self._cancelling:
+            raise InfrastructureError(f"{self._stream}: the call was cancelled") from None
+
+
+def _num_cancellations() -> int:
+    """Number of pending cancellations of the current task."""
+    task = asyncio.current_task()
+    assert task is not None, "a stream is read in a task"
+    return task.cancelling()
 
 
 def _with_ids(call: Any) -> Any:

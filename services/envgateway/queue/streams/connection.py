@@ -11,7 +11,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from services.common.errors import ConfigError
-from services.common.net.loopback import is_loopback
+from services.common.net.hosts import is_loopback
 
 BLOCK_MS = 1000  # of blocking reads
 _TIMEOUT_S = 10.0  # of any answer, so more than BLOCK_MS

@@ -24,7 +24,7 @@ import structlog
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.weights.codec import ChunkChange
 from services.common.weights.elements import Bits, cast_bits, element_type
-from services.inference.engine.threads import run_all
+from services.inference.engine.threads import SCATTERED_BYTES, run_all
 from services.inference.engine.weight_update import WeightUpdate, check_update
 
 log = structlog.get_logger(__name__)
@@ -33,7 +33,6 @@ SHARED_MEMORY = Path("/dev/shm")
 FILE = "model.safetensors"
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # as safetensors writes them
 _PAGE = 4096
-_CACHE_LINE = 64  # bytes that one scattered element moves
 _ROOM = 1.05  # factor on the model's size for the free space of a file system
 
 
@@ -82,7 +81,9 @@ class Stage:
         self.dirty = True
         jobs = [partial(self._copy, name, value) for name, value in update.whole.items()]
         jobs += [partial(self._scatter, name, changes, update.dtype) for name, changes in update.changes.items()]
-        touched = sum(2 * self._tensors[name].bits.nbytes for name in update.whole) + _CACHE_LINE * update.num_changes
+        touched = (
+            sum(2 * self._tensors[name].bits.nbytes for name in update.whole) + SCATTERED_BYTES * update.num_changes
+        )
         run_all(jobs, touched_bytes=touched, name="engine_server.stage")
         self.version = update.version
         self.dirty = False

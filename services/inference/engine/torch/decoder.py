@@ -24,8 +24,7 @@ from services.common.errors import ModelMismatchError
 from services.common.system.parking import Released
 from services.common.text.huggingface import named_weights
 from services.inference.engine.in_place import PreparedUpdate, prepare
-from services.inference.engine.torch.adapter import Adapter
-from services.inference.engine.torch.blocks import Blocks, Sizes
+from services.inference.engine.torch.blocks import Adapter, Blocks, Sizes
 from services.inference.engine.torch.kv.attention import attend_to_trunk
 from services.inference.engine.torch.kv.block_cache import BlockCache, Layout, build_cache
 from services.inference.engine.torch.kv.cache import Bucket, KvShape, Reach

@@ -28,7 +28,7 @@ from services.common.records.types import Logprobs
 from services.common.system.parking import return_freed_memory
 from services.inference.engine.base import EngineHealth, Generation, GenerationRequest, KvPolicy, ScoreRequest
 from services.inference.engine.requests import check_request, check_score_request
-from services.inference.engine.torch.adapter import Adapter
+from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.core import Core, Entry
 from services.inference.engine.torch.decoder import Decoder, Stepping
 from services.inference.engine.torch.keeper import Counters

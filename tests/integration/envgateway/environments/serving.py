@@ -10,8 +10,7 @@ import orjson
 
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
-from services.common.rpc.client.channel import channel
-from services.common.rpc.metadata import translated_errors
+from services.common.rpc.client.channel import channel, translated_errors
 from services.common.rpc.server import Server
 from services.envgateway.envs.base import Environment, EnvironmentContext, World
 from services.envgateway.envs.episodes import EpisodeManager

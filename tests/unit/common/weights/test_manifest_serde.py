@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from services.common.errors import CorruptDataError
 from services.common.pb import weights_pb2
-from services.common.weights.adapter import AdapterIdentity
 from services.common.weights.manifest import (
+    AdapterIdentity,
     BaseVersion,
     Encoding,
     Manifest,

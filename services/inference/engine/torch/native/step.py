@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.inference.engine.torch.adapter import LowRank
-from services.inference.engine.torch.blocks import Blocks
+from services.inference.engine.torch.blocks import Blocks, LowRank
 from services.inference.engine.torch.kv.cache import KvCache
 from services.inference.engine.torch.kv.ledger import Ints
 from services.inference.engine.torch.native.compiler import load_library
