@@ -25,6 +25,7 @@ def test_an_adapter_is_trained_served_and_exported_through_a_killed_trainer(star
         "policies.model0.adapter={rank: 4, alpha: 8}",
         "policies.model0.algorithm.kl_reward_coefficient=0.01",
         "policies.model0.trainer.checkpoint_every=2",
+        "policies.model0.batch.max_staleness=0",  # so that the last batch needs the version before it
         "evaluation.at_start=false",
         "evaluation.at_end=false",
     )

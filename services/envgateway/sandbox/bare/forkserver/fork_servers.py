@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import select
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -123,6 +124,7 @@ class ForkServers:
             ForkServerDiedError: the plain fork server has died too often in a row.
         """
         self._forget(server)
+        _await_end(server.pid)
         self._deaths[server.profile] = self._deaths.get(server.profile, 0) + 1
         if server.profile == PLAIN and self._deaths[PLAIN] > _MAX_DEATHS:
             raise ForkServerDiedError(f"the fork server died {self._deaths[PLAIN]} times in a row")
@@ -149,3 +151,14 @@ class ForkServers:
         if self._current.get(server.profile) is server:
             del self._current[server.profile]
         server.channel.close()
+
+
+def _await_end(pid: int) -> None:
+    """Wait until a fork server whose channel has closed is dead. The kernel closes the channel before it kills the programs
+    of the fork server and gives them to their new parent; until then no slot shows that it still has a process."""
+    try:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # already reaped with the strays
+        pass
