@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ _LOWEST_CHANNEL_FD = 10  # below are the descriptors that a fork server gives fi
 _MAX_DEATHS = 5  # in a row, without one program ended
 _LOOK_AT_GROWTH_EVERY = 500
 _MOST_GROWTH_BYTES = 64 << 20
+_END_S, _END_LOOK_S = 10.0, 0.001  # of a fork server that is dying
 
 
 class ForkServerDiedError(Exception):
@@ -155,10 +157,17 @@ class ForkServers:
 
 def _await_end(pid: int) -> None:
     """Wait until a fork server whose channel has closed is dead. The kernel closes the channel before it kills the programs
-    of the fork server and gives them to their new parent; until then no slot shows that it still has a process."""
+    of the fork server and gives them to their new parent; until then no slot shows that it still has a process.
+
+    Raises:
+        ForkServerDiedError: the fork server does not end. A new supervisor ends what is left.
+    """
+    latest = time.monotonic() + _END_S
     try:
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            if time.monotonic() > latest:
+                raise ForkServerDiedError(f"the fork server {pid} has not ended {_END_S:g} s after SIGKILL")
             os.kill(pid, signal.SIGKILL)
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            time.sleep(_END_LOOK_S)
     except ChildProcessError:  # already reaped with the strays
         pass
