@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
 from tests.running import is_running
-from tests.waiting import until, wait_until
+from tests.waiting import WAIT_S, until, wait_until
 
 
 def slot_dirs(pool: SandboxPool) -> list[Path]:
@@ -50,6 +51,18 @@ def kill_supervisor(pool: SandboxPool) -> None:
     wait_until(lambda: not is_running(pid), "the supervisor has ended")
 
 
+def kill_fork_server_at_its_next_fork(pool: SandboxPool) -> None:
+    """Kill the fork server within a fraction of a millisecond of its next fork; blocks until then."""
+    supervisor = supervisor_of(pool)
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        for process in children_of(supervisor):
+            if children_of(process):
+                os.kill(process, signal.SIGKILL)
+                return
+    raise AssertionError(f"no fork server has forked within {WAIT_S:g} s")
+
+
 def processes_of_slots(pool: SandboxPool) -> list[str]:
     users = pool.user_ids
     found = []
@@ -62,13 +75,25 @@ def processes_of_slots(pool: SandboxPool) -> list[str]:
             if "State:\tZ" in status:
                 continue  # dead; where the machine's first process reaps nobody, it stays listed
             if int(status.split("Uid:")[1].split()[0]) in users:
-                found.append(status.split("\n")[0])
+                found.append(_described(entry, status))
     return found
+
+
+def _described(entry: Path, status: str) -> str:
+    """Enough to find where a process comes from: its state, parent and command."""
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    try:
+        command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:80]
+        stack = (entry / "wchan").read_text()
+    except OSError:
+        command = stack = "gone"
+    return f"{entry.name} {[fields[name] for name in ('Name', 'State', 'PPid', 'Uid', 'Threads')]} {command!r} {stack}"
 
 
 async def assert_clean(pool: SandboxPool) -> None:
     """Assert that all slots are empty, and that all of them run a program as in a new sandbox."""
-    assert processes_of_slots(pool) == []
+    left = processes_of_slots(pool)
+    assert not left, left
     for slot in slot_dirs(pool):
         assert [p.name for p in slot.iterdir()] == ["work"] and list((slot / "work").iterdir()) == []
     code = "import os; print(sorted(os.listdir('.')), 1)"

@@ -18,6 +18,7 @@ from .conftest import CONFIG, Execute
 from .sandbox_state import (
     assert_clean,
     children_of,
+    kill_fork_server_at_its_next_fork,
     kill_supervisor,
     processes_of_slots,
     slot_dirs,
@@ -280,6 +281,19 @@ async def test_the_fork_servers_death_is_an_infrastructure_error_and_mends_itsel
     assert (await execute("print(1)")).stdout == b"1\n"
     assert pool.counts["restarts"] == 0
     await assert_clean(pool)
+
+
+async def test_a_program_whose_fork_server_dies_at_the_programs_start_dies_as_well(
+    execute: Execute, pool: SandboxPool
+) -> None:
+    # the program has no parent-death signal yet
+    for _ in range(5):
+        assert (await execute("print(1)")).stdout == b"1\n"
+        killed = asyncio.create_task(asyncio.to_thread(kill_fork_server_at_its_next_fork, pool))
+        result = await execute("import time; time.sleep(20)", wall_s=10.0)
+        await killed
+        assert (result.status, result.detail) == (S.INFRA_ERROR, "the fork server died")
+        await assert_clean(pool)
 
 
 async def test_closing_the_pool_leaves_no_process_and_no_file() -> None:

@@ -215,6 +215,15 @@ def is_live_child(pid: int) -> bool:
     return len(fields) > 6 and not int(fields[6]) & _PF_EXITING
 
 
+def is_child(pid: int) -> bool:
+    """Whether a process is our child, live or ended, and was not reaped."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def num_threads(pid: int) -> int:
     try:
         return len(os.listdir(f"/proc/{pid}/task"))

@@ -64,26 +64,36 @@ class PidNamespace:
             os.close(own)
         self.namespace_fd = os.open(f"/proc/{self.pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._watch = procfs.Watch(self.pid)
+        self._is_killed = False
 
     @property
     def is_alive(self) -> bool:
-        return self._watch.is_alive()
+        return not self._is_killed and self._watch.is_alive()
 
     def waited_cpu_s(self) -> float:
         """CPU time of dead orphans that the first process has reaped."""
         return self._watch.waited_cpu_s()
 
-    def children(self) -> list[int]:
-        """Processes that the first process has adopted and not yet reaped."""
-        return self._watch.children()
+    def left(self) -> list[int]:
+        """Processes that the first process has adopted and not yet reaped; the first process itself while it ends, which
+        it does after all others of the namespace."""
+        if self.is_alive:
+            return self._watch.children()
+        return [self.pid] if procfs.is_child(self.pid) else []
+
+    def kill(self) -> None:
+        """Kill the first process, and with it every process of the namespace; ``left`` is empty when they have ended."""
+        self._is_killed = True
+        if procfs.is_child(self.pid):  # else it was reaped, and the pid may be another process's
+            os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         os.close(self.namespace_fd)
         self._watch.close()
+        self.kill()
         try:
-            os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-        except (ProcessLookupError, ChildProcessError):  # the process has ended and was reaped
+        except ChildProcessError:  # reaped before
             pass
 
 

@@ -57,6 +57,11 @@ class Slot:
         """CPU time of dead orphans that the namespace's first process has reaped since its start."""
         return self._pid_namespace.waited_cpu_s() if self._pid_namespace is not None else 0.0
 
+    def kill_namespace(self) -> None:
+        """Kill all processes of the slot's pid namespace, where it has one; they are strays until they have ended."""
+        if self._pid_namespace is not None:
+            self._pid_namespace.kill()
+
     def close(self) -> None:
         if self._pid_namespace is not None:
             self._pid_namespace.close()
@@ -133,9 +138,9 @@ class Slot:
         return tuple((s.st_mode, s.st_uid, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for s in states)
 
     def strays(self, among: list[int]) -> list[int]:
-        """Processes that belong to this slot; at tier 2 the children of its namespace's first process."""
+        """Processes that belong to this slot; at tier 2 those that its namespace's first process has adopted."""
         if self._pid_namespace is not None:
-            return self._pid_namespace.children()
+            return self._pid_namespace.left()
         if self.own_user:
             return [pid for pid in among if procfs.user(pid) == self.uid]
         return [pid for pid in among if procfs.mark(pid) == self.mark]

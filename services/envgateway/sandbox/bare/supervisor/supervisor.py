@@ -89,13 +89,17 @@ class Supervisor:
             self._forks.start(profile)
 
     def _fork_server_died(self, server: ForkServer) -> None:
-        """A fork server died, and its children with the server (parent-death signal); the machine is at fault for their
-        runs."""
+        """A fork server died, and its children with the server; the machine is at fault for their runs.
+
+        A child that was about to ask for the parent-death signal cannot see, from its own pid namespace, that its parent
+        is dead: the end of the namespace kills it.
+        """
         for run_id in self._forks.died(server):
             if run_id in self._runs:
                 run = self._runs[run_id]
                 if run.stop_status is None:
                     run.stop_status, run.detail = RunStatus.INFRA_ERROR, "the fork server died"
+                run.slot.kill_namespace()
                 self._begin_cleaning(run, time.monotonic())
         self._forks.get(server.profile)
 
