@@ -44,12 +44,11 @@ UNITS: tuple[tuple[str, str], ...] = (
     (r".*staleness\w*", "{version}"),
 )
 
-_MOST = 3.4028234663852886e38  # of a float32
-_POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), reflected
-
-
 """Pattern of a name without its group, and its unit in UCUM as OpenTelemetry writes it; the first that matches. Any other
 is a number without a unit (``1``): rewards, losses, gradient norms, counts."""
+
+_MOST = 3.4028234663852886e38  # of a float32
+_POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), reflected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,7 +200,9 @@ class World:
 
     async def publish(self, number: int, digest: str = "", incarnation: str = "t", policy: str = "model0") -> int:
         version = WeightVersion(policy=policy, number=number, digest=digest or f"d{number}", sources=("x:1",))
-        return await self.trainer_api.publish(version, incarnation, metrics={}, compute=[], checkpoint_step=0)
+        newest = await self.trainer_api.publish(version, incarnation, metrics={}, compute=[], checkpoint_step=0)
+        await asyncio.sleep(0)  # the row of the step is written in the next turn of the loop
+        return newest
 
     def train(self) -> None:
         self.core.begin_training()
