@@ -100,7 +100,9 @@ class OrchestratorCore:
         self.judged_before: set[str] = set()  # task groups with journaled verdicts of an earlier process
         self._changed = asyncio.Event()
         self.ledgers = {policy: VersionLedger(policy) for policy in recipe.policies}
-        self.pool = ReplicaPool(recipe.orchestrator.lease_s, clock, lambda names: self.retry_limit.orphaned(names))
+        self.pool = ReplicaPool(
+            recipe.orchestrator.lease_s, clock, on_orphaned=lambda names: self.retry_limit.orphaned(names)
+        )
         self.trainers = TrainerLeases(recipe.trained_policies, recipe.orchestrator.lease_s, clock)
         self.turns = DeviceTurns(
             shared=recipe.placement is Placement.SHARED,

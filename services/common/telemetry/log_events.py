@@ -14,6 +14,7 @@ class LogEvent(enum.StrEnum):
     ROLLOUT_CRASHED = "rollout.crashed"  # task_group, index
     ROLLOUT_LOST = "rollout.lost"  # task_group, index
     LEASE_LOST = "replica.lease_lost"  # replica
+    REPLICA_REPLACED = "replica.replaced"  # replica, incarnation, by
     RUN_RECOVERED = "run.recovered"
     SNAPSHOT_ORPHAN_REMOVED = "snapshot.orphan_removed"  # path
     BATCH_PULLED = "batch.pulled"  # policy, step, rank

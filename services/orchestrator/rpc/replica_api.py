@@ -62,6 +62,14 @@ class ReplicaApi:
 
     def join(self, hello: Hello) -> Replica:
         """Add a replica to the pool, return its running work, and announce the versions that the replica should hold."""
+        before = self._pool.get(hello.replica_id)
+        if before is not None and before.incarnation != hello.incarnation:
+            log.warning(
+                LogEvent.REPLICA_REPLACED,
+                replica=hello.replica_id,
+                incarnation=before.incarnation,
+                by=hello.incarnation,
+            )
         replica = self._pool.join(hello)
         self._absences.replica_found(hello.replica_id)
         log.info(

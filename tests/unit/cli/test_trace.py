@@ -243,6 +243,7 @@ def test_notes_come_from_lines_that_concern_the_group_and_torn_lines_do_no_harm(
         {"event": "record.dropped", "task_group": f"{name}1", "outcome": "duplicate", "index": 0, "timestamp": at(30)},
         {"event": "replica.lease_lost", "replica": "a", "timestamp": at(20)},
         {"event": "replica.lease_lost", "replica": "z", "timestamp": at(20)},
+        {"event": "replica.replaced", "replica": "a", "timestamp": at(25)},
         {"event": "replica.lease_lost", "replica": "a", "timestamp": at(50)},  # after it was complete
         {"event": "batch.pulled", "policy": "p", "step": 1, "rank": 1, "timestamp": at(45)},
         {"event": "batch.pulled", "policy": "p", "step": 1, "rank": 1, "timestamp": at(46)},  # asked again
@@ -254,6 +255,7 @@ def test_notes_come_from_lines_that_concern_the_group_and_torn_lines_do_no_harm(
     assert [(note.at, note.event) for note in notes] == [
         (0.0, "rollout.retry"),
         (20.0, "replica.lease_lost"),
+        (25.0, "replica.replaced"),
         (30.0, "record.dropped"),
     ]
     assert pulls_of(pulls, facts.uses[0]) == ((1, 45.0),)

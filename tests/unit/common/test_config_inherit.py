@@ -57,6 +57,12 @@ def test_a_name_that_is_none_is_told_with_those_that_there_are(
         assert part in caught.value.message
 
 
+def test_a_name_without_the_ending_of_the_file_beside_the_recipe_is_told_with_the_ending(tmp_path: Path) -> None:
+    write(tmp_path, PARENT).rename(tmp_path / "agent.v2.yaml")
+    with pytest.raises(ConfigError, match=r"write agent\.v2\.yaml"):
+        load_recipe(write(tmp_path, "extends: agent.v2\nname: mine\n"), (), {})
+
+
 def test_the_folders_of_a_recipe_and_of_those_it_extends_hold_its_modules(tmp_path: Path) -> None:
     write(tmp_path / "parent", PARENT)
     write(tmp_path / "parent", "", "rewards_of_parent.py")

@@ -45,6 +45,7 @@ _OF_GROUP: dict[str, Callable[[Json], str]] = {
 }
 _OF_REPLICA: dict[str, Callable[[Json], str]] = {
     LogEvent.LEASE_LOST: lambda row: f"the lease of replica {row.get('replica')} ran out",
+    LogEvent.REPLICA_REPLACED: lambda row: f"replica {row.get('replica')} was started again",
 }
 _OF_RUN: dict[str, Callable[[Json], str]] = {
     LogEvent.RUN_RECOVERED: lambda row: "the orchestrator was started again, and went on from its journal",

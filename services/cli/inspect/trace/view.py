@@ -34,6 +34,7 @@ _WAITS = {
     StageName.TO_TRAINER: "waited {} for the trainer to begin",
     StageName.WAITING_FOR_EVALUATION: "waited {} for the rest of the evaluation",
 }
+_LOSSES = ("failed", "reissued", LogEvent.LEASE_LOST, LogEvent.REPLICA_REPLACED, LogEvent.TASK_GROUP_GIVEN_UP)
 LONG_S = 0.5  # a wait of at least this is a line of its own
 
 
@@ -84,7 +85,7 @@ def _timeline(facts: GroupFacts, found: Sequence[Event]) -> Table:
         if wait := waits.pop(event.at, ""):
             table.add_row("", "", f"[yellow]  … {wait}[/yellow]")
         clock = datetime.fromtimestamp(event.at).strftime("%H:%M:%S.%f")[:-3]
-        style = "red" if event.what in ("failed", "reissued", LogEvent.LEASE_LOST, LogEvent.TASK_GROUP_GIVEN_UP) else ""
+        style = "red" if event.what in _LOSSES else ""
         text = f"[{style}]{escape(event.text)}[/{style}]" if style else escape(event.text)
         table.add_row(clock, f"+{event.at - zero:.3f} s", text)
     return table

@@ -36,6 +36,8 @@ def parent_of(file: Path, extends: object) -> Path:
     if is_name(extends):
         if (shipped := shipped_recipe(extends)) is not None:
             return shipped
+        if Path(f"{beside}.yaml").is_file():
+            raise ConfigError(f"{file}: extends names {extends!r}; for the file beside it write {extends}.yaml")
         raise ConfigError(
             f"{file}: extends names {extends!r}, which is neither a file beside it nor a recipe that comes with Millrace: "
             f"write a path, or one of {', '.join(names())}"

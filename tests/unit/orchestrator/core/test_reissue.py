@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import structlog
+
+from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.ingest.ingest import RecordOutcome
 from services.orchestrator.members.commands import CancelGroup, PlayGroup
 from services.orchestrator.members.replica import Hello
@@ -32,6 +35,16 @@ async def test_only_unresolved_indices_are_reissued_after_a_lost_lease(worlds: C
     assert all(indices == (0, 1, 2, 3) for indices in reissued.values())
     # A record of the lost replica counts if it is the first.
     assert await world.send(trajectory(name, 0)) == [RecordOutcome.ACCEPTED]
+
+
+async def test_the_log_names_a_replica_that_was_started_again(worlds: Callable[..., World]) -> None:
+    world = worlds()
+    world.join(incarnation="1")
+    with structlog.testing.capture_logs() as logs:
+        world.join(incarnation="1")
+        world.join(incarnation="2")
+    replaced = [entry for entry in logs if entry["event"] == LogEvent.REPLICA_REPLACED]
+    assert [(entry["replica"], entry["incarnation"], entry["by"]) for entry in replaced] == [("a", "1", "2")]
 
 
 async def test_a_restarted_orchestrator_sends_a_rejoining_replica_only_what_is_unresolved(
