@@ -1,14 +1,17 @@
 r"""The answer of a scripted policy to a task of a dataset: the reference, or a wrong answer.
 
-A row with ``tests`` wants a program, one with ``answer`` a ``\boxed{}``, and one with only a ``solution`` that text.
+A row with ``tests`` wants a program, one with ``answer`` a ``\boxed{}`` (or the bare answer: ``written``), and one with only
+a ``solution`` that text.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from services.common.errors import DatasetError
+from services.common.importing import load_object
 from services.inference.scripts.base import Cue
 from services.inference.scripts.programs import broken_program, fenced, right_program
 from services.inference.scripts.words import reasoning
@@ -22,7 +25,7 @@ def answer(cue: Cue, *, right: bool, topic: str = "") -> str:
         program = broken_program(cue.random(f"program/{topic}")) if program is None else program
         return reasoning(cue, topic) + fenced(program)
     if "answer" in row:
-        return reasoning(cue, topic) + boxed(value(cue, right=right, topic=topic))
+        return reasoning(cue, topic) + written(cue, value(cue, right=right, topic=topic))
     if isinstance(row.get("solution"), str):
         return str(row["solution"]) if right else broken_program(cue.random(f"program/{topic}"))
     raise DatasetError(
@@ -49,6 +52,27 @@ def wrong_value(truth: str, step: int) -> str:
         return str(90_000_000 + step)
 
 
+def written(cue: Cue, text: str) -> str:
+    """A value in a box; the bare value where the recipe's own reward function gives the answer in a box less than the bare
+    one."""
+    path = str(getattr(cue.settings, "reward", ""))
+    return text if ":" in path and _prefers_bare(path, cue.task.data) else boxed(text)
+
+
+_bare: dict[str, bool] = {}  # by import path of a reward function
+
+
+def _prefers_bare(path: str, row: Mapping[str, Any]) -> bool:
+    if path not in _bare:
+        function, truth = load_object(path), str(row["answer"]).strip()
+        try:
+            is_async = inspect.iscoroutinefunction(function)
+            _bare[path] = not is_async and bool(function(row, truth) > function(row, boxed(truth)))
+        except Exception:  # noqa: BLE001 - the user's code may raise any error; the rollout's own call reports the error
+            _bare[path] = False
+    return _bare[path]
+
+
 def boxed(text: str) -> str:
     return rf"\boxed{{{text}}}"
 
@@ -59,7 +83,8 @@ def is_right(row: Mapping[str, Any], text: str) -> bool:
         program = right_program(row)
         return program is not None and fenced(program) in text
     if "answer" in row:
-        return boxed(str(row["answer"]).strip()) in text
+        truth = str(row["answer"]).strip()
+        return boxed(truth) in text or text == truth
     return text == row.get("solution")
 
 

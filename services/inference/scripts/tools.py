@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from services.inference.scripts.answers import boxed, value
+from services.inference.scripts.answers import value, written
 from services.inference.scripts.base import Cue
 from services.inference.scripts.words import reasoning
 
@@ -24,7 +24,7 @@ def call_and_answer(cue: Cue) -> str:
     call = _call(cue, code)
     if not cue.said and call is not None and cue.settings.max_turns > 1:
         return f"{reasoning(cue)}<tool_call>{call}</tool_call>"
-    final = boxed(value(cue, right=right))
+    final = written(cue, value(cue, right=right))
     tag = getattr(cue.settings, "answer_tag", "")
     return reasoning(cue) + (f"<{tag}>{final}</{tag}>" if tag else final)
 

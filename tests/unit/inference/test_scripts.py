@@ -177,6 +177,26 @@ async def test_nothing_stands_beside_the_answer_for_a_reward_of_the_recipes_own(
     assert all(texts[0].startswith(r"\boxed{") and texts[0].endswith("}") for texts in played.texts)
 
 
+def whole_text(task: Mapping[str, Any], completion: str) -> float:
+    return float(completion == task["answer"])
+
+
+def needs_a_row(task: Mapping[str, Any], completion: str) -> float:
+    return task["missing"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("workflow", ["single_turn", "tool_use"])
+async def test_an_answer_is_bare_for_a_reward_that_does_not_read_a_box(workflow: str) -> None:
+    played = await play(workflow, MATH, policy="model0", reward=f"{__name__}:whole_text")
+    assert set(played.rewards) == {0.0, 1.0}
+    assert about_half([reward == 1.0 for reward in played.rewards])
+
+
+def test_an_answer_is_in_a_box_for_a_reward_that_raises() -> None:
+    asked = replace(cue(MATH), settings=SimpleNamespace(reward=f"{__name__}:needs_a_row"))
+    assert speak(asked).startswith(r"\boxed{")
+
+
 async def test_verdicts_are_right_half_of_the_time_about_right_and_wrong_solutions() -> None:
     played = await play("actor_verifier", MATH, count=160)
     verdicts: dict[float, list[bool]] = {0.0: [], 1.0: []}
