@@ -10,7 +10,7 @@ import ast
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -95,6 +95,22 @@ class Definition:
             raise ConfigError(
                 f"{self.file}:{self.node.lineno}: {path} is `def {self.node.name}({ast.unparse(parameters)})`, which cannot be "
                 f"called with {num_arguments} arguments: write `{wanted}`"
+            )
+
+    def check_class(self, path: str, bases: Sequence[str], methods: Mapping[str, str]) -> None:
+        """Raises ``ConfigError`` for a class that lacks one of the methods, and whose bases are ``object`` or among ``bases``,
+        which lack them too; ``methods`` maps names to the lines to write."""
+        if not isinstance(self.node, ast.ClassDef) or not {ast.unparse(base) for base in self.node.bases} <= {
+            *bases,
+            "object",
+        }:
+            return
+        names = _names_of(self.node)
+        missing = [wanted for name, wanted in methods.items() if name not in names]
+        if missing and "*" not in names:
+            raise ConfigError(
+                f"{self.file}:{self.node.lineno}: the class {path} lacks {'a method' if len(missing) == 1 else 'methods'}: "
+                f"write {', '.join(f'`{wanted}`' for wanted in missing)}"
             )
 
 

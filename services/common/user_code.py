@@ -81,7 +81,7 @@ def check_methods(thing: Any, path: str, methods: Mapping[str, str]) -> None:
     the method is called with.
 
     Raises:
-        ConfigError: with every method that is missing, or the first that takes other arguments.
+        ConfigError: with every method that is missing, or the first that takes other arguments or is not ``async``.
     """
     missing = [wanted for name, wanted in methods.items() if not callable(getattr(thing, name, None))]
     if missing:
@@ -93,7 +93,10 @@ def check_methods(thing: Any, path: str, methods: Mapping[str, str]) -> None:
     for name, wanted in methods.items():
         parameters = _parameters(wanted)
         bound = parameters[1:] if parameters[:1] == ["self"] and not inspect.isclass(thing) else parameters
-        check_call(getattr(thing, name), f"{path}.{name}", wanted, *bound)
+        method = getattr(thing, name)
+        check_call(method, f"{path}.{name}", wanted, *bound)
+        if wanted.startswith("async ") and not inspect.iscoroutinefunction(inspect.unwrap(method)):
+            raise ConfigError(f"{place_of(method)}{path}.{name} is no coroutine function: write `{wanted}`")
 
 
 def check_names(found: Sequence[tuple[str, Any]], where: str) -> None:

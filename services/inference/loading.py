@@ -22,13 +22,12 @@ from services.common.telemetry.accounts import TimeAccount
 from services.common.telemetry.components import weights
 from services.common.text.chat import Chat
 from services.common.transfer.source import PayloadSource
-from services.common.user_code import check_call, check_methods
 from services.common.weights.manifest import AdapterIdentity
 from services.inference.bases import BaseModels
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.byte_tokenizer import ByteTokenizer
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
-from services.inference.engine.streaming import ENGINE_METHODS, EngineSetup
+from services.inference.engine.streaming import EngineSetup, check_engine
 from services.inference.rollouts.policies import ServedPolicy
 from services.inference.scripts.registry import load_scripts
 from services.inference.weights.announced import AnnouncedVersions
@@ -92,7 +91,7 @@ def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, 
     script = config.scripted
     section = settings.recipe.policies[policy]
     context_length = section.model.context_length
-    first = -1 if section.trained else 0  # no orders come before the first version is held
+    first = _first_version(policy, settings)
     engine = ScriptedEngine(
         script.script or RandomTokens(vocab_size=script.vocabulary, median_length=float(script.response_tokens)),
         num_slots=config.engine_slots or config.num_slots,
@@ -107,12 +106,17 @@ def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, 
     return LoadedPolicy(served=served, weights=AnnouncedVersions(policy, engine, first))
 
 
+def _first_version(policy: str, settings: RunSettings) -> int:
+    """Of an engine without weights: no orders come before the first version is held, and a run without training announces
+    none."""
+    return -1 if settings.recipe.policies[policy].trained and settings.recipe.run.steps else 0
+
+
 def _load_by_path(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
     """An engine of the user's: with the weights of the policy, unless its class says ``has_weights = False``."""
     section = settings.recipe.policies[policy]
     kind: Any = load_object(config.engine)
-    check_methods(kind, f"engine {config.engine}", ENGINE_METHODS)
-    check_call(kind, f"engine {config.engine}", "def __init__(self, setup)", "setup")
+    check_engine(kind, config.engine)
     setup = EngineSetup(
         policy=policy,
         context_length=section.model.context_length,
@@ -123,8 +127,7 @@ def _load_by_path(policy: str, settings: RunSettings, config: InferenceConfig, o
         on_tokens=on_tokens,
     )
     if not getattr(kind, "has_weights", True):
-        # No orders come before the first version is held; a run without training announces no version.
-        first = -1 if section.trained and settings.recipe.run.steps else 0
+        first = _first_version(policy, settings)
         engine = kind(replace(setup, version=first))
         served = ServedPolicy(
             name=policy, engine=engine, chat=Chat(ByteTokenizer()), context_length=setup.context_length

@@ -102,10 +102,11 @@ def _checks(
             yield f"policies.{name}.algorithm.name", partial(_check_loss, policy_section.algorithm.name)
     for name, service in recipe.inference.items():
         if service.engine not in ENGINES:
-            yield f"inference.{name}.engine", partial(check_can_be_loaded, service.engine)
+            yield f"inference.{name}.engine", partial(_check_engine, service.engine)
     if (gateway := recipe.envgateway) is not None:
-        paths = {f"environments.{name}": path for name, path in gateway.environments.items()}
-        paths |= {f"tools.paths[{number}]": path for number, path in enumerate(gateway.tools.paths)}
+        for name, path in gateway.environments.items():
+            yield f"envgateway.environments.{name}", partial(_check_environment, path)
+        paths = {f"tools.paths[{number}]": path for number, path in enumerate(gateway.tools.paths)}
         paths |= {f"rewards[{number}]": path for number, path in enumerate(gateway.rewards)}
         for where, path in paths.items():
             yield f"envgateway.{where}", partial(check_can_be_loaded, path)
@@ -228,3 +229,20 @@ def _check_loss(path: str) -> None:
     definition = definition_of(path)
     if definition is not None:
         definition.check_function(path, 2, LOSS)
+
+
+def _check_engine(path: str) -> None:
+    from services.inference.engine.streaming import TOKENS
+
+    definition = definition_of(path)
+    if definition is not None:
+        definition.check_class(path, ("millrace.Engine", "Engine"), TOKENS)
+
+
+def _check_environment(path: str) -> None:
+    from services.envgateway.envs.registry import ENVIRONMENT_METHODS
+
+    definition = definition_of(path)
+    if definition is not None:
+        wanted = {name: ENVIRONMENT_METHODS[name] for name in ("reset", "step")}  # ``millrace.Environment`` has a close
+        definition.check_class(path, ("millrace.Environment", "Environment"), wanted)

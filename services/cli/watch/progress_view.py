@@ -14,7 +14,7 @@ from services.cli.console.plain import say
 from services.cli.console.source_table import source_table
 from services.cli.console.tables import Column, FittedPanel, FittingTable, Section
 from services.cli.console.units import format_change, format_clock
-from services.cli.watch.warnings import journal_and_disk, masked_rollouts, warnings_of
+from services.cli.watch.warnings import failed_rollouts, journal_and_disk, masked_rollouts, warnings_of
 from services.common.pb import account_pb2, run_pb2
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.metrics import StepKey, TrainerKey, sources_in
@@ -261,9 +261,11 @@ class ProgressView:
         for result in progress.evaluations[self._num_evaluations :]:
             change = _change(result.difference if result.HasField("difference") else None)
             told = f", change {change} since {result.compared_with}" if change else ""
+            failed = f"; {failed_rollouts(result.num_failed, progress.counters)}" if result.num_failed else ""
             say(
                 self._console,
-                f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}{told}",
+                f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}{told}{failed}",
+                "bold yellow" if failed else None,
             )
         self._num_evaluations = len(progress.evaluations)
         if progress.threshold.reached and not self._told_threshold:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from services.cli.console.units import format_bytes, format_span
 from services.common.checkpoints.gauges import CheckpointGauge
 from services.common.pb import run_pb2
+from services.common.records.fates import FAILURES_PREFIX
 from services.common.records.masked import MaskedCount
 from services.common.records.refusals import RefusalReason, counter_of
 
@@ -46,6 +47,17 @@ def checkpoint_warning(counters: Mapping[str, int]) -> str:
     if failed := counters.get(CheckpointGauge.FAILED, 0):
         told.append(f"{failed} could not be written (checkpoint.failed in the trainer's log; is the disk full?)")
     return f"checkpoints: {'; '.join(told)}" if told else ""
+
+
+def failed_rollouts(num_failed: int, counters: Mapping[str, int]) -> str:
+    """The failed rollouts of an evaluation, with the reasons of all failures of the run, most first.
+
+    >>> failed_rollouts(8, {"failures_timeout": 1, "failures_typeerror": 16, "tokens_sampled": 5})
+    '8 failed (failures of the run: typeerror 16, timeout 1; the log of the replica has the errors)'
+    """
+    found = {name.removeprefix(FAILURES_PREFIX): n for name, n in counters.items() if name.startswith(FAILURES_PREFIX)}
+    listed = ", ".join(f"{name} {count}" for name, count in sorted(found.items(), key=lambda one: -one[1]))
+    return f"{num_failed} failed (failures of the run: {listed}; the log of the replica has the errors)"
 
 
 def journal_and_disk(progress: run_pb2.RunProgress) -> list[str]:

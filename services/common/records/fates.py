@@ -13,6 +13,9 @@ import enum
 TOO_OLD = "TOO_OLD"
 """The reason in the failure of a slot that was cancelled because its result could only have been dropped as too old."""
 
+FAILURES_PREFIX = "failures_"
+"""Counters of failed rollouts: the prefix and the reason in small letters."""
+
 
 class GroupFate(enum.StrEnum):
     """The fate of an advantage group when its task group was complete."""

@@ -13,6 +13,7 @@ each token. A step is the time between two tokens of one request; ``load`` runs 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
@@ -22,6 +23,7 @@ from typing import Any, ClassVar
 from services.common.aio import deadline
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError, MillraceError
 from services.common.records.types import Logprobs, Segment
+from services.common.user_code import check_call, check_methods, place_of
 from services.inference.engine.base import EngineHealth, FinishReason, Generation, GenerationRequest, ScoreRequest
 from services.inference.engine.requests import check_request
 from services.inference.engine.weight_update import WeightUpdate
@@ -41,6 +43,8 @@ ENGINE_METHODS = {
     "stop": "async def stop(self)",
 }
 """The members that the class of ``inference.<name>.engine`` must have; ``StreamingEngine`` has all of them."""
+
+TOKENS = {"tokens": "async def tokens(self, request)"}  # with ``yield``; of a subclass of ``StreamingEngine``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +149,7 @@ class StreamingEngine:
         stream = self.tokens(request)
         if not isinstance(stream, AsyncGenerator):
             raise ConfigError(
-                f"{type(self).__name__}.tokens is no async generator: write `async def tokens(self, request)` with `yield`"
+                f"{type(self).__name__}.tokens is no async generator: write `{TOKENS['tokens']}` with `yield`"
             )
         async with aclosing(stream):
             while len(live.tokens) < room:
@@ -246,3 +250,19 @@ class StreamingEngine:
         """End; requests that are still there fail."""
         self._failure = "the engine is stopped"
         self._open.set()
+
+
+def check_engine(kind: Any, path: str) -> None:
+    """Check the class that ``inference.<name>.engine`` names. Raises ``ConfigError`` with the line to write."""
+    where = f"engine {path}"
+    check_methods(kind, where, ENGINE_METHODS)
+    check_call(kind, where, "def __init__(self, setup)", "setup")
+    if not (inspect.isclass(kind) and issubclass(kind, StreamingEngine)):
+        return
+    if kind.tokens is StreamingEngine.tokens:
+        raise ConfigError(f"{place_of(kind)}the class {where} lacks a method: write `{TOKENS['tokens']}` with `yield`")
+    check_call(kind.tokens, f"{where}.tokens", TOKENS["tokens"], "self", "request")
+    if inspect.iscoroutinefunction(kind.tokens):
+        raise ConfigError(
+            f"{place_of(kind.tokens)}{where}.tokens is no async generator: write `{TOKENS['tokens']}` with `yield`, not `return`"
+        )

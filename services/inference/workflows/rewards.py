@@ -82,7 +82,7 @@ def _no_reward(name: str) -> str:
         if module
         else difflib.get_close_matches(name, [each.value for each in BuiltInReward], n=1)
     )
-    meant = f", did you mean {close[0]!r}?" if close else ""
+    meant = f", did you mean {close[0]!r}?" if close else "."
     return (
         f"workflow.settings.reward: there is no reward {name!r}{meant} Write one of {', '.join(sorted(BuiltInReward))}, or the "
         "import path of a function, package.module:function"

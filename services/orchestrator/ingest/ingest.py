@@ -263,9 +263,9 @@ class Ingest:
 
     def counter_of(self, reason: str) -> str:
         """The counter of a reason. Replicas send reasons: invalid names and names beyond the limit share one counter."""
-        name = f"failures_{reason.lower()}"
+        name = f"{fates.FAILURES_PREFIX}{reason.lower()}"
         known = name in self._counters or len(self._counters) < MOST_COUNTERS
-        return name if known and _REASON.fullmatch(reason) else "failures_other"
+        return name if known and _REASON.fullmatch(reason) else f"{fates.FAILURES_PREFIX}other"
 
     def _drop(self, record: Outcome, outcome: RecordOutcome) -> None:
         self._counters[f"records_{outcome.value}"] += 1

@@ -21,7 +21,7 @@ from services.common.errors import ConfigError, DatasetError
 from services.common.harbor import task as harbor
 from services.common.importing import load_object
 from services.common.records.types import Task
-from services.common.user_code import check_call, place_of_error
+from services.common.user_code import check_call, place_of, place_of_error
 from services.common.verifiers import tasks as verifiers
 from services.orchestrator.tasks.catalogue import FORMS, how_to_get, known, local_file
 from services.orchestrator.tasks.row_files import is_file_of_rows, open_file
@@ -150,13 +150,15 @@ def _generated(config: DatasetConfig, seed: int) -> ListRows:
     except Exception as error:  # the user's code, which can raise anything
         raised = f"raised {type(error).__name__}: {error}" if str(error) else f"raised {type(error).__name__}"
         raise DatasetError(
-            f"{place_of_error(error)}{name} {raised} (seed {seed}, settings {config.settings})"
+            f"{place_of_error(error) or place_of(function)}{name} {raised} (seed {seed}, settings {config.settings})"
         ) from error
     if config.limit is None and len(rows) > MAX_GENERATED_ROWS:
-        raise DatasetError(f"{name} yields more than {MAX_GENERATED_ROWS} rows: set `limit`")
+        raise DatasetError(f"{place_of(function)}{name} yields more than {MAX_GENERATED_ROWS} rows: set `limit`")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            raise DatasetError(f"{name}, row {number}: a row must be a mapping, not {type(row).__name__}")
+            raise DatasetError(
+                f"{place_of(function)}{name}, row {number}: a row must be a mapping, not {type(row).__name__}"
+            )
     return ListRows(rows, name)
 
 

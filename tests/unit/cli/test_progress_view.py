@@ -37,6 +37,14 @@ def test_damaged_checkpoints_are_told_once_with_the_command_that_lists_them() ->
     assert plain.getvalue().count("checkpoints: 1 set aside as damaged (millrace checkpoints RUN); 2 could not be") == 1
 
 
+def test_failed_rollouts_of_an_evaluation_are_told_with_their_reasons() -> None:
+    result = run_pb2.EvaluationResult(name="start/greedy", mean_reward=0.0, num_trajectories=8, num_failed=8)
+    plain = StringIO()
+    with ProgressView(Console(file=plain, width=200), "run") as view:
+        view.show(run_pb2.RunProgress(evaluations=[result], counters={"failures_typeerror": 16, "failures_timeout": 1}))
+    assert "0.000 over 8; 8 failed (failures of the run: typeerror 16, timeout 1; the log of" in plain.getvalue()
+
+
 WANTED = "sampled reward at least 0.9, 2 evaluations in a row"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.tools.registry import ToolBox, load_tools
+from services.inference.engine.streaming import check_engine
 from services.inference.workflows.registry import build_workflow
 from services.inference.workflows.rewards import build_grader
 from services.inference.workflows.tools.toolset import build_tools
@@ -40,6 +40,22 @@ class NoRun(millrace.Workflow):
 
 class RunsAlone(millrace.Workflow):
     async def run(self, task): ...
+
+class RunsAtOnce(millrace.Workflow):
+    def run(self, task, context): ...
+
+class NoTokens(millrace.Engine):
+    pass
+
+class TokensAlone(millrace.Engine):
+    async def tokens(self): yield 1, 0.0
+
+class TokensInOne(millrace.Engine):
+    async def tokens(self, request): return [(1, 0.0)]
+
+def no_rows(seed): return 3
+
+def no_mappings(seed): yield 3
 
 class NoStep(millrace.Environment):
     def reset(self, task, seed): ...
@@ -108,6 +124,11 @@ def gateway_tools(*paths: str) -> object:
     return ToolBox(load_tools(paths))
 
 
+def engine(path: str) -> object:
+    check_engine(importing.load_object(path), path)
+    return path
+
+
 def dataset(path: str) -> object:
     return open_source(DatasetConfig(generator=path), seed=0)
 
@@ -122,6 +143,12 @@ def dataset(path: str) -> object:
         (loss_by_path, "faulty:loss", "def loss", "write `def loss(tokens, settings) -> PolicyLoss`"),
         (workflow, "faulty:NoRun", "class NoRun", "lacks a method: write `async def run(self, task, context) -> Outcome`"),
         (workflow, "faulty:RunsAlone", "    async def run(self, task)", "write `async def run(self, task, context) -> Outcome`"),
+        (workflow, "faulty:RunsAtOnce", "    def run(self, task, context)", "no coroutine function: write `async def run(self, task, context) -> Outcome`"),
+        (engine, "faulty:NoTokens", "class NoTokens", "lacks a method: write `async def tokens(self, request)` with `yield`"),
+        (engine, "faulty:TokensAlone", "    async def tokens(self):", "write `async def tokens(self, request)`"),
+        (engine, "faulty:TokensInOne", "    async def tokens(self, request)", "no async generator: write `async def tokens(self, request)` with `yield`"),
+        (dataset, "faulty:no_rows", "def no_rows", "raised TypeError"),
+        (dataset, "faulty:no_mappings", "def no_mappings", "row 1: a row must be a mapping, not int"),
         (environment, "faulty:NoStep", "class NoStep", "lacks a method: write `def step(self, action) -> StepResult`"),
         (environment, "faulty:OldStep", "    def step(self, action, turn)", "write `def step(self, action) -> StepResult`"),
         (gateway_tools, "faulty:plain", "def plain", "write `@millrace.tool` above it"),
@@ -232,24 +259,22 @@ def test_a_recipe_names_modules_of_its_own_folder_wherever_it_is_started(
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("override", "told"),
     [
-        ({"engine": "vlm"}, "no engine 'vlm'; write one of torch, forced, scripted, sglang, vllm, or an import path"),
-        ({"engine": "torch", "engine_settings": {"a": 1}}, "engine_settings are for an engine that is named by import path"),
-        ({"engine": "faulty:Gone"}, "faulty has no 'Gone'"),
+        ("inference.a.engine=faulty:NoTokens", r"faulty.py:\d+: the class faulty:NoTokens lacks a method: write `async def tokens"),
+        ("envgateway.environments={a: 'faulty:NoStep'}", r"faulty.py:\d+: the class faulty:NoStep lacks a method: write `def step"),
+        ("inference.a={engine: vlm, port: 0}", "no engine 'vlm'; write one of torch, forced, scripted, sglang, vllm, or an import path"),
+        ("inference.a={engine: torch, engine_settings: {a: 1}, port: 0}", "engine_settings are for an engine that is named by import path"),
+        ("inference.a.engine=faulty:Gone", "faulty has no 'Gone'"),
     ],
 )  # fmt: skip
-def test_an_engine_that_cannot_be_is_refused_before_a_process_starts(
-    settings: dict[str, Any], told: str, folder: Path
-) -> None:
+def test_a_class_that_cannot_be_used_is_refused_before_a_process_starts(override: str, told: str, folder: Path) -> None:
     with (folder / "faulty.py").open("a") as module:
         module.write("\ndef tasks(seed):\n    yield {'question': 'Two?', 'answer': '2'}\n")
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.replace("NAME", "math").replace("envgateway: null\n", ""))
-    overrides = [f"inference.a.{key}={value}" for key, value in settings.items()]
-    overrides = [override.replace("'", '"') for override in overrides]
     with pytest.raises(ConfigError, match=told):
-        check_named(load_recipe(recipe, overrides, {}))
+        check_named(load_recipe(recipe, (override,), {}))
 
 
 def test_an_environment_with_the_name_of_a_built_in_one_is_refused() -> None:
