@@ -207,6 +207,38 @@ async def test_a_slot_whose_first_process_dies_is_infrastructure_and_is_mended(p
     await assert_clean(pool)
 
 
+@pytest.mark.needs("sandbox tier 2")
+def test_a_slots_first_process_ends_when_the_supervisor_died_before_it_asked_for_the_signal(repository: Path) -> None:
+    program = """
+        import os, time
+        from services.envgateway.sandbox.bare.confine import jail
+
+        supervisor, prctl = os.getpid(), jail._libc.prctl
+
+        class Slow:
+            def __getattr__(self, name):
+                return getattr(libc, name)
+
+            def prctl(self, *arguments):
+                while os.path.exists(f"/proc/{supervisor}"):
+                    time.sleep(0.01)
+                return prctl(*arguments)
+
+        libc, jail._libc = jail._libc, Slow()
+        print(jail.PidNamespace().pid, flush=True)
+        time.sleep(600)
+    """
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, cwd=repository
+    )
+    assert supervisor.stdout is not None
+    first = int(supervisor.stdout.readline())
+    supervisor.kill()
+    supervisor.wait()
+    supervisor.stdout.close()
+    wait_until(lambda: not is_running(first), "the first process has ended")
+
+
 def test_a_dead_gateways_directory_of_any_depth_is_removed(deep_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(deep_path))
     left = deep_path / "millrace-sandbox-4194304-dead"  # above the largest pid
