@@ -200,6 +200,13 @@ def written_bytes(pid: int) -> int:
     return 0
 
 
+def oom_kills() -> int:
+    """Processes that the kernel has killed for want of memory, on the whole machine; 0 where that is unknown."""
+    data = _read("/proc/vmstat")
+    _, _, found = data.partition(b"\noom_kill ")
+    return int(found.split()[0]) if found else 0
+
+
 def is_live_child(pid: int) -> bool:
     """Whether a child of ours lives; an ended child may still have to be reaped.
 

@@ -43,6 +43,7 @@ from typing import Any
 
 from .. import endings, messages
 from ..confine.confinement import Confinement, Step, take
+from ..confine.quota import Room
 from ..endings import CaseRecord
 from ..harness import calls, program, stateless
 from ..pipes import CappedPipe
@@ -184,6 +185,11 @@ class _Watched:
         within = self._cpu_s <= cpu_s and self._peak_bytes <= memory_bytes
         return self._said.startswith(messages.READY_NOTE) and self._was_alone and within and not killed
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the case ended by itself, and not with an exit code of 0."""
+        return self.stopped == endings.NOT_STOPPED and self._wait_status != 0
+
     def record(self, number: int) -> CaseRecord:
         stdout, stderr, answer = self._streams
         truncated = stdout.truncated or stderr.truncated
@@ -223,6 +229,7 @@ class Host:
         self._warned = ""
         self._spent_s = 0.0
         self._unsent = bytearray()
+        self._room: Room | None = None  # of a disk that other processes use, too
         self.exit_code = 0  # of the host
 
     def cases(self) -> Iterator[Case]:
@@ -264,6 +271,8 @@ class Host:
             return
         _signal.pthread_sigmask(_signal.SIG_BLOCK, (_SIGCHLD,))
         self._place = _Place(self._confinement.slot_dir(self._run))
+        if not self._confinement.has_own_disk:
+            self._room = Room(".", self._run.disk_bytes, self._run.num_files)
         left = deque(self._settings["cases"])
         while left and (frame := calls.read_frame(_ASK)):
             for _ in range(min(json.loads(frame)["cases"], len(left))):
@@ -300,6 +309,8 @@ class Host:
         """Record a case. Returns False for a case that must run alone."""
         settings = self._settings
         if not (watched.can_be_recorded(settings["cpu_s"], settings["memory_bytes"]) and self._place.is_untouched()):
+            return False
+        if watched.has_failed and self._room is not None and self._room.was_short():  # perhaps the disk's fault
             return False
         record = watched.record(case["number"])
         self._spent_s += record.wall_s
