@@ -47,6 +47,7 @@ from ..confine.quota import Room
 from ..endings import CaseRecord
 from ..harness import calls, program, stateless
 from ..pipes import CappedPipe
+from ..statuses import STOOD_STILL_S
 
 FIRST_INPUT_FD = 8  # below are the descriptors that every child has by number
 _NOTE, _ASK, _ANSWER = 4, 5, 6
@@ -143,17 +144,27 @@ class _Watched:
         """Sleep until a child has ended; check the output of a long case."""
         look_s = _FIRST_LOOK_S
         while not self._reaped(os.WNOHANG):
-            left_s = self._deadline - time.monotonic()
+            now = time.monotonic()
+            left_s = self._deadline - now
             if left_s <= 0:
                 self._stop(endings.OUT_OF_TIME)
                 return
-            if _signal.sigtimedwait((_SIGCHLD,), min(look_s, left_s)) is None:
+            wait_s = min(look_s, left_s)
+            has_ended = _signal.sigtimedwait((_SIGCHLD,), wait_s) is not None
+            self._leave_out(time.monotonic() - now - wait_s)
+            if not has_ended:
                 look_s = _LOOK_EVERY_S
                 for stream in self._streams:
                     stream.drain()
                 if any(stream.truncated for stream in self._streams):
                     self._stop(endings.TOO_MUCH_OUTPUT)
                     return
+
+    def _leave_out(self, late_s: float) -> None:
+        """The time in which the machine did not go on."""
+        if late_s > STOOD_STILL_S:
+            self._began += late_s
+            self._deadline += late_s
 
     def _stop(self, why: int) -> None:
         self.stopped = why

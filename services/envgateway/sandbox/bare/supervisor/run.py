@@ -92,6 +92,13 @@ class Run:
         if self.turn is not None:
             self.turn.begin(now)
 
+    def stood_still(self, seconds: float) -> None:
+        """Leave out a time in which the machine, or the supervisor, did not go on."""
+        self.started += seconds
+        self._start_deadline += seconds
+        if self.turn is not None:
+            self.turn.stood_still(seconds)
+
     @property
     def is_live(self) -> bool:
         """Whether the process stays between questions, each with a time and an output of its own."""
