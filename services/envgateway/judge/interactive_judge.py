@@ -21,7 +21,7 @@ from services.common.text.assert_tests import TestNames, completed
 from services.envgateway.judge.frames import Frames, framed
 from services.envgateway.judge.records import AssertTests, CaseResult, JudgeRequest
 from services.envgateway.judge.results import case_result
-from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.bare.statuses import STOOD_STILL_S, RunStatus
 from services.envgateway.sandbox.bare.supervisor.places import COMPANION
 from services.envgateway.sandbox.connection import SubmittedRun
 from services.envgateway.sandbox.jobs import Job, profile_of
@@ -31,6 +31,7 @@ from services.envgateway.sandbox.records import ExecutionResult
 _MOST_LIMITS = 20  # the whole request may take this many times the limit of one case
 _MOST_ANSWERS = 8  # all values that go back and forth together, in largest values
 _REPLY, _DIED = b"R", b"D"
+_LOOK_S = 0.25  # a wait that takes much longer was stopped with the machine
 
 
 class InteractiveJudge:
@@ -138,22 +139,32 @@ class InteractiveJudge:
             if self._program is None:
                 await self._start_program()
             assert self._program is not None and self._frames is not None
-            started = time.monotonic()
-            left_s = float(self._limits["wall_s"]) - self._case_time_s
             self._program.write(framed(json.dumps(call).encode()))
             try:
-                async with asyncio.timeout(max(left_s, 0.001)):
-                    reply = await self._frames.next()
+                reply = await self._reply(self._frames)
             except TimeoutError:
                 return await self._end_program(overdue=True)
-            finally:
-                self._case_time_s += time.monotonic() - started
             self._has_answered = True
             return _REPLY + reply if reply is not None else await self._end_program()
         except asyncio.CancelledError:
             if self._program is not None:
                 self._program.cancel()
             raise
+
+    async def _reply(self, frames: Frames) -> bytes | None:
+        """The program's next frame. Raises ``TimeoutError`` when the time of the case is used up; a time in which this
+        process did not go on is left out."""
+        while (left_s := float(self._limits["wall_s"]) - self._case_time_s) > 0:
+            began, look_s = time.monotonic(), min(left_s, _LOOK_S)
+            try:
+                async with asyncio.timeout(look_s):
+                    return await frames.next()
+            except TimeoutError:
+                continue
+            finally:
+                spent_s = time.monotonic() - began
+                self._case_time_s += spent_s if spent_s <= look_s + STOOD_STILL_S else look_s
+        raise TimeoutError
 
     async def _start_program(self) -> None:
         source = self._request.code.encode()

@@ -17,6 +17,7 @@ from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, JudgeRequest, StdinCase, StdinTests
 from services.envgateway.sandbox import lease as lease_module
+from services.envgateway.sandbox.bare import procfs
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
@@ -205,6 +206,72 @@ async def test_a_slot_whose_first_process_dies_is_infrastructure_and_is_mended(p
             os.kill(child, signal.SIGKILL)
     assert (await running).status is RunStatus.INFRA_ERROR
     await assert_clean(pool)
+
+
+BUSY = "import time\nbegan = time.process_time()\nwhile time.process_time() - began < 0.5: pass\n"
+
+
+async def stand_still(pool: SandboxPool) -> None:
+    """Stop the sandbox and this process for longer than a program has, as when their machine or container is paused."""
+    await asyncio.sleep(0.3)
+    stopped = procfs.descendants([supervisor_of(pool)])
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(2.0)  # noqa: ASYNC251 - the event loop is to stand still
+    for pid in reversed(stopped):
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("root")  # to stop programs
+@pytest.mark.parametrize("pool", [CONFIG.model_copy(update={"wall_time_s": 1.8})], indirect=True)
+async def test_a_time_in_which_the_machine_stood_still_is_no_programs(pool: SandboxPool, judge: Judge) -> None:
+    assert (await pool.run(ExecutionRequest(code="print(1)"))).status is RunStatus.OK
+    one, _ = await asyncio.gather(pool.run(ExecutionRequest(code=f"{BUSY}print(2)")), stand_still(pool))
+    assert (one.status, one.stdout) == (RunStatus.OK, b"2\n") and one.wall_s < 1.8
+    request = JudgeRequest(code=f"{BUSY}print(int(input()) ** 2)", tests=SQUARES)
+    several, _ = await asyncio.gather(judge.judge(request), stand_still(pool))
+    assert several.verdict is V.OK, several.detail
+    tests = AssertTests(tests="def check(f):\n  for n in range(2):\n    assert f(n) == n\n", entry_point="f")
+    asked, _ = await asyncio.gather(
+        judge.judge(JudgeRequest(code="import time\ndef f(n):\n  time.sleep(0.4)\n  return n", tests=tests)),
+        stand_still(pool),
+    )
+    assert asked.verdict is V.OK, asked.detail
+    late = await pool.run(ExecutionRequest(code=SLEEP))
+    assert late.status is RunStatus.TIME_LIMIT
+
+
+@pytest.mark.needs("sandbox tier 2")
+def test_a_slots_first_process_ends_when_the_supervisor_died_before_it_asked_for_the_signal(repository: Path) -> None:
+    program = """
+        import os, time
+        from services.envgateway.sandbox.bare.confine import jail
+
+        supervisor, prctl = os.getpid(), jail._libc.prctl
+
+        class Slow:
+            def __getattr__(self, name):
+                return getattr(libc, name)
+
+            def prctl(self, *arguments):
+                while os.path.exists(f"/proc/{supervisor}"):
+                    time.sleep(0.01)
+                return prctl(*arguments)
+
+        libc, jail._libc = jail._libc, Slow()
+        print(jail.PidNamespace().pid, flush=True)
+        time.sleep(600)
+    """
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, cwd=repository
+    )
+    assert supervisor.stdout is not None
+    first = int(supervisor.stdout.readline())
+    supervisor.kill()
+    supervisor.wait()
+    supervisor.stdout.close()
+    wait_until(lambda: not is_running(first), "the first process has ended")
 
 
 def test_a_dead_gateways_directory_of_any_depth_is_removed(deep_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,30 +10,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks._peers import ScriptedReplica, ScriptedTrainer
-from tests import needs
 from tests.integration.orchestrator.conftest import Orchestrator
+from tests.small_disk import fill, mounted
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    needs.check("tmpfs")
-    place = tmp_path / "small"
-    place.mkdir()
     # Room for the run's own files: SQLite's log alone takes 2.3 MB when a loaded machine commits in small steps.
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(place)], check=True)
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def fill(path: Path) -> None:
-    """Write until there is no room; any other error is the test's."""
-    with path.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
+    with mounted(tmp_path / "small", "32m") as place:
+        yield place
 
 
 @asynccontextmanager

@@ -10,12 +10,14 @@ import pytest
 
 from services.envgateway.sandbox.bare import procfs
 from services.envgateway.sandbox.bare.confine import memcg
+from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.bare.supervisor.run import Limits, Run
 from services.envgateway.sandbox.bare.supervisor.slots import Slot
 
 FILES = {
     1: {"memory.usage_in_bytes": "7000\n", "memory.limit_in_bytes": "", "memory.memsw.limit_in_bytes": "",
-        "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n", "cgroup.procs": "11\n12\n"},
+        "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n", "cgroup.procs": "11\n12\n",
+        "memory.max_usage_in_bytes": "9000\n"},
     2: {"memory.current": "7000\n", "memory.max": "", "memory.swap.max": "", "memory.oom.group": "",
         "memory.events": "low 0\nhigh 0\nmax 9\noom 3\noom_kill 2\noom_group_kill 1\n", "cgroup.procs": "11\n12\n"},
 }  # fmt: skip
@@ -29,8 +31,9 @@ def slot(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     directory.mkdir()
     for name, text in FILES[request.param].items():
         (directory / name).write_text(text)
-    monkeypatch.setattr("os.mkdir", lambda path: None)
-    made = memcg.SlotMemory(str(directory), request.param, ours)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.mkdir", lambda path: None)
+        made = memcg.SlotMemory(str(directory), request.param, ours)
     yield made
     made.close()
     ours.close()
@@ -43,8 +46,28 @@ def test_a_cgroup_of_either_version_is_limited_with_its_swap_and_read(slot: memc
     version_2 = "memory.max" in written
     assert written["memory.max" if version_2 else "memory.limit_in_bytes"] == str(256 << 20)
     assert written["memory.swap.max" if version_2 else "memory.memsw.limit_in_bytes"] in ("0", str(256 << 20))
-    assert (slot.usage_bytes(), slot.num_kills()) == (7000, 2)
+    slot.begin()
+    assert (slot.usage_bytes(), slot.has_killed(), slot.was_at_limit()) == (7000, False, False)
     assert memcg.missing([10, 11, 12, 13], slot) == [10, 13]
+
+
+@pytest.mark.parametrize("at_own_limit", [True, False])
+def test_a_kill_by_the_kernel_is_the_programs_fault_only_at_its_own_limit(
+    slot: memcg.SlotMemory, tmp_path: Path, at_own_limit: bool
+) -> None:
+    of_slot = Slot(0, 0, 5000, "0", str(tmp_path))
+    of_slot.memory = slot
+    slot._orders.setblocking(False)
+    run = Run(1, of_slot, LIMITS, (0, 0, 0, 0), 0.0)
+    assert run._group is not None and run._group.look([11], 100 << 20) is None
+    events = Path(slot.directory) / ("memory.oom_control" if slot._version == 1 else "memory.events")
+    told = events.read_text().replace("oom_kill 2", "oom_kill 3")
+    events.write_text(told.replace("\noom 3", "\noom 4") if at_own_limit else told)
+    peak = (100 << 20) - 4096 if at_own_limit else 60 << 20
+    (Path(slot.directory) / "memory.max_usage_in_bytes").write_text(f"{peak}\n")
+    run.left_its_process()
+    assert run.stop_status is (RunStatus.MEMORY_LIMIT if at_own_limit else RunStatus.INFRA_ERROR)
+    assert ("no memory left" in run.detail) is not at_own_limit
 
 
 def test_a_move_is_ordered_and_never_waited_for(slot: memcg.SlotMemory) -> None:

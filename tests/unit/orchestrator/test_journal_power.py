@@ -19,7 +19,7 @@ import pytest
 from services.orchestrator.journal import writer
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.storage.index import INDEX_FILE
-from services.orchestrator.journal.storage.segments import COLLECTED
+from services.orchestrator.journal.storage.segments import COLLECTED, Files
 from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.power import Disk, Operation, RecordingFiles
 from tests.waiting import WAIT_S
@@ -187,6 +187,33 @@ async def test_a_rewritten_segment_keeps_what_is_needed_at_any_power_cut(tmp_pat
     assert "replace" in {operation[0] for operation in files.trace}
     gone = frozenset([int(dropped.key[1:])])
     assert check_every_cut(files.trace, tmp_path, indexes, choices=2, collected=gone) > 50
+
+
+async def test_a_process_that_is_killed_after_any_write_leaves_no_record_without_those_before(tmp_path: Path) -> None:
+    """The close of a task group, say, without the verdict that was submitted before."""
+    directory = tmp_path / "journal"
+
+    class Copying(Files):
+        copies: list[Path] = []
+
+        def write(self, fd: int, data: bytes, offset: int) -> None:
+            super().write(fd, data, offset)
+            self.copies.append(tmp_path / f"copy-{len(self.copies)}")
+            shutil.copytree(directory, self.copies[-1], ignore=shutil.ignore_patterns(f"{INDEX_FILE}*"))
+
+    files = Copying()
+    journal = Journal(directory, files=files)
+    for number in range(24):
+        journal.submit(KINDS[number * number % 3], f"k{number}", lambda number=number: {"n": number})
+    journal.start()
+    await journal.close()
+    assert journal.num_commits < 4 < len(files.copies)
+    for copy in files.copies:
+        found = kept(copy)
+        assert found == list(range(len(found))), copy.name
+        with closing(JournalReader(copy)) as reader:
+            assert not reader.gaps() and not reader.damage()
+    assert len(found) == 24
 
 
 async def test_without_power_durability_nothing_is_synced(tmp_path: Path) -> None:

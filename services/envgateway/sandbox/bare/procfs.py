@@ -42,7 +42,8 @@ def _read(path: str) -> bytes:
 _HAS_CHILDREN_FILES = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
-def _parent(pid: int) -> int:
+def parent(pid: int | str = "self") -> int:
+    """The parent of a process; our own one also where the parent is in another pid namespace, in the numbers of /proc."""
     data = _read(f"/proc/{pid}/stat")
     fields = data[data.rfind(b")") + 2 :].split()
     return int(fields[1]) if len(fields) > 1 else -1
@@ -51,7 +52,7 @@ def _parent(pid: int) -> int:
 def children(pid: int) -> list[int]:
     """Direct children, of all threads."""
     if not _HAS_CHILDREN_FILES:
-        return [other for other in all_pids() if _parent(other) == pid]
+        return [other for other in all_pids() if parent(other) == pid]
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -197,6 +198,13 @@ def written_bytes(pid: int) -> int:
         if line.startswith(b"write_bytes:"):
             return int(line.split()[1])
     return 0
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has killed for want of memory, on the whole machine; 0 where that is unknown."""
+    data = _read("/proc/vmstat")
+    _, _, found = data.partition(b"\noom_kill ")
+    return int(found.split()[0]) if found else 0
 
 
 def is_live_child(pid: int) -> bool:

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import enum
 
+# A wait that ends this much after its time: the machine was stopped (a container that is paused, a machine that is moved), or
+# had no processor. The time is no program's.
+STOOD_STILL_S = 0.5
+
 
 class RunStatus(enum.StrEnum):
     """Status of an ended run, of one case, or of a whole judgement."""

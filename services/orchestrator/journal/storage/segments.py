@@ -353,7 +353,9 @@ class SegmentSet:
     def append(self, named: Sequence[Named], payloads: Sequence[bytes]) -> list[Row]:
         """Append one commit; with ``durability: power`` returns after the sync. On an error no record is written."""
         before: dict[str, int] = {}
-        pieces: dict[str, list[bytes]] = {}  # by kind: one write for all of a kind
+        # In the order of numbers, so that a killed process leaves no record without those before. One write for neighbours of
+        # a kind.
+        pieces: list[tuple[str, list[bytes]]] = []
         ends: dict[str, int] = {}
         rows: list[Row] = []
         now = time.time()
@@ -366,12 +368,14 @@ class SegmentSet:
                 header = write_header(number, now, entry.key, payload)
                 offset = ends.setdefault(entry.kind, writer.size) + len(header)
                 ends[entry.kind] = offset + len(payload)
-                pieces.setdefault(entry.kind, []).extend((header, payload))
+                if not pieces or pieces[-1][0] != entry.kind:
+                    pieces.append((entry.kind, []))
+                pieces[-1][1].extend((header, payload))
                 rows.append(
                     Row(number, entry.kind, entry.key, writer.segment, offset, len(payload), checksum_of(payload), now)
                 )
-            for kind, found in pieces.items():
-                before[kind] = self._writers[kind].size
+            for kind, found in pieces:
+                before.setdefault(kind, self._writers[kind].size)
                 self._writers[kind].append(b"".join(found))
             if self._durability == "power":
                 for kind in before:

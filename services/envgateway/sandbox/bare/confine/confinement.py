@@ -138,6 +138,11 @@ class Confinement:
         if self._jail is not None:
             self._jail.set_namespace(namespace_fd)
 
+    @property
+    def has_own_disk(self) -> bool:
+        """Whether each program has a file system of its quota's size."""
+        return self._jail is not None
+
     def slot_dir(self, run: Start) -> str | None:
         """The directory that holds all files a run's program may write; None where the work dir is the only one."""
         return self._slot_dirs[run.slot] if self._tier in ("U", "0") else None

@@ -53,12 +53,12 @@ class PidNamespace:
     """A slot's pid namespace, held open by its first process."""
 
     def __init__(self) -> None:
-        own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        own, parent = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC), os.getpid()
         try:
             _check(_libc.unshare(_NEW_PID), "unshare pid")
             self.pid = os.fork()
             if self.pid == 0:
-                _be_first_process()
+                _be_first_process(parent)
             _check(_libc.setns(own, _NEW_PID), "setns pid")
         finally:
             os.close(own)
@@ -97,10 +97,12 @@ class PidNamespace:
             pass
 
 
-def _be_first_process() -> None:
+def _be_first_process(parent: int) -> None:
     """Never returns: reaps all adopted processes."""
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if procfs.parent() != parent:  # it died before the line above
+            os._exit(1)
         os.closerange(0, 1 << 16)
         os.chdir("/")
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])

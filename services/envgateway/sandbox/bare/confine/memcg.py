@@ -20,6 +20,8 @@ from collections.abc import Iterable
 _PREFIX = "millrace-sandbox-"
 _PR_SET_PDEATHSIG = 1
 _LONGEST_ORDER = 64
+_PEAKS = ("memory.max_usage_in_bytes", "memory.memsw.max_usage_in_bytes")  # of version 1; its counts of refusals stay 0
+_AT_LIMIT_BYTES = 1 << 20  # a refused request of the kernel is smaller
 
 
 class SlotMemory:
@@ -33,6 +35,7 @@ class SlotMemory:
         self._limit = 0
         self._usage_fd = self._open("memory.current" if version == 2 else "memory.usage_in_bytes")
         self._kills_fd = self._open("memory.events" if version == 2 else "memory.oom_control")
+        self._kills_before = self._refusals_before = 0
 
     def _open(self, name: str) -> int:
         return os.open(f"{self.directory}/{name}", os.O_RDONLY | os.O_CLOEXEC)
@@ -69,10 +72,28 @@ class SlotMemory:
         except (OSError, ValueError):
             return 0
 
-    def num_kills(self) -> int:
-        """Processes that the kernel has killed here for want of memory, since the cgroup was made."""
+    def begin(self) -> None:
+        """Begin to watch for kills and for the limit."""
+        self._kills_before, self._refusals_before = self._count(b"oom_kill"), self._count(b"oom")
+        for name in _PEAKS:
+            _write_if_there(f"{self.directory}/{name}", "0")
+
+    def has_killed(self) -> bool:
+        """Whether the kernel has killed a process here for want of memory, since ``begin``: at this cgroup's limit, at that
+        of a cgroup above, or because the machine had none."""
+        return self._count(b"oom_kill") > self._kills_before
+
+    def was_at_limit(self) -> bool:
+        """Whether this cgroup's own limit has refused memory since ``begin``; under version 1 whether it was reached."""
+        if self._version == 2:
+            return self._count(b"oom") > self._refusals_before
+        peaks = [int(line) for name in _PEAKS for line in _lines(f"{self.directory}/{name}")]
+        return max(peaks, default=self._limit) >= self._limit - _AT_LIMIT_BYTES
+
+    def _count(self, event: bytes) -> int:
+        """How often an event has happened since the cgroup was made."""
         try:
-            found = re.search(rb"^oom_kill (\d+)", os.pread(self._kills_fd, 1024, 0), re.MULTILINE)
+            found = re.search(rb"^%b (\d+)" % event, os.pread(self._kills_fd, 1024, 0), re.MULTILINE)
         except OSError:
             return 0
         return int(found[1]) if found else 0

@@ -1,4 +1,5 @@
 """Measures a program's disk use where no sized file system bounds the use: a bounded walk over the slot's directory.
+Looks also whether the disk has the room that the quota promises.
 
 Untrusted code may move files during the walk: the walk follows no link, opens only directories, and ends as soon as the
 quota is passed, so its cost is bounded by the quota.
@@ -13,9 +14,28 @@ from .. import procfs
 
 _MAX_DEPTH = 64
 _FIRST_SWEEP_S, _SWEEP_EVERY_S = 0.05, 0.1
+_LITTLE_BYTES = 4096
 _REWRITES = 4  # writing the whole quota this many times over is more than any honest program does
 
 _CLOSED = "a directory that is closed to being counted"  # where programs run as our own user; root opens everything
+
+
+class Room:
+    """Free space of the file system of work dirs that have none of their own: other processes fill it, too."""
+
+    def __init__(self, directory: str, disk_bytes: int, num_files: int) -> None:
+        """At the start of a program that may use so much."""
+        self._directory = directory
+        self._was_short = self._is_below(disk_bytes, num_files)
+
+    def was_short(self) -> bool:
+        """Whether a program had less than its quota promises: at its start, or because nothing is left now."""
+        return self._was_short or self._is_below(_LITTLE_BYTES, 1)
+
+    def _is_below(self, num_bytes: int, num_files: int) -> bool:
+        found = os.statvfs(self._directory)
+        counts_files = found.f_files > 0  # some file systems make room for files as they come
+        return found.f_bavail * found.f_frsize < num_bytes or (counts_files and found.f_favail < num_files)
 
 
 class DiskQuota:

@@ -43,9 +43,11 @@ from typing import Any
 
 from .. import endings, messages
 from ..confine.confinement import Confinement, Step, take
+from ..confine.quota import Room
 from ..endings import CaseRecord
 from ..harness import calls, program, stateless
 from ..pipes import CappedPipe
+from ..statuses import STOOD_STILL_S
 
 FIRST_INPUT_FD = 8  # below are the descriptors that every child has by number
 _NOTE, _ASK, _ANSWER = 4, 5, 6
@@ -142,17 +144,27 @@ class _Watched:
         """Sleep until a child has ended; check the output of a long case."""
         look_s = _FIRST_LOOK_S
         while not self._reaped(os.WNOHANG):
-            left_s = self._deadline - time.monotonic()
+            now = time.monotonic()
+            left_s = self._deadline - now
             if left_s <= 0:
                 self._stop(endings.OUT_OF_TIME)
                 return
-            if _signal.sigtimedwait((_SIGCHLD,), min(look_s, left_s)) is None:
+            wait_s = min(look_s, left_s)
+            has_ended = _signal.sigtimedwait((_SIGCHLD,), wait_s) is not None
+            self._leave_out(time.monotonic() - now - wait_s)
+            if not has_ended:
                 look_s = _LOOK_EVERY_S
                 for stream in self._streams:
                     stream.drain()
                 if any(stream.truncated for stream in self._streams):
                     self._stop(endings.TOO_MUCH_OUTPUT)
                     return
+
+    def _leave_out(self, late_s: float) -> None:
+        """The time in which the machine did not go on."""
+        if late_s > STOOD_STILL_S:
+            self._began += late_s
+            self._deadline += late_s
 
     def _stop(self, why: int) -> None:
         self.stopped = why
@@ -183,6 +195,11 @@ class _Watched:
         killed = self.stopped == endings.NOT_STOPPED and self._wait_status & 0x7F == _SIGKILL
         within = self._cpu_s <= cpu_s and self._peak_bytes <= memory_bytes
         return self._said.startswith(messages.READY_NOTE) and self._was_alone and within and not killed
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the case ended by itself, and not with an exit code of 0."""
+        return self.stopped == endings.NOT_STOPPED and self._wait_status != 0
 
     def record(self, number: int) -> CaseRecord:
         stdout, stderr, answer = self._streams
@@ -223,6 +240,7 @@ class Host:
         self._warned = ""
         self._spent_s = 0.0
         self._unsent = bytearray()
+        self._room: Room | None = None  # of a disk that other processes use, too
         self.exit_code = 0  # of the host
 
     def cases(self) -> Iterator[Case]:
@@ -264,6 +282,8 @@ class Host:
             return
         _signal.pthread_sigmask(_signal.SIG_BLOCK, (_SIGCHLD,))
         self._place = _Place(self._confinement.slot_dir(self._run))
+        if not self._confinement.has_own_disk:
+            self._room = Room(".", self._run.disk_bytes, self._run.num_files)
         left = deque(self._settings["cases"])
         while left and (frame := calls.read_frame(_ASK)):
             for _ in range(min(json.loads(frame)["cases"], len(left))):
@@ -300,6 +320,8 @@ class Host:
         """Record a case. Returns False for a case that must run alone."""
         settings = self._settings
         if not (watched.can_be_recorded(settings["cpu_s"], settings["memory_bytes"]) and self._place.is_untouched()):
+            return False
+        if watched.has_failed and self._room is not None and self._room.was_short():  # perhaps the disk's fault
             return False
         record = watched.record(case["number"])
         self._spent_s += record.wall_s

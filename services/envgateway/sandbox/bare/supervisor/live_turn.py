@@ -30,6 +30,11 @@ class LiveTurn:
         self._deadline = now + self._limit_s
         self.asked = now
 
+    def stood_still(self, seconds: float) -> None:
+        """Leave out a time in which the machine did not go on."""
+        self._deadline += seconds
+        self._kill_at += seconds
+
     def check(self, now: float, flooded: bool) -> bool:
         """Whether to interrupt, which is said once."""
         if self.why is not None or not (flooded or now >= self._deadline):

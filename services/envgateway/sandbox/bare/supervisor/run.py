@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from .. import messages, procfs
 from ..confine import memcg
-from ..confine.quota import DiskQuota
+from ..confine.quota import DiskQuota, Room
 from ..endings import Ending, ending
 from ..forkserver.fork_servers import ForkServer
 from ..pipes import CappedPipe
@@ -23,6 +24,7 @@ _LATER_LOOK_EVERY_S = 0.020
 _IDLE_LOOK_EVERY_S = 0.250  # of an idle live process
 _START_TIMEOUT_S = 30.0  # a fork server that is still importing; the run's own time begins with its process
 _BUFFERS_EVERY_S = 0.1
+_NO_MEMORY = "the machine or the gateway's cgroup had no memory left, and the kernel killed a process of the program"
 _SHARES_PAUSE = 5  # multiple of the time that the last read of the shares took: many mappings make the read slow
 
 
@@ -72,6 +74,9 @@ class Run:
         self.adopted_before_s = 0.0  # CPU time that the slot's first process had reaped before this run
         self.peak_memory_bytes = 0
         self._group = _InGroup(slot) if slot.memory is not None else None
+        self._oom_kills_before = 0 if slot.memory is not None else procfs.oom_kills()
+        self._room = None if slot.has_own_disk else Room(slot.directory, limits.disk_bytes, limits.num_files)
+        self._disk_was_full = False
         self._buffer_bytes = 0  # kernel memory of its sockets and pipes, where no cgroup counts them
         self._next_buffers = now + _BUFFERS_EVERY_S
         self._next_shares = now
@@ -86,6 +91,13 @@ class Run:
         self.next_look = now + min(_FIRST_LOOK_S, self.limits.wall_s)
         if self.turn is not None:
             self.turn.begin(now)
+
+    def stood_still(self, seconds: float) -> None:
+        """Leave out a time in which the machine, or the supervisor, did not go on."""
+        self.started += seconds
+        self._start_deadline += seconds
+        if self.turn is not None:
+            self.turn.stood_still(seconds)
 
     @property
     def is_live(self) -> bool:
@@ -145,8 +157,8 @@ class Run:
             family = self._case_of(family)
         used = procfs.usage(family, self._seen_ticks)
         self.peak_memory_bytes = max(self.peak_memory_bytes, used.resident_bytes if len(family) == 1 else 0)
-        if self._group is not None and self._group.exceeds(everybody, self.limits.memory_bytes):
-            return RunStatus.MEMORY_LIMIT
+        if self._group is not None and (killed := self._group.look(everybody, self.limits.memory_bytes)) is not None:
+            return self._killed(killed)
         self.cpu_s = max(self.cpu_s, used.cpu_s + self.strays_cpu_s)
         if used.processes > self.limits.processes:
             self.detail = "more processes than allowed"
@@ -237,8 +249,16 @@ class Run:
 
     def left_its_process(self) -> None:
         """The first process has ended: a last check of resources that are gone with the process."""
-        if self._group is not None and self._group.has_killed() and self.stop_status is None:
-            self.stop_status = RunStatus.MEMORY_LIMIT
+        self._disk_was_full = self._room is not None and self._room.was_short()
+        killed = self._group.killed() if self._group is not None else None
+        if killed is not None and self.stop_status is None:
+            self.stop_status = self._killed(killed)
+
+    def _killed(self, status: RunStatus) -> RunStatus:
+        """The kernel has killed a process for want of memory."""
+        if status is RunStatus.INFRA_ERROR:
+            self.detail = _NO_MEMORY
+        return status
 
     def close(self) -> None:
         self.drain()
@@ -280,7 +300,20 @@ class Run:
         if self.peak_memory_bytes > self.limits.memory_bytes:
             return RunStatus.MEMORY_LIMIT
         self.detail = end.detail or self.detail
+        if end.status in (RunStatus.RUNTIME_ERROR, RunStatus.COMPILE_ERROR) and (lack := self._lack(end)):
+            self.detail = lack
+            return RunStatus.INFRA_ERROR
         return end.status
+
+    def _lack(self, end: Ending) -> str:
+        """What the machine had too little of, for a program that has failed; empty when the program is at fault."""
+        if self._disk_was_full:
+            place = os.path.dirname(os.path.dirname(self.slot.directory))
+            return f"{place} has no room for envgateway.sandbox.disk_bytes ({self.limits.disk_bytes}): free space there"
+        # A compiler tells of a part of itself that was killed as of an error.
+        may_be_killed = end.signal == signal.SIGKILL or end.status is RunStatus.COMPILE_ERROR
+        watched = self._group is None and may_be_killed
+        return _NO_MEMORY if watched and procfs.oom_kills() > self._oom_kills_before else ""
 
 
 class _InGroup:
@@ -290,12 +323,11 @@ class _InGroup:
         assert slot.memory is not None
         self._memory: memcg.SlotMemory = slot.memory
         self._moved: set[int] = set()
-        self._kills_before = 0
         self._bytes_before = 0
         self.peak_bytes = 0
 
-    def exceeds(self, family: list[int], limit_bytes: int) -> bool:
-        """Whether the limit was passed."""
+    def look(self, family: list[int], limit_bytes: int) -> RunStatus | None:
+        """Order new processes into the cgroup; ``killed``."""
         if not self._moved:
             self._begin(limit_bytes)
         new = [pid for pid in family if pid not in self._moved]
@@ -303,21 +335,25 @@ class _InGroup:
             if not self._memory.move(pid):
                 new.remove(pid)
         self._moved.update(new)
-        return self.has_killed()
+        return self.killed()
 
     def _begin(self, limit_bytes: int) -> None:
         try:
             self._memory.limit(limit_bytes)
         except OSError:  # memory that the kernel cannot free yet; the old limit stays
             pass
-        self._kills_before = self._memory.num_kills()
+        self._memory.begin()
         self._bytes_before = self._memory.usage_bytes()  # files that are read stay there until they are in the way
 
-    def has_killed(self) -> bool:
+    def killed(self) -> RunStatus | None:
+        """Why the kernel has killed a process for want of memory: at the run's limit (MEMORY_LIMIT), or because the machine,
+        or a cgroup above, had none (INFRA_ERROR). None when it has killed none."""
         if not self._moved:
-            return False
+            return None
         self.peak_bytes = max(self.peak_bytes, self._memory.usage_bytes() - self._bytes_before)
-        return self._memory.num_kills() > self._kills_before
+        if not self._memory.has_killed():
+            return None
+        return RunStatus.MEMORY_LIMIT if self._memory.was_at_limit() else RunStatus.INFRA_ERROR
 
 
 def result_without_run(run_id: int, status: RunStatus, tier: str) -> tuple[dict[str, Any], list[bytes]]:

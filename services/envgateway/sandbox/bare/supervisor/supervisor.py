@@ -25,7 +25,7 @@ from ..confine import memcg
 from ..forkserver.fork_servers import ForkServer, ForkServers
 from ..messages import Start
 from ..slot_queue import SlotQueue
-from ..statuses import RunStatus
+from ..statuses import STOOD_STILL_S, RunStatus
 from .gateway_end import GatewayEnd
 from .interactive_channel import InteractiveChannel
 from .orphans import Orphans
@@ -135,7 +135,12 @@ class Supervisor:
             wait = _CLEANING_LOOK_S
         elif self._runs:
             wait = max(0.0, min(run.next_look for run in self._runs.values()) - now)
-        for fd, event in self._epoll.poll(wait):
+        events = self._epoll.poll(wait)
+        stood_still_s = time.monotonic() - now - wait if wait >= 0 else 0.0
+        if stood_still_s > STOOD_STILL_S:
+            for run in self._runs.values():
+                run.stood_still(stood_still_s)
+        for fd, event in events:
             server = self._forks.of_fd(fd)
             if server is not None:
                 self._receive_from(server)
