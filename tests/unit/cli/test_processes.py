@@ -118,6 +118,17 @@ def test_stop_also_reaches_children_of_children_and_nobody_else(processes: Proce
     assert is_running(os.getpid())
 
 
+def test_stop_kills_no_later_process_with_the_number_of_one_that_has_left(processes: Processes) -> None:
+    processes.start(spec("brief", "pass"))
+    wait_until(lambda: processes.watch() == {"brief"}, "its leaving")
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        processes._running["brief"].popen.pid = other.pid  # type: ignore[misc]  # as the kernel gives a number again
+        processes.stop()
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.1)
+        other.kill()
+
+
 def test_children_leave_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     launcher = (
         "import sys, time, pathlib\n"
