@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from services.common import run_files
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.rpc.client.health import is_serving
 from services.common.system.child import DIE_WITH_PARENT, START_AGAIN
-from services.common.system.children import ChildProcess, end, how_ended, last_lines, start_logged
+from services.common.system.children import ChildProcess, end, how_ended, last_lines, signal_group, start_logged
 from services.common.system.devices import inside
 
 log = structlog.get_logger()
@@ -42,6 +43,7 @@ class Running:
     popen: ChildProcess
     restarts: int = 0  # in a row
     started_at: float = field(default_factory=time.monotonic)
+    earlier: list[ChildProcess] = field(default_factory=list)  # that have ended and left processes in their groups
 
 
 class Processes:
@@ -86,6 +88,7 @@ class Processes:
             tick()
             time.sleep(POLL_S)
         del self._running[spec.name]
+        signal_group(process)
         if code != 0:
             raise InfrastructureError(self._exit_message(spec, code))
 
@@ -160,6 +163,8 @@ class Processes:
             self._start_again(process, "it left while the run goes on")
 
     def _start_again(self, process: Running, why: str) -> None:
+        # They may hold its port, memory or GPU. Some have work left, such as the last rows for a tracker: `stop` kills them.
+        process.earlier = [one for one in {*process.earlier, process.popen} if signal_group(one, signal.SIGTERM)]
         try:
             process.popen = self._popen(process.spec, again=True)
         except OSError as error:
@@ -179,6 +184,8 @@ class Processes:
         for name, process in self._running.items():
             if not end(process.popen, max(0.0, deadline - time.monotonic()), own_group=True):
                 log.warning("process.killed", process=name, grace_s=self._stop_grace_s)
+            for earlier in process.earlier:
+                signal_group(earlier)
         self._running.clear()
         if self._forks is not None:
             if self._own_forks:
