@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.cli.plan.specs import ProcessSpec, inference_process, orchestrator_address, plan, with_free_ports
-from services.cli.run.fork_server import MODULES, ForkServer, Process
+from services.cli.run.fork_server import MODULES, ForkServer
 from services.cli.run.launch import WATCH_S
 from services.cli.run.processes import Processes
 from services.cli.watch.orchestrator_client import OrchestratorClient
@@ -30,6 +30,7 @@ from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.errors import InfrastructureError, MillraceError
 from services.common.pb import run_pb2
 from services.common.system.child import module_command, module_in
+from services.common.system.children import ChildProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve().parent
@@ -95,7 +96,7 @@ class World:
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._proxy: subprocess.Popen[bytes] | None = None
-        self.guests: dict[str, Process] = {}
+        self.guests: dict[str, ChildProcess] = {}
         self._guests_ever = 0
         self.died: list[str] = []  # what ended otherwise than by the faults
         self.client = OrchestratorClient(orchestrator_address(self.recipe))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partialmethod
@@ -57,7 +56,7 @@ class ForkedServer:
         return Adopted(int(json.loads(self._answers.readline())["pid"]))
 
     def stop(self) -> None:
-        signal_group(self.pid, signal.SIGKILL)
+        signal_group(Adopted(self.pid))
 
 
 def _serve(launcher: int, questions: int, answers: int) -> NoReturn:

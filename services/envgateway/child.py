@@ -11,7 +11,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 from services.common.errors import InfrastructureError
 from services.common.system.child import DIE_WITH_PARENT
-from services.common.system.children import signal_group
+from services.common.system.children import end
 from services.envgateway.sandbox.bare import wire
 
 _START_TIMEOUT_S = 60.0
@@ -136,9 +135,7 @@ class Child:
     def kill(self) -> None:
         """Kill the child and every process that the child started; waiting callers get ``ChildLost``."""
         self._fail(ChildLost())
-        if self._process.returncode is None:  # not waited for: its number is not another process's
-            signal_group(self._process.pid)
-            self._process.wait()  # SIGKILL was sent: the wait takes as long as the kernel needs
+        end(self._process, own_group=True)
 
     # -- for subclasses -------------------------------------------------------------------------------------------
 
@@ -163,16 +160,11 @@ class Child:
                 answer.exception()  # retrieved: there may be no waiting caller
 
     def _exit_signal(self) -> int:
-        """The signal that ended the child; 0 for an exit by itself, or a child that lives on. The child stays to be
-        waited for: until then no other process gets its number, or that of its group."""
-        deadline = time.monotonic() + _EXIT_WAIT_S
-        while True:
-            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None:
-                return ended.si_status if ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else 0
-            if time.monotonic() > deadline:
-                return 0
-            time.sleep(0.001)
+        """The signal that ended the child; 0 for an exit by itself, or a child that lives on."""
+        try:
+            return max(0, -self._process.wait(_EXIT_WAIT_S))
+        except subprocess.TimeoutExpired:
+            return 0
 
     # -- channel --------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 import structlog
 
@@ -48,17 +47,6 @@ MODULES = (
     "services.orchestrator.app",
     "services.envgateway.app",
 )
-
-
-class Process(Protocol):
-    """The methods of a process that the launcher uses; ``subprocess.Popen`` has them."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def terminate(self) -> None: ...
 
 
 class Adopted:
@@ -116,7 +104,7 @@ class ForkServer:
     def pid(self) -> int:
         return self._child.pid
 
-    def start(self, argv: Sequence[str], environment: Mapping[str, str], output: Path) -> Process | None:
+    def start(self, argv: Sequence[str], environment: Mapping[str, str], output: Path) -> Adopted | None:
         """Start a command line of ``module_command``; None where the server cannot, and is given up."""
         if self._child.poll() is not None:
             return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
+import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ from pathlib import Path
 import structlog
 
 from services.cli.plan.specs import ProcessSpec
-from services.cli.run.fork_server import ForkServer, Process, reap_orphans
+from services.cli.run.fork_server import ForkServer, reap_orphans
 from services.common import run_files
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.rpc.client.health import is_serving
 from services.common.system.child import DIE_WITH_PARENT, START_AGAIN
-from services.common.system.children import how_ended, last_lines, signal_group
+from services.common.system.children import ChildProcess, end, how_ended, last_lines, signal_group, start_logged
 from services.common.system.devices import inside
 
 log = structlog.get_logger()
@@ -40,9 +40,10 @@ class Running:
     """A started process."""
 
     spec: ProcessSpec
-    popen: Process
+    popen: ChildProcess
     restarts: int = 0  # in a row
     started_at: float = field(default_factory=time.monotonic)
+    earlier: list[ChildProcess] = field(default_factory=list)  # that have ended and left processes in their groups
 
 
 class Processes:
@@ -87,6 +88,7 @@ class Processes:
             tick()
             time.sleep(POLL_S)
         del self._running[spec.name]
+        signal_group(process)
         if code != 0:
             raise InfrastructureError(self._exit_message(spec, code))
 
@@ -161,6 +163,8 @@ class Processes:
             self._start_again(process, "it left while the run goes on")
 
     def _start_again(self, process: Running, why: str) -> None:
+        # They may hold its port, memory or GPU. Some have work left, such as the last rows for a tracker: `stop` kills them.
+        process.earlier = [one for one in {*process.earlier, process.popen} if signal_group(one, signal.SIGTERM)]
         try:
             process.popen = self._popen(process.spec, again=True)
         except OSError as error:
@@ -175,39 +179,29 @@ class Processes:
     def stop(self) -> None:
         """SIGTERM to all, wait for the grace, SIGKILL to the process groups of those that stay."""
         for process in self._running.values():
-            if process.popen.poll() is None:
-                process.popen.terminate()
+            process.popen.terminate()
         deadline = time.monotonic() + self._stop_grace_s
         for name, process in self._running.items():
-            try:
-                process.popen.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if not end(process.popen, max(0.0, deadline - time.monotonic()), own_group=True):
                 log.warning("process.killed", process=name, grace_s=self._stop_grace_s)
-            # Also reaches children that outlived it: the group holds exactly its descendants.
-            signal_group(process.popen.pid)
-            process.popen.wait()
+            for earlier in process.earlier:
+                signal_group(earlier)
         self._running.clear()
         if self._forks is not None:
             if self._own_forks:
                 self._forks.stop()
             self._forks = None
 
-    def _popen(self, spec: ProcessSpec, again: bool = False) -> Process:
+    def _popen(self, spec: ProcessSpec, again: bool = False) -> ChildProcess:
         environment = {**inside(os.environ, spec.env, spec.name), DIE_WITH_PARENT: str(os.getpid())}
+        output = self._logs / f"{spec.name}.stderr"
         if self._forks is not None and (spec.forked == "always" or (again and spec.forked == "again")):
-            forked = self._forks.start(spec.argv, environment, self._logs / f"{spec.name}.stderr")
+            forked = self._forks.start(spec.argv, environment, output)
             if forked is not None:
                 log.info("process.started", process=spec.name, pid=forked.pid, forked=True)
                 return forked
-        with open(self._logs / f"{spec.name}.stderr", "ab") as output:
-            process = subprocess.Popen(
-                spec.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,  # a Ctrl-C on the terminal is ours to pass on, in order
-            )
+        # In a group of its own: a Ctrl-C on the terminal is ours to pass on, in order.
+        process = start_logged(spec.argv, output, environment, own_group=True)
         log.info("process.started", process=spec.name, pid=process.pid)
         return process
 

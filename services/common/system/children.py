@@ -1,7 +1,9 @@
 """Runs, watches and ends child processes.
 
-    process_group    an asyncio child and everything that the child starts, killed at the end of a block
-    exited, end_group, close_pipes   the end of such a child, whose pipes another process may hold open
+    process_group    an asyncio child and everything that the child starts, ended at the end of a block
+    end_group, exited, has_ended   the end of such a child, whose pipes another process may hold open
+    start_logged     a child that writes a log
+    end              the end of another child: a grace, SIGKILL, and a wait with a deadline
     AnsweringChild   a child that answers questions, one JSON line each; killed when an exchange fails
     signal_group     a signal to a child that has a group of its own, and to everything that it started
     how_ended, output_tail, last_lines   the report of an end
@@ -25,20 +27,26 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, Any, Protocol
+
+import structlog
 
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.system.child import DIE_WITH_PARENT
+
+log = structlog.get_logger()
 
 TAIL_BYTES = 64 * 1024
 NUM_LAST_LINES = 12
 PIPES_S = 1.0  # from the end of a killed process to the end of its pipes
 LOOK_S = 0.005
+KILLED_S = 10.0  # from SIGKILL to the end, which a call of the kernel, as of a file server that is gone, may hold up
 
 
 @asynccontextmanager
-async def process_group(*command: str, **options: Any) -> AsyncIterator[Process]:
-    """Start a command, as ``asyncio.create_subprocess_exec`` does, and kill its whole group at the end of the block.
+async def process_group(*command: str, grace_s: float = 0.0, **options: Any) -> AsyncIterator[Process]:
+    """Start a command, as ``asyncio.create_subprocess_exec`` does, and end its whole group at the end of the block, as
+    ``end_group`` does.
 
     A cancellation that arrives while the process starts kills the group too: asyncio alone would kill the process and
     leave its children.
@@ -56,19 +64,33 @@ async def process_group(*command: str, **options: Any) -> AsyncIterator[Process]
     try:
         yield process
     finally:
-        await end_group(process)
+        await end_group(process, grace_s)
 
 
-async def end_group(process: Process) -> None:
-    """Kill a process and its group, and close its pipes, where one that has left the group holds them open."""
-    signal_group(process.pid)
+async def end_group(process: Process, grace_s: float = 0.0) -> None:
+    """Kill a process and its group, and close its pipes, where one that has left the group holds them open.
+
+    With a grace, the end of its input comes first, then SIGTERM to its group; after each it has ``grace_s`` to end.
+    """
     try:
-        await exited(process)  # ends: it was killed
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PIPES_S):
-                await process.wait()
+        if grace_s and process.stdin is not None:
+            process.stdin.close()
+            await has_ended(process, grace_s)
+        if grace_s and process.returncode is None:
+            signal_group(process, signal.SIGTERM)
+            await has_ended(process, grace_s)
     finally:
-        close_pipes(process)
+        signal_group(process)
+        try:
+            if not await has_ended(process, KILLED_S):
+                log.error("child.not_ended", pid=process.pid, after_s=KILLED_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PIPES_S):
+                    await process.wait()
+        finally:
+            transport = getattr(process, "_transport", None)  # nothing public closes our ends of its pipes
+            if transport is not None:
+                transport.close()
 
 
 async def exited(process: Process, look_s: float = LOOK_S) -> int:
@@ -79,20 +101,81 @@ async def exited(process: Process, look_s: float = LOOK_S) -> int:
     return process.returncode
 
 
-def close_pipes(process: Process) -> None:
-    """Close our ends of the pipes of a process that has ended; readers see the end."""
-    transport = getattr(process, "_transport", None)  # nothing public closes them
-    if transport is not None:
-        transport.close()
+async def has_ended(process: Process, limit_s: float) -> bool:
+    """Whether it ends in time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await exited(process)
+    return process.returncode is not None
 
 
-def signal_group(pid: int, how: int = signal.SIGKILL) -> bool:
-    """Signal the process group of a child that was started with ``start_new_session``; False if the group is empty."""
+class ChildProcess(Protocol):
+    """A child that is waited for without an event loop; ``subprocess.Popen`` is one."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def terminate(self) -> None: ...
+
+
+def signal_group(child: Process | ChildProcess, how: int = signal.SIGKILL) -> bool:
+    """Signal the process group of a child that was started with ``start_new_session``; False if the group is empty.
+
+    The kernel keeps the number of a group that has processes. So where the child has been waited for, and a process has its
+    number, the group was empty, and the number is another process's now.
+    """
     try:
-        os.killpg(pid, how)
+        if child.returncode is not None and is_there(child.pid):
+            return False
+        os.killpg(child.pid, how)
     except ProcessLookupError:
         return False
     return True
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process has this number, its own or that of an earlier one."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def end(child: ChildProcess, grace_s: float = 0.0, *, own_group: bool = False) -> bool:
+    """Wait ``grace_s`` for the end of a child, then kill the child; with ``own_group``, also everything that it started.
+    Returns whether it has ended within the grace."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(grace_s)
+    ended = child.returncode is not None
+    if own_group:
+        signal_group(child)
+    elif not ended:
+        os.kill(child.pid, signal.SIGKILL)  # not waited for: its number is its own
+    try:
+        child.wait(KILLED_S)
+    except subprocess.TimeoutExpired:
+        log.error("child.not_ended", pid=child.pid, after_s=KILLED_S)
+    return ended
+
+
+def start_logged(
+    command: Sequence[str], log_file: Path, environment: Mapping[str, str] = os.environ, *, own_group: bool
+) -> ChildProcess:
+    """Start a command without input, with its output at the end of a file; the child finds DIE_WITH_PARENT."""
+    with log_file.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**environment, DIE_WITH_PARENT: str(os.getpid())},
+            start_new_session=own_group,
+        )
 
 
 class ChildLostError(InfrastructureError):
@@ -169,30 +252,20 @@ class AnsweringChild:
             raise ChildLostError(f"{self._name} has not ended within {timeout_s:g} s") from None
 
     def kill(self) -> None:
-        """Kill the child; with ``own_group``, also everything that it started, where it has ended itself too. No effect once
-        its end was noted: its number may be another process's."""
-        if self._process.returncode is not None:
-            return
+        """Kill the child; with ``own_group``, also everything that it started, where it has ended itself too."""
         if self._own_group:
-            signal_group(self.pid)
+            signal_group(self._process)
         else:
             self._process.kill()
 
     def close(self, grace_s: float = 0.0) -> None:
         """End the child's input, wait ``grace_s`` for the child's end, then kill the child; with ``own_group``, also what it
         leaves behind."""
-        is_new = self._process.returncode is None
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):  # closing flushes, and the child may be dead
                 pipe.close()
-        try:
-            self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self._process.wait()  # ends: it was killed
-        if self._own_group and is_new:
-            signal_group(self.pid)
+        end(self._process, grace_s, own_group=self._own_group)
 
     def _read_line(self, wait: str, timeout_s: float) -> bytes:
         """Raises ``EOFError`` at the end of the output, ``DeadlineError`` without a whole line in time."""

@@ -25,6 +25,7 @@ import numpy as np
 import orjson
 
 from services.common.errors import CorruptDataError, InfrastructureError
+from services.common.system.children import is_there
 from services.common.weights.elements import Bits, element_type
 from services.common.weights.manifest import (
     DEFAULT_ALGORITHM,
@@ -263,7 +264,7 @@ def sweep_orphans(directories: Iterable[Path] = DEFAULT_DIRECTORIES) -> list[Pat
         for pattern in (f"{_PREFIX}.*.{_SUFFIX}", f".{_PREFIX}.*.{_SUFFIX}"):
             for path in directory.glob(pattern):
                 pid = path.name.split(".")[-2]
-                if pid.isdigit() and not _is_alive(int(pid)) and _is_unused(path):
+                if pid.isdigit() and not is_there(int(pid)) and _is_unused(path):
                     path.unlink(missing_ok=True)
                     removed.append(path)
     return removed
@@ -287,16 +288,6 @@ def _read_manifest(mapped: mmap.mmap, path: Path, magic: bytes) -> tuple[Manifes
     if start + manifest.size_bytes > len(mapped):
         raise CorruptDataError(f"{path}: {start + manifest.size_bytes - len(mapped)} bytes are missing")
     return manifest, start
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _is_unused(path: Path) -> bool:

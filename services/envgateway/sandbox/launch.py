@@ -23,6 +23,7 @@ import structlog
 from services.common.config.processes.envgateway import SandboxConfig
 from services.common.errors import InfrastructureError, SandboxRefusedError
 from services.common.harbor.places import WRITABLE
+from services.common.system.children import end
 from services.envgateway.sandbox.bare import wire
 from services.envgateway.sandbox.bare.slot_queue import batch_share
 from services.envgateway.sandbox.bare.supervisor.slots import remove_tree
@@ -56,11 +57,7 @@ class LaunchedSupervisor:
     def stop(self, timeout_s: float = 5.0) -> None:
         """Close the channel, which ends all runs and the supervisor."""
         self.channel.close()
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        end(self.process, timeout_s)
 
 
 class SupervisorLauncher:
@@ -127,12 +124,11 @@ class SupervisorLauncher:
         try:
             hello = _read_hello(ours)
         except (OSError, EOFError) as error:
-            process.kill()
-            process.wait()
+            end(process)
             ours.close()
             raise InfrastructureError(f"the sandbox supervisor did not start: {error}") from error
         if hello["kind"] == "refused":
-            process.wait(_HELLO_TIMEOUT_S)
+            end(process, _HELLO_TIMEOUT_S)
             ours.close()
             raise SandboxRefusedError(_refusal(hello["reasons"], self._config.allow_tier_0))
         log.info("sandbox.ready", tier=hello["tier"], slots=self._config.num_slots, **hello["facts"])

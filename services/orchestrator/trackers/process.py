@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +13,8 @@ from services.common import run_files
 from services.common.config.processes.trackers import Tracker, missing_packages
 from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
-from services.common.system.child import DIE_WITH_PARENT, module_command
+from services.common.system.child import module_command
+from services.common.system.children import ChildProcess, end, start_logged
 from services.common.telemetry.logs import without_passwords
 from services.orchestrator.trackers.follower import Follower
 from services.orchestrator.trackers.sink import RunFacts, Sink
@@ -36,31 +35,21 @@ class TrackersProcess:
     """The orchestrator's child that sends rows. No process starts if no tracker of the recipe needs one."""
 
     def __init__(self, recipe: Recipe, run_dir: Path) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         if not followed(recipe):
             return
         folder = run_files.logs(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "trackers.stderr").open("ab") as output:
-            self._process = subprocess.Popen(
-                module_command(MODULE, "--run-dir", str(run_dir)),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, DIE_WITH_PARENT: str(os.getpid())},
-            )
+        command = module_command(MODULE, "--run-dir", str(run_dir))
+        self._process = start_logged(command, folder / "trackers.stderr", own_group=False)
 
     def end(self) -> None:
         """Ask for a last attempt to send all rows, wait for the attempt, then kill the process. Called after the last row."""
         if self._process is None:
             return
         self._process.terminate()
-        try:
-            self._process.wait(LAST_ROWS_S)
-        except subprocess.TimeoutExpired:
+        if not end(self._process, LAST_ROWS_S):
             log.warning("trackers.late", after_s=LAST_ROWS_S)
-            self._process.kill()
-            self._process.wait()  # ends: it was killed
 
 
 def send_rows(run_dir: Path, stop: threading.Event) -> dict[Tracker, bool]:

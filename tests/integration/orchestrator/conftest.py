@@ -15,10 +15,11 @@ import grpc
 import pytest
 
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
-from services.cli.run.fork_server import ForkServer, Process
+from services.cli.run.fork_server import ForkServer
 from services.common.config.reading.loading import save_resolved, validate
 from services.common.pb import run_pb2, run_pb2_grpc, status_pb2, status_pb2_grpc
 from services.common.system.child import module_command
+from services.common.system.children import ChildProcess
 from tests.ports import free_port
 from tests.waiting import WAIT_S
 
@@ -68,13 +69,13 @@ class Orchestrator:
         run_dir.mkdir(parents=True, exist_ok=True)
         tree = recipe_tree(run_dir, self.port, **changes)
         save_resolved(validate(tree, source="test"), run_dir)
-        self.process: Process | None = None
+        self.process: ChildProcess | None = None
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def spawn(self) -> Process:
+    def spawn(self) -> ChildProcess:
         command = module_command("services.orchestrator", "--run-dir", str(self.run_dir))
         environment, log = {**os.environ, "OMP_NUM_THREADS": "1"}, self.run_dir / "stderr.txt"
         if self._forks is not None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.run.fork_server import ForkServer, Process
+from services.cli.run.fork_server import ForkServer
 from services.common.system.child import module_command
+from services.common.system.children import ChildProcess
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -20,7 +21,9 @@ RANKS_TIMEOUT_S = 300.0
 LAST_LINES = 40
 
 
-def fork_ranks(forks: ForkServer, module: str, arguments: Sequence[str], num_ranks: int, logs: Path) -> list[Process]:
+def fork_ranks(
+    forks: ForkServer, module: str, arguments: Sequence[str], num_ranks: int, logs: Path
+) -> list[ChildProcess]:
     """``python -m module`` once for each rank, from a process with finished imports, which saves each five seconds of a
     core; the output of each goes to ``logs/rankN.log``."""
     logs.mkdir(parents=True, exist_ok=True)
@@ -53,7 +56,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
     return directory
 
 
-def run_processes(processes: Sequence[Process], logs: Path, timeout_s: float = RANKS_TIMEOUT_S) -> None:
+def run_processes(processes: Sequence[ChildProcess], logs: Path, timeout_s: float = RANKS_TIMEOUT_S) -> None:
     """Wait for all to end well. ``AssertionError`` with the last words of every process when one does not."""
     deadline = time.monotonic() + timeout_s
     try:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.cli.run.fork_server import ForkServer, Process
+from services.cli.run.fork_server import ForkServer
+from services.common.system.children import ChildProcess
 from services.common.text.huggingface import named_weights
 from services.common.weights.manifest import tensor_digest
 from services.common.weights.snapshot_file import Snapshot, sweep_orphans
@@ -131,7 +132,7 @@ def test_one_rank_casts_from_the_master_weights_and_copies(tmp_path: Path) -> No
     assert min(written.copy_s, written.digest_s) > 0
 
 
-def end(process: Process) -> None:
+def end(process: ChildProcess) -> None:
     if process.poll() is None:
         os.kill(process.pid, signal.SIGKILL)
     process.wait(WAIT_S)

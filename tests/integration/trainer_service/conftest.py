@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from services.cli.run.fork_server import ForkServer, Process
+from services.cli.run.fork_server import ForkServer
 from services.common.errors import MillraceError
 from services.common.system.child import module_command
+from services.common.system.children import ChildProcess
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
 from tests.unit.trainer_service.building import POLICY, recipe, save_model
 from tests.waiting import WAIT_S
@@ -70,7 +71,7 @@ class TrainerProcess:
             module = [launcher, *(launch or [f"--num-ranks={num_ranks}"])]
         arguments = [f"--policy={policy}", f"--orchestrator={orchestrator.address}", f"--run-dir={run_dir}"]
         self._argv = module_command(*module, *arguments)
-        self.process: Process | None = None
+        self.process: ChildProcess | None = None
         run_dir.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from services.cli.plan.specs import ProcessSpec, plan
-from services.cli.run.fork_server import ForkServer, Process, reap_orphans
+from services.cli.run.fork_server import ForkServer, reap_orphans
 from services.cli.run.processes import Processes
 from services.common.config.reading.loading import validate
 from services.common.system.child import module_command
+from services.common.system.children import ChildProcess
 from tests.running import is_running
 from tests.waiting import WAIT_S, wait_until
 
@@ -56,7 +57,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServ
     made.stop()
 
 
-def start(server: ForkServer, output: Path, *arguments: str) -> Process:
+def start(server: ForkServer, output: Path, *arguments: str) -> ChildProcess:
     environment = {
         "COLOUR": "green",
         "PYTHONPATH": os.environ["PYTHONPATH"],

@@ -118,6 +118,41 @@ def test_stop_also_reaches_children_of_children_and_nobody_else(processes: Proce
     assert is_running(os.getpid())
 
 
+@pytest.mark.parametrize("trap", ["", "trap '' TERM; "])
+def test_what_a_killed_process_has_left_ends_at_its_restart_or_at_the_end_of_the_run(
+    processes: Processes, tmp_path: Path, trap: str
+) -> None:
+    left = tmp_path / "left"
+    child = f"({trap}exec sh -c 'echo $$ > {left}; exec sleep 300') &"
+    starts = f"[ -s {left} ] || {{ {child} while [ ! -s {left} ]; do sleep 0.01; done; kill -9 $$; }}; exec sleep 60"
+    processes.start(ProcessSpec(name="worker", argv=("/bin/sh", "-c", starts), address=""))
+    first = processes.pids()["worker"]
+    wait_until(lambda: processes.watch() is not None and processes.pids()["worker"] != first, "the restart")
+    pid = int(left.read_text())
+    if trap:
+        assert is_running(pid)
+        processes.stop()
+    wait_until(lambda: not is_running(pid), "the end of its child")
+
+
+def test_a_process_that_runs_to_its_end_leaves_no_child(processes: Processes, tmp_path: Path) -> None:
+    processes.run_to_end(
+        ProcessSpec(name="once", argv=("/bin/sh", "-c", f"sleep 300 & echo $! > {tmp_path}/pid"), address="")
+    )
+    wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())), "the end of its child")
+
+
+def test_stop_kills_no_later_process_with_the_number_of_one_that_has_left(processes: Processes) -> None:
+    processes.start(spec("brief", "pass"))
+    wait_until(lambda: processes.watch() == {"brief"}, "its leaving")
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        processes._running["brief"].popen.pid = other.pid  # type: ignore[misc]  # as the kernel gives a number again
+        processes.stop()
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.1)
+        other.kill()
+
+
 def test_children_leave_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     launcher = (
         "import sys, time, pathlib\n"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,38 @@ child = subprocess.Popen(bound_to_this_process([sys.executable, "-c", "import ti
 print(child.pid, flush=True)
 time.sleep(600)
 """
+
+
+PROGRAM = "import os, time; print(os.getpid(), file=open({path!r}, 'w'), flush=True); time.sleep(600)"
+AGENT = """
+import asyncio, sys
+from services.inference.workflows.agents.agent_command import run_command
+asyncio.run(run_command([sys.executable, "-c", {program!r}], {{}}, "http://127.0.0.1:9/v1", "s", {{}}))
+"""
+GAME_MAKER = """
+import asyncio, pathlib
+from services.envgateway.envs.textworld import maker
+maker._SCRIPT = "{path}.py"
+pathlib.Path(maker._SCRIPT).write_text({program!r})
+asyncio.run(maker.GameMaker(None, 600)._run([], "/tmp"))
+"""
+
+
+@pytest.mark.needs("Linux")
+@pytest.mark.parametrize("starts", [AGENT, GAME_MAKER], ids=["agent", "game maker"])
+def test_a_program_of_a_service_dies_with_a_service_that_is_killed(tmp_path: Path, starts: str) -> None:
+    told = tmp_path / "pid"
+    code = starts.format(path=str(told), program=PROGRAM.format(path=str(told)))
+    with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(REPOSITORY)}) as service:
+        wait_until(lambda: told.exists() and told.read_text(), "the program's start")
+        pid = int(told.read_text())
+        assert is_running(pid)
+        service.kill()
+    try:
+        wait_until(lambda: not is_running(pid), "the end of the program", timeout_s=10.0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.needs("Linux")

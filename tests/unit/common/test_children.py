@@ -7,15 +7,20 @@ import contextlib
 import os
 import resource
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog.testing
 
 from services.common.system.children import (
     TAIL_BYTES,
     AnsweringChild,
     ChildLostError,
+    end,
+    end_group,
     how_ended,
     last_lines,
     process_group,
@@ -35,6 +40,9 @@ async def until_written(path: Path) -> int:
         while not (path.exists() and path.read_text()):
             await asyncio.sleep(0.01)
     return int(path.read_text())
+
+
+LEAVES = "sleep 60 > /dev/null & echo $! > {folder}/child; "
 
 
 def program(folder: Path) -> tuple[str, ...]:
@@ -92,6 +100,74 @@ async def test_a_block_ends_while_a_process_that_left_the_group_holds_the_pipes(
         os.kill(left, signal.SIGKILL)
 
 
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a group of its own, which no child of these tests has started."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
+async def test_a_block_that_ends_after_its_process_kills_no_later_process_with_its_number(
+    other: subprocess.Popen[bytes],
+) -> None:
+    async with process_group("true") as process:
+        await process.wait()
+        process.pid = other.pid  # as the kernel gives the number of an ended process again
+    with pytest.raises(subprocess.TimeoutExpired):
+        other.wait(0.1)
+
+
+async def test_a_block_that_ends_after_its_process_kills_what_is_left_of_its_group(tmp_path: Path) -> None:
+    async with process_group("/bin/sh", "-c", LEAVES.format(folder=tmp_path)) as process:
+        await process.wait()
+    await until_gone(await until_written(tmp_path / "child"))
+
+
+@pytest.mark.parametrize(
+    ("program", "input_", "grace_s", "code"),
+    [
+        ("echo; read line; exit 3", asyncio.subprocess.PIPE, WAIT_S, 3),
+        ("trap 'exit 4' TERM; echo; while :; do sleep 0.01; done", None, WAIT_S, 4),
+        ("trap '' TERM; echo; while :; do sleep 0.01; done", asyncio.subprocess.PIPE, 0.1, -signal.SIGKILL),
+    ],
+)
+async def test_a_group_with_a_grace_ends_at_its_input_at_sigterm_or_at_sigkill(
+    program: str, input_: int | None, grace_s: float, code: int
+) -> None:
+    pipes = {"stdin": input_, "stdout": asyncio.subprocess.PIPE}
+    async with process_group("/bin/sh", "-c", program, grace_s=grace_s, **pipes) as process:
+        assert process.stdout is not None
+        await process.stdout.readline()
+    assert process.returncode == code
+
+
+async def test_a_cancelled_grace_leaves_no_process() -> None:
+    process = await asyncio.create_subprocess_exec("sleep", "60", stdin=asyncio.subprocess.PIPE, start_new_session=True)
+    ending = asyncio.create_task(end_group(process, WAIT_S))
+    await asyncio.sleep(0.01)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert process.returncode == -signal.SIGKILL
+
+
+class Unkillable(subprocess.Popen[bytes]):
+    """As one that a call of the kernel holds up."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None, "the wait has no deadline"
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+
+def test_the_wait_for_a_killed_process_has_a_deadline() -> None:
+    child = Unkillable(["sleep", "60"])
+    with structlog.testing.capture_logs() as logs:
+        assert not end(child, 0.01)
+    assert [entry["event"] for entry in logs] == ["child.not_ended"]
+    assert subprocess.Popen.wait(child, WAIT_S) == -signal.SIGKILL
+
+
 def shell(program: str, *, own_group: bool = False) -> AnsweringChild:
     return AnsweringChild("the shell", ["/bin/sh", "-c", program], own_group=own_group)
 
@@ -123,9 +199,6 @@ def test_a_silent_child_is_killed_so_that_no_late_answer_meets_a_later_question(
     child.close()
 
 
-LEAVES = "sleep 60 > /dev/null & echo $! > {folder}/child; "
-
-
 async def test_a_child_that_ends_in_an_exchange_leaves_nothing_of_its_group(tmp_path: Path) -> None:
     child = shell(LEAVES.format(folder=tmp_path) + "exit 3", own_group=True)
     with pytest.raises(ChildLostError, match="ended during its start"):
@@ -138,6 +211,14 @@ async def test_a_child_that_is_closed_leaves_nothing_of_its_group(tmp_path: Path
     child = shell(LEAVES.format(folder=tmp_path) + "cat", own_group=True)
     assert child.ask("an echo", WAIT_S, {"a": 1}) == {"a": 1}
     child.close(WAIT_S)
+    await until_gone(await until_written(tmp_path / "child"))
+
+
+async def test_what_a_child_has_left_is_killed_after_its_end_was_noted(tmp_path: Path) -> None:
+    child = shell(LEAVES.format(folder=tmp_path) + "exit 3", own_group=True)
+    child.wait(WAIT_S)
+    assert child.poll() == 3
+    child.close()
     await until_gone(await until_written(tmp_path / "child"))
 
 

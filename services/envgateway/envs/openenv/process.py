@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping
@@ -15,13 +14,13 @@ import structlog
 from services.common.config.processes.environments import PORT_MARK, PYTHON_MARK, OpenEnvConfig
 from services.common.errors import InfrastructureError
 from services.common.system.child import bound_to_this_process
-from services.common.system.children import how_ended, process_group, signal_group
+from services.common.system.children import how_ended, process_group
 from services.common.system.free_ports import LOOPBACK, free_ports
 
 log = structlog.get_logger()
 
 _ASK_AGAIN_S = 0.1
-_GRACE_S = 3.0  # for a container to stop with its client
+_GRACE_S = 3.0  # from SIGTERM on: a container's client stops the container
 
 
 class ServerProcess:
@@ -58,7 +57,7 @@ class ServerProcess:
         command = [_filled(part, marks) for part in self._config.command]
         try:
             self._process = await self._stack.enter_async_context(
-                process_group(*bound_to_this_process(command), stdin=DEVNULL, stdout=DEVNULL)
+                process_group(*bound_to_this_process(command), grace_s=_GRACE_S, stdin=DEVNULL, stdout=DEVNULL)
             )
         except OSError as error:
             raise InfrastructureError(f"{self._setting}.command cannot be started: {error}") from error
@@ -90,12 +89,7 @@ class ServerProcess:
         )
 
     async def _stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            signal_group(process.pid, signal.SIGTERM)  # a container's client stops the container
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_GRACE_S):
-                    await process.wait()
+        self._process = None
         await self._stack.aclose()
 
 

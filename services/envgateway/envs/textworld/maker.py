@@ -13,6 +13,7 @@ from pathlib import Path
 import structlog
 
 from services.common.errors import InfrastructureError, InvalidRequestError
+from services.common.system.child import bound_to_this_process
 from services.common.system.children import process_group
 from services.envgateway.calls import SharedCalls
 from services.envgateway.envs.textworld.games import CookingGame, CustomGame
@@ -63,7 +64,7 @@ class GameMaker:
         if not script.is_file():
             raise InfrastructureError(f"{script} is missing: TextWorld is not installed as a package")
         async with process_group(
-            sys.executable, str(script), *arguments,
+            *bound_to_this_process([sys.executable, str(script), *arguments]),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             env={
                 "PATH": os.defpath, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",

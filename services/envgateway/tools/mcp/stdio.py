@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from mcp.types import jsonrpc_message_adapter
 
 from services.common.errors import ConfigError
 from services.common.system.child import bound_to_this_process
-from services.common.system.children import close_pipes, exited, signal_group
+from services.common.system.children import end_group, has_ended, how_ended, signal_group
 
 log = structlog.get_logger()
 
@@ -33,7 +32,6 @@ MAX_MESSAGE_BYTES = 32 << 20
 _LINE_BYTES = 1 << 16  # of standard error
 _KEPT_LINES = 5
 _END_S = 0.5  # from the end of standard input, and from SIGTERM, to the next stronger means
-_LOOK_S = 0.005
 _SETTLE_S = 1.0
 _INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
 
@@ -68,13 +66,13 @@ class ServerProcess:
 
     async def settle(self) -> None:
         """Wait for the exit code of a process that is about to end, and for its last words; not for long."""
-        if self._process is not None and await _has_ended(self._process, _SETTLE_S) and self._listening is not None:
+        if self._process is not None and await has_ended(self._process, _SETTLE_S) and self._listening is not None:
             await asyncio.wait({self._listening}, timeout=_SETTLE_S)
 
     def how_it_stands(self) -> str:
         """For error messages: the exit, and the last line of standard error."""
         code = self._process.returncode if self._process is not None else None
-        ended = "" if code is None else f"it ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+        ended = "" if code is None else f"it {how_ended(code)}"
         said = f"its last line on standard error: {self.last_words[-1]}" if self.last_words else ""
         return "; ".join(part for part in (ended, said) if part)
 
@@ -103,7 +101,7 @@ class ServerProcess:
             yield read, write
         finally:
             with anyio.CancelScope(shield=True):
-                await _end(process)
+                await end_group(process, _END_S)
                 for pump in pumps:
                     pump.cancel()
                 await asyncio.gather(*pumps, return_exceptions=True)
@@ -118,7 +116,7 @@ class ServerProcess:
                     line = await process.stdout.readline()
                 except ValueError:  # no end of line within the limit
                     self.last_words.append(f"(a message of more than {MAX_MESSAGE_BYTES >> 20} MiB)")
-                    signal_group(process.pid)
+                    signal_group(process)
                     return
                 if not line:
                     return
@@ -150,26 +148,6 @@ class ServerProcess:
             self.last_words.extend(_text(line) for line in lines if line.strip())
         if rest.strip():
             self.last_words.append(_text(rest))
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """End of input, SIGTERM, SIGKILL; the last two for its whole group."""
-    assert process.stdin is not None
-    process.stdin.close()
-    for how in (None, signal.SIGTERM, signal.SIGKILL):
-        if how is not None:
-            signal_group(process.pid, how)
-        if await _has_ended(process):
-            break
-    signal_group(process.pid)  # what it has started and left behind
-    close_pipes(process)  # a process that it has sent out of the group may hold them open
-
-
-async def _has_ended(process: asyncio.subprocess.Process, limit_s: float = _END_S) -> bool:
-    """Whether it ends in time."""
-    with suppress(TimeoutError):
-        await asyncio.wait_for(exited(process, _LOOK_S), limit_s)
-    return process.returncode is not None
 
 
 def _text(line: bytes) -> str:

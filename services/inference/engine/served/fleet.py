@@ -170,6 +170,7 @@ class Fleet:
             exit_message = await server.process.ended()
             await server.lost()
             self._lost(server)
+            await server.process.stop()  # its workers, which hold memory of the GPU
             if time.monotonic() - served_since >= LIVED_S:
                 delays, deaths = backoff(1.0, 30.0), 0
             while not server.serving:

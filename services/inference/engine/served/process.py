@@ -17,7 +17,7 @@ import structlog
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.security.bundle import without_keys
 from services.common.system.child import bound_to_this_process
-from services.common.system.children import how_ended, last_lines, output_tail, signal_group
+from services.common.system.children import KILLED_S, has_ended, how_ended, last_lines, output_tail, signal_group
 from services.common.system.free_ports import free_ports
 from services.inference.engine.served.client import ServerClient
 
@@ -127,8 +127,8 @@ class ServerProcess:
 
     def kill(self) -> None:
         """Kill the server and its workers at once."""
-        if self._child is not None and self._child.returncode is None:
-            signal_group(self._child.pid)
+        if self._child is not None:
+            signal_group(self._child)
 
     async def stop(self) -> None:
         """Kill the server and its workers.
@@ -141,12 +141,12 @@ class ServerProcess:
             return
         if child.returncode is None:
             child.kill()
-        await child.wait()  # SIGKILL was sent: the kernel ends the child
+        await has_ended(child, KILLED_S)
         for _ in range(LEFTOVERS_POLLS):
-            if not signal_group(child.pid, 0):
+            if not signal_group(child, 0):
                 return
             await asyncio.sleep(LEFTOVERS_POLL_S)
-        if signal_group(child.pid):
+        if signal_group(child):
             log.warning("engine_server.killed_workers", server=self.name)
 
     async def _until_ready(self, client: ServerClient) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from services.common.security.bundle import without_keys
+from services.common.system.child import bound_to_this_process
 from services.common.system.children import end_group, exited, process_group
 
 _KEPT_BYTES = 64 * 1024  # of the end of each output
@@ -29,7 +31,7 @@ async def run_command(
 ) -> float | None:
     """The reward that the program prints as its last line, ``{"reward": 1.0}``, or None. Raises ``AgentFailedError``.
 
-    The end of the program, and a cancellation, end all its child processes.
+    The end of the program, and a cancellation, end all its child processes; the kernel ends the program with this process.
     """
     environment = {
         **without_keys(os.environ),
@@ -40,12 +42,10 @@ async def run_command(
         "MILLRACE_SESSION": session,
         **{f"MILLRACE_{name.upper()}": str(seed) for name, seed in seeds.items()},
     }
+    if shutil.which(command[0]) is None:
+        raise AgentFailedError(f"the agent {command[0]} cannot be started: there is no such program")
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
-    async with contextlib.AsyncExitStack() as stack:
-        try:
-            process = await stack.enter_async_context(process_group(*command, env=environment, **pipes))
-        except OSError as error:
-            raise AgentFailedError(f"the agent {command[0]} cannot be started: {error.strerror}") from None
+    async with process_group(*bound_to_this_process(command), env=environment, **pipes) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         async with asyncio.TaskGroup() as group:
             group.create_task(_tell(process.stdin, orjson.dumps(dict(task)) + b"\n"))

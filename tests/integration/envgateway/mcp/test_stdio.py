@@ -150,7 +150,7 @@ async def test_a_lost_state_loses_the_episode() -> None:
     async with serving(a=raw()) as box:
         session = await ToolSession.open(box, ["mcp:a"])
         await session.answer(call("count"))
-        with pytest.raises(StateLostError, match=r"exit code 9"):
+        with pytest.raises(StateLostError, match=r"exited with 9"):
             await session.answer(call("die"))
         with pytest.raises(StateLostError):
             await session.answer(call("count"))
@@ -193,7 +193,7 @@ async def test_a_server_that_prints_is_understood_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (raw("--fail", "no licence"), r"does not start.*exit code 1.*no licence"),
+        (raw("--fail", "no licence"), r"does not start.*exited with 1.*no licence"),
         (raw("--mute", start_timeout_s=0.3), r"did not list its tools within 0\.3 s"),
     ],
 )  # fmt: skip

@@ -26,6 +26,7 @@ from services.inference.engine.served.engine import ServedEngine
 from services.inference.engine.served.process import ServerCommand, ServerProcess
 from services.inference.engine.sglang.command import sglang_program
 from services.inference.engine.weight_update import WeightUpdate
+from tests.running import is_running
 from tests.waiting import WAIT_S, until
 
 from .conftest import WEIGHTS, Launch, build, misbehave, seen
@@ -135,6 +136,22 @@ async def test_another_server_takes_over_while_the_dead_one_comes_back_at_the_ne
     await until_all_serve(engine)
     assert [server.version for server in engine.servers] == [1, 1]
     assert engine.servers[0].process.pid != pid
+
+
+async def test_the_workers_of_a_dead_server_end_before_it_is_started_again(tmp_path: Path) -> None:
+    engine = build(tmp_path)
+    process = engine.servers[0].process
+    with_worker = f'sleep 600 & echo $! >> {tmp_path}/workers; exec "$@"'
+    process._command = replace(process._command, argv=("/bin/sh", "-c", with_worker, "sh", *process._command.argv))
+    await engine.start()
+    try:
+        pid = process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: process.pid != pid)
+        assert not is_running(int((tmp_path / "workers").read_text().split()[0]))
+    finally:
+        await engine.stop()
 
 
 async def break_the_stage(engine: ServedEngine) -> None:
