@@ -40,7 +40,8 @@ class Cause(enum.StrEnum):
 
 
 _CODE_CHANGES = (
-    "changed Python code is loaded by new processes only: interrupt the run, then `millrace run --resume RUN`"
+    "changed Python code is loaded by new processes only: interrupt the run, then `millrace run --resume RUN`, and "
+    "`millrace resume` where it was paused"
 )
 ADVICE = {
     Cause.SILENT: "check that its process and machine run and reach the orchestrator (stopped or frozen process, cut or half-open "
