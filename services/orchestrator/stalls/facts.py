@@ -65,8 +65,8 @@ ADVICE = {
     "reward, or batch.dynamic_sampling: false",
     Cause.ALL_FAIL: f"fix the cause in the failures, then run `millrace resume` if the run was paused; {_CODE_CHANGES}",
     Cause.MASKED: f"fix the named causes, or raise rollout.max_masked_share, then run `millrace resume`; {_CODE_CHANGES}",
-    Cause.RECORDS_REFUSED: "fix the named reason at that replica (model, tokenizer, settings, workflow or reward), or remove the "
-    "replica: `millrace drain`; its rollouts are lost meanwhile (docs/protocol.md has the bounds)",
+    Cause.RECORDS_REFUSED: "fix the named reason at that replica (model, tokenizer, settings, workflow or reward), or end its "
+    "process (SIGTERM); its rollouts are lost meanwhile (docs/protocol.md has the bounds)",
     Cause.NOTHING_TO_PLAY: "data.curation refuses the whole dataset: loosen its limits, or add tasks",
     Cause.QUOTA_FULL: "outstanding sequences fill the quota without a full batch: raise batch.max_staleness or lower "
     "batch.size",
