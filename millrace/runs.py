@@ -67,7 +67,7 @@ def settings_of(overrides: Mapping[str, Any], prefix: str = "") -> list[str]:
     return settings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Rows:
     """Rows that are read anew at each iteration, in the order in which they were written."""
 
@@ -75,6 +75,9 @@ class Rows:
 
     def __iter__(self) -> Iterator[Row]:
         return self.read()
+
+    def __repr__(self) -> str:
+        return "<Rows: iterate over them, or .arrow() makes a table>"
 
     def arrow(self) -> Any:
         """The rows as a ``pyarrow.Table``, with a column for every key of any row; ``.to_pandas()`` and

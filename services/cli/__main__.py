@@ -28,7 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
     help="Asynchronous reinforcement learning for LLM agents.\n\n"
-    "Begin with `millrace run recipes/quickstart`: it trains a small model on this machine in minutes.",
+    "Begin with `millrace run quickstart`: it trains a small model on this machine in minutes. `millrace new mine` writes a recipe, a reward and rows to change.",
 )
 for commands in (recipe_app, live_app, reading_app, results_app):
     app.add_typer(commands)  # unnamed: its commands are the app's own

@@ -46,6 +46,7 @@ def test_a_run_finishes_though_its_processes_are_killed_and_told_to_end_and_its_
         run.wait_for(lambda before=steps: run.steps() >= before + 2, f"steps after {process} got {how.name}")
     os.kill(run.process.pid, signal.SIGINT)
     assert run.process.wait(60) == 130
+    assert f"interrupted; go on with it: millrace run --resume {run.directory}" in " ".join(run.output.split())
     done = run.steps()
     result = resumed(run, millrace)
     assert run.steps() == 20 > done >= 13

@@ -8,6 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+import typer.main
+
+from services.cli.__main__ import app
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDERS = ("docs", "recipes", "services", "deploy", "examples")
@@ -200,3 +203,15 @@ def test_every_decision_is_in_the_list_of_decisions() -> None:
     folder = REPOSITORY / "docs" / "adr"
     text = (folder / "README.md").read_text(encoding="utf-8")
     assert [page.name for page in sorted(folder.glob("0*.md")) if f"]({page.name})" not in text] == []
+
+
+def test_every_command_that_a_page_or_a_message_names_exists() -> None:
+    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    places = [*PRESENT, *(REPOSITORY / "services").rglob("*.py"), *(REPOSITORY / "recipes").rglob("*.yaml")]
+    named = {
+        (place.relative_to(REPOSITORY).as_posix(), command)
+        for place in places
+        for command in re.findall(r"(?:^|`)millrace ([a-z]+)", place.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert len(named) > 100
+    assert sorted((place, command) for place, command in named if command not in known) == []

@@ -95,10 +95,11 @@ def _try_prompts(
 ) -> None:
     from services.inference.workflows.prompts import PromptSettings, build_messages
     from services.inference.workflows.registry import workflow_settings
+    from services.orchestrator.tasks.requirements import WITH_PROMPT
 
     settings = workflow_settings(workflow)
-    if ":" in workflow.name or not isinstance(settings, PromptSettings):
-        return  # prompts of its own
+    if workflow.name not in WITH_PROMPT or not isinstance(settings, PromptSettings):
+        return  # prompts of its own, or of an environment
     policy = recipe.policies[settings.policy or next(iter(recipe.playing_policies))]
     chat = chat.with_thinking(settings.thinking)
     context = policy.model.context_length

@@ -184,7 +184,7 @@ def _check_data(recipe: Recipe, where: str, left_out: list[str], sources: dict[s
     if config.path is not None and not Path(config.path).exists():
         if is_file_of_rows(config.path):
             raise ConfigError(
-                f"{where}.path: {config.path} does not exist; write an existing file ({', '.join(KINDS)}), or a dataset name"
+                f"{where}.path: {Path(config.path).absolute()} does not exist; write an existing file ({', '.join(KINDS)}), or a dataset name"
             )
         return  # a hub name: fetched on first use
     try:

@@ -83,7 +83,7 @@ def run(
     from services.common import run_files
 
     resolved, run_dir = opened(recipe, resume, set_ or (), profile, console)
-    say(console, f"{resolved.name}: {resolved.description}", "bold")
+    say(console, ": ".join(filter(None, (resolved.name, resolved.description))), "bold")
     say(console, f"run directory: {run_dir}")
     outcome = run_recipe(resolved, run_dir, console)
     if ended := how_training_ended(outcome.summary):
@@ -278,7 +278,7 @@ def deploy(
         str | None,
         typer.Option(
             "--gpu",
-            help="The kind of GPU, as the target names it: with slurm, kubernetes and skypilot (required there).",
+            help="The kind of GPU, as the target names it: with slurm, kubernetes and skypilot, which need it for a recipe with GPUs.",
         ),
     ] = None,
 ) -> None:

@@ -65,7 +65,9 @@ class FittingTable:
             left_out.insert(0, self._columns[spare].name)
         yield self._table(shown)
         if left_out and self._name_left_out:
-            yield Text(f"no room here for: {', '.join(left_out)}", style="dim")
+            width = self._width(range(len(self._columns)), console, options)
+            remedy = f"they need a width of {width}" if console.is_terminal else f"COLUMNS={width} makes room"
+            yield Text(f"no room here for: {', '.join(left_out)} ({remedy})", style="dim")
 
     def _width(self, shown: Sequence[int], console: Console, options: ConsoleOptions) -> int:
         return Measurement.get(console, options.update(max_width=_ANY_WIDTH), self._table(shown)).maximum

@@ -16,6 +16,7 @@ from services.cli.new import templates
 from services.common.config.data import DatasetConfig
 from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError, DatasetError
+from services.common.records.dataset_rows import prompt_in
 
 REWARDS = "rewards"
 _NUM_HELD_OUT = 120  # of the demo
@@ -103,7 +104,7 @@ def hold_out_of(wanted: Wanted) -> int | None:
     for too few rows. Raises ``ConfigError`` for a file that cannot be read."""
     if wanted.data is None:
         return None
-    num_rows = _num_rows(wanted.data)
+    num_rows = _num_rows(wanted)
     if num_rows is None:
         return _HOLD_OUT
     return max(_HOLD_OUT, -(-num_rows // _MOST_HELD_OUT)) if num_rows >= _LEAST_ROWS else None
@@ -113,27 +114,46 @@ def held_out_words(wanted: Wanted) -> str:
     """What is held out of the user's rows, in one line; empty for the demo."""
     if wanted.data is None:
         return ""
-    num_rows, every = _num_rows(wanted.data), hold_out_of(wanted)
+    num_rows, every = _num_rows(wanted), hold_out_of(wanted)
     if every is None:
-        return f"{num_rows} rows are too few to hold some out: the run evaluates nothing (name other rows in data.evaluation)"
+        return f"{'1 row is' if num_rows == 1 else f'{num_rows} rows are'} too few to hold some out: the run evaluates nothing (name other rows in data.evaluation)"
     count = "" if num_rows is None else f"{num_rows // every} of {num_rows:,} rows are"
     return (
         f"{count or 'a part of the rows is'} held out for evaluation: every {_ordinal(every)} row (hold_out: {every})"
     )
 
 
+def _num_rows(wanted: Wanted) -> int | None:
+    """Rows of a file; None for a directory or a name on the hub. Raises ``ConfigError`` for a file that does not exist, that
+    cannot be read, or whose first row has no prompt or lacks a column that is named."""
+    from services.orchestrator.tasks.row_files import is_file_of_rows
+
+    path = Path(wanted.data or "").expanduser()
+    if path.is_file():
+        return _rows_of(str(path), tuple(_columns(wanted).items()))
+    if is_file_of_rows(str(path)):
+        raise ConfigError(f"--data: {path.absolute()} does not exist: name an existing file, or a dataset on the hub")
+    return None
+
+
 @functools.cache
-def _num_rows(data: str) -> int | None:
-    """Rows of a file; None for a directory or a name on the hub."""
-    path = Path(data).expanduser()
-    if not path.is_file():
-        return None
+def _rows_of(path: str, columns: tuple[tuple[str, str], ...]) -> int:
     from services.orchestrator.tasks.datasets import open_source
+    from services.orchestrator.tasks.task_rows import ListRows, RenamedRows
 
     try:
-        return len(open_source(DatasetConfig(path=str(path)), seed=0))
+        rows = open_source(DatasetConfig(path=path), seed=0)
     except DatasetError as error:
         raise ConfigError(f"--data: {error.message}") from None
+    try:
+        prompt_in(RenamedRows(ListRows([rows[0].data], path), dict(columns))[0], None, "row 1")
+    except DatasetError as error:
+        raise ConfigError(f"--data: {error.message}: name the columns with --prompt and --answer") from None
+    return len(rows)
+
+
+def _columns(wanted: Wanted) -> dict[str, str]:
+    return {name: column for name, column in (("prompt", wanted.prompt), ("answer", wanted.answer)) if column}
 
 
 def _ordinal(number: int) -> str:
@@ -153,7 +173,7 @@ def _evaluation(demo_rows: bool, every: int | None) -> str:
 
 def _train(folder: Path, wanted: Wanted, every: int | None) -> str:
     """The section of the training data, as YAML on one line; ``every``: ``hold_out``."""
-    columns = {name: column for name, column in (("prompt", wanted.prompt), ("answer", wanted.answer)) if column}
+    columns = _columns(wanted)
     mapped = ", ".join(f"{name}: {_quoted(column)}" for name, column in columns.items())
     path = _quoted(_from(folder, wanted.data or ""))
     parts = [f"path: {path}", *([f"columns: {{{mapped}}}"] if columns else [])]

@@ -109,10 +109,10 @@ README = """\
 | `@REWARDS@.py` | the reward: a function of a row and of the answer |
 @ROWS@
 ```sh
-millrace check @HERE@        # renders one prompt, calls the reward, compares the settings with each other
-millrace run @HERE@          # @RUN@
-millrace trajectories   # conversations of the newest run
-millrace status         # the state of the run
+millrace check @HERE@ # renders one prompt, calls the reward, compares the settings with each other
+millrace run @HERE@ # @RUN@
+millrace trajectories # conversations of the newest run
+millrace status # the state of the run
 ```
 
 @NEXT@

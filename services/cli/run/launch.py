@@ -99,7 +99,7 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
             _tell_other_nodes(recipe, run_dir, console)
         _follow(recipe, run_dir, keys, processes, console, stop)
     except KeyboardInterrupt:
-        raise Interrupted(f"stopped; go on with it: millrace run --resume {run_dir}") from None
+        raise Interrupted(f"interrupted; go on with it: millrace run --resume {run_dir}") from None
     finally:
         stop.restore()
         processes.stop()

@@ -135,7 +135,10 @@ def reach(run: Path | None, address: str | None) -> OrchestratorClient:
         check_place(place)
         given = os.environ.get(VARIABLE)
         operate(Path(given) if given else None)
-        return OrchestratorClient(place, lambda: NAME_IT)
+        why = (
+            NAME_IT if address else f"{Path('runs').absolute()} has no run, and this is the default address; {NAME_IT}"
+        )
+        return OrchestratorClient(place, lambda: why)
     if address is not None:
         raise ConfigError("name the run's directory or --orchestrator HOST:PORT, not both")
     check_run_directory(run)

@@ -102,8 +102,8 @@ class Listener:
         except OSError as error:
             why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
             raise ConfigError(
-                f"{self._name} cannot listen on {self._host}:{self.port}: {why}; stop the process that holds the port, or give it "
-                f"another with {self._setting} in the recipe (0 takes a free one)"
+                f"{self._name} cannot listen on {self._host}:{self.port}: {why}; stop the process that holds the port, or write "
+                f"another in {self._setting} (0 takes a free one)"
             ) from None
         self.port = self._runner.addresses[0][1]
         self._tasks.start(self._slow_clients.watch(), f"silent clients of {self._name}")

@@ -39,6 +39,10 @@ class Cause(enum.StrEnum):
     NO_PROGRESS = "no_progress"
 
 
+_CODE_CHANGES = (
+    "changed Python code is loaded by new processes only: interrupt the run, then `millrace run --resume RUN`, and "
+    "`millrace resume` where it was paused"
+)
 ADVICE = {
     Cause.SILENT: "check that its process and machine run and reach the orchestrator (stopped or frozen process, cut or half-open "
     f"connection); for a blocked event loop, its log has the stack ({LogEvent.LOOP_BLOCKED})",
@@ -59,10 +63,10 @@ ADVICE = {
     Cause.EXHAUSTED: "raise envgateway.sandbox.num_slots, or lower the limits of the programs that fill it",
     Cause.ALL_FILTERED: "all rewards of a group are equal, so the groups have no gradient: use easier or harder tasks, a finer "
     "reward, or batch.dynamic_sampling: false",
-    Cause.ALL_FAIL: "fix the cause in the failures, then run `millrace resume` if the run was paused",
-    Cause.MASKED: "fix the named causes, or raise rollout.max_masked_share, then run `millrace resume`",
-    Cause.RECORDS_REFUSED: "fix the named reason at that replica (model, tokenizer, settings, workflow or reward), or remove the "
-    "replica: `millrace drain`; its rollouts are lost meanwhile (docs/protocol.md has the bounds)",
+    Cause.ALL_FAIL: f"fix the cause in the failures, then run `millrace resume` if the run was paused; {_CODE_CHANGES}",
+    Cause.MASKED: f"fix the named causes, or raise rollout.max_masked_share, then run `millrace resume`; {_CODE_CHANGES}",
+    Cause.RECORDS_REFUSED: "fix the named reason at that replica (model, tokenizer, settings, workflow or reward), or end its "
+    "process (SIGTERM); its rollouts are lost meanwhile (docs/protocol.md has the bounds)",
     Cause.NOTHING_TO_PLAY: "data.curation refuses the whole dataset: loosen its limits, or add tasks",
     Cause.QUOTA_FULL: "outstanding sequences fill the quota without a full batch: raise batch.max_staleness or lower "
     "batch.size",

@@ -109,8 +109,10 @@ def _split(rows: RawRows, config: DatasetConfig, evaluates: bool) -> RawRows:
         return rows
     found = HeldOutRows(rows, config.hold_out, held_out=evaluates)
     if not len(found):
+        limited = f" (limit {config.limit})" if config.limit is not None else ""
         raise DatasetError(
-            f"{rows.name} has {len(rows)} rows, and hold_out {config.hold_out} leaves none: write a smaller number, or leave it out"
+            f"{rows.name} has {len(rows)} rows{limited}, and hold_out {config.hold_out} leaves none: write a smaller number, or "
+            "hold_out: null where a recipe above sets it"
         )
     return found
 

@@ -17,7 +17,7 @@ from services.common.reasoning_gym import COLUMN
 from services.common.records.dataset_rows import TEST_KINDS, TRUTH_FIELDS, BuiltInReward, prompt_in, truth_in
 from services.common.text.assert_tests import UnusableTestsError, names_of
 
-_WITH_PROMPT = ("single_turn", "tool_use", "tool_math", "actor_verifier", "codegen_verifier")
+WITH_PROMPT = ("single_turn", "tool_use", "tool_math", "actor_verifier", "codegen_verifier")
 
 
 def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], str], None]:
@@ -31,7 +31,7 @@ def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], st
     def check(row: Mapping[str, Any], where: str) -> None:
         if harbor.COLUMN in row and (run := row[harbor.COLUMN]["run"]) and not skips_run:
             raise DatasetError(harbor.needs_programs(row[harbor.TASK_FIELD], run))
-        if workflow.name not in _WITH_PROMPT:
+        if workflow.name not in WITH_PROMPT:
             return
         prompt_in(row, field, where)
         if reward in (BuiltInReward.MATH, BuiltInReward.BOXED) and truth_in(row) is None:

@@ -110,6 +110,16 @@ def test_a_machine_with_too_little_is_told_the_figures_and_the_settings(
         )
 
 
+def test_a_machine_without_a_gpu_is_told_to_try_the_tiny_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "host_memory_bytes", lambda: 20 * GIB)
+    monkeypatch.setattr(host, "shared_memory_here", lambda: 200 * GIB)
+    told = "this machine has 20.0 and no NVIDIA GPU: run on one that has, try the recipe with --profile tiny, or write fewer"
+    assert [told in problem for problem in host_problems(recipe(tmp_path), has_gpus=False)] == [True]
+    assert not any("tiny" in problem for problem in host_problems(recipe(tmp_path), has_gpus=True))
+
+
 def test_a_spill_directory_is_a_choice_and_small_versions_may_spill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,3 +144,31 @@ def test_of_rows_on_a_hub_a_part_is_held_out_too(tmp_path: Path) -> None:
     assert "every 20th row" in new(str(tmp_path / "mine"), "--model", "a/b", "--data", "a/rows")
     recipe = load_recipe(tmp_path / "mine", (), {})
     assert recipe.data.training["data.train"].hold_out == recipe.data.evaluation["held_out"].hold_out == 20
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--data", "nope.jsonl"), "nope.jsonl does not exist: name an existing file"),
+        (
+            ("--data", "rows.jsonl", "--prompt", "task"),
+            "columns.prompt is 'task', which the row lacks; it has text, sum",
+        ),
+        (
+            ("--data", "rows.jsonl", "--prompt", "text", "--answer", "total"),
+            "columns.answer is 'total', which the row lacks",
+        ),
+        (("--data", "rows.jsonl"), "row 1 has no prompt: looked for messages, prompt, problem, question in"),
+        (("--data", "empty.jsonl"), "holds no rows"),
+    ],
+)
+def test_rows_that_the_recipe_cannot_use_are_refused_before_a_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "1 plus 1", "sum": "2"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ConfigError) as refused:
+        new("mine", "--model", "owner/name", *options)
+    assert told in refused.value.message
+    assert not (tmp_path / "mine").exists()

@@ -10,6 +10,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
 
 from services.cli.inspect.pictures.panels import PANELS, SECONDS, STEP, TOKENS
 from services.cli.inspect.pictures.runs import plot_runs
@@ -99,6 +100,27 @@ def test_evaluations_are_points_without_a_line(tmp_path: Path, monkeypatch: pyte
     assert plot_runs([run], tmp_path / "points.png") is not None
     assert [(found["x"], found["y"], found["linestyle"]) for found in drawn] == [([0], [0.5], "none")]
     assert drawn[0]["yerr"] == [[pytest.approx(0.1)], [pytest.approx(0.2)]]
+
+
+@pytest.mark.parametrize(("num_rows", "style"), [(3, "o-"), (30, "-")])
+def test_a_throughput_of_few_rows_shows_them_as_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int, style: str
+) -> None:
+    run = write_run(tmp_path / "run", 4)
+    path = run / "metrics" / "orchestrator.jsonl"
+    rows = [{"time": float(s), "kind": "throughput", "tokens_per_s": 1000.0 + s} for s in range(num_rows)]
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows) + path.read_bytes())
+    drawn: list[str] = []
+    plot = Axes.plot
+
+    def told(self: Any, *arguments: Any, **settings: Any) -> Any:
+        if len(arguments) > 1 and list(arguments[1])[:1] == [1000.0]:
+            drawn.append(arguments[2])
+        return plot(self, *arguments, **settings)
+
+    monkeypatch.setattr("matplotlib.axes.Axes.plot", told)
+    assert plot_runs([run], tmp_path / "points.png") is not None
+    assert drawn == [style]
 
 
 def test_the_picture_has_the_curves_that_people_ask_for() -> None:

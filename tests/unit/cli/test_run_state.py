@@ -73,6 +73,20 @@ def test_a_command_that_reaches_nobody_says_what_the_directory_tells(
         client.close()
 
 
+def test_a_command_in_a_folder_without_runs_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    monkeypatch.delenv("MILLRACE_KEYS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("services.cli.watch.orchestrator_client.ORCHESTRATOR", f"127.0.0.1:{unused_tcp_port}")
+    client = reach(None, None)
+    try:
+        with pytest.raises(InfrastructureError, match=rf"{tmp_path}/runs has no run, and this is the default address"):
+            client.get_run()
+    finally:
+        client.close()
+
+
 def test_a_run_is_named_by_its_directory_or_by_its_address(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="not both"):
         reach(run_dir, "127.0.0.1:1")

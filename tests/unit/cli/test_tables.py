@@ -42,6 +42,15 @@ def test_what_matters_least_goes_first_and_is_named() -> None:
     assert "no room here for: task, retries" in narrower.replace("\n", " ")
 
 
+def test_the_width_that_shows_everything_is_told() -> None:
+    width = int(drawn(groups(), 44).partition("COLUMNS=")[2].split()[0])
+    assert "retries" not in drawn(groups(), width - 1).partition("no room")[0]
+    assert "no room" not in drawn(groups(), width)
+    terminal = io.StringIO()
+    Console(file=terminal, width=44, force_terminal=True, color_system=None).print(groups())
+    assert f"they need a width of {width}" in " ".join(terminal.getvalue().split())
+
+
 def test_what_must_be_shown_is_folded_and_loses_no_character() -> None:
     lines = drawn(groups(), 20).splitlines()
     cells = [line.split("│")[1].strip() for line in lines if line.startswith("│")]

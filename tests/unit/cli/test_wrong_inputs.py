@@ -127,6 +127,22 @@ def test_check_shows_a_row_of_each_source(folder: Path) -> None:
     assert "first row of other scored by my_rewards:words: 0 for an empty answer, 3 for the row's own answer" in shown
 
 
+def test_rows_of_an_environment_need_no_prompt(folder: Path) -> None:
+    rows = "".join(f'{{"coin": {n}}}\n' for n in range(12))
+    environment = Wrong(
+        "environment",
+        (),
+        {
+            "data.train.path": "./coins.jsonl",
+            "workflow": {"name": "agent_env", "settings": {"environment": "textworld"}},
+        },
+        {"coins.jsonl": rows},
+    )
+    apply(folder, environment)
+    shown = checked(folder, environment)
+    assert "mine is ready to run" in shown and "as a prompt" not in shown
+
+
 @pytest.mark.parametrize("wrong", ALL, ids=lambda wrong: wrong.name)
 def test_a_wrong_input_is_told_with_key_and_remedy(folder: Path, wrong: Wrong) -> None:
     apply(folder, wrong)

@@ -158,7 +158,7 @@ WRONG = [
     setting(MODEL, 3, MODEL, "valid string"),
     # -- the rows
     Wrong("no such file", ("data.train.path", "nowhere.jsonl", "does not exist"), {TRAIN: {"path": "./nowhere.jsonl"}}),
-    Wrong("no such CSV file", ("data.train.path", "nowhere.csv", "does not exist"), {TRAIN: {"path": "nowhere.csv"}}),
+    Wrong("no such CSV file", ("data.train.path: /", "/nowhere.csv does not exist"), {TRAIN: {"path": "nowhere.csv"}}),
     Wrong("no such directory", ("data.train.path", "/nowhere/rows", "does not exist"), {TRAIN: {"path": "/nowhere/rows"}}),
     rows("empty file", (TRAIN, "holds no rows"), ""),
     rows("no JSON", (TRAIN, "row 1", "not valid JSON"), "question: 1+1\n"),
@@ -316,6 +316,7 @@ WRONG = [
     setting("learning_rate", 1e-6, "learning_rate: unknown key", "policies.<name>.optimizer.lr"),
     setting("policies.model0.lr", 1e-6, "policies.model0.lr: unknown key", "policies.<name>.optimizer.lr"),
     setting("policies.model0.optimzer", {"lr": 1e-6}, "policies.model0.optimzer", "did you mean 'optimizer'"),
+    setting("trainer.checkpoint_every", 8, "trainer: unknown key", "policies.<name>.trainer"),
     setting("num_generations", 8, "num_generations: unknown key", "rollout.group_size"),
     setting("max_steps", 8, "max_steps: unknown key", "run.steps"),
     setting("policies", {}, "policies", "at least 1"),

@@ -189,5 +189,8 @@ def test_a_name_that_no_recipe_has_is_answered_with_those_that_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"no recipe at quickstar:.* quickstart, "):
-        load_recipe(Path("quickstar"))
+    for name in ("quickstar", "recipes/quickstart", "quickstart.yaml"):
+        with pytest.raises(ConfigError, match=rf"no recipe at {name}; did you mean quickstart\?") as caught:
+            load_recipe(Path(name))
+        named = caught.value.message.rpartition(": ")[2].split(", ")
+        assert "quickstart-code" in named and "base" not in named  # which others extend, and which cannot run

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from services.common.errors import ConfigError
 from services.common.http import limits
 from services.common.http.listener import Listener
 from services.common.http.origin import json_answer
@@ -152,3 +153,18 @@ def test_the_bound_leaves_half_of_the_files_to_the_process(monkeypatch: pytest.M
     for files, most in ((1024, 512), (1 << 20, limits.CONNECTIONS), (resource.RLIM_INFINITY, limits.CONNECTIONS)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
         assert limits.most_connections() == most
+
+
+async def test_a_taken_port_is_told_with_the_setting_of_another(listener: Listener) -> None:
+    second = Listener(
+        web.Application(),
+        "127.0.0.1",
+        listener.port,
+        name="page",
+        setting="--port",
+        group="judge",
+        leaving_cancels=True,
+    )
+    with pytest.raises(ConfigError, match=r"the port is in use; .* write another in --port \(0 takes a free one\)$"):
+        await second.start()
+    await second.stop()

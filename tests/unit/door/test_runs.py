@@ -49,6 +49,10 @@ def test_rows_of_different_keys_and_types_become_one_table() -> None:
     assert Rows(lambda: iter([])).arrow().num_rows == 0
 
 
+def test_rows_say_how_they_are_read() -> None:
+    assert repr(Rows(lambda: iter([]))) == "<Rows: iterate over them, or .arrow() makes a table>"
+
+
 def test_what_is_no_run_or_has_no_journal_yet_is_told(tmp_path: Path) -> None:
     with pytest.raises(millrace.ConfigError, match="is no run directory"):
         millrace.Run(tmp_path)

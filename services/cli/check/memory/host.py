@@ -219,9 +219,10 @@ def host_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
     memory = host_memory_bytes()
     if estimate.total_bytes > memory:
         parts = {**estimate.memory, "files in /dev/shm": estimate.shared_bytes}
+        no_gpu = "" if has_gpus else " and no NVIDIA GPU: run on one that has, try the recipe with --profile tiny, or"
         problems.append(
             f"node 0 needs about {estimate.total_bytes / GIB:.1f} GiB of memory ({_shown(parts)}), but this machine has "
-            f"{memory / GIB:.1f}: write fewer policies.*.weights.keep_versions, leave offloaded parts on the GPUs "
+            f"{memory / GIB:.1f}{no_gpu or ':'} write fewer policies.*.weights.keep_versions, leave offloaded parts on the GPUs "
             "(trainer.offload), a smaller kv_cache_gib of engines on the CPU, or use more nodes"
         )
     shared = shared_memory_here()

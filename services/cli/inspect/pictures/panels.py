@@ -25,6 +25,7 @@ from services.common.telemetry.metrics import (
 
 STEP, SECONDS, TOKENS = "training step", "seconds since the start of the run", "trained tokens"
 REWARD = "mean reward of training rollouts"
+_FEW_POINTS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,9 @@ def _draw_throughput(ax: Any, groups: Sequence[Runs]) -> None:
     ax.set_xlabel(THROUGHPUT.x)
     ax.set_ylabel(THROUGHPUT.y)
     for number, group in enumerate(groups):
-        _curve(ax, [throughput_of(rows) for rows in group.rows], f"C{number}", "-", "")
+        curves = [throughput_of(rows) for rows in group.rows]
+        few = max(map(len, curves)) <= _FEW_POINTS  # a line of two points looks like a trend
+        _curve(ax, curves, f"C{number}", "o-" if few else "-", "")
     ax.set_ylim(bottom=0.0)
 
 
@@ -243,7 +246,7 @@ def _explain(ax: Any, groups: Sequence[Runs]) -> None:
     """The runs by colour, and how to read the picture, in the last place of the grid."""
     ax.axis("off")
     lines = [
-        "points: evaluations, with the 95% interval of the mean",
+        "points with bars: evaluations, at the version that played, with the 95% interval of the mean",
         "trained tokens: written by the policy, not masked",
         "fresh: sampled from the version that is trained",
     ]

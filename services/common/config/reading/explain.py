@@ -85,24 +85,23 @@ def _unknown(key: str, root: type[BaseModel], location: Location) -> str:
 def _places_of(key: str, root: type[BaseModel]) -> list[str]:
     """Paths of a recipe at which a setting of this name is, or its equal of another system; empty where it is unknown, or
     too common to point at."""
-    leaves = list(_leaves(root))
-    if key in _FOREIGN and any(f"{_FOREIGN[key]}.".startswith(f"{path}.") for path in leaves):
+    places = list(_places(root))
+    if key in _FOREIGN and any(f"{_FOREIGN[key]}.".startswith(f"{path}.") for path in places):
         return [_FOREIGN[key]]
-    found = [path for path in leaves if path.rpartition(".")[2] == key]
+    found = [path for path in places if path.rpartition(".")[2] == key]
     return found if len(found) <= _MOST_PLACES else []
 
 
-def _leaves(section: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Every setting below a section by its path; names of the user's are ``<name>``."""
+def _places(section: type[BaseModel], above: str = "") -> Iterator[str]:
+    """Every setting and section below a section by its path; names of the user's are ``<name>``."""
     for name, field in section.model_fields.items():
         path, inner = f"{above}{name}", _inner(field.annotation)
         if typing.get_origin(inner) is dict:
             path, inner = f"{path}.<name>", _inner(typing.get_args(inner)[1])
         members = [inner] if isinstance(inner, type) else list(_members(inner).values())
         sections = [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
-        if not sections:
-            yield f"{above}{name}"
-        yield from dict.fromkeys(leaf for member in sections for leaf in _leaves(member, f"{path}."))
+        yield f"{above}{name}"
+        yield from dict.fromkeys(place for member in sections for place in _places(member, f"{path}."))
 
 
 def _describe(root: type[BaseModel], location: tuple[str | int, ...]) -> str:

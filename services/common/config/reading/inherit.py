@@ -60,10 +60,13 @@ def shipped_recipe(name: str) -> Path | None:
 
 
 def names() -> list[str]:
-    """Names of the recipes that come with Millrace."""
-    return sorted(
-        [file.stem for file in RECIPES.glob("*.yaml")] + [file.parent.name for file in RECIPES.glob("*/recipe.yaml")]
-    )
+    """Names of the recipes that come with Millrace, those that only others extend included."""
+    return sorted([file.stem for file in RECIPES.glob("*.yaml")] + whole_names())
+
+
+def whole_names() -> list[str]:
+    """Names of the recipes that come with Millrace and can run."""
+    return sorted(file.parent.name for file in RECIPES.glob("*/recipe.yaml"))
 
 
 def inherit(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:

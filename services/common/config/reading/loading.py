@@ -16,6 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from pydantic import ValidationError
 
 from services.common.config.reading.defaults import spread_defaults, with_own_workflows
 from services.common.config.reading.explain import explain
-from services.common.config.reading.inherit import inherit, is_name, names, parent_of, shipped_recipe
+from services.common.config.reading.inherit import inherit, is_name, parent_of, shipped_recipe, whole_names
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.importing import look_in
@@ -134,9 +135,10 @@ def _recipe_file(path: Path) -> Path:
         return file
     if is_name(str(path)) and (shipped := shipped_recipe(str(path))) is not None:
         return shipped
+    near = get_close_matches(file.stem, whole_names(), n=1)
     raise ConfigError(
-        f"no recipe at {file}: name a recipe.yaml, a directory that holds one, or a recipe that comes with Millrace: "
-        f"{', '.join(names())}"
+        f"no recipe at {file}{f'; did you mean {near[0]}?' if near else ''}: name a recipe.yaml, a directory that holds one, or "
+        f"a recipe that comes with Millrace: {', '.join(whole_names())}"
     )
 
 
