@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from services.common.errors import ConfigError, ModelMismatchError
 from services.common.rpc.client.run_client import RunSettings
 from services.inference import loading
 from services.inference.config import replica_config
+from services.inference.engine.base import GenerationRequest
 from services.inference.engine.byte_tokenizer import ByteTokenizer
 from services.inference.engine.streaming import StreamingEngine
 from tests.integration.inference.peers import scripted_recipe
@@ -107,6 +109,9 @@ def test_a_machine_that_does_not_see_the_run_gets_a_directory_that_nobody_else_h
 
 class OfTheUser(StreamingEngine):
     """Has the weights of its policy."""
+
+    async def tokens(self, request: GenerationRequest) -> AsyncIterator[tuple[int, float]]:
+        yield 0, 0.0
 
 
 class Incomplete:
