@@ -91,6 +91,7 @@ def cut_everywhere(tmp_path: Path, how: Callable[[int, Path], bool], every: int 
     raise AssertionError("a save has no end")
 
 
+@pytest.mark.slow
 def test_a_failure_of_any_operation_leaves_a_checkpoint_to_start_from(tmp_path: Path) -> None:
     step = make_step()
 
