@@ -259,6 +259,7 @@ async def test_a_killed_rank_is_reported_by_its_signal_and_all_ranks_resume(
     trainer = trainers(orchestrator, num_ranks=2)
     trainer.start()
     await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
+    await checkpoint_of_step_2(trainer)
     os.kill(ranks_of(trainer.pid)[1], signal.SIGKILL)
     assert await trainer.wait() == -signal.SIGKILL, trainer.errors
     orchestrator.held_step = None
