@@ -42,7 +42,8 @@ def _read(path: str) -> bytes:
 _HAS_CHILDREN_FILES = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
-def _parent(pid: int) -> int:
+def parent(pid: int | str) -> int:
+    """The parent of a process, or of ``self``: also a parent in another pid namespace, for which ``os.getppid`` gives 0."""
     data = _read(f"/proc/{pid}/stat")
     fields = data[data.rfind(b")") + 2 :].split()
     return int(fields[1]) if len(fields) > 1 else -1
@@ -51,7 +52,7 @@ def _parent(pid: int) -> int:
 def children(pid: int) -> list[int]:
     """Direct children, of all threads."""
     if not _HAS_CHILDREN_FILES:
-        return [other for other in all_pids() if _parent(other) == pid]
+        return [other for other in all_pids() if parent(other) == pid]
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:

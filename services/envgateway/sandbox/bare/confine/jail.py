@@ -56,9 +56,10 @@ class PidNamespace:
         own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         try:
             _check(_libc.unshare(_NEW_PID), "unshare pid")
+            supervisor = os.getpid()
             self.pid = os.fork()
             if self.pid == 0:
-                _be_first_process()
+                _be_first_process(supervisor)
             _check(_libc.setns(own, _NEW_PID), "setns pid")
         finally:
             os.close(own)
@@ -97,10 +98,12 @@ class PidNamespace:
             pass
 
 
-def _be_first_process() -> None:
+def _be_first_process(supervisor: int) -> None:
     """Never returns: reaps all adopted processes."""
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if procfs.parent("self") != supervisor:  # it died before the line above
+            os._exit(1)
         os.closerange(0, 1 << 16)
         os.chdir("/")
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
