@@ -123,23 +123,20 @@ class ScriptedReplica:
         self._channel = channel(address)
         self._stub = pool_pb2_grpc.PoolServiceStub(self._channel)
         self._tasks = TaskOwner()
-        self._closed = False
 
     def start(self) -> None:
-        self._tasks.start(self._again(self._follow), "replica.join")
-        self._tasks.start(self._again(self._stream), "replica.stream")
+        self._tasks.start(self._again(self._follow, "JoinPool"), "replica.join")
+        self._tasks.start(self._again(self._stream, "StreamTrajectories"), "replica.stream")
         self._tasks.start(self._report(), "replica.report")
 
     async def close(self) -> None:
-        self._closed = True
         await self._tasks.close()
         await self._channel.close()
 
-    async def _again(self, work: Callable[[], Any]) -> None:
-        # grpc.aio may take a cancellation for the end of a call that fails at the same moment.
-        while not (self.drained.is_set() or self._closed):
+    async def _again(self, work: Callable[[], Any], stream: str) -> None:
+        while not self.drained.is_set():
             try:
-                with translated_errors("orchestrator"):
+                with translated_errors("orchestrator", stream):
                     await work()
             except MillraceError:
                 pass  # it is restarting, or has ended the stream: join again
@@ -388,7 +385,7 @@ class ScriptedTrainer:
                 policy=self.policy, incarnation=self.incarnation, recovered_version=recovered_version, num_ranks=1
             )
             try:
-                with translated_errors("orchestrator"):
+                with translated_errors("orchestrator", "JoinTraining"):
                     call = self.stub.JoinTraining(request)
                     async for response in call:
                         command = response.WhichOneof("command")

@@ -7,19 +7,15 @@ import signal
 import sys
 
 from services.common.errors import DeadlineError, InfrastructureError, MillraceError, UserError
-from services.common.system.child import DIE_WITH_PARENT, START_AGAIN, die_with_parent_if_asked, run_and_leave
+from services.common.system.child import START_AGAIN, die_with_parent_if_asked, run_and_leave
 from services.common.telemetry.logs import quiet_grpc
 from services.trainer.config import parse, set_defaults
 
 
 def main() -> int:
     settings = parse()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        os.environ[DIE_WITH_PARENT] = str(os.getppid())  # torchrun, not the parent of torchrun
-        # The killed torchrun is started again, and its ranks need our ports and files: leave without finishing a step.
-        die_with_parent_if_asked(signal.SIGKILL)
-    else:
-        die_with_parent_if_asked()
+    # A launcher that was killed is started again, and its ranks need our ports and files: leave without finishing a step.
+    die_with_parent_if_asked(signal.SIGKILL if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGTERM)
     set_defaults(os.environ)
     quiet_grpc()
     from services.common.security import identity

@@ -16,7 +16,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from services.common.system.child import START_AGAIN, die_with_parent_if_asked, module_command
+from services.common.system.child import DIE_WITH_PARENT, START_AGAIN, die_with_parent_if_asked, module_command
 from services.trainer.config import DESCRIPTION
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ MEET_S = 3600.0  # how long the first node waits for the others; people start th
 def main() -> int:
     options, arguments = _parser().parse_known_args()
     die_with_parent_if_asked()
+    os.environ[DIE_WITH_PARENT] = str(os.getpid())  # the parent of the ranks
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns when it has to choose
     if options.interface:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

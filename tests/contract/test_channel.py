@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,20 @@ from structlog.contextvars import bound_contextvars
 from structlog.testing import LogCapture, capture_logs
 
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError, WeightsStaleError
-from services.common.pb import environment_pb2, judge_pb2, pool_pb2, run_pb2, status_pb2, training_pb2, weights_pb2
+from services.common.pb import (
+    environment_pb2,
+    judge_pb2,
+    pool_pb2,
+    pool_pb2_grpc,
+    run_pb2,
+    status_pb2,
+    training_pb2,
+    weights_pb2,
+)
 from services.common.rpc.client import run_client
 from services.common.rpc.client.channel import DEADLINES, RETRIED, call_metadata, channel, translated_errors
 from services.common.rpc.client.run_client import fetch_run
+from services.common.rpc.server import Server
 from tests.contract.conftest import Served
 from tests.contract.run_servicer import RunServicer, get_run, make_server, watch
 from tests.ports import free_port
@@ -188,6 +199,44 @@ async def test_cancelling_the_reader_itself_stays_a_cancellation(served: Served)
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
+
+
+class Ending(pool_pb2_grpc.PoolServiceServicer):
+    """Ends a stream with an error, when released, before its first message."""
+
+    def __init__(self) -> None:
+        self.began = asyncio.Event()
+        self.release = asyncio.Event()
+
+    async def StreamTrajectories(
+        self, requests: Any, context: Any
+    ) -> AsyncIterator[pool_pb2.StreamTrajectoriesResponse]:
+        self.began.set()
+        await self.release.wait()
+        raise InfrastructureError("the orchestrator is stopping")
+        yield
+
+
+async def test_cancelling_the_reader_at_the_moment_at_which_the_call_ends_stays_a_cancellation() -> None:
+    """Peers are often closed when the orchestrator ends, and grpc.aio raises only one of the two."""
+
+    async def read() -> None:
+        with translated_errors("orchestrator", "StreamTrajectories"):
+            await call.read()
+
+    ending = Ending()
+    server = Server(service="orchestrator", instance_id="test", host="127.0.0.1", port=0)
+    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, ending, "millrace.v1.PoolService")
+    await server.start()
+    async with channel(server.address) as connection:
+        call = pool_pb2_grpc.PoolServiceStub(connection).StreamTrajectories()
+        reader = asyncio.ensure_future(read())
+        call.add_done_callback(lambda _: reader.cancel())
+        await ending.began.wait()
+        ending.release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+    await server.stop(grace_s=0.1)
 
 
 async def test_asking_an_orchestrator_that_is_not_there_names_address_and_remedy() -> None:

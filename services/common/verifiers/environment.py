@@ -117,6 +117,7 @@ class _Process:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}  # 0: the answer to `open`
         self._cancelling: set[asyncio.Task[None]] = set()
+        self._ending = asyncio.Lock()
         self._said = b""  # the end of its stderr
         self._process: Process | None = None
         self._end = ""  # the reason of the end
@@ -177,8 +178,6 @@ class _Process:
 
     async def close(self) -> None:
         self._finish("it was closed")
-        for task in self._cancelling:
-            task.cancel()
         await self._kill()
         if self._readers:  # they end with the pipes, which only children that left the group keep open
             await asyncio.wait(self._readers, timeout=_LAST_WORDS_S)
@@ -188,7 +187,8 @@ class _Process:
         await asyncio.gather(*left, return_exceptions=True)
 
     async def _kill(self) -> None:
-        await self._stack.aclose()
+        async with self._ending:  # a second caller waits for the end as well
+            await self._stack.aclose()
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 

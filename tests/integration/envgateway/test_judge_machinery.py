@@ -13,15 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, JudgeRequest, StdinCase, StdinTests
-from services.envgateway.sandbox import lease as lease_module
 from services.envgateway.sandbox.bare import procfs
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
-from tests.deep_trees import make_deep
+from services.envgateway.sandbox.records import ExecutionRequest
 from tests.running import is_running
 from tests.waiting import until, wait_until
 
@@ -240,122 +237,3 @@ async def test_a_time_in_which_the_machine_stood_still_is_no_programs(pool: Sand
     assert asked.verdict is V.OK, asked.detail
     late = await pool.run(ExecutionRequest(code=SLEEP))
     assert late.status is RunStatus.TIME_LIMIT
-
-
-@pytest.mark.needs("sandbox tier 2")
-def test_a_slots_first_process_ends_when_the_supervisor_died_before_it_asked_for_the_signal(repository: Path) -> None:
-    program = """
-        import os, time
-        from services.envgateway.sandbox.bare.confine import jail
-
-        supervisor, prctl = os.getpid(), jail._libc.prctl
-
-        class Slow:
-            def __getattr__(self, name):
-                return getattr(libc, name)
-
-            def prctl(self, *arguments):
-                while os.path.exists(f"/proc/{supervisor}"):
-                    time.sleep(0.01)
-                return prctl(*arguments)
-
-        libc, jail._libc = jail._libc, Slow()
-        print(jail.PidNamespace().pid, flush=True)
-        time.sleep(600)
-    """
-    supervisor = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, cwd=repository
-    )
-    assert supervisor.stdout is not None
-    first = int(supervisor.stdout.readline())
-    supervisor.kill()
-    supervisor.wait()
-    supervisor.stdout.close()
-    wait_until(lambda: not is_running(first), "the first process has ended")
-
-
-def test_a_dead_gateways_directory_of_any_depth_is_removed(deep_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(deep_path))
-    left = deep_path / "millrace-sandbox-4194304-dead"  # above the largest pid
-    left.mkdir()
-    make_deep(left, 3000)
-    started = SandboxPool.start_before_threads(CONFIG)
-    asyncio.run(started.close())
-    assert list(deep_path.iterdir()) == []
-
-
-CPP = '#include <iostream>\nint main() { int n; std::cin >> n; std::cout << n * n << "\\n"; }'
-
-
-@pytest.mark.needs("C++ compiler")
-async def test_cpp_is_compiled_once_and_run_for_each_case(pool: SandboxPool, judge: Judge) -> None:
-    result = await pool.run(ExecutionRequest(code=CPP, language="cpp", stdin=b"7"))
-    assert (result.status, result.stdout) == (RunStatus.OK, b"49\n")
-    before = sum(pool.counts.values())
-    assert (await judge.judge(JudgeRequest(code=CPP, language="cpp", tests=SQUARES))).num_passed == 4
-    assert sum(pool.counts.values()) - before == 5
-
-
-async def test_without_a_compiler_cpp_is_an_invalid_request(pool: SandboxPool, judge: Judge) -> None:
-    pool._has_cpp = False
-    result = await pool.run(ExecutionRequest(code=CPP, language="cpp"))
-    assert result.status is RunStatus.INVALID_REQUEST and "no C++ compiler" in result.detail
-    judged = await judge.judge(JudgeRequest(code=CPP, language="cpp", tests=SQUARES))
-    assert judged.verdict is V.INVALID_REQUEST and "no C++ compiler" in judged.detail
-    other = await judge.judge(JudgeRequest(code="x", language="rust", tests=SQUARES))
-    assert other.verdict is V.INVALID_REQUEST and "rust" in other.detail
-
-
-async def test_batch_programs_wait_for_a_slot_and_leave_one_to_interactive_ones(pool: SandboxPool) -> None:
-    def sent(code: str, lane: Lane) -> asyncio.Task[ExecutionResult]:
-        return asyncio.create_task(pool.run(ExecutionRequest(code=code), lane))
-
-    slow, waiting, cancelled = (sent(code, Lane.BATCH) for code in (SLEEP, "print(2)", SLEEP))
-    await until_programs_run(pool)
-    assert (await sent("print(1)", Lane.INTERACTIVE)).stdout == b"1\n"
-    assert not slow.done() and not waiting.done()  # two slots: the second is not for batch
-    freed = time.monotonic()
-    for task in (cancelled, slow):
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
-    result = await waiting
-    assert result.stdout == b"2\n"
-    assert result.wall_s <= time.monotonic() - freed  # its time runs from the fork, not from the sending
-    assert pool.gauges["sandbox_busy_slots"] == 0 and pool.gauges["sandbox_cancelled"] == 2
-
-
-async def test_a_program_that_waits_long_for_a_slot_does_not_blame_the_supervisor(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease_module, "_ANSWER_GRACE_S", 1.0)
-    slow = ExecutionRequest(code="import time; time.sleep(4)")
-    brief = ExecutionRequest(code="print(1)", limits=ExecutionLimits(wall_s=2.0))
-    *_, waited = await asyncio.gather(pool.run(slow), pool.run(slow), pool.run(brief))
-    assert (waited.stdout, pool.counts["OK"], pool.counts["restarts"]) == (b"1\n", 3, 0)
-
-
-async def test_a_supervisor_that_does_not_answer_is_replaced(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease_module, "_ANSWER_GRACE_S", 0.2)
-    monkeypatch.setattr(lease_module, "_AGE_TIMEOUT_S", 0.5)
-    assert (await pool.run(ExecutionRequest(code="print(1)"))).status is RunStatus.OK
-    os.kill(supervisor_of(pool), signal.SIGSTOP)
-    stuck = await pool.run(ExecutionRequest(code="print(2)", limits=ExecutionLimits(wall_s=0.5)))
-    assert stuck.status is RunStatus.INFRA_ERROR
-    monkeypatch.undo()
-    assert (await pool.run(ExecutionRequest(code="print(3)"))).stdout == b"3\n"
-    assert pool.counts["restarts"] == 1
-
-
-async def test_judgements_of_the_batch_lane_leave_a_slot_to_the_interactive(pool: SandboxPool) -> None:
-    slow = JudgeRequest(code=SLEEP, tests=StdinTests(cases=(StdinCase(stdin="", expected="1"),)))
-    batch = [asyncio.create_task(Judge(pool).judge(slow)) for _ in range(2)]
-    await until_programs_run(pool)
-    assert (await pool.run(ExecutionRequest(code="print(2)"))).stdout == b"2\n"
-    assert not any(task.done() for task in batch)
-    for task in batch:
-        task.cancel()
-    await asyncio.wait(batch)
-    assert (await pool.run(ExecutionRequest(code="print(3)"), Lane.BATCH)).stdout == b"3\n"

@@ -16,6 +16,8 @@ import pytest
 from services.common.config.data import DatasetConfig, WorkflowConfig
 from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError, DatasetError, InfrastructureError
+from services.common.system import children
+from services.common.system.children import exited
 from services.common.verifiers import environment as environment_module
 from services.common.verifiers.child.messages import Played
 from services.common.verifiers.environment import EnvironmentFailedError, VerifiersEnvironment
@@ -148,6 +150,37 @@ async def test_code_that_hangs_is_ended_and_its_rollouts_are_infrastructure_fail
     late.cancel()
     with pytest.raises(InfrastructureError, match="blocks its event loop"):
         await other
+
+
+async def test_closing_waits_for_the_end_of_a_process_that_is_being_ended_because_it_hangs(
+    script: Any, environment: VerifiersEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_module, "_CANCEL_S", 0.1)
+    ending, ended, interrupted = asyncio.Event(), asyncio.Event(), []
+
+    async def late(process: asyncio.subprocess.Process) -> int:
+        ending.set()
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            interrupted.append(process.pid)
+            raise
+        return await exited(process)
+
+    monkeypatch.setattr(children, "exited", late)
+    mark = tmp_path / "playing"
+    script(READ + OPEN + PLAY + f"open({str(mark)!r}, 'w').close(); import time; time.sleep(60)")
+    playing = asyncio.create_task(play(environment))
+    await until(mark.exists, "the episode plays")
+    playing.cancel()
+    async with asyncio.timeout(WAIT_S):
+        await ending.wait()
+        closing = asyncio.create_task(environment.close())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        ended.set()
+        await closing
+    assert not interrupted
 
 
 def test_the_interpreter_is_named_by_the_command_that_makes_one(

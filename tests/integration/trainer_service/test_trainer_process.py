@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -24,8 +25,10 @@ from services.trainer.replay import replay
 from tests.forked_ranks import ranks_of
 from tests.integration.trainer_service.conftest import EXIT_S, MakeOrchestrator, TrainerProcess
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
+from tests.ports import free_port
+from tests.running import is_running
 from tests.unit.trainer_service.building import POLICY, batch_of, recipe, save_model, save_tokenizer
-from tests.waiting import until
+from tests.waiting import WAIT_S, until, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -251,6 +254,39 @@ async def test_two_ranks_train_like_one_rank(make_orchestrator: MakeOrchestrator
         torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5)
 
 
+LATE_RANK = """
+import os, pathlib, time
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    launcher = os.getppid()
+    pathlib.Path(__file__).with_name("rank").write_text(f"{os.getpid()}\\n")
+    while os.getppid() == launcher:
+        time.sleep(0.001)
+"""
+
+
+def test_a_rank_whose_launcher_dies_before_the_rank_begins_dies_as_well(tmp_path: Path) -> None:
+    """Another launcher starts ranks that need its ports and files."""
+    (tmp_path / "sitecustomize.py").write_text(LATE_RANK)  # executed before the code of the rank
+    arguments = [f"--policy={POLICY}", f"--orchestrator=127.0.0.1:{free_port()}", f"--run-dir={tmp_path}"]
+    command = module_command("services.trainer.launch_ranks", "--num-ranks=1", *arguments)
+    written = tmp_path / "rank"
+    with (tmp_path / "output").open("wb") as output:
+        launcher = subprocess.Popen(
+            command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+        )
+    try:
+        wait_until(lambda: written.exists() and written.read_text().endswith("\n"), "the start of the rank")
+    finally:
+        launcher.kill()
+        launcher.wait(WAIT_S)
+    rank = int(written.read_text())
+    try:
+        wait_until(lambda: not is_running(rank), "the end of the rank")
+    finally:
+        if is_running(rank):
+            os.kill(rank, signal.SIGKILL)
+
+
 async def test_a_killed_rank_is_reported_by_its_signal_and_all_ranks_resume(
     make_orchestrator: MakeOrchestrator, trainers: Trainers
 ) -> None:
@@ -259,6 +295,7 @@ async def test_a_killed_rank_is_reported_by_its_signal_and_all_ranks_resume(
     trainer = trainers(orchestrator, num_ranks=2)
     trainer.start()
     await orchestrator.until(lambda: 4 in orchestrator.pulls, "step 4 was never asked for")
+    await checkpoint_of_step_2(trainer)
     os.kill(ranks_of(trainer.pid)[1], signal.SIGKILL)
     assert await trainer.wait() == -signal.SIGKILL, trainer.errors
     orchestrator.held_step = None

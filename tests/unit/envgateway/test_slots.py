@@ -16,6 +16,7 @@ import pytest
 from services.envgateway.sandbox.bare.supervisor.slots import Slot, remove_tree
 from tests import needs
 from tests.deep_trees import make_deep
+from tests.running import is_running
 from tests.waiting import WAIT_S, wait_until
 
 
@@ -188,3 +189,32 @@ def test_a_program_cannot_stop_the_process_that_kills_it(sign: signal.Signals) -
         assert program.wait(WAIT_S) == -signal.SIGKILL
         program.stdout.close()
         assert ended, "the helper was stopped, and with it the supervisor that waits for it"
+
+
+SUPERVISOR = """
+import os, sys, time
+from services.envgateway.sandbox.bare.confine import jail
+supervisor, call = os.getpid(), jail._libc.prctl
+def late(*arguments):
+    while os.path.exists(f"/proc/{supervisor}"):
+        time.sleep(0.001)
+    return call(*arguments)
+jail._libc.prctl = late
+print(jail.PidNamespace().pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.needs("sandbox tier 2")
+def test_a_namespace_ends_with_a_supervisor_that_dies_before_the_first_process_asks_for_that() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        first = int(supervisor.stdout.readline())
+        supervisor.kill()
+    try:
+        wait_until(lambda: not is_running(first), "the end of the namespace's first process")
+    finally:
+        if is_running(first):
+            os.kill(first, signal.SIGKILL)

@@ -242,9 +242,13 @@ class _SecureChannel(ServiceChannel):
 class translated_errors:
     """Raise the peer's error instead of ``grpc.RpcError``; ``peer`` names the peer in messages.
 
-    ``stream`` names the call whose stream the body reads: its cancellation becomes an ``InfrastructureError``. grpc.aio
-    raises ``CancelledError`` in the task that reads, also when the server ended the call with CANCELLED (as one that
-    stops does). Taken for the cancellation of the task itself, it would end a loop that should reconnect.
+    ``stream`` names the call whose stream the body reads. grpc.aio confuses the cancellation of such a call with that of
+    the task that reads; here the two are told apart:
+
+    * The server ended the call with CANCELLED, as one that stops does: ``InfrastructureError``, although grpc.aio raises
+      ``CancelledError``, which would end a loop that should reconnect.
+    * The task was cancelled: ``CancelledError``, also where the call failed at the same moment. grpc.aio then raises the
+      call's error only, and a loop that reconnects would never end.
     """
 
     __slots__ = ("_cancelling", "_peer", "_stream")
@@ -261,9 +265,10 @@ class translated_errors:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        was_cancelled = bool(self._stream) and _num_cancellations() > self._cancelling
         if isinstance(error, grpc.RpcError):
-            raise from_call(error, self._peer) from None
-        if self._stream and isinstance(error, asyncio.CancelledError) and _num_cancellations() <= self._cancelling:
+            raise (asyncio.CancelledError() if was_cancelled else from_call(error, self._peer)) from None
+        if self._stream and isinstance(error, asyncio.CancelledError) and not was_cancelled:
             raise InfrastructureError(f"{self._stream}: the call was cancelled") from None
 
 
