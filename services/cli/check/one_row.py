@@ -8,6 +8,7 @@ check` and not of every start.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -162,22 +163,37 @@ def _spaced(number: int) -> Iterator[int]:
 
 
 def _try_reward(where: str, workflow: WorkflowConfig, task: Task, tried: Tried) -> None:
-    """Call the user's reward with the row's own answer, where it has one, and with an empty answer."""
+    """Call the user's reward with an empty answer and, where the row has an answer, with that one; in a box where the bare
+    one gets no more than the empty one."""
+    from services.inference.scripts.answers import boxed
+
     path = workflow.settings.get("reward")
     if not isinstance(path, str) or ":" not in path:
         return
     truth = truth_in(task.data)
-    answers = {"an empty answer": ""} | ({"the row's own answer": str(truth)} if truth is not None else {})
-    values = {}
+    answers = {"an empty answer": ""}
+    if truth is not None:
+        answers["the row's own answer"] = str(truth)
+    values: dict[str, float] = {}
     for what, answer in answers.items():
         try:
             values[what] = _reward_of(path, task, answer)
         except ConfigError as error:
             tried.problems.append(f"{where}, task {task.task_id}, {what}: {error.message}")
             return
+    gains_nothing = truth is not None and max(values.values()) <= values["an empty answer"]
+    if gains_nothing:
+        with contextlib.suppress(ConfigError):  # a function that reads no box may raise
+            values["the same in a box"] = _reward_of(path, task, boxed(str(truth)))
+            gains_nothing = max(values.values()) <= values["an empty answer"]
     if is_training(where):
         shown = ", ".join(f"{value:g} for {what}" for what, value in values.items())
         tried.told.append(f"{_first_row(where)} scored by {path}: {shown}")
+        if gains_nothing:
+            tried.told.append(
+                f"{where}: {path} gives the row's own answer no more than an empty one: call the function with an answer that "
+                "should be right"
+            )
 
 
 def _reward_of(path: str, task: Task, answer: str) -> float:

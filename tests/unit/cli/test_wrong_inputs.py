@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import re
 import shutil
 import sys
 import threading
@@ -125,6 +126,31 @@ def test_check_shows_a_row_of_each_source(folder: Path) -> None:
     assert "first row of other as a prompt" in shown and "Spell cat" in shown
     assert "first row of rows scored by my_rewards:exact" in shown
     assert "first row of other scored by my_rewards:words: 0 for an empty answer, 3 for the row's own answer" in shown
+
+
+@pytest.mark.parametrize(
+    ("reward", "scored", "is_told"),
+    [
+        ("boxed", "0 for an empty answer, 0 for the row's own answer, 1 for the same in a box", False),
+        ("never", "0 for an empty answer, 0 for the row's own answer, 0 for the same in a box", True),
+        ("number", "0 for an empty answer, 0 for the row's own answer", True),  # raises for a box
+    ],
+)
+def test_a_reward_that_a_right_answer_does_not_raise_is_told(
+    reward: str, scored: str, is_told: bool, folder: Path
+) -> None:
+    with (folder / "my_rewards.py").open("a") as module:
+        module.write(
+            r"""
+def boxed(task, completion): return float(completion == r"\boxed{%s}" % task["answer"])
+def never(task, completion): return 0.0
+def number(task, completion): return float(int(completion or 0) > 10**9)
+"""
+        )
+    apply(folder, Wrong("reward", (), {"workflow.settings.reward": f"my_rewards:{reward}"}))
+    shown = checked(folder, Wrong("reward", ()))
+    assert f"first row scored by my_rewards:{reward}: {scored}\n" in re.sub(" +\n", "\n", shown)
+    assert ("no more than an empty one: call the function" in shown) is is_told
 
 
 def test_rows_of_an_environment_need_no_prompt(folder: Path) -> None:
