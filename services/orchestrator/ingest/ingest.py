@@ -272,7 +272,9 @@ class Ingest:
         if outcome in (RecordOutcome.INVALID, RecordOutcome.REFUSED):
             return  # ``Refusals`` logs the reason
         if (untold := self._repeats.tell(outcome.value)) is not None:
-            log.warning(
+            # A duplicate is expected: of a group that was closed or cancelled, or sent again after a broken stream.
+            tell = log.info if outcome is RecordOutcome.DUPLICATE else log.warning
+            tell(
                 LogEvent.RECORD_DROPPED,
                 outcome=outcome.value,
                 task_group=record.task_group_id[:64],
