@@ -282,7 +282,8 @@ class ProgressView:
         line = " | ".join(_line(policy) for policy in progress.policies) or state_word(progress.state)
         if line != self._last_line:
             self._last_line = line
-            say(self._console, f"{state_word(progress.state)}: {line} | {progress.tokens_per_s:,.0f} tokens/s")
+            rate = f" | {progress.tokens_per_s:,.0f} tokens/s" if progress.tokens_per_s else ""
+            say(self._console, f"{state_word(progress.state)}: {line}{rate}")
 
 
 def _line(policy: run_pb2.PolicyProgress) -> str:
