@@ -52,7 +52,7 @@ from services.inference.rpc.pool_client import PoolClient
 from services.inference.rpc.report_stream import ReplicaIdentity
 from services.inference.rpc.trajectory_sender import TrajectorySender
 from services.inference.workflows.registry import build_workflows
-from services.inference.workflows.rewards import REWARD_THREADS
+from services.inference.workflows.rewards import REWARD_THREADS, REWARD_TIMEOUT_S
 
 if TYPE_CHECKING:
     from services.inference.endpoint.server import EndpointServer
@@ -61,7 +61,6 @@ log = structlog.get_logger(__name__)
 
 DRAIN_TIMEOUT_S = 60.0  # for the last acknowledgements, after the last rollout
 STOP_TIMEOUT_S = 5.0  # the same, when a signal ends the process
-REWARD_OVERDUE_S = 30.0  # half of a reward function's time limit: its thread's stack is logged
 # The engine's thread and the event loop share the interpreter; the default of 5 ms would stall one for the other.
 SWITCH_INTERVAL_S = 0.0005
 
@@ -123,7 +122,8 @@ class _Process:
     async def run(self, here: Path | None) -> None:
         """``here``: the run's directory on this machine, if the machine has one."""
         metrics, name = self._settings.recipe.metrics, f"inference-{self._replica_id}"
-        watchdog = Watchdog(probes={"reward functions": lambda: REWARD_THREADS.overdue(REWARD_OVERDUE_S)})
+        # At half of a reward function's time, the stack of its thread is logged.
+        watchdog = Watchdog(probes={"reward functions": lambda: REWARD_THREADS.overdue(REWARD_TIMEOUT_S / 2)})
         await self._serve_weights()
         await self._server.start()
         watchdog.start()

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from services.orchestrator.tasks.datasets import TaskSource
 
 MOST_PROMPTS = 256  # of a dataset that are measured, evenly spaced
-REWARD_TIMEOUT_S = 60.0  # as in a rollout
 _SHOWN_CHARS = 160
 FIRST_ROW = "first row"  # begins lines that show it, and are no warnings
 
@@ -197,7 +196,7 @@ def _try_reward(where: str, workflow: WorkflowConfig, task: Task, tried: Tried) 
 
 
 def _reward_of(path: str, task: Task, answer: str) -> float:
-    from services.inference.workflows.rewards import finite_reward
+    from services.inference.workflows.rewards import REWARD_TIMEOUT_S, finite_reward
 
     function = load_object(path)
 

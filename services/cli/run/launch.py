@@ -31,7 +31,7 @@ from services.cli.plan.specs import (
     trainer_name,
     warm_start_commands,
 )
-from services.cli.run.processes import Processes, children_cpu_seconds
+from services.cli.run.processes import WATCH_S, Processes, children_cpu_seconds
 from services.cli.run.run_directory import with_other_ports
 from services.cli.watch.notices import OrchestratorLiveness, StallsAtStart, TrackersTold, show_now
 from services.cli.watch.orchestrator_client import OrchestratorClient
@@ -47,7 +47,6 @@ from services.common.telemetry.summary import RunSummary
 log = structlog.get_logger()
 
 POLL_S = 0.5
-WATCH_S = 0.1  # between two looks at whether a process has ended
 FINISH_TIMEOUT_S = 60.0
 KEYS_EVERY_S = 3600.0  # between two looks at how long the run's keys last
 _NEEDED = ("trainer-", "envgateway")  # until the run has ended; replicas may leave, as those that are drained do

@@ -29,7 +29,7 @@ from services.common.system.devices import inside
 
 log = structlog.get_logger()
 
-POLL_S = 0.1
+WATCH_S = 0.1  # between two looks at whether a process has ended
 # No process, memory or disk to be had at this moment.
 _FOR_NOW = (errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 WELL_AFTER_S = 600.0  # a process that has run for so long counts as healthy
@@ -86,7 +86,7 @@ class Processes:
         process = self._running[spec.name].popen
         while (code := process.poll()) is None:
             tick()
-            time.sleep(POLL_S)
+            time.sleep(WATCH_S)
         del self._running[spec.name]
         signal_group(process)
         if code != 0:
@@ -122,7 +122,7 @@ class Processes:
                     f"{names} not ready after {timeout_s:g} s (launch.ready_timeout_s)\n{self._last_lines(first.spec)}"
                 )
             tick()
-            time.sleep(POLL_S)
+            time.sleep(WATCH_S)
 
     def watch(self, starting: Collection[str] = ()) -> set[str]:
         """Restart processes that a signal killed or that ask for a restart (``START_AGAIN``); return the names that
@@ -170,7 +170,7 @@ class Processes:
         except OSError as error:
             if error.errno not in _FOR_NOW:
                 raise
-            log.warning("process.not_restarted", process=process.spec.name, why=why, error=str(error), retry_s=POLL_S)
+            log.warning("process.not_restarted", process=process.spec.name, why=why, error=str(error), retry_s=WATCH_S)
             return  # the next look tries again
         process.restarts += 1
         process.started_at = time.monotonic()

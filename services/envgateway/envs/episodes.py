@@ -40,7 +40,7 @@ log = structlog.get_logger()
 STEP_TIMEOUT_S = 55.0  # less than callers wait, so that they get the reason
 _CLOSE_TIMEOUT_S = 5.0
 _CLOSED_AT_ONCE = 32
-_LONGEST_SWEEP_PAUSE_S = 5.0
+LONGEST_SWEEP_PAUSE_S = 5.0
 _REMEMBERED_LOSSES = 1024
 
 Result = TypeVar("Result")
@@ -168,7 +168,7 @@ class EpisodeManager:
     async def expire_forever(self) -> None:
         """Close episodes whose lease has ended. Ends by cancellation."""
         while True:
-            await asyncio.sleep(min(_LONGEST_SWEEP_PAUSE_S, self._lease_s / 4))
+            await asyncio.sleep(min(LONGEST_SWEEP_PAUSE_S, self._lease_s / 4))
             await self.expire()
 
     async def expire(self) -> None:

@@ -18,14 +18,13 @@ from services.common.errors import ConfigError, DeadlineError, MillraceError, Us
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc.client.channel import channel, translated_errors
 from services.common.rpc.client.refusals import refusal_behind
-from services.common.rpc.client.run_client import FIRST_WORD_S, TELL_S
+from services.common.rpc.client.run_client import AWAY_S, FIRST_WORD_S, TELL_S
 from services.common.security.roles import Peer
 from services.common.telemetry.log_events import LogEvent
 
 log = structlog.get_logger()
 
 FIRST_S = 3600.0  # for an orchestrator that has never answered: starting checkpoints are made before its start
-AWAY_S = 600.0  # for one that has answered before; replicas wait as long
 _LONGEST_PAUSE_S = 2.0
 
 

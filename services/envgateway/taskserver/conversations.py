@@ -32,7 +32,7 @@ from services.common.errors import (
 )
 from services.envgateway.envs.agentbench.messages import Index
 from services.envgateway.envs.base import EndStatus, Observation, StepResult
-from services.envgateway.envs.episodes import EpisodeManager
+from services.envgateway.envs.episodes import LONGEST_SWEEP_PAUSE_S, EpisodeManager
 from services.envgateway.taskserver.tasks import Task
 
 log = structlog.get_logger()
@@ -81,7 +81,6 @@ def cut(messages: Sequence[Message], most: int = _MOST_PIECES) -> list[Message]:
 RUNNING = "running"
 CANCELLED = "unknown"  # AgentBench has no such status
 _ATTEMPTS = 3
-_LONGEST_SWEEP_PAUSE_S = 5.0
 _ROLES = {"assistant": "agent"}  # all other roles are unchanged
 
 
@@ -199,7 +198,7 @@ class Conversations:
     async def expire_forever(self) -> None:
         """Ends by cancellation."""
         while True:
-            await asyncio.sleep(min(_LONGEST_SWEEP_PAUSE_S, self._idle_s / 4))
+            await asyncio.sleep(min(LONGEST_SWEEP_PAUSE_S, self._idle_s / 4))
             await self.expire()
 
     async def expire(self) -> None:

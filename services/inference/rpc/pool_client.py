@@ -26,6 +26,7 @@ from services.common.records.device_turn import DeviceTurn
 from services.common.records.types import FetchPlan, WeightTransfer, WeightVersion
 from services.common.rpc.client.channel import translated_errors
 from services.common.rpc.client.refusals import refusal_behind
+from services.common.rpc.client.run_client import AWAY_S
 from services.common.wire.records import device_turn_from_proto, duration_from_proto, order_from_proto
 from services.common.wire.weights import fetch_plan_from_proto, weight_version_from_proto
 from services.inference.rollouts.player import RolloutPlayer
@@ -41,7 +42,6 @@ log = structlog.get_logger(__name__)
 
 REPORT_PERIOD_S = 2.0
 MOST_PERIOD_S = 10.0  # that the orchestrator may ask for: a lease is 30 s
-AWAY_TIMEOUT_S = 600.0  # after a longer absence the replica ends, and a supervisor decides
 _TAKEOVERS = 3  # within _TAKEOVER_WINDOW_S: another process claims this replica id
 _TAKEOVER_WINDOW_S = 60.0
 
@@ -73,7 +73,7 @@ class PoolClient:
         player: RolloutPlayer,
         *,
         report_period_s: float = REPORT_PERIOD_S,
-        away_timeout_s: float = AWAY_TIMEOUT_S,
+        away_timeout_s: float = AWAY_S,
     ) -> None:
         self._channel = channel
         self._stub: pool_pb2_grpc.PoolServiceAsyncStub = pool_pb2_grpc.PoolServiceStub(channel)

@@ -43,7 +43,6 @@ from services.trainer.ranks.sharding import HostGroup, Ranks
 
 log = structlog.get_logger()
 
-BACKGROUND_TIMEOUT_S = 4 * DISK_TIMEOUT_S  # of the four exchanges of a writer
 ROOM = 1.25  # of the bytes of a copy; training and snapshots need memory meanwhile
 
 __all__ = ["CheckpointFailedError", "CheckpointIdentity", "Checkpoints", "DamagedCheckpointError"]
@@ -143,7 +142,8 @@ class Checkpoints:
             self._writer.write(training_step, copied)
             on_durable()
 
-        self._writing = BackgroundWrite(training_step, write, BACKGROUND_TIMEOUT_S)
+        # Four exchanges of a writer.
+        self._writing = BackgroundWrite(training_step, write, 4 * DISK_TIMEOUT_S)
 
     @property
     def is_writing(self) -> bool:

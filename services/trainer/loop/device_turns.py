@@ -23,7 +23,7 @@ from services.trainer.step.train_step import TrainStep
 
 log = structlog.get_logger()
 
-TURN_POLL_S = 0.2
+COMMAND_POLL_S = 0.2  # between two looks at the orchestrator's commands
 LAST_TURN_S = 120.0  # for the last checkpoint and the export, after a command to stop; without it a resumed run replays
 
 
@@ -93,7 +93,7 @@ class DeviceTurns:
                     "device.not_held", effect="no checkpoint of the last steps: a resumed run trains them again"
                 )
                 return False
-            time.sleep(TURN_POLL_S)
+            time.sleep(COMMAND_POLL_S)
         return True
 
     def _tensors(self) -> Iterator[torch.Tensor]:

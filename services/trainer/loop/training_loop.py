@@ -31,13 +31,12 @@ from services.common.records.types import Interval, RankBatch, WeightVersion
 from services.common.telemetry.activities import TrainerState
 from services.common.telemetry.log_events import LogEvent
 from services.trainer.checkpoint.checkpoints import CheckpointFailedError, Checkpoints
-from services.trainer.loop.device_turns import DeviceTurns
+from services.trainer.loop.device_turns import COMMAND_POLL_S, DeviceTurns
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.train_step import TrainStep
 
 log = structlog.get_logger()
 
-PAUSE_POLL_S = 0.2
 _GO, _PAUSE, _STOP = 0, 1, 2
 
 
@@ -193,7 +192,7 @@ class TrainingLoop:
         self._link.set_state(TrainerState.FINISHED, done)
         while self._agreed_command() != _STOP:
             self._follow_turns()
-            time.sleep(PAUSE_POLL_S)
+            time.sleep(COMMAND_POLL_S)
 
     def _train(self, batch: RankBatch) -> None:
         self._link.set_state(TrainerState.TRAINING, batch.training_step)
@@ -244,7 +243,7 @@ class TrainingLoop:
             held = self._follow_turns()
             if command == _PAUSE:
                 self._link.set_state(TrainerState.PAUSED, training_step)
-                time.sleep(PAUSE_POLL_S)
+                time.sleep(COMMAND_POLL_S)
                 continue
             if state == TrainerState.REPLAYING or not held:
                 self._checkpoint_asked |= self._link.take_checkpoint_command()  # after the replay, or in the next turn

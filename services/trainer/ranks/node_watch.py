@@ -16,7 +16,6 @@ from datetime import timedelta
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 BEAT_S = 2.0
-LOST_AFTER_S = 60.0
 END_TOGETHER_S = 5.0  # time for our ranks to end by themselves after those of another node
 _CALL_S = 20.0
 
@@ -25,7 +24,7 @@ class NodeWatch:
     """Thread beside torchrun's launcher that ends this process's ranks by SIGTERM when a node is lost."""
 
     def __init__(
-        self, host: str, port: int, node_rank: int, num_nodes: int, meet_s: float, lost_after_s: float = LOST_AFTER_S
+        self, host: str, port: int, node_rank: int, num_nodes: int, meet_s: float, lost_after_s: float
     ) -> None:
         self._place = (host, port)
         self._node_rank = node_rank

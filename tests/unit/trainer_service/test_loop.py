@@ -100,7 +100,7 @@ class Trainer:
 
 @pytest.fixture(autouse=True)
 def no_pause_between_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "PAUSE_POLL_S", 0.001)
+    monkeypatch.setattr(loop_module, "COMMAND_POLL_S", 0.001)
 
 
 def test_every_version_is_published_once_and_in_order(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from services.common.security.roles import Peer
 log = structlog.get_logger()
 
 FIRST_CONTACT_S = 120.0
+AWAY_S = 600.0  # for an orchestrator that has answered before; then a replica or gateway ends, and a supervisor decides
 FIRST_WORD_S = 3.0
 TELL_S = 20.0  # between two words about an orchestrator that is waited for
 

@@ -22,6 +22,7 @@ PauseMode = Literal["retract", "in_place"]
 CONNECT_TIMEOUT_S = 5.0
 QUESTION_TIMEOUT_S = 15.0  # for calls that a server answers beside its work
 CONTROL_TIMEOUT_S = 60.0  # for calls that wait for the running decoding step
+UPDATE_TIMEOUT_S = 600.0  # reading a large model from shared memory or disk
 _JSON = {"Content-Type": "application/json"}
 
 

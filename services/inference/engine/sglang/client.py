@@ -19,6 +19,7 @@ from services.common.records.kept_tokens import KeptRow, left_out_row
 from services.inference.engine.served.client import (
     CONTROL_TIMEOUT_S,
     QUESTION_TIMEOUT_S,
+    UPDATE_TIMEOUT_S,
     CallRequest,
     Chunk,
     Finish,
@@ -30,7 +31,6 @@ from services.inference.engine.served.client import (
     rows_of_masks,
 )
 
-UPDATE_TIMEOUT_S = 600.0  # reading a large model from shared memory or disk
 _SUPPRESSED = -1e9  # added to a logit: a token that cannot be drawn
 
 

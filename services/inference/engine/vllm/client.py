@@ -18,6 +18,7 @@ from services.common.records.kept_tokens import KeptRow, left_out_row
 from services.inference.engine.served.client import (
     CONTROL_TIMEOUT_S,
     QUESTION_TIMEOUT_S,
+    UPDATE_TIMEOUT_S,
     CallRequest,
     Chunk,
     Finish,
@@ -30,7 +31,6 @@ from services.inference.engine.served.client import (
     rows_of_masks,
 )
 
-UPDATE_TIMEOUT_S = 600.0  # reading a large model from shared memory or disk
 _ID_PREFIX = "generate-tokens-"  # the server puts it before a request's id
 _NOT_A_NUMBER = -9000.0  # the server writes -9999 for minus infinity and for NaN
 

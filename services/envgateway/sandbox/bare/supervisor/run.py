@@ -18,7 +18,6 @@ from ..statuses import RunStatus
 from .live_turn import LiveTurn
 from .slots import Slot
 
-_FIRST_LOOK_S = 0.010
 _LOOK_EVERY_S = 0.010
 _LATER_LOOK_EVERY_S = 0.020
 _IDLE_LOOK_EVERY_S = 0.250  # of an idle live process
@@ -64,7 +63,7 @@ class Run:
         self.pid: int | None = None
         self.started = now
         self._start_deadline = now + _START_TIMEOUT_S
-        self.next_look = now + min(_FIRST_LOOK_S, limits.wall_s)
+        self.next_look = now + min(_LOOK_EVERY_S, limits.wall_s)
         self.stop_status: RunStatus | None = None  # reason of the supervisor's kill
         self.detail = ""
         self.ended: float | None = None
@@ -88,7 +87,7 @@ class Run:
         """The fork server has forked the child: the run's time starts."""
         self.pid = pid
         self.started = now
-        self.next_look = now + min(_FIRST_LOOK_S, self.limits.wall_s)
+        self.next_look = now + min(_LOOK_EVERY_S, self.limits.wall_s)
         if self.turn is not None:
             self.turn.begin(now)
 
@@ -107,7 +106,7 @@ class Run:
     def ask(self, now: float) -> None:
         """A question goes to a live process."""
         self.turn = LiveTurn(self.limits.turn_s, now)
-        self.next_look = now + _FIRST_LOOK_S
+        self.next_look = now + _LOOK_EVERY_S
         for stream in (self.stdout, self.stderr, self.answer):
             stream.renew()
 
