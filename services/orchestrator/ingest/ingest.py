@@ -249,12 +249,14 @@ class Ingest:
         if isinstance(record, Trajectory):
             self.failures_in_a_row = 0
             trajectory = record
-            self._counters["tokens_recorded"] += sum(s.num_trained_tokens for s in trajectory.sequences)
+            self._counters[fates.RunCount.TOKENS_RECORDED.value] += sum(
+                s.num_trained_tokens for s in trajectory.sequences
+            )
             self._journal.submit(records.TRAJECTORY, key, lambda: rollouts.trajectory_to_json(trajectory), durable)
         else:
             failure = record
             if failure.reason == fates.TOO_OLD:  # no failure: the slot was cancelled
-                self._counters["slots_cancelled"] += 1
+                self._counters[fates.StepFact.SLOTS_CANCELLED.value] += 1
             else:
                 self._counters[self.counter_of(failure.reason)] += 1
                 self.failures_in_a_row += 1
