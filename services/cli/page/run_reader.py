@@ -25,7 +25,7 @@ from services.cli.inspect.standing import standing
 from services.cli.inspect.trace.reading import open_journal
 from services.cli.inspect.trajectories import load_tokenizer
 from services.cli.inspect.turns import Marks, marks_of
-from services.cli.inspect.weights import bits_per_change, serving_s, summarise
+from services.cli.inspect.weights import serving_s, summarise
 from services.cli.page.conversation import Pieces, conversation, uses
 from services.cli.page.events import MetricsTail, events
 from services.cli.page.filling import Filler
@@ -39,6 +39,7 @@ from services.common.config.training.algorithm import AlgorithmConfig
 from services.common.errors import ConfigError, MillraceError, NotFoundError
 from services.common.records.types import TRANSFER_STAGES
 from services.common.telemetry.metrics import RowKind
+from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 
@@ -111,17 +112,18 @@ class RunReader:
     def weights(self) -> Json:
         """The transfers of weight versions to replicas."""
         rows = [row for row in self.rows() if row["kind"] == RowKind.WEIGHT_TRANSFER]
-        newest = sorted(rows, key=lambda row: row["started_at"])[-TRANSFERS:]
+        transfers = [(ReportedTransfer.from_row(row).transfer, row) for row in rows]
+        newest = sorted(transfers, key=lambda found: found[0].started_at)[-TRANSFERS:]
         return {
             "stages": list(TRANSFER_STAGES),
             "replicas": summarise(rows),
             "transfers": [
                 {
                     **row,
-                    "serving_s": None if row["error"] else serving_s(row),
-                    "bits_per_change": bits_per_change(row) if row.get("num_changes") and not row["error"] else None,
+                    "serving_s": None if found.error else serving_s(found),
+                    "bits_per_change": found.bits_per_change if found.num_changes and not found.error else None,
                 }
-                for row in newest
+                for found, row in newest
             ],
             "total": len(rows),
         }
