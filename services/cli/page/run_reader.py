@@ -40,7 +40,7 @@ from services.common.errors import ConfigError, MillraceError, NotFoundError
 from services.common.records.types import TRANSFER_STAGES
 from services.common.telemetry.metrics import RowKind
 from services.common.telemetry.weight_transfers import ReportedTransfer
-from services.orchestrator.journal import records
+from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
 
 log = structlog.get_logger()
@@ -165,13 +165,16 @@ class RunReader:
             )
         whole = {**row, "siblings": self._index.siblings(group), "texts_loading": False}
         if found is not None and found.kind == records.FAILURE:
-            return {**whole, "failure": {"reason": record["reason"], "detail": record["detail"]}}
+            failure = rollouts.failure_from_json(record)
+            return {**whole, "failure": {"reason": failure.reason, "detail": failure.detail}}
+        trajectory = rollouts.trajectory_from_json(record)
         whole["texts_loading"] = not self._text_ready.wait(TEXT_S)
-        texts = {sequence["policy"]: self._text(sequence["policy"]) for sequence in record["sequences"]}
+        texts = {sequence.policy: self._text(sequence.policy) for sequence in trajectory.sequences}
         algorithms: dict[str, AlgorithmConfig] = (
             {} if self._recipe is None else {n: p.algorithm for n, p in self._recipe.policies.items()}
         )
-        return {**whole, **conversation(record, issue, texts, uses(record, batches, algorithms))}
+        used = uses(trajectory, map(records.batch_from_json, batches), algorithms)
+        return {**whole, **conversation(trajectory, issue, texts, used)}
 
     def _text(self, policy: str) -> tuple[Pieces, Marks]:
         return (self._texts or {}).get(policy) or (Pieces(None), Marks({}, ()))
