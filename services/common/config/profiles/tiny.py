@@ -16,6 +16,8 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from services.common.records.dataset_rows import BuiltInWorkflow
+
 Tree = dict[str, Any]
 FindRows = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 World = tuple[Mapping[str, Mapping[str, Any]], Mapping[str, Any]]  # sections of the gateway by name, and the dataset
@@ -47,7 +49,7 @@ def tiny(tree: Mapping[str, Any], find_rows: FindRows, find_world: FindWorld) ->
     the recipe's own are to be taken.
     """
     made: Tree = copy.deepcopy(dict(tree))
-    episodes = made["workflow"]["name"] == "agent_env"
+    episodes = made["workflow"]["name"] == BuiltInWorkflow.AGENT_ENV
     made["name"] = f"{made['name']}-tiny"
     made["run"] |= {"steps": min(made["run"]["steps"], STEPS), "resume": "never"}
     _rollouts(made)
