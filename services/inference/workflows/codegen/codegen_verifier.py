@@ -34,7 +34,7 @@ from services.inference.workflows.base import (
     JudgeCase,
     Outcome,
     PolicyClient,
-    RunStatus,
+    ProgramStatus,
     Reward,
     WorkflowContext,
 )
@@ -120,7 +120,7 @@ class _Job:
         if not cases:
             return ()
         if not program.strip():
-            nothing = CaseOutcome(verdict=RunStatus.INVALID_REQUEST, detail="there is no program in the answer")
+            nothing = CaseOutcome(verdict=ProgramStatus.INVALID_REQUEST, detail="there is no program in the answer")
             return (nothing,) * len(cases)
         entry_point = self.entry_point or ""
         code = with_preamble(program, self.preamble, entry_point)
