@@ -100,7 +100,7 @@ class RecordOutcome(enum.StrEnum):
     DUPLICATE = "duplicate"  # its slot had a record, or its task group is closed
     UNKNOWN = "unknown"  # no such task group or slot
     INVALID = "invalid"  # beyond a bound, or malformed: stored as a failure
-    REFUSED = "refused"  # from a stranger: dropped, and the slot stays open
+    REFUSED = "refused"  # from an unknown sender: dropped, and the slot stays open
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +158,10 @@ class Ingest:
         """
         group = self._groups.get(record.task_group_id)
         slot = (record.task_group_id, record.index)
-        if sender is not None and (stranger := self._why_a_stranger(record.task_group_id, sender)) is not None:
-            self.refusals.refused(sender[0], *slot, stranger)
+        if sender is not None and (refusal := self._refusal_of(record.task_group_id, sender)) is not None:
+            self.refusals.refused(sender[0], *slot, refusal)
             self._drop(record, RecordOutcome.REFUSED)
-            answer(Answer(RecordOutcome.REFUSED, stranger))
+            answer(Answer(RecordOutcome.REFUSED, refusal))
         elif group is None or not group.has_slot(record.index):
             issued = group is None and self._was_issued(record.task_group_id)
             outcome = RecordOutcome.DUPLICATE if issued else RecordOutcome.UNKNOWN
@@ -179,7 +179,7 @@ class Ingest:
             if sender is not None and fault is None:
                 self.refusals.taken(sender[0])
 
-    def _why_a_stranger(self, task_group_id: str, sender: Incarnation) -> Refusal | None:
+    def _refusal_of(self, task_group_id: str, sender: Incarnation) -> Refusal | None:
         """Reason to refuse a sender's records of this task group; None for an accepted sender."""
         group = self._groups.get(task_group_id)
         if group is None and self._was_issued(task_group_id):

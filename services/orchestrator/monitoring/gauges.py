@@ -47,7 +47,7 @@ METRICS = (
     Metric("millrace_replica_tokens_per_second", "gauge", "Tokens that a replica sampled per second over the last seconds.", "replica_tokens_per_s/{replica}"),
     Metric("millrace_replica_lease_seconds", "gauge", "Seconds until a replica's lease runs out.", "replica_lease_left_s/{replica}"),
     Metric("millrace_rollout_failures_total", "counter", "Slots that ended in a failure.", f"counter/{FAILURES_PREFIX}{{reason}}"),
-    Metric("millrace_records_dropped_total", "counter", "Records that were repeated, unknown, beyond a bound or from a stranger.", "counter/records_{outcome}"),
+    Metric("millrace_records_dropped_total", "counter", "Records that were repeated, unknown, beyond a bound or from an unknown sender.", "counter/records_{outcome}"),
     Metric("millrace_records_refused_total", "counter", "Records that were not taken, by the bound or rule that they break.", "counter/refused_{reason}"),
     Metric("millrace_masked_samples_total", "counter", "Training rollouts without a reward, by cause.", "counter/masked/{policy}/{cause}"),
     Metric("millrace_redrawn_samples_total", "counter", "Training rollouts that were repeated, by cause.", "counter/redrawn/{policy}/{cause}"),
