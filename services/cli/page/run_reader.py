@@ -54,7 +54,7 @@ _STOP_S = 10.0
 _LOADING = threading.Lock()  # two threads that import transformers at once see half of it
 
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, sqlite3.Error)
-"""What reading a file of another shape raises: JSON without a key, bytes that are no text, a disk with a read error."""
+"""Errors of reading a file of another shape: JSON without a key, bytes that are no text, a disk with a read error."""
 
 Json = dict[str, Any]
 

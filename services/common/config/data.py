@@ -1,4 +1,4 @@
-"""Where tasks come from, and how they are played and evaluated."""
+"""Settings of datasets, workflows, sampling and evaluation."""
 
 from __future__ import annotations
 
