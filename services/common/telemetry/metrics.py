@@ -106,7 +106,7 @@ def sources_in(row: Mapping[str, Any]) -> list[str]:
 
 
 class RolloutKey(enum.StrEnum):
-    """Keys of the metrics of a trajectory or an episode that environments of the gateway and workflows both write."""
+    """Keys of the metrics of a trajectory or an episode that several workflows and environments of the gateway write."""
 
     REWARD_UNPARSED = "reward_unparsed"  # 1 where no answer could be read from the completion
     TRUNCATED = "truncated"  # 1 where a budget cut the policy's last turn
