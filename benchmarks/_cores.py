@@ -1,4 +1,4 @@
-"""Which process of a benchmark runs on which cores.
+"""Assigns the cores of the machine to the processes of a benchmark.
 
 A process may use fewer cores than its machine has, and they need not be numbered from 0 (taskset, containers). Shared by
 the scripts of this folder.

@@ -26,7 +26,7 @@ from services.orchestrator.recovery.completion import KINDS, recount
 from services.orchestrator.state.groups import split_sequence_id
 
 _SLOTS = (records.TRAJECTORY, records.FAILURE)
-_RECOUNTED = ("task_groups_issued", "tokens_recorded", "slots_cancelled")
+_RECOUNTED = (fates.RunCount.TASK_GROUPS_ISSUED, fates.RunCount.TOKENS_RECORDED, fates.StepFact.SLOTS_CANCELLED)
 
 
 class Rule(StrEnum):

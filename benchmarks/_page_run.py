@@ -31,9 +31,12 @@ from services.common.records.types import (
     Task,
     TaskGroupOrder,
     Trajectory,
+    WeightTransfer,
     WeightVersion,
 )
 from services.common.telemetry.metrics import MetricsWriter, RowKind, StallMoment, StepKey, ThroughputKey, TrainerKey
+from services.common.telemetry.weight_transfers import ReportedTransfer
+from services.common.weights.manifest import Encoding
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict, MemberFate
 from services.orchestrator.journal.storage.index import INDEX_FILE, Index
@@ -221,12 +224,14 @@ class RunWriter:
             RowKind.THROUGHPUT, step=step, waits=[f"trainer waits for rollouts {self._hostile}"],
             **{ThroughputKey.TOKENS_PER_S.value: 900 + 500 * noise},
         )  # fmt: skip
-        self._metrics.write(
-            RowKind.WEIGHT_TRANSFER, replica=f"a{self._hostile}", policy=POLICY, version=step, base_version=step - 1,
-            encoding="delta", profile="fast", transport="grpc", sources=[], payload_size_bytes=700_000, num_changes=300_000,
-            full_size_bytes=1_400_000, started_at=time.time(), encode_s=0.01, fetch_s=0.02 + abs(noise), verify_s=0.01,
-            write_s=0.002, pause_s=0.001, error="", choice="",
+        transfer = WeightTransfer(
+            policy=POLICY, version=step, base_version=step - 1, encoding=Encoding.DELTA.value, transport="grpc",
+            payload_size_bytes=700_000, num_changes=300_000, full_size_bytes=1_400_000, started_at=time.time(), encode_s=0.01,
+            fetch_s=0.02 + abs(noise), verify_s=0.01, write_s=0.002, pause_s=0.001,
         )  # fmt: skip
+        self._metrics.write(
+            RowKind.WEIGHT_TRANSFER, **ReportedTransfer(replica=f"a{self._hostile}", transfer=transfer).to_row()
+        )
 
     def _events(self) -> None:
         """A stall that ended and one that did not, an evaluation, and the time of every component."""

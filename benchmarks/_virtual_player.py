@@ -28,7 +28,7 @@ from services.inference.engine.torch.core import Core, Entry
 from services.inference.engine.torch.decoder import Decoder
 from services.inference.engine.torch.slots import SlotTable
 from services.inference.engine.weight_update import WeightUpdate
-from services.inference.workflows.base import Execution, Outcome, Reward, RunStatus, Workflow, WorkflowContext
+from services.inference.workflows.base import Execution, Outcome, ProgramStatus, Reward, Workflow, WorkflowContext
 
 POLICY = "model0"
 
@@ -117,10 +117,10 @@ class _Calculator:
             await _Pause(ticks)
         found = _CALCULATION.fullmatch(code)
         if found is None:
-            return Execution(status=RunStatus.RUNTIME_ERROR, stderr="SyntaxError")
+            return Execution(status=ProgramStatus.RUNTIME_ERROR, stderr="SyntaxError")
         left, operator, right = int(found[1]), found[2], int(found[3])
         value = {"+": left + right, "-": left - right, "*": left * right}[operator]
-        return Execution(status=RunStatus.OK, stdout=f"{value}\n")
+        return Execution(status=ProgramStatus.OK, stdout=f"{value}\n")
 
     async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
         return Reward(value=boxed_answer(task.data, completion))

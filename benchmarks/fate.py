@@ -1,4 +1,4 @@
-"""How fast ``millrace fate`` reads a long run, and that memory does not grow with the run: rollouts per second.
+"""Measures ``millrace fate`` on a long run: rollouts per second, and memory, which does not grow with the run.
 
 Writes the journal of a run through the real ``Journal`` (task groups of 8, 200 to 400 tokens each, a third of the
 groups dropped for equal rewards, batches of 128, a version per batch), then reads it in a fresh process: seconds and

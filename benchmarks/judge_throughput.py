@@ -1,4 +1,4 @@
-"""How fast is the judge beside the public one, on the same machine, with four workers and Redis on both sides?
+"""Measures the throughput of the judge and of the public one, on one machine, with four workers and Redis on both sides.
 
 Three judges serve Code Judge's HTTP interface at once, and are loaded in turns:
 

@@ -1,4 +1,4 @@
-"""How fast ``millrace page`` answers with a run of 100,000 trajectories, in a real browser (Chromium, headless).
+"""Measures the answers of ``millrace page`` with a run of 100,000 trajectories, in a real browser (Chromium, headless).
 
 Writes a run directory (real journal, two turns of a policy with a tool result each), serves it by the command in a process
 of its own, waits until its journal is indexed, and then does what a person does, many times: opens every view, searches

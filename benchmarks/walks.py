@@ -1,4 +1,4 @@
-"""How many files does a reader open to follow one action through the system? Counts the files and functions of four walks.
+"""Counts the files and functions that a reader opens to follow one action through the system, for four walks.
 
 The script runs a cut-down quickstart with `millrace run`: real processes, real gRPC, a replay engine. `sys.setprofile` and
 `threading.setprofile` record every call of a function of `services/` in the orchestrator, the replica, the trainer and the

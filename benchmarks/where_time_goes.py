@@ -1,4 +1,4 @@
-"""Where does the time of a run go, per process and per stage?
+"""Measures the time of a run by process and by stage.
 
 Runs a recipe and reads three things: the processor seconds of every process (/proc), the time accounts of every
 component (``summary.json``), and the phases of the rollouts (in the journal).

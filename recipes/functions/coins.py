@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from services.common.records.types import Task
-from services.inference.workflows.base import Gateway, RunStatus
+from services.inference.workflows.base import Gateway, ProgramStatus
 from services.inference.workflows.prompts import fill
 
 WORDS = {"add": "+", "subtract": "-", "times": "*"}
@@ -114,7 +114,7 @@ async def test_log(gateway: Gateway, task: Task, solution: str) -> str:
     checks = [f"print({_line(value, True)!r} if f({value}) == {expected} else {_line(value, False)!r})"
               for value, expected in cases]  # fmt: skip
     done = await gateway.execute_code("\n".join([solution, *checks]))
-    if done.status is not RunStatus.OK:
+    if done.status is not ProgramStatus.OK:
         return "\n".join(_line(value, False) for value, _ in cases)  # it could not even be run
     return done.stdout.strip()
 

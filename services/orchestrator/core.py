@@ -298,7 +298,7 @@ class OrchestratorCore:
         ]:
             del self.groups[group.id]
             self.experience.cancelled(group)
-            self.counters["task_groups_cancelled"] += 1
+            self.counters[fates.RunCount.TASK_GROUPS_CANCELLED.value] += 1
             self.dispatcher.cancel(group.id, reason)
             records.close_group(self.journal, group.id, reason)
 

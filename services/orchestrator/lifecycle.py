@@ -83,7 +83,7 @@ async def live(run: RunParts) -> None:
         run.metrics.summary(run.summary())
     elif not run_files.summary(run.run_dir).is_file():  # an earlier process died between the two
         run.metrics.summary(run.summary())
-    done = "the threshold is reached" if run.versions.reached_threshold else "all training steps are done"
+    done = "the threshold is reached" if run.versions.reached_threshold else fates.ClosedReason.STEPS_DONE.value
     reason = run.control.stop_reason or done
     log.info(LogEvent.RUN_ENDED, state=run.control.phase.value, reason=reason)
     run.events.dismiss(reason)

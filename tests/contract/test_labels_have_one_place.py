@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.records.fates import RunCount, StepFact
 from services.common.records.masked import MaskedCause
 from services.common.records.phases import PhaseKind
 from services.common.records.types import TRANSFER_STAGES, WeightTransfer
@@ -20,7 +21,7 @@ from services.common.telemetry import components
 from services.common.telemetry.activities import ActivityName, TrainerState
 from services.common.telemetry.gateway_queue import QueueGauge
 from services.common.telemetry.log_events import LogEvent
-from services.common.telemetry.metrics import ThroughputKey, TrainerKey
+from services.common.telemetry.metrics import RolloutKey, ThroughputKey, TrainerKey
 from services.common.telemetry.summary import DatasetSummary, EstimateSummary, EvaluationSummary
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.stalls.facts import Hold
@@ -33,6 +34,9 @@ DEFINED_IN: dict[type[enum.StrEnum], str] = {
     QueueGauge: "services/common/telemetry/gateway_queue.py",
     LogEvent: "services/common/telemetry/log_events.py",
     PhaseKind: "services/common/records/phases.py",
+    RolloutKey: "services/common/telemetry/metrics.py",
+    RunCount: "services/common/records/fates.py",
+    StepFact: "services/common/records/fates.py",
 }
 COMPONENTS = {value for value in vars(components).values() if isinstance(value, str) and "/" in value.strip("/")}
 # Calls and keyword arguments that take a label: a literal there is a label that is typed twice.
@@ -106,6 +110,7 @@ def test_no_activity_hold_or_phase_is_made_or_compared_by_a_literal() -> None:
         'log.info("record.dropped")',
         'COLORS = {"create_episode": "red"}',
         'on = "envgateway/workers"',
+        'counters["slots_cancelled"] += 1',
     ],
 )
 def test_a_label_that_is_typed_twice_is_found(source: str) -> None:

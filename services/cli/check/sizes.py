@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.cli.check.model_files import lacks_chat_template, other_architecture, positions, weight_names
+from services.common.config.consistency import ONE_SEQUENCE
 from services.common.config.data import WorkflowConfig, is_training
 from services.common.config.recipe import Recipe
 from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.policy import PolicyConfig
-from services.common.records.dataset_rows import BuiltInReward
+from services.common.records.dataset_rows import BuiltInReward, BuiltInWorkflow
 
-# Workflows whose rollouts leave one sequence of the policy, so that a task group leaves rollout.group_size of them.
-ONE_SEQUENCE = ("single_turn", "tool_use", "tool_math", "agent_env")
 HIGHEST_LR = 0.1
-_GRADED_AS_MATH = ("single_turn", "tool_use", "tool_math")  # where no reward is named
+# Where no reward is named.
+_GRADED_AS_MATH = (BuiltInWorkflow.SINGLE_TURN, BuiltInWorkflow.TOOL_USE, BuiltInWorkflow.TOOL_MATH)
 BUILT_IN_ENVIRONMENTS = ("textworld", "alfworld", "harbor", "webshop")  # the first is agent_env's default
 
 
@@ -144,7 +144,7 @@ def _plan_problems(recipe: Recipe) -> Iterator[str]:
 def _gateway_problems(recipe: Recipe) -> Iterator[str]:
     yield from _unscored_problems(recipe)
     for where, workflow in recipe.workflows().items():
-        if workflow.name == "agent_env":
+        if workflow.name == BuiltInWorkflow.AGENT_ENV:
             yield from _environment_problems(recipe, where, workflow)
         reward = workflow.settings.get("reward")
         if recipe.envgateway is None and isinstance(reward, str) and reward in tuple(BuiltInReward):
@@ -174,7 +174,7 @@ def _unscored_problems(recipe: Recipe) -> Iterator[str]:
 def _environment_problems(recipe: Recipe, where: str, workflow: WorkflowConfig) -> Iterator[str]:
     gateway, name = recipe.envgateway, workflow.settings.get("environment", BUILT_IN_ENVIRONMENTS[0])
     if gateway is None:
-        yield f"{where}.name is agent_env, and envgateway, which holds its environment, is null: leave envgateway out"
+        yield f"{where}.name is {workflow.name}, and envgateway, which holds its environment, is null: leave envgateway out"
     elif name not in (
         known := sorted(
             {*BUILT_IN_ENVIRONMENTS, *gateway.environments, *gateway.agentbench, *gateway.openenv, *gateway.gymnasium}

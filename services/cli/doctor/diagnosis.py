@@ -16,6 +16,7 @@ from services.cli.inspect.run_state import Row, read_metrics, training_steps
 from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.telemetry.metrics import RowKind, StallMoment, StepKey
+from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.dispatch.evaluation_pass import kind_of
 
 TRAINING = "training rollouts"
@@ -27,6 +28,7 @@ def diagnose(rows: Iterable[Row], recipe: Recipe) -> Verdict:
     for row in rows:
         by_kind.setdefault(str(row.get("kind")), []).append(row)
     stalls = _open_stalls(by_kind.get(RowKind.STALL, []))
+    reports = [ReportedTransfer.from_row(row) for row in by_kind.get(RowKind.WEIGHT_TRANSFER, [])]
     evaluations = by_kind.get(RowKind.EVALUATION, [])
     trained = training_steps(by_kind.get(RowKind.TRAINING_STEP, []))
     found, findings = [], []
@@ -38,7 +40,7 @@ def diagnose(rows: Iterable[Row], recipe: Recipe) -> Verdict:
             recipe=recipe,
             learning=learned,
             steps=steps,
-            transfers=[row for row in by_kind.get(RowKind.WEIGHT_TRANSFER, []) if row["policy"] == policy],
+            transfers=[report for report in reports if report.transfer.policy == policy],
             open_stalls=stalls,
         )
         found.append(learned)

@@ -1,5 +1,5 @@
-"""What a diagnosis says: whether each policy has learned, and the failures that were found; and how the beginning of a
-series compares with its end."""
+"""Records of a diagnosis: the learning of each policy, and the failures that were found. Compares the beginning of a series
+with its end."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from services.cli.doctor.findings import LEAST_POINTS, Failure, Finding, Learnin
 from services.common.config.recipe import Recipe
 from services.common.records.fates import StepFact
 from services.common.telemetry.metrics import StepKey, TrainerKey
+from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.stalls.facts import Cause
 
 Row = Mapping[str, Any]
@@ -44,8 +45,8 @@ class PolicyRows:
     learning: Learning
     steps: Sequence[Row]
     """Rows of training steps, in order, each step once."""
-    transfers: Sequence[Row]
-    """Rows of weight transfers of this policy."""
+    transfers: Sequence[ReportedTransfer]
+    """Of this policy, in the order of their reports."""
     open_stalls: Mapping[str, Row]
     """Stalls that have begun and not ended, by cause."""
 
@@ -65,13 +66,13 @@ def weights_not_arriving(rows: PolicyRows) -> Finding | None:
     failed: dict[str, int] = {}
     held: dict[str, int] = {}
     last_error = ""
-    for row in rows.transfers:
-        replica = row["replica"]
-        failed[replica] = failed.get(replica, 0) + 1 if row["error"] else 0
-        if row["error"]:
-            last_error = row["error"]
+    for report in rows.transfers:
+        replica, found = report.replica, report.transfer
+        failed[replica] = failed.get(replica, 0) + 1 if found.error else 0
+        if found.error:
+            last_error = found.error
         else:
-            held[replica] = row["version"]
+            held[replica] = found.version
     stuck = {replica: count for replica, count in failed.items() if count >= FAILED_FETCHES}
     stall = rows.open_stalls.get(Cause.WEIGHTS_NOT_ARRIVING)
     if not stuck and stall is None:

@@ -19,8 +19,10 @@ from services.cli.console.tables import Column, FittingTable
 from services.cli.console.units import format_bytes, format_seconds
 from services.cli.inspect.run_state import Row, read_metrics
 from services.common.errors import ConfigError
-from services.common.records.types import TRANSFER_STAGES
+from services.common.records.types import TRANSFER_STAGES, WeightTransfer
 from services.common.telemetry.metrics import RowKind
+from services.common.telemetry.weight_transfers import ReportedTransfer
+from services.common.weights.manifest import Encoding
 
 
 def read_transfers(run_dir: Path, *, policy: str | None = None, replica: str | None = None) -> list[Row]:
@@ -31,36 +33,45 @@ def read_transfers(run_dir: Path, *, policy: str | None = None, replica: str | N
             f"{run_dir} has no weight transfers yet: replicas report them when they take a version; scripted engines "
             "take none"
         )
-    chosen = [r for r in rows if policy in (None, r["policy"]) and replica in (None, r["replica"])]
+    reports = [(ReportedTransfer.from_row(row), row) for row in rows]
+    chosen = [
+        (report.transfer.started_at, row)
+        for report, row in reports
+        if policy in (None, report.transfer.policy) and replica in (None, report.replica)
+    ]
     if not chosen:
-        known = sorted({f"{row['policy']} at {row['replica']}" for row in rows})
+        known = sorted({_place(report) for report, _ in reports})
         raise ConfigError(f"no weight transfer matches; there are transfers of {', '.join(known)}")
-    return sorted(chosen, key=lambda row: row["started_at"])
+    return [row for _, row in sorted(chosen, key=lambda found: found[0])]
 
 
 def show(rows: Sequence[Row], console: Console, last: int) -> None:
     """Print one line per policy and replica, then the last transfers, then failures."""
+    reports = [ReportedTransfer.from_row(row) for row in rows]
     console.print(_summary(rows))
-    console.print(_newest(rows, last))
-    for policy, choice in sorted({row["policy"]: row.get("choice", "") for row in rows if not row["error"]}.items()):
+    console.print(_newest(reports, last))
+    arrived = [report.transfer for report in reports if not report.transfer.error]
+    for policy, choice in sorted({found.policy: found.choice for found in arrived}.items()):
         if choice:
             say(console, f"transfer: auto of {policy} chose last: {choice}")
-    failed = [row for row in rows if row["error"]]
-    for row in failed[-last:]:
-        say(console, f"failed {row['policy']} version {row['version']} at {row['replica']}: {row['error']}", "red")
+    failed = [report for report in reports if report.transfer.error]
+    for report in failed[-last:]:
+        found = report.transfer
+        say(console, f"failed {found.policy} version {found.version} at {report.replica}: {found.error}", "red")
     if len(failed) > last:
         console.print(f"{len(failed) - last} earlier failures are not shown; --last shows more")
 
 
 def summarise(rows: Iterable[Row]) -> list[Row]:
     """One row per policy and replica: counts, bytes, and medians of the stages over completed transfers."""
-    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[WeightTransfer]] = defaultdict(list)
     for row in rows:
-        groups[row["policy"], row["replica"]].append(row)
+        report = ReportedTransfer.from_row(row)
+        groups[report.transfer.policy, report.replica].append(report.transfer)
     summaries = []
     for (policy, replica), members in sorted(groups.items()):
-        arrived = [row for row in members if not row["error"]]
-        deltas = [row for row in arrived if row["encoding"] == "delta"]
+        arrived = [found for found in members if not found.error]
+        deltas = [found for found in arrived if found.encoding == Encoding.DELTA]
         summaries.append(
             {
                 "policy": policy,
@@ -68,42 +79,39 @@ def summarise(rows: Iterable[Row]) -> list[Row]:
                 "num_full": len(arrived) - len(deltas),
                 "num_delta": len(deltas),
                 "num_failed": len(members) - len(arrived),
-                "bytes": sum(row["payload_size_bytes"] for row in arrived),
-                "saved_bytes": sum(row["full_size_bytes"] - row["payload_size_bytes"] for row in arrived),
-                "bits_per_change": _median(bits_per_change(row) for row in deltas if row["num_changes"]),
-                **{stage: _median(row[stage] for row in arrived) for stage in TRANSFER_STAGES},
-                "serving_s": _median(serving_s(row) for row in arrived),
+                "bytes": sum(found.payload_size_bytes for found in arrived),
+                "saved_bytes": sum(found.full_size_bytes - found.payload_size_bytes for found in arrived),
+                "bits_per_change": _median(found.bits_per_change for found in deltas if found.num_changes),
+                **{stage: _median(getattr(found, stage) for found in arrived) for stage in TRANSFER_STAGES},
+                "serving_s": _median(serving_s(found) for found in arrived),
             }
         )
     return summaries
 
 
-def bits_per_change(row: Row) -> float:
-    """Of a delta with changes."""
-    return 8 * float(row["payload_size_bytes"]) / float(row["num_changes"])
-
-
-def serving_s(row: Row) -> float:
+def serving_s(found: WeightTransfer) -> float:
     """From the first question to the engine serving the version; encoding happens within the fetch."""
-    return float(sum(row[stage] for stage in TRANSFER_STAGES if stage != "encode_s"))
+    return found.fetch_s + found.verify_s + found.write_s + found.pause_s
 
 
 def plot_transfers(rows: Sequence[Row], output: Path) -> Path:
     """Draw bytes and stages of every transfer that arrived, by version."""
-    groups: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        if not row["error"]:
-            groups[f"{row['policy']} at {row['replica']}"].append(row)
+    reports = [ReportedTransfer.from_row(row) for row in rows]
+    groups: dict[str, list[WeightTransfer]] = defaultdict(list)
+    for report in reports:
+        if not report.transfer.error:
+            groups[_place(report)].append(report.transfer)
     if not groups:
         raise ConfigError("every transfer failed: nothing to draw")
     pyplot = drawing.pyplot()
     figure, (sizes, times, pauses) = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
     for name, members in groups.items():
-        versions = [row["version"] for row in members]
-        sizes.plot(versions, [row["payload_size_bytes"] / 2**20 for row in members], marker=".", label=name)
-        times.plot(versions, [1000 * serving_s(row) for row in members], marker=".", label=name)
-        pauses.plot(versions, [1000 * row["pause_s"] for row in members], marker=".", label=name)
-    sizes.axhline(median(row["full_size_bytes"] / 2**20 for row in rows), color="grey", linestyle=":", label="in full")
+        versions = [found.version for found in members]
+        sizes.plot(versions, [found.payload_size_bytes / 2**20 for found in members], marker=".", label=name)
+        times.plot(versions, [1000 * serving_s(found) for found in members], marker=".", label=name)
+        pauses.plot(versions, [1000 * found.pause_s for found in members], marker=".", label=name)
+    full = median(report.transfer.full_size_bytes / 2**20 for report in reports)
+    sizes.axhline(full, color="grey", linestyle=":", label="in full")
     for axes, title in ((sizes, "payload, MiB"), (times, "fetch to serving, ms"), (pauses, "decoding stood still, ms")):
         axes.set(title=title, xlabel="version", ylim=(0, None))
         axes.grid(alpha=0.3)
@@ -153,7 +161,7 @@ def _summary(rows: Sequence[Row]) -> FittingTable:
     return table
 
 
-def _newest(rows: Sequence[Row], last: int) -> FittingTable:
+def _newest(reports: Sequence[ReportedTransfer], last: int) -> FittingTable:
     spare = {"from": 9, "write": 8, "verify": 7, "encode": 6, "changed": 5, "bits/change": 4, "policy": 3, "how": 2}
     texts = ("policy", "version", "replica", "how", "from")
     numbers = ("bytes", "changed", "bits/change", "encode", "fetch", "verify", "write", "pause")
@@ -162,25 +170,30 @@ def _newest(rows: Sequence[Row], last: int) -> FittingTable:
             *(Column(name, spare=spare.get(name, 0)) for name in texts),
             *(Column(name, "right", spare.get(name, 0)) for name in numbers),
         ],
-        title=f"last {min(last, len(rows))} of {len(rows)} transfers",
+        title=f"last {min(last, len(reports))} of {len(reports)} transfers",
     )
-    for row in rows[-last:]:
-        base = "" if row["base_version"] is None else f"{row['base_version']} → "
-        head = (row["policy"], f"{base}{row['version']}", row["replica"])
-        if row["error"]:
+    for report in reports[-last:]:
+        found = report.transfer
+        base = "" if found.base_version is None else f"{found.base_version} → "
+        head = (found.policy, f"{base}{found.version}", report.replica)
+        if found.error:
             table.add_row(*head, "[red]failed[/red]", *[""] * (1 + len(numbers)))
             continue
-        how = " ".join(part for part in (row["encoding"], row["transport"]) if part)
+        how = " ".join(part for part in (found.encoding, found.transport) if part)
         table.add_row(
             *head,
             how,
-            ", ".join(row["sources"]),
-            format_bytes(row["payload_size_bytes"]),
-            f"{row['num_changes']:,}",
-            f"{bits_per_change(row):.1f}" if row["encoding"] == "delta" and row["num_changes"] else "",
-            *(format_seconds(row[stage]) for stage in TRANSFER_STAGES),
+            ", ".join(found.sources),
+            format_bytes(found.payload_size_bytes),
+            f"{found.num_changes:,}",
+            f"{found.bits_per_change:.1f}" if found.encoding == Encoding.DELTA and found.num_changes else "",
+            *(format_seconds(getattr(found, stage)) for stage in TRANSFER_STAGES),
         )
     return table
+
+
+def _place(report: ReportedTransfer) -> str:
+    return f"{report.transfer.policy} at {report.replica}"
 
 
 def _median(values: Iterable[float]) -> float | None:

@@ -9,7 +9,7 @@ own function. Others are named instead: they need values of a critic, of a teach
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -18,9 +18,8 @@ import orjson
 from services.cli.inspect.trajectories import expected
 from services.cli.inspect.turns import ENVIRONMENT, POLICY, PROMPT, Marks, read_turns
 from services.common.config.training.algorithm import AlgorithmConfig
-from services.common.records.types import Sequence, StopReason, TokenSource, TrainingSequence
-from services.orchestrator.journal import rollouts
-from services.orchestrator.journal.records import from_pairs
+from services.common.records.types import Logprobs, Segment, Sequence, StopReason, TrainingSequence, Trajectory
+from services.orchestrator.journal.records import BatchEntry, BatchRecord
 from services.orchestrator.state.groups import split_sequence_id
 
 _REPLACEMENT = "�"
@@ -93,35 +92,34 @@ TASK_CHARACTERS = 20_000  # of a task's row, which may hold all tests of a progr
 
 
 def conversation(
-    record: Json, issue: Json, texts: Mapping[str, tuple[Pieces, Marks]], uses: Mapping[int, Json]
+    trajectory: Trajectory, issue: Json, texts: Mapping[str, tuple[Pieces, Marks]], uses: Mapping[int, Json]
 ) -> Json:
-    """``record``: the journal's line of a trajectory; ``issue``: that of its task group, or empty. ``texts`` by policy;
-    ``uses`` by position of the sequence: its use in a batch (``advantages.uses``)."""
+    """``issue``: the journal's line of the task group, or empty. ``texts`` by policy; ``uses`` by position of the sequence: its use in a batch (``advantages.uses``)."""
     return {
-        "task_group": record["task_group_id"],
-        "slot": record["index"],
-        "reward": record["reward"],
-        "replica": record["replica_id"],
-        "started_at": record["started_at"],
-        "finished_at": record["finished_at"],
-        "metrics": from_pairs(record["metrics"]),
+        "task_group": trajectory.task_group_id,
+        "slot": trajectory.index,
+        "reward": trajectory.reward,
+        "replica": trajectory.replica_id,
+        "started_at": trajectory.started_at,
+        "finished_at": trajectory.finished_at,
+        "metrics": trajectory.metrics,
         "expected": expected(issue),
         "task_row": _task_row(issue),
         "sequences": [
             {
-                "policy": sequence["policy"],
-                "role": sequence["role"],
-                "attempt": sequence["attempt"],
-                "parent": sequence.get("parent"),
-                "origin": sequence.get("origin", ""),
-                "reward": sequence["reward"],
-                "stop": sequence["stop_reason"],
-                "metrics": from_pairs(sequence["metrics"]),
+                "policy": sequence.policy,
+                "role": sequence.role,
+                "attempt": sequence.attempt,
+                "parent": sequence.parent,
+                "origin": sequence.origin.value,
+                "reward": sequence.reward,
+                "stop": sequence.stop_reason.value,
+                "metrics": sequence.metrics,
                 "use": uses.get(position),
-                "are_text": texts[sequence["policy"]][0].are_text,
-                "turns": list(_turns(sequence["segments"], *texts[sequence["policy"]])),
+                "are_text": texts[sequence.policy][0].are_text,
+                "turns": list(_turns(sequence.segments, *texts[sequence.policy])),
             }
-            for position, sequence in enumerate(record["sequences"])
+            for position, sequence in enumerate(trajectory.sequences)
         ],
     }
 
@@ -134,79 +132,76 @@ def _task_row(issue: Json) -> str:
     return orjson.dumps(row, option=orjson.OPT_INDENT_2).decode()[:TASK_CHARACTERS] if row else ""
 
 
-def _turns(segments: list[Json], pieces: Pieces, marks: Marks) -> Iterator[Json]:
-    parts = groupby(segments, key=lambda segment: segment["source"] == TokenSource.POLICY)
+def _turns(segments: Iterable[Segment], pieces: Pieces, marks: Marks) -> Iterator[Json]:
+    parts = groupby(segments, key=lambda segment: segment.is_policy)
     for number, (by_policy, found) in enumerate(parts):
         if by_policy:
             yield _written(list(found), pieces)
             continue
-        text = "".join("".join(pieces.of(_ids(segment))) for segment in found)
+        text = "".join("".join(pieces.of(segment.token_ids.tolist())) for segment in found)
         for turn in read_turns(text, marks, PROMPT if number == 0 else ENVIRONMENT):
             if turn.text:
                 yield {"role": turn.role, "text": turn.text}
 
 
-def _written(segments: list[Json], pieces: Pieces) -> Json:
+def _written(segments: list[Segment], pieces: Pieces) -> Json:
     """A turn of the policy. ``spans``: how many tokens a weight version sampled, in order."""
-    ids = [_ids(segment) for segment in segments]
-    logprobs = [_rounded(segment["logprobs"]) for segment in segments]
+    ids: list[list[int]] = [segment.token_ids.tolist() for segment in segments]
+    logprobs = [_rounded(segment.logprobs) for segment in segments]
     return {
         "role": POLICY,
         "tokens": pieces.of([token for part in ids for token in part]),
         "ids": [token for part in ids for token in part],
         "logprobs": [value for part in logprobs for value in part],
-        "teacher_logprobs": [value for segment in segments for value in _rounded(segment["teacher_logprobs"])],
+        "teacher_logprobs": [value for segment in segments for value in _rounded(segment.teacher_logprobs)],
         "spans": [
             {
                 "tokens": len(part),
-                "version": segment["weight_version"],
-                "temperature": segment["temperature"],
-                "mixed_cache": segment["mixed_cache"],
+                "version": segment.weight_version,
+                "temperature": segment.temperature,
+                "mixed_cache": segment.mixed_cache,
             }
             for part, segment in zip(ids, segments, strict=True)
         ],
     }
 
 
-def _ids(segment: Json) -> list[int]:
-    found: list[int] = rollouts.unpack_tokens(segment["token_ids"], segment["num_tokens"]).tolist()
-    return found
+def _rounded(values: Logprobs) -> list[float]:
+    return [round(value, 5) for value in values.tolist()]
 
 
-def _rounded(text: str) -> list[float]:
-    return [round(value, 5) for value in rollouts.unpack_floats(text).tolist()]
-
-
-def uses(record: Json, batches: list[Json], algorithms: Mapping[str, AlgorithmConfig]) -> dict[int, Json]:
-    """By position of the sequence in the trajectory ``record``: training step, staleness, statistics of the group, and the
+def uses(
+    trajectory: Trajectory, batches: Iterable[BatchRecord], algorithms: Mapping[str, AlgorithmConfig]
+) -> dict[int, Json]:
+    """By position of the sequence in the trajectory: training step, staleness, statistics of the group, and the
     ``advantage``, or ``why`` it is not known."""
     found: dict[int, Json] = {}
     for batch in batches:
-        for entry in batch["sequences"]:
-            group, slot, position = split_sequence_id(entry["sequence_id"])
-            if (group, slot) != (record["task_group_id"], record["index"]) or position in found:
+        for entry in batch.entries:
+            group, slot, position = split_sequence_id(entry.sequence_id)
+            if (group, slot) != (trajectory.task_group_id, trajectory.index) or position in found:
                 continue
-            of_policy = algorithms.get(batch["policy"])
-            reward = entry["reward"] if entry["reward"] is not None else record["sequences"][position]["reward"]
+            of_policy = algorithms.get(batch.policy)
+            reward = entry.reward if entry.reward is not None else trajectory.sequences[position].reward
             advantage, why = (None, "its policy is not in the recipe")
             if of_policy is not None:
-                advantage, why = _advantage(entry, float(reward), of_policy)
+                advantage, why = _advantage(entry, reward, of_policy)
             found[position] = {
-                "step": batch["training_step"],
-                "minibatch": entry["minibatch"],
-                "staleness": entry["staleness"],
+                "step": batch.training_step,
+                "minibatch": entry.minibatch,
+                "staleness": entry.staleness,
                 "trained_reward": reward,
-                "group_mean": entry["group_mean"],
-                "group_std": entry["group_std"],
-                "group_size": entry["group_size"],
-                "trained_from": entry.get("trained_from", 0),
+                "group_mean": entry.group_mean,
+                "group_std": entry.group_std,
+                "group_size": entry.group_size,
+                "trained_from": entry.trained_from,
                 "advantage": advantage,
                 "why": why,
             }
     return found
 
 
-def _advantage(entry: Json, reward: float, algorithm: AlgorithmConfig) -> tuple[float | None, str]:
+def _advantage(entry: BatchEntry, reward: float, algorithm: AlgorithmConfig) -> tuple[float | None, str]:
     if algorithm.distillation is not None:
         return None, "the trainer computes it for each token from the teacher's log-probability"
     if algorithm.advantage == "gae":
@@ -219,8 +214,8 @@ def _advantage(entry: Json, reward: float, algorithm: AlgorithmConfig) -> tuple[
         return None, "the trainer's packages are not installed here"
     sequence = Sequence(policy="", role="", attempt=0, segments=(), reward=reward, stop_reason=StopReason.STOP)
     stamped = TrainingSequence(
-        sequence_id=entry["sequence_id"], sequence=sequence, group_mean=entry["group_mean"], group_std=entry["group_std"],
-        group_size=entry["group_size"], staleness=0, minibatch=0, position=0,
+        sequence_id=entry.sequence_id, sequence=sequence, group_mean=entry.group_mean, group_std=entry.group_std,
+        group_size=entry.group_size, staleness=0, minibatch=0, position=0,
     )  # fmt: skip
     note = "before the normalisation over the batch" if algorithm.batch_normalize_advantages else ""
     if algorithm.gamma != 1.0 or algorithm.kl_reward_coefficient:

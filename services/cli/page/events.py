@@ -11,6 +11,7 @@ from typing import Any
 from services.cli.inspect.run_state import Row, logged_at, parse_rows, read_rows
 from services.common import run_files
 from services.common.telemetry.metrics import RowKind, StallMoment
+from services.common.telemetry.weight_transfers import ReportedTransfer
 
 LOG_BYTES = 512 * 1024
 """Of the end of each log that is read."""
@@ -84,9 +85,10 @@ def _of_metrics(rows: Iterable[Row]) -> Iterator[Json]:
         elif row["kind"] == RowKind.THRESHOLD:
             told = f"training ends after step {row['step']}: {row['wanted']}"
             yield {"at": row["time"], "kind": "threshold", "who": "orchestrator", "text": told}
-        elif row["kind"] == RowKind.WEIGHT_TRANSFER and row.get("error"):
-            told = f"version {row.get('version')} of {row['policy']} did not arrive: {row['error']}"
-            yield {"at": row["time"], "kind": "weights", "who": f"replica/{row['replica']}", "text": told}
+        elif row["kind"] == RowKind.WEIGHT_TRANSFER and (failed := ReportedTransfer.from_row(row)).transfer.error:
+            transfer = failed.transfer
+            told = f"version {transfer.version} of {transfer.policy} did not arrive: {transfer.error}"
+            yield {"at": row["time"], "kind": "weights", "who": f"replica/{failed.replica}", "text": told}
 
 
 def _changes(run_dir: Path) -> Iterator[Json]:
@@ -129,7 +131,10 @@ def _number(value: object) -> bool:
 _SHAPES: Mapping[str, Callable[[Row], bool]] = {
     RowKind.TRAINING_STEP: lambda row: isinstance(row.get("policy"), str) and isinstance(row.get("step"), int),
     RowKind.WEIGHT_TRANSFER: lambda row: (
-        isinstance(row.get("policy"), str) and isinstance(row.get("replica"), str) and _number(row.get("started_at"))
+        isinstance(row.get("policy"), str)
+        and isinstance(row.get("replica"), str)
+        and isinstance(row.get("version"), int)
+        and _number(row.get("started_at"))
     ),
     RowKind.STALL: lambda row: isinstance(row.get("component"), str) and isinstance(row.get("moment"), str),
     RowKind.ACCOUNTS: lambda row: isinstance(row.get("shares"), dict),

@@ -1,4 +1,4 @@
-"""Which rollouts a list shows, in which order, and the same in SQL."""
+"""Filters and orders of a list of rollouts, and their SQL."""
 
 from __future__ import annotations
 

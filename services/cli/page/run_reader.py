@@ -25,7 +25,7 @@ from services.cli.inspect.standing import standing
 from services.cli.inspect.trace.reading import open_journal
 from services.cli.inspect.trajectories import load_tokenizer
 from services.cli.inspect.turns import Marks, marks_of
-from services.cli.inspect.weights import bits_per_change, serving_s, summarise
+from services.cli.inspect.weights import serving_s, summarise
 from services.cli.page.conversation import Pieces, conversation, uses
 from services.cli.page.events import MetricsTail, events
 from services.cli.page.filling import Filler
@@ -39,7 +39,8 @@ from services.common.config.training.algorithm import AlgorithmConfig
 from services.common.errors import ConfigError, MillraceError, NotFoundError
 from services.common.records.types import TRANSFER_STAGES
 from services.common.telemetry.metrics import RowKind
-from services.orchestrator.journal import records
+from services.common.telemetry.weight_transfers import ReportedTransfer
+from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
 
 log = structlog.get_logger()
@@ -53,7 +54,7 @@ _STOP_S = 10.0
 _LOADING = threading.Lock()  # two threads that import transformers at once see half of it
 
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, sqlite3.Error)
-"""What reading a file of another shape raises: JSON without a key, bytes that are no text, a disk with a read error."""
+"""Errors of reading a file of another shape: JSON without a key, bytes that are no text, a disk with a read error."""
 
 Json = dict[str, Any]
 
@@ -111,17 +112,18 @@ class RunReader:
     def weights(self) -> Json:
         """The transfers of weight versions to replicas."""
         rows = [row for row in self.rows() if row["kind"] == RowKind.WEIGHT_TRANSFER]
-        newest = sorted(rows, key=lambda row: row["started_at"])[-TRANSFERS:]
+        transfers = [(ReportedTransfer.from_row(row).transfer, row) for row in rows]
+        newest = sorted(transfers, key=lambda found: found[0].started_at)[-TRANSFERS:]
         return {
             "stages": list(TRANSFER_STAGES),
             "replicas": summarise(rows),
             "transfers": [
                 {
                     **row,
-                    "serving_s": None if row["error"] else serving_s(row),
-                    "bits_per_change": bits_per_change(row) if row.get("num_changes") and not row["error"] else None,
+                    "serving_s": None if found.error else serving_s(found),
+                    "bits_per_change": found.bits_per_change if found.num_changes and not found.error else None,
                 }
-                for row in newest
+                for found, row in newest
             ],
             "total": len(rows),
         }
@@ -163,13 +165,16 @@ class RunReader:
             )
         whole = {**row, "siblings": self._index.siblings(group), "texts_loading": False}
         if found is not None and found.kind == records.FAILURE:
-            return {**whole, "failure": {"reason": record["reason"], "detail": record["detail"]}}
+            failure = rollouts.failure_from_json(record)
+            return {**whole, "failure": {"reason": failure.reason, "detail": failure.detail}}
+        trajectory = rollouts.trajectory_from_json(record)
         whole["texts_loading"] = not self._text_ready.wait(TEXT_S)
-        texts = {sequence["policy"]: self._text(sequence["policy"]) for sequence in record["sequences"]}
+        texts = {sequence.policy: self._text(sequence.policy) for sequence in trajectory.sequences}
         algorithms: dict[str, AlgorithmConfig] = (
             {} if self._recipe is None else {n: p.algorithm for n, p in self._recipe.policies.items()}
         )
-        return {**whole, **conversation(record, issue, texts, uses(record, batches, algorithms))}
+        used = uses(trajectory, map(records.batch_from_json, batches), algorithms)
+        return {**whole, **conversation(trajectory, issue, texts, used)}
 
     def _text(self, policy: str) -> tuple[Pieces, Marks]:
         return (self._texts or {}).get(policy) or (Pieces(None), Marks({}, ()))

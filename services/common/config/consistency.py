@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.common.config.data import (
-    AGENT_ENV,
     DEFAULT_NEW_TOKENS,
     TRAIN,
-    VERIFIERS,
     DataConfig,
     EvaluationConfig,
     SamplingConfig,
@@ -19,6 +17,7 @@ from services.common.config.processes.servers import MASK_TOKENS
 from services.common.config.processes.services import InferenceConfig, RolloutConfig, WarmStartConfig
 from services.common.config.training.policy import PolicyConfig
 from services.common.harbor.places import ENVIRONMENT as HARBOR
+from services.common.records.dataset_rows import BuiltInWorkflow
 
 ENGINES_WITH_ADAPTERS = ("torch", "sglang", "forced", "scripted")
 
@@ -223,17 +222,17 @@ def check_environments(data: DataConfig, workflow: WorkflowConfig, evaluation: E
         played = workflow if where.startswith(TRAIN) else evaluation.workflow or workflow
         if source.workflow is not None and "name" in source.workflow.model_fields_set:
             played = source.workflow
-        if source.verifiers is not None and played.name != VERIFIERS and ":" not in played.name:
+        if source.verifiers is not None and played.name != BuiltInWorkflow.VERIFIERS and ":" not in played.name:
             raise ValueError(
                 f"{where}.verifiers is {source.verifiers!r}, and the workflow {played.name} cannot play an environment: write "
-                f"workflow: {{name: {VERIFIERS}}}"
+                f"workflow: {{name: {BuiltInWorkflow.VERIFIERS}}}"
             )
         settings = {**played.settings, **(source.workflow.settings if source.workflow is not None else {})}
-        by_its_tests = played.name == AGENT_ENV and settings.get("environment") == HARBOR
+        by_its_tests = played.name == BuiltInWorkflow.AGENT_ENV and settings.get("environment") == HARBOR
         if source.harbor is not None and not by_its_tests and ":" not in played.name:
             raise ValueError(
                 f"{where}.harbor is {source.harbor!r}, and the workflow {played.name} does not run its tests: write workflow: "
-                f"{{name: {AGENT_ENV}, settings: {{environment: {HARBOR}}}}}"
+                f"{{name: {BuiltInWorkflow.AGENT_ENV}, settings: {{environment: {HARBOR}}}}}"
             )
 
 
@@ -294,8 +293,19 @@ def check_evaluation_fits(
             )
 
 
+# A rollout of these leaves one sequence of the policy, so that a task group leaves rollout.group_size of them.
+ONE_SEQUENCE = (
+    BuiltInWorkflow.SINGLE_TURN,
+    BuiltInWorkflow.TOOL_USE,
+    BuiltInWorkflow.TOOL_MATH,
+    BuiltInWorkflow.AGENT_ENV,
+)
 # A rollout of these brings several sequences, of a number that is known only when it ends.
-_SEVERAL_SEQUENCES = ("actor_verifier", "codegen_verifier", "external_agent")
+_SEVERAL_SEQUENCES = (
+    BuiltInWorkflow.ACTOR_VERIFIER,
+    BuiltInWorkflow.CODEGEN_VERIFIER,
+    BuiltInWorkflow.EXTERNAL_AGENT,
+)
 
 
 def conflicts(
@@ -318,8 +328,8 @@ def _of_the_run(policies: Mapping[str, PolicyConfig], workflow: WorkflowConfig, 
         found.append(f"policies has {', '.join(policies)}: keep one")
     if workflow.name in _SEVERAL_SEQUENCES:
         found.append(
-            f"workflow.name is {workflow.name}, whose rollouts bring several sequences: write one of single_turn, "
-            "tool_use, tool_math, agent_env"
+            f"workflow.name is {workflow.name}, whose rollouts bring several sequences: write one of "
+            f"{', '.join(ONE_SEQUENCE)}"
         )
     if data.sources:
         found.append(f"data.train mixes {', '.join(data.sources)}: write one dataset")

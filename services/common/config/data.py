@@ -1,4 +1,4 @@
-"""Where tasks come from, and how they are played and evaluated."""
+"""Settings of datasets, workflows, sampling and evaluation."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from services.common.config.base import Section
+from services.common.records.dataset_rows import BuiltInWorkflow
 
 
 class WorkflowConfig(Section):
-    name: str = "single_turn"
+    name: str = BuiltInWorkflow.SINGLE_TURN.value
     """A built-in workflow (`single_turn`, `tool_use`) or an import path (`package.module:Class`)."""
     settings: dict[str, Any] = {}
     """Settings of the workflow; each workflow documents and checks its own."""
 
 
 TRAIN, EVALUATION = "data.train", "data.evaluation"  # sections of datasets
-AGENT_ENV = "agent_env"  # the workflow that plays environments of the gateway
-VERIFIERS = "verifiers"  # the workflow that plays environments of that package
 SOURCES = (
     "path",
     "name",

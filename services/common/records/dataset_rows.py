@@ -1,4 +1,4 @@
-"""Reads the prompt and the reference answer of a dataset row, for the built-in workflows and rewards.
+"""Reads the prompt and the reference answer of a dataset row, for the built-in workflows and rewards; names of both.
 
 Used when a dataset is opened, to leave out rows without them, and again when the row is played.
 """
@@ -13,6 +13,19 @@ from typing import Any
 from services.common.errors import DatasetError
 
 Row = Mapping[str, Any]
+
+
+class BuiltInWorkflow(enum.StrEnum):
+    """Workflows of the replicas, by the names that a recipe writes."""
+
+    ACTOR_VERIFIER = "actor_verifier"
+    AGENT_ENV = "agent_env"  # plays environments of the gateway
+    CODEGEN_VERIFIER = "codegen_verifier"
+    EXTERNAL_AGENT = "external_agent"
+    SINGLE_TURN = "single_turn"
+    TOOL_MATH = "tool_math"
+    TOOL_USE = "tool_use"
+    VERIFIERS = "verifiers"  # plays environments of that package
 
 
 class BuiltInReward(enum.StrEnum):

@@ -65,3 +65,30 @@ class StepFact(enum.StrEnum):
     TIMEOUTS = "timeouts"  # rollouts in which the policy was too slow; among the failures
     TRUNCATED_MASKED = "sequences_truncated_masked"  # compared and not trained (rollout.on_truncation)
     REWARDS_CLIPPED = "rewards_clipped"  # that reward_clip changed, of complete groups
+
+
+class RunCount(enum.StrEnum):
+    """Counters of a run by fixed names: in its progress, the states of its journal, its metrics and ``summary.json``.
+
+    Counters with a part that varies have their own prefix: ``FAILURES_PREFIX``, ``refusals.counter_of``,
+    ``masked.MaskedCount``. Some members of ``StepFact`` are counters, too.
+    """
+
+    TASK_GROUPS_ISSUED = "task_groups_issued"
+    TASK_GROUPS_CANCELLED = "task_groups_cancelled"
+    TASK_GROUPS_OVERDUE = "task_groups_overdue"
+    SLOTS_REISSUED = "slots_reissued"  # their replica was lost
+    TOKENS_SAMPLED = "tokens_sampled"  # as replicas report them
+    TOKENS_RECORDED = "tokens_recorded"  # in trajectories
+    SEQUENCES_EQUAL_REWARDS = "sequences_filtered_equal_rewards"
+    SEQUENCES_RESAMPLED_AWAY = "sequences_resampled_away"
+    SEQUENCES_SURPLUS = "sequences_surplus"
+    SEQUENCES_REPLAYED = "sequences_replayed"
+    SEQUENCES_LOST = "sequences_lost"  # of recorded batches
+    SEQUENCES_SET_ASIDE = "sequences_set_aside"  # possibly members of a batch with a lost record
+    REPLICA_LEASES_LOST = "replica_leases_lost"
+    TRAINER_LEASES_LOST = "trainer_leases_lost"
+    STALLS = "stalls"
+    PAUSES_FOR_FAILURES = "pauses_for_failures"
+    WRONG_DIGEST_HELD = "wrong_digest_held"
+    IMPOSSIBLE_FREE_SLOTS = "impossible_free_slots"

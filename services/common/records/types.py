@@ -322,7 +322,7 @@ class WeightTransfer:
     policy: str
     version: int
     base_version: int | None = None  # the replaced version; None when none was held
-    encoding: str = ""  # "full" or "delta"; empty when it failed before that was known
+    encoding: str = ""  # a value of weights.manifest.Encoding; empty when it failed before that was known
     transport: str = ""  # "mapped", "bulk" or "grpc"
     sources: tuple[str, ...] = ()  # most bytes first
     payload_size_bytes: int = 0

@@ -105,6 +105,13 @@ def sources_in(row: Mapping[str, Any]) -> list[str]:
     return [key[len(SOURCE) : -len(end)] for key in row if key.startswith(SOURCE) and key.endswith(end)]
 
 
+class RolloutKey(enum.StrEnum):
+    """Keys of the metrics of a trajectory or an episode that several workflows and environments of the gateway write."""
+
+    REWARD_UNPARSED = "reward_unparsed"  # 1 where no answer could be read from the completion
+    TRUNCATED = "truncated"  # 1 where a budget cut the policy's last turn
+
+
 ROLE_REWARD = "rollout_reward/"  # and the role and attempt: the mean reward of their sequences
 
 

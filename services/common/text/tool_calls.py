@@ -112,6 +112,10 @@ class ToolStatus(enum.StrEnum):
     INVALID_ARGUMENTS = "invalid_arguments"  # violates the tool's schema
 
 
+STATUS_METRIC = "tool_status_"
+"""Prefix of the metric with the status of an episode's last call, which the gateway writes and the replica reads."""
+
+
 def shown_output(status: ToolStatus, stdout: str, stderr: str = "", *, wall_s: float = 0.0, detail: str = "") -> str:
     """The text for a policy about code that was run: its output, then the error.
 

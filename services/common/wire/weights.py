@@ -48,7 +48,7 @@ _PROFILES = {
 }
 
 # Names that this end does not know are left empty: a record is for people, and is not worth a refusal.
-_ENCODINGS = {"full": weights_pb2.WEIGHT_ENCODING_FULL, "delta": weights_pb2.WEIGHT_ENCODING_DELTA}
+_ENCODINGS = {encoding.value: number for encoding, number in _ENCODING_TO_PROTO.items()}
 TRANSPORTS = {
     "grpc": weights_pb2.WEIGHT_TRANSPORT_GRPC,
     "mapped": weights_pb2.WEIGHT_TRANSPORT_MAPPED,

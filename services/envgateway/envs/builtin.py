@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.common.errors import GraderFailedError
-from services.common.text.tool_calls import MalformedCall, find_call
+from services.common.telemetry.metrics import RolloutKey
+from services.common.text.tool_calls import STATUS_METRIC, MalformedCall, find_call
 from services.common.tools import ToolResult
 from services.envgateway.envs.base import EnvironmentContext, EpisodeLostError, Observation, StepResult
 from services.envgateway.envs.settings import (
@@ -50,7 +51,7 @@ async def graded_end(
     if result.outcome is RewardOutcome.GRADER_FAILED:
         raise GraderFailedError(f"the grader of reward {name!r} failed: {result.detail}")
     unparsed = float(result.outcome is RewardOutcome.UNPARSED)
-    return StepResult(reward=result.reward, done=True, metrics={"reward_unparsed": unparsed, **metrics})
+    return StepResult(reward=result.reward, done=True, metrics={RolloutKey.REWARD_UNPARSED.value: unparsed, **metrics})
 
 
 class ToolLoop:
@@ -120,7 +121,7 @@ class ToolCalls:
     async def step(self, action: str) -> StepResult:
         assert self._session is not None
         result = await answered(self._session, action)
-        metrics = {**self._session.metrics(), f"tool_status_{result.status}": 1.0}
+        metrics = {**self._session.metrics(), f"{STATUS_METRIC}{result.status}": 1.0}
         return StepResult(observation=result.text, metrics=metrics)
 
     async def close(self) -> None:

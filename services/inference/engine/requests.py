@@ -43,7 +43,9 @@ def check_request(
     elif forced:
         problem = _problem_with_forced(request, vocab_size)
     elif request.forced_ids is not None:
-        problem = "forced_ids names the tokens to emit, and this engine samples; write engine: forced"
+        problem = (
+            "forced_ids names the tokens to emit, and this engine samples; write the replay engine (engine: forced)"
+        )
     if problem:
         raise InvalidRequestError(f"request {request.request_id!r}: {problem}")
 

@@ -43,8 +43,8 @@ from services.inference.workflows.base import (
     Episode,
     Execution,
     JudgeCase,
+    ProgramStatus,
     Reward,
-    RunStatus,
     Step,
 )
 
@@ -57,16 +57,16 @@ DEFAULT_RETRY_S = 0.5
 MOST_TEXT_BYTES = 3 << 20  # of an action, a program or a completion; a message may have 4 MiB
 
 _STATUS = {
-    environment_pb2.EXECUTION_STATUS_OK: RunStatus.OK,
-    environment_pb2.EXECUTION_STATUS_RUNTIME_ERROR: RunStatus.RUNTIME_ERROR,
-    environment_pb2.EXECUTION_STATUS_COMPILE_ERROR: RunStatus.RUNTIME_ERROR,  # the policy's text is the same
-    environment_pb2.EXECUTION_STATUS_TIME_LIMIT: RunStatus.TIME_LIMIT,
-    environment_pb2.EXECUTION_STATUS_MEMORY_LIMIT: RunStatus.MEMORY_LIMIT,
-    environment_pb2.EXECUTION_STATUS_OUTPUT_LIMIT: RunStatus.OUTPUT_LIMIT,
-    environment_pb2.EXECUTION_STATUS_INVALID_REQUEST: RunStatus.INVALID_REQUEST,
+    environment_pb2.EXECUTION_STATUS_OK: ProgramStatus.OK,
+    environment_pb2.EXECUTION_STATUS_RUNTIME_ERROR: ProgramStatus.RUNTIME_ERROR,
+    environment_pb2.EXECUTION_STATUS_COMPILE_ERROR: ProgramStatus.RUNTIME_ERROR,  # the policy's text is the same
+    environment_pb2.EXECUTION_STATUS_TIME_LIMIT: ProgramStatus.TIME_LIMIT,
+    environment_pb2.EXECUTION_STATUS_MEMORY_LIMIT: ProgramStatus.MEMORY_LIMIT,
+    environment_pb2.EXECUTION_STATUS_OUTPUT_LIMIT: ProgramStatus.OUTPUT_LIMIT,
+    environment_pb2.EXECUTION_STATUS_INVALID_REQUEST: ProgramStatus.INVALID_REQUEST,
 }
 
-_VERDICT = {pb.Verdict.Value(f"VERDICT_{verdict.name}"): verdict for verdict in RunStatus}
+_VERDICT = {pb.Verdict.Value(f"VERDICT_{verdict.name}"): verdict for verdict in ProgramStatus}
 
 
 def judge_request(
@@ -102,7 +102,7 @@ def outcomes_from_proto(response: pb.JudgeResponse, num_cases: int) -> tuple[Cas
     if (
         response.verdict == pb.VERDICT_INVALID_TESTS
     ):  # a policy's own cases, or a row's that the data set should not have
-        return (CaseOutcome(verdict=RunStatus.INVALID_REQUEST, detail=response.detail),) * num_cases
+        return (CaseOutcome(verdict=ProgramStatus.INVALID_REQUEST, detail=response.detail),) * num_cases
     verdicts = [response.verdict, *(case.verdict for case in response.cases)]
     broken = next((verdict for verdict in verdicts if verdict not in _VERDICT), None)
     if broken is not None:
@@ -113,7 +113,7 @@ def outcomes_from_proto(response: pb.JudgeResponse, num_cases: int) -> tuple[Cas
             for case in response.cases
         )
     if response.verdict == pb.VERDICT_INVALID_REQUEST:
-        return (CaseOutcome(verdict=RunStatus.INVALID_REQUEST, detail=response.detail),) * num_cases
+        return (CaseOutcome(verdict=ProgramStatus.INVALID_REQUEST, detail=response.detail),) * num_cases
     raise GraderFailedError(f"{len(response.cases)} of {num_cases} cases were judged: {response.detail}")
 
 

@@ -7,20 +7,21 @@ from services.common.config.processes.services import ForcedEngineConfig
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.importing import load_object
+from services.common.records.dataset_rows import BuiltInWorkflow
 from services.common.records.types import PlayedBy, Purpose
 from services.common.user_code import check_call
 from services.inference.scripts.base import Part, ScriptBook
 from services.inference.workflows.registry import workflow_settings
 
 SCRIPTS: dict[str, str] = {
-    "actor_verifier": "services.inference.scripts.checkers:solve_and_verify",
-    "agent_env": "services.inference.scripts.episodes:act",
-    "codegen_verifier": "services.inference.scripts.checkers:write_and_test",
-    "external_agent": "services.inference.scripts.answers:speak",
-    "single_turn": "services.inference.scripts.answers:speak",
-    "tool_math": "services.inference.scripts.tools:call_and_answer",
-    "tool_use": "services.inference.scripts.tools:call_and_answer",
-    "verifiers": "services.inference.scripts.answers:speak",
+    BuiltInWorkflow.ACTOR_VERIFIER: "services.inference.scripts.checkers:solve_and_verify",
+    BuiltInWorkflow.AGENT_ENV: "services.inference.scripts.episodes:act",
+    BuiltInWorkflow.CODEGEN_VERIFIER: "services.inference.scripts.checkers:write_and_test",
+    BuiltInWorkflow.EXTERNAL_AGENT: "services.inference.scripts.answers:speak",
+    BuiltInWorkflow.SINGLE_TURN: "services.inference.scripts.answers:speak",
+    BuiltInWorkflow.TOOL_MATH: "services.inference.scripts.tools:call_and_answer",
+    BuiltInWorkflow.TOOL_USE: "services.inference.scripts.tools:call_and_answer",
+    BuiltInWorkflow.VERIFIERS: "services.inference.scripts.answers:speak",
 }
 
 

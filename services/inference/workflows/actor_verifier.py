@@ -20,6 +20,7 @@ from services.common.errors import PromptTooLongError
 from services.common.importing import load_object
 from services.common.records.types import Sequence as TokenSequence
 from services.common.records.types import StopReason, Task
+from services.common.telemetry.metrics import RolloutKey
 from services.common.text.chat import Message
 from services.common.user_code import check_call
 from services.inference.workflows.base import Gateway, Outcome, PolicyClient, WorkflowContext
@@ -187,7 +188,7 @@ def _solution(conversation: Conversation, turn: Turn, reward: float, unparsed: b
     return conversation.sequence(
         reward=reward,
         stop_reason=_stop(turn),
-        metrics={"truncated": float(not turn.ended), "reward_unparsed": float(unparsed)},
+        metrics={RolloutKey.TRUNCATED.value: float(not turn.ended), RolloutKey.REWARD_UNPARSED.value: float(unparsed)},
         role="solver",
         attempt=attempt,
     )

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from services.common.harbor.places import SCORED_AT_END
 from services.common.records.types import Purpose, StopReason, Task
+from services.common.telemetry.metrics import RolloutKey
 from services.inference.workflows.base import Outcome, WorkflowContext
 from services.inference.workflows.conversation import Conversation
 from services.inference.workflows.prompts import PromptSettings
@@ -91,7 +92,7 @@ class AgentEnv:
                 "return": total,
                 "achieved": float(achieved),
                 "cut_turns": float(cut_turns),
-                "truncated": float(stop is StopReason.LENGTH),
+                RolloutKey.TRUNCATED.value: float(stop is StopReason.LENGTH),
             },
         )
         return Outcome(sequences=(sequence,), reward=total)

@@ -43,7 +43,7 @@ class PolicyClient(Protocol):
         ...
 
 
-class RunStatus(enum.StrEnum):
+class ProgramStatus(enum.StrEnum):
     """The end of a program, or the verdict on it for one case. An infrastructure failure is an ``InfrastructureError``, not
     a status."""
 
@@ -61,7 +61,7 @@ class RunStatus(enum.StrEnum):
 class Execution:
     """The result of a sandboxed program."""
 
-    status: RunStatus
+    status: ProgramStatus
     stdout: str = ""
     stderr: str = ""
     truncated: bool = False
@@ -111,14 +111,14 @@ class JudgeCase:
 class CaseOutcome:
     """The outcome of one case. Outputs are cut to a readable length."""
 
-    verdict: RunStatus
+    verdict: ProgramStatus
     detail: str = ""
     stdout: str = ""
     stderr: str = ""
 
     @property
     def passed(self) -> bool:
-        return self.verdict is RunStatus.OK
+        return self.verdict is ProgramStatus.OK
 
 
 class Gateway(Protocol):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from services.common.records.types import Sequence as TokenSequence
 from services.common.records.types import StopReason, Task
+from services.common.telemetry.metrics import RolloutKey
 from services.common.text.chat import Message
 from services.common.user_code import place_of
 from services.inference.workflows.base import Outcome, WorkflowContext
@@ -135,7 +136,11 @@ class Dialogue:
         cut = self._full or not self.turns or not self.turns[-1].ended
         deduced = StopReason.LENGTH if cut else StopReason.TURN_LIMIT if self._unanswered else StopReason.STOP
         self._unanswered = False
-        counted: Mapping[str, float] = {"truncated": float(cut), "reward_unparsed": float(self._unparsed), **metrics}
+        counted: Mapping[str, float] = {
+            RolloutKey.TRUNCATED.value: float(cut),
+            RolloutKey.REWARD_UNPARSED.value: float(self._unparsed),
+            **metrics,
+        }
         return self.conversation.sequence(
             reward=reward, stop_reason=stop_reason or deduced, metrics=counted, role=self._role, attempt=self._attempt
         )

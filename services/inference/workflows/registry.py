@@ -8,24 +8,25 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from services.common.config.base import Section
-from services.common.config.data import VERIFIERS, WorkflowConfig, is_training, name_of
+from services.common.config.data import WorkflowConfig, is_training, name_of
 from services.common.config.reading.explain import explain
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.importing import load_object
+from services.common.records.dataset_rows import BuiltInWorkflow
 from services.common.records.types import PlayedBy, Purpose
 from services.common.user_code import check_methods, place_of
 from services.inference.workflows.base import Workflow
 
 WORKFLOWS: dict[str, str] = {
-    "actor_verifier": "services.inference.workflows.actor_verifier:ActorVerifier",
-    "agent_env": "services.inference.workflows.agent_env:AgentEnv",
-    "codegen_verifier": "services.inference.workflows.codegen.codegen_verifier:CodegenVerifier",
-    "external_agent": "services.inference.workflows.agents.external_agent:ExternalAgent",
-    "single_turn": "services.inference.workflows.single_turn:SingleTurn",
-    "tool_math": "services.inference.workflows.tools.tool_math:ToolMath",
-    "tool_use": "services.inference.workflows.tools.tool_use:ToolUse",
-    VERIFIERS: "services.inference.workflows.agents.verifiers_env:Verifiers",
+    BuiltInWorkflow.ACTOR_VERIFIER: "services.inference.workflows.actor_verifier:ActorVerifier",
+    BuiltInWorkflow.AGENT_ENV: "services.inference.workflows.agent_env:AgentEnv",
+    BuiltInWorkflow.CODEGEN_VERIFIER: "services.inference.workflows.codegen.codegen_verifier:CodegenVerifier",
+    BuiltInWorkflow.EXTERNAL_AGENT: "services.inference.workflows.agents.external_agent:ExternalAgent",
+    BuiltInWorkflow.SINGLE_TURN: "services.inference.workflows.single_turn:SingleTurn",
+    BuiltInWorkflow.TOOL_MATH: "services.inference.workflows.tools.tool_math:ToolMath",
+    BuiltInWorkflow.TOOL_USE: "services.inference.workflows.tools.tool_use:ToolUse",
+    BuiltInWorkflow.VERIFIERS: "services.inference.workflows.agents.verifiers_env:Verifiers",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from services.common.records.types import StopReason, Task
+from services.common.telemetry.metrics import RolloutKey
 from services.inference.workflows.base import Outcome, WorkflowContext
 from services.inference.workflows.codegen.program_prompts import asking_for_program
 from services.inference.workflows.conversation import Conversation
@@ -46,6 +47,9 @@ class SingleTurn:
         sequence = conversation.sequence(
             reward=reward.value,
             stop_reason=StopReason.STOP if turn.ended else StopReason.LENGTH,
-            metrics={"truncated": float(not turn.ended), "reward_unparsed": float(reward.unparsed)},
+            metrics={
+                RolloutKey.TRUNCATED.value: float(not turn.ended),
+                RolloutKey.REWARD_UNPARSED.value: float(reward.unparsed),
+            },
         )
         return Outcome(sequences=(sequence,), reward=reward.value)

@@ -255,13 +255,13 @@ class ExperiencePipeline:
             for statistics in self._statistics(policy, group.source):
                 statistics.num_groups_equal += 1
             self.num_filtered_in_a_row[policy] += group.size
-            self._drop(group, "sequences_filtered_equal_rewards")
+            self._drop(group, fates.RunCount.SEQUENCES_EQUAL_REWARDS)
             return fates.GroupFate.EQUAL_REWARDS, None, 0
         if config.resample is not None:
             kept = resample_group(group, config.resample, seed)
             left_out = group.size - (kept.size if kept else 0)
             self.admission.returned(policy, left_out)
-            self._counters["sequences_resampled_away"] += left_out
+            self._counters[fates.RunCount.SEQUENCES_RESAMPLED_AWAY.value] += left_out
             if kept is None:
                 self._since_batch[policy].num_groups_equal += 1
                 return fates.GroupFate.RESAMPLED_AWAY, None, 0
@@ -277,7 +277,7 @@ class ExperiencePipeline:
             return fates.GroupFate.TRUNCATED, None, 0
         group = trained
         if self._is_surplus(group):
-            self._drop(group, "sequences_surplus")
+            self._drop(group, fates.RunCount.SEQUENCES_SURPLUS)
             return fates.GroupFate.SURPLUS, None, 0
         kept, old = self.buffers[policy].add(group)
         self._expire(policy, old)
@@ -301,8 +301,8 @@ class ExperiencePipeline:
         num_tokens = sum(member.sequence.num_trained_tokens for member in members)
         self._since_batch[policy].num_expired += len(members)
         self._since_batch[policy].num_tokens_expired += num_tokens
-        self._counters["sequences_expired"] += len(members)
-        self._counters["tokens_expired"] += num_tokens
+        self._counters[fates.StepFact.SEQUENCES_EXPIRED.value] += len(members)
+        self._counters[fates.StepFact.TOKENS_EXPIRED.value] += num_tokens
         self.admission.returned(policy, len(members))
 
     def _note_rewards(self, judged: AdvantageGroup, num_clipped: int) -> None:
@@ -320,9 +320,9 @@ class ExperiencePipeline:
         since.penalty_sum += sum(penalties)
         return shaped
 
-    def _drop(self, group: AdvantageGroup, counter: str) -> None:
+    def _drop(self, group: AdvantageGroup, counter: fates.RunCount) -> None:
         self.admission.returned(group.policy, group.size)
-        self._counters[counter] += group.size
+        self._counters[counter.value] += group.size
 
     def buffered_groups(self) -> set[str]:
         """Task groups with sequences that wait for a batch, or may be in another one."""
@@ -354,7 +354,7 @@ class ExperiencePipeline:
         if not self.replay[policy].enabled:
             return []
         drawn = self.replay[policy].draw(training_step, self._policies[policy].size - num_fresh)
-        self._counters["sequences_replayed"] += sum(group.size for group in drawn)
+        self._counters[fates.RunCount.SEQUENCES_REPLAYED.value] += sum(group.size for group in drawn)
         return drawn
 
     def refill_replay(self, policy: str, first_step: int, fresh: Iterable[list[AdvantageGroup]]) -> None:
@@ -386,14 +386,14 @@ class ExperiencePipeline:
 
     def note_lost(self, num_sequences: int) -> None:
         """Count sequences of a recorded batch that the journal cannot read; the batch is served without them."""
-        self._counters["sequences_lost"] += num_sequences
+        self._counters[fates.RunCount.SEQUENCES_LOST.value] += num_sequences
 
     def lose_batch(self, policy: str, named: Collection[str]) -> None:
         """Handle the lost record of a batch: drop the waiting groups that no later batch names, as they may have been
         in the lost batch and must not be trained twice."""
         self._begin_statistics(policy)
         for group in self.buffers[policy].take_unnamed(named):
-            self._drop(group, "sequences_set_aside")
+            self._drop(group, fates.RunCount.SEQUENCES_SET_ASIDE)
             self._left_buffer(group, fates.ClosedReason.SET_ASIDE)
 
     def advanced(self, policy: str, version: int) -> None:

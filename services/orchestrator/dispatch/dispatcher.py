@@ -19,6 +19,7 @@ from functools import partial
 import structlog
 
 from services.common.config.data import EvaluationConfig
+from services.common.records.fates import RunCount
 from services.common.records.types import TaskGroupOrder
 from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
@@ -153,7 +154,7 @@ class Dispatcher:
                 continue
             self._orphans.discard(name)
             self._assign(replica, group)
-            self._counters["slots_reissued"] += len(group.unresolved)
+            self._counters[RunCount.SLOTS_REISSUED.value] += len(group.unresolved)
             born = self._born(replica, group.order.policies)
             if group.is_training:
                 self._experience.reissued(group, born)
@@ -225,7 +226,7 @@ class Dispatcher:
     def _issue_to(self, group: TaskGroup, replica: Replica) -> None:
         self._groups[group.id] = group
         self._assign(replica, group)
-        self._counters["task_groups_issued"] += 1
+        self._counters[RunCount.TASK_GROUPS_ISSUED.value] += 1
         record = _record(group, replica.replica_id, replica.incarnation)
         durable = partial(self._issue_durable, group.id)
         self._journal.submit(records.GROUP, group.id, lambda: records.group_to_json(record), durable)

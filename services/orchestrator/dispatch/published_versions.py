@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from services.common.records.fates import RunCount
 from services.common.records.types import FetchPlan, WeightVersion
 from services.orchestrator.buffer.batches import Batches
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
@@ -246,7 +247,7 @@ class Announcer:
             if self._is_kept(replica, policy, held, told_lately):
                 continue
             if not self._ledgers[policy].knows(held.number, held.digest) and held.number >= 0:
-                self._counters["wrong_digest_held"] += 1
+                self._counters[RunCount.WRONG_DIGEST_HELD.value] += 1
             self._pool.tell(replica, self._announcement(replica, newest))
 
     def _is_kept(self, replica: Replica, policy: str, held: Held, told_lately: bool) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from services.common.config.processes.services import RolloutConfig
-from services.common.records.fates import TOO_OLD
+from services.common.records.fates import TOO_OLD, RunCount
 from services.common.records.masked import REPLICAS_LOST
 from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.dispatch.dispatcher import Dispatcher
@@ -103,7 +103,7 @@ class OverdueGroups:
         now = self._clock()
         for replica in self._pool:
             for name in replica.given_before(now - self._limit_s):
-                self._counters["task_groups_overdue"] += 1
+                self._counters[RunCount.TASK_GROUPS_OVERDUE.value] += 1
                 self._retry_limit.take_back(name, f"not done after {self._limit_s:g} s")
 
 

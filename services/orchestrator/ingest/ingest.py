@@ -100,7 +100,7 @@ class RecordOutcome(enum.StrEnum):
     DUPLICATE = "duplicate"  # its slot had a record, or its task group is closed
     UNKNOWN = "unknown"  # no such task group or slot
     INVALID = "invalid"  # beyond a bound, or malformed: stored as a failure
-    REFUSED = "refused"  # from a stranger: dropped, and the slot stays open
+    REFUSED = "refused"  # from an unknown sender: dropped, and the slot stays open
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +158,10 @@ class Ingest:
         """
         group = self._groups.get(record.task_group_id)
         slot = (record.task_group_id, record.index)
-        if sender is not None and (stranger := self._why_a_stranger(record.task_group_id, sender)) is not None:
-            self.refusals.refused(sender[0], *slot, stranger)
+        if sender is not None and (refusal := self._refusal_of(record.task_group_id, sender)) is not None:
+            self.refusals.refused(sender[0], *slot, refusal)
             self._drop(record, RecordOutcome.REFUSED)
-            answer(Answer(RecordOutcome.REFUSED, stranger))
+            answer(Answer(RecordOutcome.REFUSED, refusal))
         elif group is None or not group.has_slot(record.index):
             issued = group is None and self._was_issued(record.task_group_id)
             outcome = RecordOutcome.DUPLICATE if issued else RecordOutcome.UNKNOWN
@@ -179,7 +179,7 @@ class Ingest:
             if sender is not None and fault is None:
                 self.refusals.taken(sender[0])
 
-    def _why_a_stranger(self, task_group_id: str, sender: Incarnation) -> Refusal | None:
+    def _refusal_of(self, task_group_id: str, sender: Incarnation) -> Refusal | None:
         """Reason to refuse a sender's records of this task group; None for an accepted sender."""
         group = self._groups.get(task_group_id)
         if group is None and self._was_issued(task_group_id):
@@ -249,12 +249,14 @@ class Ingest:
         if isinstance(record, Trajectory):
             self.failures_in_a_row = 0
             trajectory = record
-            self._counters["tokens_recorded"] += sum(s.num_trained_tokens for s in trajectory.sequences)
+            self._counters[fates.RunCount.TOKENS_RECORDED.value] += sum(
+                s.num_trained_tokens for s in trajectory.sequences
+            )
             self._journal.submit(records.TRAJECTORY, key, lambda: rollouts.trajectory_to_json(trajectory), durable)
         else:
             failure = record
             if failure.reason == fates.TOO_OLD:  # no failure: the slot was cancelled
-                self._counters["slots_cancelled"] += 1
+                self._counters[fates.StepFact.SLOTS_CANCELLED.value] += 1
             else:
                 self._counters[self.counter_of(failure.reason)] += 1
                 self.failures_in_a_row += 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
+from services.common.records.fates import RunCount
 from services.common.telemetry.components import Component
 from services.common.telemetry.components import replica as replica_component
 from services.common.telemetry.components import trainer as trainer_component
@@ -48,12 +49,12 @@ class Absences:
             log.warning("replica.work_given_away", replica=replica.replica_id, incarnation=replica.incarnation)
         for replica in self._pool.expire():
             log.warning(LogEvent.LEASE_LOST, replica=replica.replica_id, incarnation=replica.incarnation)
-            self._counters["replica_leases_lost"] += 1
+            self._counters[RunCount.REPLICA_LEASES_LOST.value] += 1
             self._lost[replica_component(replica.replica_id)] = self._clock()
             self._on_lost()
         for trainer in self._trainers.expire():
             log.warning("trainer.lease_lost", policy=trainer.policy, incarnation=trainer.incarnation)
-            self._counters["trainer_leases_lost"] += 1
+            self._counters[RunCount.TRAINER_LEASES_LOST.value] += 1
             self._lost[trainer_component(trainer.policy)] = self._clock()
             self._untrained.add(trainer.policy)
             self._on_lost()

@@ -19,6 +19,7 @@ from services.common import run_files
 from services.common.records.types import WeightTransfer, WeightVersion
 from services.common.telemetry.metrics import MetricsWriter, RowKind, StallMoment, StepKey, trainer_key
 from services.common.telemetry.summary import EstimateSummary, EvaluationSummary, RunSummary, ThresholdSummary
+from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.buffer.batches import Batches
 from services.orchestrator.dispatch.evaluation import Evaluations
 from services.orchestrator.dispatch.threshold import Threshold, ThresholdState
@@ -69,7 +70,7 @@ class RunMetrics:
         self._row(RowKind.THROUGHPUT, step=step, **values, waits=waits)
 
     def weight_transfer(self, replica_id: str, transfer: WeightTransfer) -> None:
-        self._row(RowKind.WEIGHT_TRANSFER, replica=replica_id, **asdict(transfer))
+        self._row(RowKind.WEIGHT_TRANSFER, **ReportedTransfer(replica=replica_id, transfer=transfer).to_row())
 
     def stall(self, moment: StallMoment, component: str, cause: str, detail: str, seconds: float) -> None:
         """``seconds`` since the begin of the stall."""

@@ -23,6 +23,7 @@ from typing import Any
 
 from services.common.records.types import TRANSFER_STAGES
 from services.common.telemetry.metrics import RowKind, ThroughputKey
+from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.dispatch.evaluation_pass import kind_of
 
 Row = Mapping[str, Any]
@@ -110,12 +111,13 @@ def _throughput(row: Row) -> _Found:
 
 
 def _weight_transfer(row: Row) -> _Found | None:
-    if row["error"]:
+    report = ReportedTransfer.from_row(row)
+    found = report.transfer
+    if found.error:
         return None
-    changes, size = row["num_changes"], row["payload_size_bytes"]
-    values = {stage: row[stage] for stage in TRANSFER_STAGES}
-    values |= {"payload_bytes": size, "bits_per_change": 8 * size / changes if changes else 0.0}
-    return f"{WEIGHTS_GROUP}/{row['policy']}/{row['replica']}", row["version"], values
+    values = {stage: getattr(found, stage) for stage in TRANSFER_STAGES}
+    values |= {"payload_bytes": found.payload_size_bytes, "bits_per_change": found.bits_per_change}
+    return f"{WEIGHTS_GROUP}/{found.policy}/{report.replica}", found.version, values
 
 
 def _evaluation(row: Row) -> _Found:

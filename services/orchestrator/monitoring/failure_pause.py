@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
+from services.common.records.fates import RunCount
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.ingest.ingest import Ingest
 from services.orchestrator.ingest.masked import MaskedSamples
@@ -61,7 +62,7 @@ class FailurePause:
             return
         self._paused = True
         self._unreachable = self._peers(silent=True)
-        self._counters["pauses_for_failures"] += 1
+        self._counters[RunCount.PAUSES_FOR_FAILURES.value] += 1
         reason = f"{why}, the newest with {self._ingest.last_failure}; fix the cause, then run `millrace resume`"
         if self._unreachable:
             reason += f" (by itself once replicas hear of {', '.join(sorted(self._unreachable))} again)"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from services.common.config.data import is_training
 from services.common.prometheus.metric import Metric
+from services.common.records.fates import FAILURES_PREFIX, RunCount
 from services.orchestrator.monitoring.progress import waits
 from services.orchestrator.monitoring.views import ProgressView
 from services.orchestrator.state.disk_forecast import DiskOutlook
@@ -45,16 +46,16 @@ METRICS = (
     Metric("millrace_replica_running_rollouts", "gauge", "Slots of task groups that are with a replica.", "replica_running/{replica}"),
     Metric("millrace_replica_tokens_per_second", "gauge", "Tokens that a replica sampled per second over the last seconds.", "replica_tokens_per_s/{replica}"),
     Metric("millrace_replica_lease_seconds", "gauge", "Seconds until a replica's lease runs out.", "replica_lease_left_s/{replica}"),
-    Metric("millrace_rollout_failures_total", "counter", "Slots that ended in a failure.", "counter/failures_{reason}"),
-    Metric("millrace_records_dropped_total", "counter", "Records that were repeated, unknown, beyond a bound or from a stranger.", "counter/records_{outcome}"),
+    Metric("millrace_rollout_failures_total", "counter", "Slots that ended in a failure.", f"counter/{FAILURES_PREFIX}{{reason}}"),
+    Metric("millrace_records_dropped_total", "counter", "Records that were repeated, unknown, beyond a bound or from an unknown sender.", "counter/records_{outcome}"),
     Metric("millrace_records_refused_total", "counter", "Records that were not taken, by the bound or rule that they break.", "counter/refused_{reason}"),
     Metric("millrace_masked_samples_total", "counter", "Training rollouts without a reward, by cause.", "counter/masked/{policy}/{cause}"),
     Metric("millrace_redrawn_samples_total", "counter", "Training rollouts that were repeated, by cause.", "counter/redrawn/{policy}/{cause}"),
     Metric("millrace_masked_share", "gauge", "Share of a policy's newest rollouts that machinery left without a reward.", "masked_share/{policy}"),
-    Metric("millrace_sequences_replayed_total", "counter", "Sequences that were trained again.", "counter/sequences_replayed"),
+    Metric("millrace_sequences_replayed_total", "counter", "Sequences that were trained again.", f"counter/{RunCount.SEQUENCES_REPLAYED}"),
     Metric("millrace_sequences_dropped_total", "counter", "Sequences that were not trained: filtered, surplus, expired.", "counter/sequences_{reason}"),
     Metric("millrace_task_groups_total", "counter", "Task groups that were issued, cancelled, overdue.", "counter/task_groups_{event}"),
-    Metric("millrace_slots_reissued_total", "counter", "Slots issued again after their replica was lost.", "counter/slots_reissued"),
+    Metric("millrace_slots_reissued_total", "counter", "Slots issued again after their replica was lost.", f"counter/{RunCount.SLOTS_REISSUED}"),
     Metric("millrace_leases_lost_total", "counter", "Replicas and trainers that did not report for a lease.", "counter/{peer}_leases_lost"),
     Metric("millrace_events_total", "counter", "All other counters of the run.", "counter/{event}"),
 )  # fmt: skip

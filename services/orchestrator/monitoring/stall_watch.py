@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import structlog
 
+from services.common.records.fates import RunCount
 from services.common.telemetry.accounts import AccountState, Activity, PeerState
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.components import DISK, GATEWAY, INFERENCE, PERSON, Component, replica_id
@@ -85,7 +86,7 @@ class StallWatch:
             chain=list(stall.chain),
             advice=stall.advice,
         )
-        self._counters["stalls"] += 1
+        self._counters[RunCount.STALLS.value] += 1
         self._metrics.stall(StallMoment.BEGIN, stall.component, stall.cause.value, stall.detail, seconds)
         if stall.cause is Cause.ORDER_LOST:
             replica = self._view.pool.get(replica_id(stall.component))

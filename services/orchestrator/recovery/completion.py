@@ -17,7 +17,7 @@ import structlog
 
 from services.common.errors import CorruptDataError
 from services.common.records import fates
-from services.common.records.fates import ClosedReason
+from services.common.records.fates import ClosedReason, RunCount, StepFact
 from services.orchestrator.buffer.experience import AdvantageGroup
 from services.orchestrator.buffer.recorded import read_fresh_groups
 from services.orchestrator.journal import records, rollouts
@@ -37,12 +37,13 @@ KINDS = (records.GROUP, records.TRAJECTORY, records.FAILURE)
 def recount(row: Row, record: dict[str, Any], counter_of_failure: Callable[[str], str]) -> Counter[str]:
     """Counts of one record of ``KINDS``; raises the errors of an unreadable record."""
     if row.kind == records.GROUP:
-        return Counter(task_groups_issued=int(bool(record["replica_id"])))
+        return Counter({RunCount.TASK_GROUPS_ISSUED.value: int(bool(record["replica_id"]))})
     if row.kind == records.TRAJECTORY:
         sequences = rollouts.trajectory_from_json(record).sequences
-        return Counter(tokens_recorded=sum(sequence.num_trained_tokens for sequence in sequences))
+        return Counter({RunCount.TOKENS_RECORDED.value: sum(sequence.num_trained_tokens for sequence in sequences)})
     reason = str(record["reason"])
-    return Counter({"slots_cancelled" if reason == fates.TOO_OLD else counter_of_failure(reason): 1})
+    too_old = reason == fates.TOO_OLD
+    return Counter({StepFact.SLOTS_CANCELLED.value if too_old else counter_of_failure(reason): 1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

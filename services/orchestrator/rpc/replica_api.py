@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import structlog
 
+from services.common.records.fates import RunCount
 from services.common.records.types import Interval, WeightVersion
 from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.telemetry.log_events import LogEvent
@@ -27,7 +28,6 @@ from services.orchestrator.state.versions import VersionLedger
 log = structlog.get_logger()
 
 # Counter: reports of more free slots than the replica has, or of a negative number.
-IMPOSSIBLE_FREE_SLOTS = "impossible_free_slots"
 
 
 class ReplicaApi:
@@ -127,7 +127,7 @@ class ReplicaApi:
         )
         self._turns.settle()
         self._note_free_slots(replica, num_free_slots)
-        self._counters["tokens_sampled"] += replica.new_tokens
+        self._counters[RunCount.TOKENS_SAMPLED.value] += replica.new_tokens
         self._timeline.emitted(replica_id, emission)
         self._announcer.sync(replica)
         if self._pool.takers != before:  # otherwise its availability is unchanged, as in most reports
@@ -136,8 +136,8 @@ class ReplicaApi:
     def _note_free_slots(self, replica: Replica, num_free_slots: int) -> None:
         if 0 <= num_free_slots <= replica.num_slots:
             return
-        self._counters[IMPOSSIBLE_FREE_SLOTS] += 1
-        if (untold := self._repeats.tell(IMPOSSIBLE_FREE_SLOTS)) is not None:
+        self._counters[RunCount.IMPOSSIBLE_FREE_SLOTS.value] += 1
+        if (untold := self._repeats.tell(RunCount.IMPOSSIBLE_FREE_SLOTS.value)) is not None:
             log.warning(
                 "replica.impossible_free_slots",
                 replica=replica.replica_id,

@@ -53,7 +53,7 @@ def rollouts_fail(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]
 
 
 def everything_refused(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
-    """A replica plays on while none of its records is taken, or a stranger keeps sending."""
+    """A replica plays on while none of its records is taken, or an unknown sender keeps sending."""
     for sender in facts.refused:
         if sender.number >= REFUSED_RECORDS and facts.now - sender.newest <= REFUSED_LATELY_S:
             yield Finding(

@@ -14,17 +14,31 @@ from services.common.config.recipe import Recipe
 from services.common.errors import DatasetError
 from services.common.harbor import task as harbor
 from services.common.reasoning_gym import COLUMN
-from services.common.records.dataset_rows import TEST_KINDS, TRUTH_FIELDS, BuiltInReward, prompt_in, truth_in
+from services.common.records.dataset_rows import (
+    TEST_KINDS,
+    TRUTH_FIELDS,
+    BuiltInReward,
+    BuiltInWorkflow,
+    prompt_in,
+    truth_in,
+)
 from services.common.text.assert_tests import UnusableTestsError, names_of
 
-WITH_PROMPT = ("single_turn", "tool_use", "tool_math", "actor_verifier", "codegen_verifier")
+WITH_PROMPT = (
+    BuiltInWorkflow.SINGLE_TURN,
+    BuiltInWorkflow.TOOL_USE,
+    BuiltInWorkflow.TOOL_MATH,
+    BuiltInWorkflow.ACTOR_VERIFIER,
+    BuiltInWorkflow.CODEGEN_VERIFIER,
+)
 
 
 def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], str], None]:
     """A check of one row; raises ``DatasetError`` for a row that the section's workflow or its reward cannot use."""
     workflow = recipe.workflow_of(section)
     field = workflow.settings.get("prompt_field")
-    reward = workflow.settings.get("reward", "code" if workflow.name == "codegen_verifier" else None)
+    default = BuiltInReward.CODE if workflow.name == BuiltInWorkflow.CODEGEN_VERIFIER else None
+    reward = workflow.settings.get("reward", default)
 
     skips_run = recipe.envgateway is not None and recipe.envgateway.harbor.skip_run
 

@@ -30,6 +30,7 @@ from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
 from services.common.records.types import TRANSFER_STAGES
 from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, TrainerKey
+from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.metrics.scalars import Scalars, scalars_of, unit_of
 from services.orchestrator.trackers.sink import Row, RunFacts, TrackerDown
 
@@ -91,11 +92,14 @@ class OtlpSink:
             }
             yield self._span("training step", end_s - row[StepKey.COMPUTE_S], end_s, about)
         elif kind == RowKind.WEIGHT_TRANSFER:
-            about = {name: row[name] for name in ("policy", "replica", "version", "encoding", "transport")}
+            report = ReportedTransfer.from_row(row)
+            found = report.transfer
+            about = {"policy": found.policy, "replica": report.replica, "version": found.version}
+            about |= {"encoding": found.encoding, "transport": found.transport}
             # Encoding is at the source and may come before; the stages here follow each other from the start.
-            took_s = sum(row[stage] for stage in TRANSFER_STAGES)
-            begin_s = row["started_at"] or end_s - took_s
-            yield self._span("weight transfer", begin_s, min(end_s, begin_s + took_s), about, row["error"])
+            took_s = sum(getattr(found, stage) for stage in TRANSFER_STAGES)
+            begin_s = found.started_at or end_s - took_s
+            yield self._span("weight transfer", begin_s, min(end_s, begin_s + took_s), about, found.error)
         elif kind == RowKind.EVALUATION:
             about = {"name": row["name"], "reward": row["mean_reward"], "trajectories": row["num_trajectories"]}
             yield self._span("evaluation", end_s, end_s, about)

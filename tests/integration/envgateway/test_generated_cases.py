@@ -18,7 +18,7 @@ from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 from services.inference.rollouts.policies import RolloutPolicy
 from services.inference.rpc.gateway_client import GatewayClient
-from services.inference.workflows.base import JudgeCase, Outcome, RunStatus, WorkflowContext
+from services.inference.workflows.base import JudgeCase, Outcome, ProgramStatus, WorkflowContext
 from services.inference.workflows.codegen.codegen_verifier import CodegenVerifier, CodegenVerifierSettings
 from services.orchestrator.tasks.rows.code import code_row
 from tests.unit.inference.fakes import FakeGateway, make_context, served_policy
@@ -107,7 +107,7 @@ async def test_verdicts_of_hostile_programs_and_odd_values_come_back_case_by_cas
     code = "import sys\nn = int(input())\nprint(n if n < 2 else 1 / 0 if n == 2 else sys.stdin.foo)"
     cases = [JudgeCase(given=str(n), expected="1") for n in (1, 0, 2, 3)]
     outcomes = await gateway.judge(code, cases, case_time_s=3.0)
-    V = RunStatus
+    V = ProgramStatus
     assert [o.verdict for o in outcomes] == [V.OK, V.WRONG_ANSWER, V.RUNTIME_ERROR, V.RUNTIME_ERROR]
     assert outcomes[1].stdout == "0\n" and "ZeroDivisionError" in outcomes[2].stderr
     endless = await gateway.judge("while True: pass", cases[:1], case_time_s=0.5)

@@ -20,7 +20,7 @@ from services.common.pb import environment_pb2 as env
 from services.common.pb import judge_pb2 as pb
 from services.common.telemetry.accounts import TimeAccount
 from services.inference.rpc.gateway_client import GatewayClient
-from services.inference.workflows.base import JudgeCase, RunStatus
+from services.inference.workflows.base import JudgeCase, ProgramStatus
 from tests.integration.inference.peers import FakeGatewayServer
 from tests.unit.inference.fakes import make_task
 
@@ -38,14 +38,14 @@ async def gateway(gateway_server: FakeGatewayServer) -> AsyncIterator[GatewayCli
     [
         *(
             (status.name, status)
-            for status in RunStatus
-            if status not in (RunStatus.WRONG_ANSWER, RunStatus.COMPILE_ERROR)
+            for status in ProgramStatus
+            if status not in (ProgramStatus.WRONG_ANSWER, ProgramStatus.COMPILE_ERROR)
         ),
-        ("COMPILE_ERROR", RunStatus.RUNTIME_ERROR),
+        ("COMPILE_ERROR", ProgramStatus.RUNTIME_ERROR),
     ],
 )
 async def test_what_a_program_did_is_an_answer(
-    gateway: GatewayClient, gateway_server: FakeGatewayServer, name: str, status: RunStatus
+    gateway: GatewayClient, gateway_server: FakeGatewayServer, name: str, status: ProgramStatus
 ) -> None:
     number = env.ExecutionStatus.Value(f"EXECUTION_STATUS_{name}")
     gateway_server.answer(env.ExecuteCodeResponse(status=number, stdout="out", stderr="err", detail="why"))
@@ -78,7 +78,7 @@ async def test_a_full_gateway_is_asked_again_with_the_same_request(
 ) -> None:
     gateway_server.answer(CapacityError("full", retry_after_s=0.2), CapacityError("full", retry_after_s=0.2))
     began = time.monotonic()
-    assert (await gateway.execute_code("x")).status is RunStatus.OK
+    assert (await gateway.execute_code("x")).status is ProgramStatus.OK
     assert time.monotonic() - began >= 0.4
     assert len({request.request_id for request in gateway_server.requests}) == 1
     assert len(gateway_server.requests) == 3
@@ -149,9 +149,9 @@ async def test_a_run_without_a_gateway_says_what_to_write() -> None:
 CASES = [JudgeCase(given="1", expected="2"), JudgeCase(given="3", expected="4")]
 
 
-@pytest.mark.parametrize("verdict", list(RunStatus))
+@pytest.mark.parametrize("verdict", list(ProgramStatus))
 async def test_every_case_has_its_verdict(
-    gateway: GatewayClient, gateway_server: FakeGatewayServer, verdict: RunStatus
+    gateway: GatewayClient, gateway_server: FakeGatewayServer, verdict: ProgramStatus
 ) -> None:
     number = pb.Verdict.Value(f"VERDICT_{verdict.name}")
     cases = [
@@ -160,7 +160,7 @@ async def test_every_case_has_its_verdict(
     ]
     gateway_server.answer(pb.JudgeResponse(verdict=number, cases=cases, num_cases=2))
     first, second = await gateway.judge("x", CASES, case_time_s=2.5)
-    assert first.passed and second.passed == (verdict is RunStatus.OK)
+    assert first.passed and second.passed == (verdict is ProgramStatus.OK)
     assert (second.verdict, second.detail, second.stdout, second.stderr) == (verdict, "d", "o", "e")
     (request,) = gateway_server.requests
     assert [(case.stdin, case.expected) for case in request.stdin_tests.cases] == [("1", "2"), ("3", "4")]
@@ -185,7 +185,7 @@ async def test_a_program_that_is_refused_is_refused_on_every_case(
 ) -> None:
     gateway_server.answer(pb.JudgeResponse(verdict=pb.VERDICT_INVALID_REQUEST, detail="too long"))
     outcomes = await gateway.judge("x", CASES)
-    assert [(o.verdict, o.detail) for o in outcomes] == [(RunStatus.INVALID_REQUEST, "too long")] * 2
+    assert [(o.verdict, o.detail) for o in outcomes] == [(ProgramStatus.INVALID_REQUEST, "too long")] * 2
 
 
 @pytest.mark.parametrize(

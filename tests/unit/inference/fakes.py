@@ -19,8 +19,8 @@ from services.inference.workflows.base import (
     Episode,
     Execution,
     JudgeCase,
+    ProgramStatus,
     Reward,
-    RunStatus,
     Step,
     WorkflowContext,
 )
@@ -141,7 +141,7 @@ async def served_policy(
 
 
 def passes_all(code: str, case: JudgeCase) -> CaseOutcome:
-    return CaseOutcome(verdict=RunStatus.OK)
+    return CaseOutcome(verdict=ProgramStatus.OK)
 
 
 class FakeGateway:
@@ -168,7 +168,7 @@ class FakeGateway:
         await asyncio.sleep(0)
         self._maybe_fail()
         self.executed.append((code, stdin, print_trailing_expression))
-        return self.programs.get(code, Execution(status=RunStatus.OK, stdout=f"ran {code}\n"))
+        return self.programs.get(code, Execution(status=ProgramStatus.OK, stdout=f"ran {code}\n"))
 
     async def compute_reward(self, reward: str, task: Task, completion: str) -> Reward:
         self._maybe_fail()

@@ -13,7 +13,7 @@ from services.common.errors import InfrastructureError
 from services.common.records.types import Purpose, Task
 from services.common.telemetry.accounts import TimeAccount
 from services.inference.rollouts.policies import RolloutPolicy
-from services.inference.workflows.base import CaseOutcome, JudgeCase, Outcome, RunStatus
+from services.inference.workflows.base import CaseOutcome, JudgeCase, Outcome, ProgramStatus
 from services.inference.workflows.codegen.codegen_verifier import CodegenVerifier, CodegenVerifierSettings
 from tests.unit.inference.fakes import FakeGateway, RecordingEngine, make_context, served_policy, thinking_chat
 
@@ -34,7 +34,9 @@ def graded(task: Task, completion: str) -> float:
 def judged(code: str, case: JudgeCase) -> CaseOutcome:
     """A good case passes right programs, a bad one passes wrong ones."""
     passes = ("right" in code) == (case.expected == "good")
-    return CaseOutcome(verdict=RunStatus.OK if passes else RunStatus.WRONG_ANSWER, stdout="<|im_end|>" + code[:9])
+    return CaseOutcome(
+        verdict=ProgramStatus.OK if passes else ProgramStatus.WRONG_ANSWER, stdout="<|im_end|>" + code[:9]
+    )
 
 
 class Played:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.inference.workflows.base import CaseOutcome, JudgeCase, RunStatus
+from services.inference.workflows.base import CaseOutcome, JudgeCase, ProgramStatus
 from services.inference.workflows.codegen.generated_cases import (
     VerifierReward,
     answer_of,
@@ -129,14 +129,14 @@ def test_how_programs_are_called(tests: dict[str, Any], entry_point: str | None)
     assert entry_point_of(tests) == entry_point
 
 
-OK, WRONG = CaseOutcome(verdict=RunStatus.OK), CaseOutcome(verdict=RunStatus.WRONG_ANSWER)
+OK, WRONG = CaseOutcome(verdict=ProgramStatus.OK), CaseOutcome(verdict=ProgramStatus.WRONG_ANSWER)
 
 
 @pytest.mark.parametrize(
     ("outcomes", "again"),
     [
         ([], True), ([OK], False), ([OK, OK], False), ([WRONG], True), ([OK, WRONG], True), ([WRONG, OK], True),
-        *(([CaseOutcome(verdict=verdict)], verdict is not RunStatus.OK) for verdict in RunStatus),
+        *(([CaseOutcome(verdict=verdict)], verdict is not ProgramStatus.OK) for verdict in ProgramStatus),
     ],
 )  # fmt: skip
 def test_a_failed_case_or_none_at_all_asks_for_another_try(outcomes: list[CaseOutcome], again: bool) -> None:
@@ -179,10 +179,10 @@ def test_what_a_program_did_is_told_case_by_case() -> None:
     cases = [JudgeCase(given=f"{n}\n", expected=str(n)) for n in range(5)]
     outcomes = [
         OK,
-        CaseOutcome(verdict=RunStatus.WRONG_ANSWER, stdout="7\n", detail="line 1"),
-        CaseOutcome(verdict=RunStatus.RUNTIME_ERROR, stderr="Traceback\nKeyError: 1", detail="KeyError: 1"),
-        CaseOutcome(verdict=RunStatus.TIME_LIMIT),
-        CaseOutcome(verdict=RunStatus.WRONG_ANSWER),
+        CaseOutcome(verdict=ProgramStatus.WRONG_ANSWER, stdout="7\n", detail="line 1"),
+        CaseOutcome(verdict=ProgramStatus.RUNTIME_ERROR, stderr="Traceback\nKeyError: 1", detail="KeyError: 1"),
+        CaseOutcome(verdict=ProgramStatus.TIME_LIMIT),
+        CaseOutcome(verdict=ProgramStatus.WRONG_ANSWER),
     ]
     assert report(cases, outcomes, max_chars=100).split("\n\n") == [
         "Case 1\ninput:\n0\nexpected:\n0\nyour program passed",
@@ -195,7 +195,7 @@ def test_what_a_program_did_is_told_case_by_case() -> None:
 
 def test_a_call_is_told_with_arguments_and_value_and_long_texts_are_cut() -> None:
     case = JudgeCase(given=[list(range(200))], expected=1)
-    wrong = CaseOutcome(verdict=RunStatus.WRONG_ANSWER, detail="expected 1, got 2")
+    wrong = CaseOutcome(verdict=ProgramStatus.WRONG_ANSWER, detail="expected 1, got 2")
     told = report([case], [wrong], max_chars=60)
     assert "arguments:\n[[0, 1," in told and "(cut)" in told and len(told) < 250
     assert told.endswith("your program gave another answer:\nexpected 1, got 2")

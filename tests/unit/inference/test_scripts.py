@@ -31,7 +31,7 @@ from services.inference.scripts.checkers import solve_and_verify, write_and_test
 from services.inference.scripts.episodes import act
 from services.inference.scripts.programs import broken_program, cases_of, falsified, fenced, right_program
 from services.inference.scripts.registry import SCRIPTS, load_scripts
-from services.inference.workflows.base import Episode, Execution, Outcome, RunStatus, Step, WorkflowContext
+from services.inference.workflows.base import Episode, Execution, Outcome, ProgramStatus, Step, WorkflowContext
 from services.inference.workflows.registry import WORKFLOWS, build_workflow
 from services.inference.workflows.rewards import boxed_integer
 from services.inference.workflows.verdicts import ReviewVerdict, read_verdict
@@ -89,7 +89,7 @@ class World(FakeGateway):
 
     async def execute_code(self, code: str, **_: Any) -> Execution:
         failed = "// 0" in code
-        return Execution(status=RunStatus.RUNTIME_ERROR if failed else RunStatus.OK, stdout="42")
+        return Execution(status=ProgramStatus.RUNTIME_ERROR if failed else ProgramStatus.OK, stdout="42")
 
 
 @dataclass

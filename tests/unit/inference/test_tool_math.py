@@ -10,7 +10,7 @@ import pytest
 
 from services.common.errors import PromptTooLongError
 from services.common.records.types import Purpose, Sequence, StopReason
-from services.inference.workflows.base import Execution, RunStatus
+from services.inference.workflows.base import Execution, ProgramStatus
 from services.inference.workflows.tools.tool_math import ToolMath, ToolMathSettings, format_term, tool_error_share
 from tests.unit.inference.fakes import (
     FakeGateway,
@@ -23,9 +23,9 @@ from tests.unit.inference.fakes import (
 
 ANSWER = "<answer>\\boxed{42}</answer>"
 PROGRAMS = {
-    "print(6*7)": Execution(status=RunStatus.OK, stdout="42\n"),
-    "print('Error')": Execution(status=RunStatus.OK, stdout="Error: only a word\n"),
-    "spin": Execution(status=RunStatus.TIME_LIMIT),
+    "print(6*7)": Execution(status=ProgramStatus.OK, stdout="42\n"),
+    "print('Error')": Execution(status=ProgramStatus.OK, stdout="Error: only a word\n"),
+    "spin": Execution(status=ProgramStatus.TIME_LIMIT),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.errors import ConfigError, InfrastructureError, UnknownPolicyError
 from services.common.records.types import Sequence, StopReason
-from services.inference.workflows.base import Execution, Outcome, RunStatus
+from services.inference.workflows.base import Execution, Outcome, ProgramStatus
 from services.inference.workflows.tools.tool_use import ToolUse, ToolUseSettings
 from tests.unit.inference.fakes import (
     FakeGateway,
@@ -23,13 +23,13 @@ from tests.unit.inference.fakes import (
 CODE = "<tool_call>print(6*7)</tool_call>"
 ANSWER = "\\boxed{42}"
 PROGRAMS = {
-    "print(6*7)": Execution(status=RunStatus.OK, stdout="42\n"),
-    "boom": Execution(status=RunStatus.RUNTIME_ERROR, stdout="so far\n", stderr="NameError: boom\n"),
-    "spin": Execution(status=RunStatus.TIME_LIMIT, wall_time_s=4.0),
-    "eat": Execution(status=RunStatus.MEMORY_LIMIT),
-    "flood": Execution(status=RunStatus.OUTPUT_LIMIT, stdout="x" * 1000),
-    "silent": Execution(status=RunStatus.OK),
-    "error word": Execution(status=RunStatus.OK, stdout="Error: just a word\n"),
+    "print(6*7)": Execution(status=ProgramStatus.OK, stdout="42\n"),
+    "boom": Execution(status=ProgramStatus.RUNTIME_ERROR, stdout="so far\n", stderr="NameError: boom\n"),
+    "spin": Execution(status=ProgramStatus.TIME_LIMIT, wall_time_s=4.0),
+    "eat": Execution(status=ProgramStatus.MEMORY_LIMIT),
+    "flood": Execution(status=ProgramStatus.OUTPUT_LIMIT, stdout="x" * 1000),
+    "silent": Execution(status=ProgramStatus.OK),
+    "error word": Execution(status=ProgramStatus.OK, stdout="Error: just a word\n"),
 }
 
 

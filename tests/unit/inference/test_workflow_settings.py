@@ -9,6 +9,7 @@ import pytest
 
 from services.common.config.data import WorkflowConfig
 from services.common.errors import ConfigError, DatasetError
+from services.common.records.dataset_rows import BuiltInWorkflow
 from services.common.records.types import StopReason, Task
 from services.inference.workflows.prompts import PromptSettings, build_messages
 from services.inference.workflows.registry import WORKFLOWS, build_workflow
@@ -27,6 +28,10 @@ async def slow_half(task: Mapping[str, Any], completion: str) -> float:
 
 def not_finite(task: Mapping[str, Any], completion: str) -> float:
     return float("nan")
+
+
+def test_every_name_of_a_built_in_workflow_has_its_class() -> None:
+    assert set(WORKFLOWS) == set(BuiltInWorkflow)
 
 
 @pytest.mark.parametrize("name", sorted(WORKFLOWS))

@@ -9,7 +9,7 @@ import pytest
 
 from recipes.functions import coins, steps
 from services.common.records.types import Task
-from services.inference.workflows.base import Execution, Gateway, RunStatus
+from services.inference.workflows.base import Execution, Gateway, ProgramStatus
 
 
 def test_no_held_out_program_is_trained_or_demonstrated() -> None:
@@ -62,8 +62,8 @@ class Sandbox:
         try:
             exec(code, {"print": said.append})
         except Exception:
-            return Execution(status=RunStatus.RUNTIME_ERROR)
-        return Execution(status=RunStatus.OK, stdout="\n".join(said) + "\n")
+            return Execution(status=ProgramStatus.RUNTIME_ERROR)
+        return Execution(status=ProgramStatus.OK, stdout="\n".join(said) + "\n")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Where the time of every component of a run went: one bar each, of shares that sum to 1, from its metrics.
+"""Draws the time of every component of a run as one bar of shares that sum to 1, from the metrics of the run.
 
-Green is work, orange a wait for another component, grey that nothing was to be done.
+Green is work, orange is a wait for another component, grey is idle time.
 """
 
 from __future__ import annotations

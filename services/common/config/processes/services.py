@@ -136,9 +136,10 @@ class InferenceConfig(Section):
     port: int = Field(default=50061, ge=0, le=65535)
     """gRPC port; 0 takes a free one."""
     engine: Annotated[str, AfterValidator(_known_engine)] = "torch"
-    """`torch`: embedded, CPU or one GPU. `forced`: the same, over tokens that a script chooses instead of sampling, for
-    trying a recipe without a trained model. `scripted`: no model, for tests and simulations. `sglang`, `vllm`:
-    servers on many GPUs. Any other by the import path of its class, such as `my_engine:Engine` (`millrace.Engine`)."""
+    """`torch`: embedded, CPU or one GPU. `forced`: the replay engine, which emits the tokens of a script instead of
+    sampling, for trying a recipe without a trained model. `scripted`: no model, for tests and simulations. `sglang`,
+    `vllm`: servers on many GPUs. Any other by the import path of its class, such as `my_engine:Engine`
+    (`millrace.Engine`)."""
     engine_settings: dict[str, Any] = {}
     """`setup.settings` of an engine that is named by import path."""
     policies: list[str] = []

@@ -1,7 +1,7 @@
 """``--profile tiny``: runs any recipe on two CPU cores in minutes, as a trial before a run of days.
 
-    swapped    models for random ones of the same architecture, made on the spot; sampling for scripted answers of which half
-               are right (``engine: forced``), with real log-probabilities and versions
+    swapped    models for random ones of the same architecture, made on the spot; sampling for scripted answers of the
+               replay engine (``engine: forced``), of which half are right, with real log-probabilities and versions
     shrunk     steps, batches, groups, contexts and budgets, evaluation; rows to a few, of those that lie on this machine
     freed      ports, hosts, nodes, devices: everything on this machine's CPU, on free ports, in float32
     kept       workflows, rewards, filters, losses, optimizers, environments, weight transfer, and which services there are
@@ -15,6 +15,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from services.common.records.dataset_rows import BuiltInWorkflow
 
 Tree = dict[str, Any]
 FindRows = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -47,7 +49,7 @@ def tiny(tree: Mapping[str, Any], find_rows: FindRows, find_world: FindWorld) ->
     the recipe's own are to be taken.
     """
     made: Tree = copy.deepcopy(dict(tree))
-    episodes = made["workflow"]["name"] == "agent_env"
+    episodes = made["workflow"]["name"] == BuiltInWorkflow.AGENT_ENV
     made["name"] = f"{made['name']}-tiny"
     made["run"] |= {"steps": min(made["run"]["steps"], STEPS), "resume": "never"}
     _rollouts(made)

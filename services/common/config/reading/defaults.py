@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.common.errors import ConfigError
+from services.common.records.dataset_rows import BuiltInWorkflow
 
 SECTIONS = ("policies", "inference")
 
@@ -75,6 +76,6 @@ def _completed(section: Any, base: Any) -> Any:
     own = section.get("workflow") if isinstance(section, Mapping) else None
     if not isinstance(own, Mapping) or not isinstance(base, Mapping):
         return section
-    if "name" in own and own["name"] != base.get("name", "single_turn"):
+    if "name" in own and own["name"] != base.get("name", BuiltInWorkflow.SINGLE_TURN):
         return section
     return {**section, "workflow": merge(base, own)}

@@ -1,4 +1,4 @@
-"""When a run has learned enough: the threshold of an evaluation that ends training (`run.until`)."""
+"""Settings of the threshold of an evaluation that ends training (`run.until`)."""
 
 from __future__ import annotations
 

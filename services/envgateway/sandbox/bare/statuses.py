@@ -1,6 +1,7 @@
-"""How a run ended, and the verdict on it: one enumeration for the supervisor, the gateway, the judge and the queues.
+"""Statuses of ended runs and verdicts on cases: one enumeration for the supervisor, the gateway, the judge and the queues.
 
-The values are the names of the protos' ``ExecutionStatus`` and ``Verdict`` without their prefix.
+The values are the names of the protos' ``ExecutionStatus`` and ``Verdict`` without their prefix. Replicas convert the
+protos to the ``ProgramStatus`` of workflows, which has the statuses about a program only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a dialect of the endpoint is: how its requests are read, and how answers, events and errors are written.
+"""Defines a dialect of the endpoint: it reads requests, and writes answers, events and errors.
 
     body --fields, items--> DialectRequest, plain messages --> turn --> AnswerWriter --> one body, or events
 

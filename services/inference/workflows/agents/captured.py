@@ -20,6 +20,7 @@ from services.common.errors import InfrastructureError, InvalidRequestError, Mil
 from services.common.records.kept_tokens import WHOLE, pack
 from services.common.records.types import LEAST_TRAINED_TEMPERATURE, Purpose, Sampling, StopReason
 from services.common.records.types import Sequence as TokenSequence
+from services.common.telemetry.metrics import RolloutKey
 from services.common.text.chat import Message
 from services.inference.engine.base import FinishReason, Generation
 from services.inference.workflows.agents.chat_messages import read_answer, same_messages, shown_to_template
@@ -285,7 +286,7 @@ class CapturedSession:
                 thread=thread.number,
                 parent=None if thread.parent is None else position[thread.parent],
                 origin=thread.lineage.origin,
-                metrics={"truncated": float(not thread.ended)},
+                metrics={RolloutKey.TRUNCATED.value: float(not thread.ended)},
             )
             for thread in self._threads
         )

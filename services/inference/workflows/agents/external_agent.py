@@ -24,6 +24,7 @@ from services.common.errors import ConfigError
 from services.common.importing import load_object
 from services.common.records.types import Task
 from services.common.system.threads import DaemonThreads
+from services.common.telemetry.metrics import RolloutKey
 from services.common.user_code import check_call
 from services.inference.workflows.agents.agent_command import AgentFailedError, run_command
 from services.inference.workflows.agents.captured import CapturedSession
@@ -108,7 +109,7 @@ class ExternalAgent:
             raise AgentFailedError("the agent ended without an answer of the model: no tokens to train on")
         told = session.reward if given is None else given
         reward, unparsed = await self._reward(told, task, context, session)
-        return captured_outcome(session, reward, {"reward_unparsed": float(unparsed)})
+        return captured_outcome(session, reward, {RolloutKey.REWARD_UNPARSED.value: float(unparsed)})
 
     async def _in_time(self, task: Mapping[str, Any], base_url: str, session: str, seeds: Mapping[str, int]) -> Any:
         limit = asyncio.timeout(self._settings.timeout_s)

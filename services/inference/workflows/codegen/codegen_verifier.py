@@ -26,6 +26,7 @@ from pydantic import Field
 from services.common.errors import PromptTooLongError
 from services.common.records.types import Purpose, StopReason, Task
 from services.common.records.types import Sequence as TokenSequence
+from services.common.telemetry.metrics import RolloutKey
 from services.common.text.chat import Message
 from services.common.text.programs import program_of, with_preamble
 from services.inference.workflows.base import (
@@ -33,8 +34,8 @@ from services.inference.workflows.base import (
     JudgeCase,
     Outcome,
     PolicyClient,
+    ProgramStatus,
     Reward,
-    RunStatus,
     WorkflowContext,
 )
 from services.inference.workflows.codegen import codegen_prompts
@@ -119,7 +120,7 @@ class _Job:
         if not cases:
             return ()
         if not program.strip():
-            nothing = CaseOutcome(verdict=RunStatus.INVALID_REQUEST, detail="there is no program in the answer")
+            nothing = CaseOutcome(verdict=ProgramStatus.INVALID_REQUEST, detail="there is no program in the answer")
             return (nothing,) * len(cases)
         entry_point = self.entry_point or ""
         code = with_preamble(program, self.preamble, entry_point)
@@ -143,7 +144,10 @@ class _Attempt:
         return self.conversation.sequence(
             reward=self.reward.value,
             stop_reason=_stop(self.turn),
-            metrics={"truncated": float(not self.turn.ended), "reward_unparsed": float(self.reward.unparsed)},
+            metrics={
+                RolloutKey.TRUNCATED.value: float(not self.turn.ended),
+                RolloutKey.REWARD_UNPARSED.value: float(self.reward.unparsed),
+            },
             role="coder",
             attempt=number,
         )
@@ -167,7 +171,7 @@ class _Check:
             reward=reward,
             stop_reason=_stop(self.turn),
             metrics={
-                "truncated": float(not self.turn.ended),
+                RolloutKey.TRUNCATED.value: float(not self.turn.ended),
                 "cases": float(len(self.read.cases)),
                 "cases_left_out": float(self.read.num_left_out),
                 "cases_unparsed": float(not self.read.cases),

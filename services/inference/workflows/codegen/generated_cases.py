@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from services.common.text.programs import fenced_blocks
 from services.common.text.tool_calls import cut_text
-from services.inference.workflows.base import CaseOutcome, JudgeCase, RunStatus
+from services.inference.workflows.base import CaseOutcome, JudgeCase, ProgramStatus
 
 VerifierReward = Literal["coupled", "own"]
 
@@ -37,12 +37,12 @@ _CHECK_CALL = re.compile(r"^check\(([\w.()]+)\)\s*$", re.MULTILINE)
 _MISSING = object()
 
 _WHAT_HAPPENED = {
-    RunStatus.RUNTIME_ERROR: "ended with an error",
-    RunStatus.COMPILE_ERROR: "is no valid Python",
-    RunStatus.TIME_LIMIT: "was stopped: it took too long",
-    RunStatus.MEMORY_LIMIT: "was stopped: it used too much memory",
-    RunStatus.OUTPUT_LIMIT: "was stopped: it wrote too much",
-    RunStatus.INVALID_REQUEST: "could not be run on this case",
+    ProgramStatus.RUNTIME_ERROR: "ended with an error",
+    ProgramStatus.COMPILE_ERROR: "is no valid Python",
+    ProgramStatus.TIME_LIMIT: "was stopped: it took too long",
+    ProgramStatus.MEMORY_LIMIT: "was stopped: it used too much memory",
+    ProgramStatus.OUTPUT_LIMIT: "was stopped: it wrote too much",
+    ProgramStatus.INVALID_REQUEST: "could not be run on this case",
 }
 
 
@@ -188,12 +188,12 @@ def _described(case: JudgeCase, outcome: CaseOutcome, max_chars: int) -> str:
     ]
     if outcome.passed:
         lines.append("your program passed")
-    elif outcome.verdict is RunStatus.WRONG_ANSWER and not is_function:
+    elif outcome.verdict is ProgramStatus.WRONG_ANSWER and not is_function:
         lines.append(f"your program printed:\n{shown(outcome.stdout) or '(nothing)'}")
     else:
         happened = _WHAT_HAPPENED.get(outcome.verdict, "gave another answer")
         said = shown(
-            outcome.stderr if outcome.verdict is RunStatus.RUNTIME_ERROR and outcome.stderr else outcome.detail
+            outcome.stderr if outcome.verdict is ProgramStatus.RUNTIME_ERROR and outcome.stderr else outcome.detail
         )
         lines.append(f"your program {happened}{f':{chr(10)}{said}' if said else ''}")
     return "\n".join(lines)

@@ -8,10 +8,9 @@ from typing import Any
 
 from services.common.errors import MillraceError
 from services.common.records.types import Task
+from services.common.text.tool_calls import STATUS_METRIC
 from services.common.tools import ToolResult
 from services.inference.workflows.base import Gateway
-
-_STATUS = "tool_status_"
 
 
 class GatewayTools:
@@ -38,7 +37,7 @@ class GatewayTools:
         self._turns += 1
         action = json.dumps({"name": name, "arguments": arguments})
         step = await gateway.step(self._episode_id, self._turns, action)
-        kinds = [name.removeprefix(_STATUS) for name in step.metrics if name.startswith(_STATUS)]
+        kinds = [name.removeprefix(STATUS_METRIC) for name in step.metrics if name.startswith(STATUS_METRIC)]
         return ToolResult(text=step.observation, status=kinds[0])
 
     async def close(self, gateway: Gateway) -> None:

@@ -23,6 +23,7 @@ from pydantic import Field
 
 from services.common.config.recipe import Recipe
 from services.common.records.types import StopReason, Task
+from services.common.telemetry.metrics import RolloutKey
 from services.common.text.tool_calls import (
     MalformedCall,
     ToolStatistics,
@@ -106,7 +107,7 @@ class ToolUse:
         sequence = played.conversation.sequence(
             reward=reward.value,
             stop_reason=played.stop_reason,
-            metrics={"reward_unparsed": float(reward.unparsed), **played.metrics},
+            metrics={RolloutKey.REWARD_UNPARSED.value: float(reward.unparsed), **played.metrics},
         )
         return Outcome(sequences=(sequence,), reward=reward.value)
 
@@ -123,7 +124,7 @@ class ToolUse:
             turns=tuple(turns),
             stop_reason=_STOP_REASONS[end],
             metrics={
-                "truncated": float(end == "length"),
+                RolloutKey.TRUNCATED.value: float(end == "length"),
                 **{f"end_{name}": float(name == end) for name in _STOP_REASONS},
                 **statistics.metrics(),
             },

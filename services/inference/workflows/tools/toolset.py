@@ -31,7 +31,7 @@ from services.common.tools import (
     schema_of,
 )
 from services.common.user_code import check_names, extras_of
-from services.inference.workflows.base import Execution, Gateway, RunStatus
+from services.inference.workflows.base import Execution, Gateway, ProgramStatus
 from services.inference.workflows.tools.gateway_tools import GatewayTool, GatewayTools
 
 
@@ -219,13 +219,13 @@ def build_tools(names: Sequence[str]) -> dict[str, AnyTool]:
 
 
 _STATUS = {
-    RunStatus.OK: ToolStatus.OK,
-    RunStatus.RUNTIME_ERROR: ToolStatus.PROGRAM_ERROR,
-    RunStatus.COMPILE_ERROR: ToolStatus.PROGRAM_ERROR,
-    RunStatus.TIME_LIMIT: ToolStatus.TIME_LIMIT,
-    RunStatus.MEMORY_LIMIT: ToolStatus.MEMORY_LIMIT,
-    RunStatus.OUTPUT_LIMIT: ToolStatus.OUTPUT_LIMIT,
-    RunStatus.INVALID_REQUEST: ToolStatus.INVALID_ARGUMENTS,
+    ProgramStatus.OK: ToolStatus.OK,
+    ProgramStatus.RUNTIME_ERROR: ToolStatus.PROGRAM_ERROR,
+    ProgramStatus.COMPILE_ERROR: ToolStatus.PROGRAM_ERROR,
+    ProgramStatus.TIME_LIMIT: ToolStatus.TIME_LIMIT,
+    ProgramStatus.MEMORY_LIMIT: ToolStatus.MEMORY_LIMIT,
+    ProgramStatus.OUTPUT_LIMIT: ToolStatus.OUTPUT_LIMIT,
+    ProgramStatus.INVALID_REQUEST: ToolStatus.INVALID_ARGUMENTS,
 }
 
 
