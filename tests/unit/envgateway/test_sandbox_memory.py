@@ -73,7 +73,7 @@ def test_a_kill_by_the_kernel_is_the_programs_fault_only_at_its_own_limit(
 def test_a_move_is_ordered_and_never_waited_for(slot: memcg.SlotMemory) -> None:
     slot._orders.setblocking(False)
     results = [slot.move(1000 + n) for n in range(5000)]
-    assert results[0] and not results[-1]  # nobody reads: the order is given again at the next look
+    assert results[0] and not results[-1]  # no process reads: the order is given again at the next look
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_many_mappings_make_the_look_at_shares_rare(looked: Callable[..., tuple[
 def test_where_a_cgroup_counts_the_shares_are_never_asked_for(looked: Callable[..., tuple[Run, list[str]]]) -> None:
     made, read = looked(shares_take_s=0.1, shares=999 << 20, group=True)
     assert not made.takes_too_much([1, 2, 3], 400 << 20, 1.0) and not read
-    assert made.takes_too_much([1], 101 << 20, 1.0)  # what one process holds needs no share
+    assert made.takes_too_much([1], 101 << 20, 1.0)  # memory of one process needs no share
 
 
 def test_shares_above_the_limit_are_too_much(looked: Callable[..., tuple[Run, list[str]]]) -> None:
