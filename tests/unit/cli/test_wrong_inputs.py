@@ -64,7 +64,7 @@ def folder(good: Path, tmp_path: Path, hub_address: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub_address)
     monkeypatch.setattr("services.common.importing._directories", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    # No environment of an engine beside the sources, whatever `make sglang-env` or `make vllm-env` made.
+    # Without the environments that `make sglang-env` and `make vllm-env` put beside the sources.
     monkeypatch.setattr("services.inference.engine.served.environment._REPOSITORY", tmp_path)
     monkeypatch.delenv("MILLRACE_SGLANG_PYTHON", raising=False)
     monkeypatch.delenv("MILLRACE_VLLM_PYTHON", raising=False)

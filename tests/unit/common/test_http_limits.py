@@ -100,7 +100,7 @@ async def test_who_asks_too_often_is_told_when_to_come_back(
     found = [await ask(listener) for _ in range(3)]  # each by a connection of its own
     assert [code for code, _ in found] == [200, 200, 429]
     assert int(found[-1][1].headers["Retry-After"]) >= 1
-    for own in ("127.0.0.2", "127.99.0.1"):  # whatever address of this machine it comes from
+    for own in ("127.0.0.2", "127.99.0.1"):  # each loopback address is an address of this machine
         connector = aiohttp.TCPConnector(local_addr=(own, 0))
         async with (
             aiohttp.ClientSession(headers=JSON, connector=connector) as session,

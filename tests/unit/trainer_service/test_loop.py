@@ -122,7 +122,7 @@ def test_a_checkpoint_that_is_asked_for_does_not_wait_for_the_next_batch(tmp_pat
             if training_step < 4:
                 return super().pull(training_step)
             self.pulls.append(training_step)
-            self.checkpoint = self.pulls.count(4) in (1, 3)  # again, of what is saved by then
+            self.checkpoint = self.pulls.count(4) in (1, 3)  # the second request asks for a newer checkpoint
             self.stopped = self.pulls.count(4) == 4
             return None
 
