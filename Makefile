@@ -34,7 +34,7 @@ install: $(STAMP) ## make .venv with what the project and its tests need; no com
 install-envs: $(ENVS) ## add ALFWorld, TextWorld, WebShop's tagger and a redis-server (compiler, cmake)
 
 $(RUNTIME): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 15) else "Millrace needs Python 3.11 to 3.14; name one with make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 15) else "Rollmill needs Python 3.11 to 3.14; name one with make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pip
 	@# torch first, alone: then no other package pulls a build with CUDA.
@@ -74,10 +74,10 @@ lock: ## resolve every version that make installs, newest first, into constraint
 	rm -rf $(VENV)-lock
 
 quickstart: $(RUNTIME) ## set up, train the calculator for a few minutes, draw the reward curve
-	$(BIN)/millrace run recipes/quickstart --set run.seed=$(SEED) --json
+	$(BIN)/rollmill run recipes/quickstart --set run.seed=$(SEED) --json
 
 run: $(RUNTIME) ## run RECIPE=recipes/...
-	$(BIN)/millrace run $(RECIPE)
+	$(BIN)/rollmill run $(RECIPE)
 
 # More workers than cores: tests wait for processes and deadlines more than they compute. Tests of one file share fixtures
 # and runs, so they stay on one worker; tests/order.py has the files that take longest begin first.
@@ -121,7 +121,7 @@ test-vllm: $(STAMP) ## the tests that need the true vLLM server, on a CPU
 	@tests/server_stage.sh vLLM $(BIN)/python $(VLLM)
 
 test-skypilot: $(STAMP) $(SKYPILOT)/.installed ## the tests that need SkyPilot, in an environment of its own
-	MILLRACE_SKYPILOT_PYTHON=$(CURDIR)/$(SKYPILOT)/bin/python MILLRACE_REQUIRE=skypilot $(BIN)/python -m pytest -q tests/unit/cli/test_deploy_clusters.py
+	ROLLMILL_SKYPILOT_PYTHON=$(CURDIR)/$(SKYPILOT)/bin/python ROLLMILL_REQUIRE=skypilot $(BIN)/python -m pytest -q tests/unit/cli/test_deploy_clusters.py
 
 $(SKYPILOT)/.installed:
 	$(PYTHON) -m venv $(SKYPILOT)
@@ -157,7 +157,7 @@ $(RACE)/.installed: benchmarks/race_requirements.txt
 	$(RACE)/bin/python -m pip install --quiet --no-deps --requirement $<
 	@touch $@
 
-race: $(STAMP) race-env ## run what is missing of docs/race.md, Millrace and TRL in turns on two cores, and draw it
+race: $(STAMP) race-env ## run what is missing of docs/race.md, Rollmill and TRL in turns on two cores, and draw it
 	$(BIN)/python benchmarks/race.py
 
 profile: $(STAMP) ## run RECIPE=recipes/... and say where its time goes, per process and per stage

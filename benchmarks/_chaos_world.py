@@ -26,7 +26,7 @@ from services.cli.run.fork_server import MODULES, ForkServer
 from services.cli.run.processes import WATCH_S, Processes
 from services.cli.watch.orchestrator_client import OrchestratorClient
 from services.common.config.reading.loading import load_recipe, save_resolved
-from services.common.errors import InfrastructureError, MillraceError
+from services.common.errors import InfrastructureError, RollmillError
 from services.common.pb import run_pb2
 from services.common.system.child import module_command, module_in
 from services.common.system.children import ChildProcess
@@ -153,7 +153,7 @@ class World:
         """None while the orchestrator does not answer."""
         try:
             return self.client.get_run().progress
-        except MillraceError:
+        except RollmillError:
             return None
 
     def version(self) -> int:
@@ -214,7 +214,7 @@ class World:
         name = name or f"guest{self._guests_ever}"
         address = orchestrator or orchestrator_address(self.recipe)
         spec = inference_process(self.recipe, "a", address, "--replica-id", name, "--port", "0")
-        environment = {**os.environ, **spec.env, **self.environment, "MILLRACE_DIE_WITH_PARENT": str(os.getpid())}
+        environment = {**os.environ, **spec.env, **self.environment, "ROLLMILL_DIE_WITH_PARENT": str(os.getpid())}
         started = self._forks.start(spec.argv, environment, self.run_dir / "logs" / f"{name}.stderr")
         if started is None:
             raise RuntimeError("the fork server is gone")

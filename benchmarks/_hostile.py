@@ -49,7 +49,7 @@ _JSONS: tuple[bytes, ...] = (
 class Rpc:
     """One method of the wire."""
 
-    path: str  # "/millrace.v1.RunService/GetRun"
+    path: str  # "/rollmill.v1.RunService/GetRun"
     request: Descriptor
     streams_in: bool
     streams_out: bool

@@ -36,7 +36,7 @@ def way_here() -> str:
     for way, parent in (("cgroup-v2", ROOT), ("cgroup-v1", ROOT / "memory")):
         if not (parent / ("cgroup.controllers" if way == "cgroup-v2" else "memory.limit_in_bytes")).is_file():
             continue
-        probe = parent / f"millrace-probe-{os.getpid()}"
+        probe = parent / f"rollmill-probe-{os.getpid()}"
         try:
             probe.mkdir()
         except OSError:
@@ -85,7 +85,7 @@ def limited(
 def _group(way: str, limit_bytes: int | None) -> Path | None:
     if way == "supervisor":
         return None
-    group = (ROOT if way == "cgroup-v2" else ROOT / "memory") / f"millrace-bench-{os.getpid()}-{time.monotonic_ns()}"
+    group = (ROOT if way == "cgroup-v2" else ROOT / "memory") / f"rollmill-bench-{os.getpid()}-{time.monotonic_ns()}"
     group.mkdir()
     if limit_bytes is not None:
         (group / ("memory.max" if way == "cgroup-v2" else "memory.limit_in_bytes")).write_text(str(limit_bytes))

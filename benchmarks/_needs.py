@@ -13,11 +13,11 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def why_no_rows(data: Path | None, paths: Iterable[str]) -> str | None:
-    """Files of rows below the folder that --data or MILLRACE_DATA_ROOT names."""
+    """Files of rows below the folder that --data or ROLLMILL_DATA_ROOT names."""
     if data is None:
-        return "no rows: name their folder with --data or MILLRACE_DATA_ROOT"
+        return "no rows: name their folder with --data or ROLLMILL_DATA_ROOT"
     missing = [path for path in paths if not (data / path).is_file()]
-    return f"no rows: {data} has no {', '.join(missing)} (--data or MILLRACE_DATA_ROOT)" if missing else None
+    return f"no rows: {data} has no {', '.join(missing)} (--data or ROLLMILL_DATA_ROOT)" if missing else None
 
 
 def why_not(name: str) -> str | None:

@@ -1,6 +1,6 @@
 """Cases of published RL code, and how far our answers are from theirs: used by oracle_vectors.py and by the tests.
 
-A file of MILLRACE_DATA_ROOT/oracle_vectors is one algorithm. An adapter runs one of its cases through the real
+A file of ROLLMILL_DATA_ROOT/oracle_vectors is one algorithm. An adapter runs one of its cases through the real
 functions of the trainer and gives an ``Answer``. ``judge`` compares both answers:
 
     agrees      every output is within the case's tolerance of the oracle's
@@ -64,8 +64,8 @@ Adapter = Callable[[Case], Answer]
 
 
 def folder() -> Path | None:
-    """Where the vectors are; None where MILLRACE_DATA_ROOT has none."""
-    found = Path(os.environ.get("MILLRACE_DATA_ROOT") or "/none") / "oracle_vectors"
+    """Where the vectors are; None where ROLLMILL_DATA_ROOT has none."""
+    found = Path(os.environ.get("ROLLMILL_DATA_ROOT") or "/none") / "oracle_vectors"
     return found if found.is_dir() else None
 
 

@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 
 from services.common.aio import TaskOwner
-from services.common.errors import DeadlineError, InfrastructureError, LeaseLostError, MillraceError
+from services.common.errors import DeadlineError, InfrastructureError, LeaseLostError, RollmillError
 from services.common.pb import pool_pb2, pool_pb2_grpc, training_pb2, training_pb2_grpc, trajectory_pb2, weights_pb2
 from services.common.rpc.client.channel import channel, translated_errors
 from services.common.wire.records import interval_to_proto
@@ -138,7 +138,7 @@ class ScriptedReplica:
             try:
                 with translated_errors("orchestrator", stream):
                     await work()
-            except MillraceError:
+            except RollmillError:
                 pass  # it is restarting, or has ended the stream: join again
             await asyncio.sleep(RETRY_S)
 
@@ -398,7 +398,7 @@ class ScriptedTrainer:
                             self.stopped.set()
                             call.cancel()
                             return
-            except MillraceError:
+            except RollmillError:
                 pass  # it is restarting: join again
             await asyncio.sleep(RETRY_S)
 

@@ -1,6 +1,6 @@
 """The sides of the race and how one run of each is made: settings, command, and the resulting chunks.
 
-A run of Millrace is the ``millrace`` command on the recipe of the task, from a checkpoint that both sides share,
+A run of Rollmill is the ``rollmill`` command on the recipe of the task, from a checkpoint that both sides share,
 without evaluations; its rollouts are read from the journal. A run of TRL is ``_race_trl.py`` in an environment of its
 own.
 """

@@ -19,9 +19,9 @@ Row = Mapping[str, Any]
 SMOOTHED = 512  # rollouts that a point of a drawn curve is the mean of
 COLORS = {"isolated": "C0", "inprocess": "C2", "isolated-grpo": "C1", "trl": "C3", "changed": "C4"}
 LABELS = {
-    "isolated": "Millrace, isolated",
-    "inprocess": "Millrace, in process",
-    "isolated-grpo": "Millrace, isolated, GRPO's advantages",
+    "isolated": "Rollmill, isolated",
+    "inprocess": "Rollmill, in process",
+    "isolated-grpo": "Rollmill, isolated, GRPO's advantages",
 }
 # The keys: our arm, and the settings of TRL that it is compared with.
 PAIRS: Mapping[str, tuple[str, Iterable[str]]] = {

@@ -4,7 +4,7 @@
 
 The settings name a checkpoint, a file of rows, a task (``code`` or ``tool``), and the settings of TRL. Each generated
 batch is a line of the output file: seconds and CPU seconds since training began, and its rewards. Imports and the
-loading of the model come before that. Uses only the reward and the tool of Millrace, which are plain functions.
+loading of the model come before that. Uses only the reward and the tool of Rollmill, which are plain functions.
 """
 
 from __future__ import annotations

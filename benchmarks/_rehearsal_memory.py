@@ -1,4 +1,4 @@
-"""The peak of one trainer rank's GPU memory at the true size of each recipe, by fake tensors, against `millrace check`.
+"""The peak of one trainer rank's GPU memory at the true size of each recipe, by fake tensors, against `rollmill check`.
 
 A fake tensor has a shape, a type and a storage of a size, and no memory. The rank builds its model as in a run, sharded by
 FSDP2 over a fake process group; states of the optimizer and gradients are there, as in the middle of a minibatch. Then the

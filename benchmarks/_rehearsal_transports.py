@@ -45,7 +45,7 @@ def why_not(size_bytes: int) -> str | None:
 
 def transport_rows(size_bytes: int) -> dict[str, object]:
     """One row for each way as ``transports``, and the peak of memory in all."""
-    directory = Path(tempfile.mkdtemp(prefix="millrace-rehearsal-", dir=SHARED_MEMORY))
+    directory = Path(tempfile.mkdtemp(prefix="rollmill-rehearsal-", dir=SHARED_MEMORY))
     publisher = PublisherProcess(
         run_id=RUN, policy=POLICY, config=WeightsConfig(port=0, transfer="delta"), run_dir=directory / "run"
     )

@@ -76,7 +76,7 @@ def weight_rows(quick: bool) -> dict[str, object]:
     """Seconds of each stage for 8B on one host, and the table over a link. ``quick``: a quarter of the embedding."""
     keep_freed_memory(one_arena=True)
     rows = SHAPE.vocabulary // 4 if quick else None
-    directory = Path(tempfile.mkdtemp(prefix="millrace-rehearsal-", dir="/dev/shm"))
+    directory = Path(tempfile.mkdtemp(prefix="rollmill-rehearsal-", dir="/dev/shm"))
     try:
         stages = asyncio.run(_OneHost(directory, layer_specs(rows=rows)).run())
     finally:
@@ -113,7 +113,7 @@ class _OneHost:
         server.add(
             weights_pb2_grpc.add_WeightServiceServicer_to_server,
             WeightServicer({_POLICY: store}),
-            "millrace.v1.WeightService",
+            "rollmill.v1.WeightService",
         )
         await server.start()
         mirror, stage = Mirror(_POLICY), None

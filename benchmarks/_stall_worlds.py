@@ -25,7 +25,7 @@ from typing import Any
 from services.cli.plan.specs import warm_start_commands
 from services.cli.watch.orchestrator_client import OrchestratorClient
 from services.common.config.reading.loading import save_resolved, validate
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.pb import run_pb2
 from tests.needs import installed
 
@@ -128,7 +128,7 @@ class World:
     def progress(self) -> run_pb2.RunProgress | None:
         try:
             return self.client.get_run().progress
-        except MillraceError:
+        except RollmillError:
             return None
 
     def close(self, keep: bool = False) -> None:

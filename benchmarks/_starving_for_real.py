@@ -107,7 +107,7 @@ async def play(case: Case) -> tuple[Outcomes, int]:
     """
     if case.late == "mask":
         raise ValueError("late: mask is played in virtual time only")
-    with tempfile.TemporaryDirectory(prefix="millrace-starving-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rollmill-starving-") as folder:
         port = free_port()
         _write_recipe(Path(folder), port, case)
         process = orchestrator(folder)

@@ -45,16 +45,16 @@ class TwoNodeRun:
         self._directory = directory
         self._settings = (*SETTINGS, f"run.dir={self.run_dir.parent}", *settings)
         self._environment = {"PATH": machines.path, "PYTHON": sys.executable, "COLUMNS": "300"}
-        self._environment |= dict.fromkeys(("MILLRACE_KEYS", "NODE_HOST", "ORCHESTRATOR_HOST_EXTERNAL", "RUN_DIR"), "")
+        self._environment |= dict.fromkeys(("ROLLMILL_KEYS", "NODE_HOST", "ORCHESTRATOR_HOST_EXTERNAL", "RUN_DIR"), "")
         self.node0: subprocess.Popen[str] | None = None
         self.node1: subprocess.Popen[str] | None = None
         self._started: list[subprocess.Popen[str]] = []
 
     def start(self) -> None:
-        """``millrace run`` on node 0; returns when the commands for node 1 are printed."""
+        """``rollmill run`` on node 0; returns when the commands for node 1 are printed."""
         arguments = [part for setting in self._settings for part in ("--set", setting)]
         command = ["run", self._recipe, "--profile", "tiny", *arguments]
-        self.node0 = self.millrace(self.machines.node0, *command, output="node0")
+        self.node0 = self.rollmill(self.machines.node0, *command, output="node0")
         self.wait_for(
             lambda: len(self.printed()) == 3 and self.output("node0").endswith("\n"), "the commands for node 1"
         )
@@ -73,8 +73,8 @@ class TwoNodeRun:
             script = script.replace(old, new)
         self.node1 = self._popen(self.machines.node1, ["bash", "-c", script], "node1")
 
-    def millrace(self, machine: Machine, *arguments: str, output: str, **variables: str) -> subprocess.Popen[str]:
-        """Start a command of ``millrace`` on a machine."""
+    def rollmill(self, machine: Machine, *arguments: str, output: str, **variables: str) -> subprocess.Popen[str]:
+        """Start a command of ``rollmill`` on a machine."""
         return self._popen(machine, [sys.executable, "-m", "services.cli", *arguments], output, variables)
 
     def ask(self, command: str, role: str = "operator") -> str:
@@ -82,8 +82,8 @@ class TwoNodeRun:
         recipe = json.loads((self.run_dir / "recipe.json").read_text())
         address = f"{recipe['orchestrator']['host']}:{recipe['orchestrator']['port']}"
         keys = str(self.run_dir / "keys" / role)
-        process = self.millrace(
-            self.machines.node0, command, "--orchestrator", address, output="asked", MILLRACE_KEYS=keys
+        process = self.rollmill(
+            self.machines.node0, command, "--orchestrator", address, output="asked", ROLLMILL_KEYS=keys
         )
         code = process.wait(60)
         assert code == 0, self.output("asked")

@@ -140,7 +140,7 @@ def main() -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     arms: dict[str, Any] = {"ours": ours, "theirs": theirs}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
-    with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="millrace-checkpoints-") as made:
+    with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="rollmill-checkpoints-") as made:
         for turn in range(4):
             for name in (list(arms), list(arms)[::-1])[turn % 2]:
                 directory = Path(made) / name

@@ -85,7 +85,7 @@ def main() -> None:
     cases = [case for case in (*INJECTED, *healthy) if not options.only or case.name in options.only]
     if options.quick:
         cases = [replace(case, settings=(*case.settings, "run.steps=12")) for case in (INJECTED[1], healthy[0])]
-    with tempfile.TemporaryDirectory(prefix="millrace-doctor-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="rollmill-doctor-") as scratch:
         verdicts = {case: _verdict(case, options.keep or Path(scratch)) for case in cases}
     _report(verdicts)
 

@@ -85,7 +85,7 @@ def main() -> None:
 
 def _run(num_replicas: int, seconds: float, every: int) -> tuple[float, list[dict[str, Any]], int]:
     """Sequences trained per second, finished evaluations, and cancelled rollouts."""
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rollmill-bench-") as folder:
         port = free_port()
         _write_recipe(Path(folder), port, every)
         process = orchestrator(folder)

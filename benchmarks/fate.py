@@ -1,4 +1,4 @@
-"""Measures ``millrace fate`` on a long run: rollouts per second, and memory, which does not grow with the run.
+"""Measures ``rollmill fate`` on a long run: rollouts per second, and memory, which does not grow with the run.
 
 Writes the journal of a run through the real ``Journal`` (task groups of 8, 200 to 400 tokens each, a third of the
 groups dropped for equal rewards, batches of 128, a version per batch), then reads it in a fresh process: seconds and

@@ -219,7 +219,7 @@ def main() -> int:
     head = check_head(size, options.device, 1 if small else 5)
     if options.device == "cuda":
         torch.cuda.empty_cache()  # the ranks want it
-    with tempfile.TemporaryDirectory(prefix="millrace-gpu-check-") as directory:
+    with tempfile.TemporaryDirectory(prefix="rollmill-gpu-check-") as directory:
         build(size).save_pretrained(directory)
         trainer = check_trainer(Path(directory), options, 2 if small else 5, 2048 if small else 32_768)
     wrong = problems(engine, head, trainer)

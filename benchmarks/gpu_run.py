@@ -185,7 +185,7 @@ def main() -> int:
     options = parser.parse_args()
     size = SIZES["quick" if options.quick else "gpu"]
     steps = 3 if options.quick else options.steps
-    with tempfile.TemporaryDirectory(prefix="millrace-gpu-run-") as made:
+    with tempfile.TemporaryDirectory(prefix="rollmill-gpu-run-") as made:
         directory = Path(made)
         build(directory / "model", 1, **size["model"])
         runs = {name: play(directory, name, options.device, steps, size) for name in ("apart", "shared")}

@@ -39,7 +39,7 @@ import xxhash
 from benchmarks._journal_million import write_million
 from benchmarks._processes import free_port, kill, orchestrator, tree_cpu_s
 from benchmarks._report import report_facts
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.records.types import Segment, Sequence, StopReason, Trajectory
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
@@ -76,7 +76,7 @@ def main() -> None:
     if options.quick:
         left_out["a million trajectories"] = f"--quick: {num_restarted} are restarted, seconds are scaled"
         left_out["200 places"] = f"--quick: {num_places} per segment"
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="rollmill-bench-") as scratch:
         trial = Trial()
         asyncio.run(spoil_index(Path(scratch) / "index", trial, options.seed))
         asyncio.run(damage_segments(Path(scratch) / "segments", trial, num_places, options.seed))
@@ -118,7 +118,7 @@ class Trial:
         self.damaged += len(damaged)
         try:
             keeper = IndexKeeper(directory)
-        except (MillraceError, OSError, ValueError):
+        except (RollmillError, OSError, ValueError):
             self.refused += 1
             return
         keeper.close()

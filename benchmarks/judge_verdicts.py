@@ -8,7 +8,7 @@
 - Ten Codeforces and CodeContests rows: our right solutions must pass all their cases, our wrong ones fail; every case has
   a verdict, also those after the first failure.
 
-The rows are read from the folder that MILLRACE_DATA_ROOT (or --data) names: humaneval/, leetcode/, deepcoder_codeforces/,
+The rows are read from the folder that ROLLMILL_DATA_ROOT (or --data) names: humaneval/, leetcode/, deepcoder_codeforces/,
 code_contests/. ``ours`` is the share of right verdicts over everything.
 
     python benchmarks/judge_verdicts.py [--quick] [--data DIR] [--seed 1] [--mutants 1000]
@@ -70,7 +70,7 @@ async def measure(data: Path, num_mutants: int, seed: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="200 mutants: under a minute")
-    parser.add_argument("--data", type=Path, default=os.environ.get("MILLRACE_DATA_ROOT"), help="folder of the rows")
+    parser.add_argument("--data", type=Path, default=os.environ.get("ROLLMILL_DATA_ROOT"), help="folder of the rows")
     parser.add_argument("--seed", type=int, default=1, help="of the mutants")
     parser.add_argument("--mutants", type=int, default=1000, help="how many must be judged")
     arguments = parser.parse_args()

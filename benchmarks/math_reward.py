@@ -13,7 +13,7 @@
   Math-Verify over that of the pool, owner included: the ratio to expect on idle cores. ``throughput_ratio``
   is ours / (workers x theirs).
 
-The rows are read from the folder that MILLRACE_DATA_ROOT (or --data) names: math500/, aime24/, aime25/, amc23/,
+The rows are read from the folder that ROLLMILL_DATA_ROOT (or --data) names: math500/, aime24/, aime25/, amc23/,
 math_train/.
 
     python benchmarks/math_reward.py [--quick] [--data DIR] [--workers 2] [--cases 6000] [--per-repeat 2000] [--seed 1]
@@ -222,7 +222,7 @@ async def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer of everything: under a minute")
-    parser.add_argument("--data", type=Path, default=os.environ.get("MILLRACE_DATA_ROOT"), help="folder of the rows")
+    parser.add_argument("--data", type=Path, default=os.environ.get("ROLLMILL_DATA_ROOT"), help="folder of the rows")
     parser.add_argument("--workers", type=int, default=max(1, int(num_cores()) // 2), help="of the pool")
     parser.add_argument("--cases", type=int, default=6000, help="completions of the comparison")
     parser.add_argument("--per-repeat", type=int, default=2000, help="completions of each repeat of the timing")

@@ -109,7 +109,7 @@ def main() -> None:
 
 
 async def _play(arm: Arm, steps: int, seed: int) -> Found:
-    with tempfile.TemporaryDirectory(prefix="millrace-mixture-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rollmill-mixture-") as folder:
         run_dir, port = Path(folder), free_port()
         _write_recipe(run_dir, port, arm, steps)
         process = orchestrator(folder)

@@ -2,7 +2,7 @@
 
     python benchmarks/oracle_vectors.py [ALGORITHM ...] [--quick]
 
-Reads MILLRACE_DATA_ROOT/oracle_vectors: answers of verl, AReaL, AstraFlow, RLinf and prime-rl on seeded random batches.
+Reads ROLLMILL_DATA_ROOT/oracle_vectors: answers of verl, AReaL, AstraFlow, RLinf and prime-rl on seeded random batches.
 For each algorithm: how many of its cases agree within the oracle's own tolerance, how many differ by design, with the
 reason, and the largest difference of those that agree, relative to max(1, |theirs|). It exits with 1 when one differs
 without a reason, or when a file has no adapter. ``--quick`` has no effect: the whole takes seconds.
@@ -47,7 +47,7 @@ def main() -> int:
     arguments = parser.parse_args()
     root = folder()
     if root is None:
-        report_facts(NAME, left_out={EVERYTHING: "MILLRACE_DATA_ROOT names no folder with oracle_vectors"})
+        report_facts(NAME, left_out={EVERYTHING: "ROLLMILL_DATA_ROOT names no folder with oracle_vectors"})
         return 0
     found: dict[str, dict[str, Any]] = {}
     lacking = []

@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def _measure(arm: Arm, rate: float, warm_up_s: float, measured_s: float) -> Measured:
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rollmill-bench-") as folder:
         port = free_port()
         _write_recipe(Path(folder), port)
         process = spawn([sys.executable, str(HERE / "_one_host.py"), "--run-dir", folder])

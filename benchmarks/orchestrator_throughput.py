@@ -131,7 +131,7 @@ class _Ours:
 
 
 def _ours(workload: Any, batch: int, max_staleness: int, seed: int, *, paced: bool = False) -> Any:
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rollmill-bench-") as folder:
         port = free_port()
         _write_recipe(Path(folder), port, batch, max_staleness)
         run = _Ours(

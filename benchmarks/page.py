@@ -1,4 +1,4 @@
-"""Measures the answers of ``millrace page`` with a run of 100,000 trajectories, in a real browser (Chromium, headless).
+"""Measures the answers of ``rollmill page`` with a run of 100,000 trajectories, in a real browser (Chromium, headless).
 
 Writes a run directory (real journal, two turns of a policy with a tool result each), serves it by the command in a process
 of its own, waits until its journal is indexed, and then does what a person does, many times: opens every view, searches
@@ -181,7 +181,7 @@ def main() -> None:
     if installed("chromium") is None:
         report_nothing("page", "there is no chromium (apt-get install chromium)")
         return
-    with tempfile.TemporaryDirectory(prefix="millrace-page-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rollmill-page-") as folder:
         asyncio.run(_run(options, Path(folder)))
 
 

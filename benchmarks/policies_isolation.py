@@ -83,7 +83,7 @@ def main() -> None:
 
 def _run(policies: tuple[str, ...], seconds: float, kill: str = "") -> tuple[dict[str, float], dict[str, float]]:
     """Steps per second of each policy; with ``kill``, of the time before and after that trainer was killed."""
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rollmill-bench-") as folder:
         port = free_port()
         _write_recipe(Path(folder), port, policies)
         replica = [sys.executable, __file__, "--replica", f"{port}/{','.join(policies)}"]

@@ -1,21 +1,21 @@
-"""Races Millrace against TRL's GRPO to one goal, from one checkpoint, on the same two cores.
+"""Races Rollmill against TRL's GRPO to one goal, from one checkpoint, on the same two cores.
 
 Both demonstrations of the repository are trained by both sides, in turns, never at once:
 
     code    recipes/quickstart-code: one-line programs, judged on hidden inputs
     tool    recipes/quickstart: arithmetic with a calculator, at most three turns
 
-    isolated    Millrace as the recipe has it: every program in the sandbox
-    inprocess   Millrace with reward and tool as plain functions in the replica's process
+    isolated    Rollmill as the recipe has it: every program in the sandbox
+    inprocess   Rollmill with reward and tool as plain functions in the replica's process
     trl-PxG     TRL's GRPOTrainer with P prompts of G rollouts in a batch, reward and tool as plain functions
     isolated-grpo, trl-PxG-reward
-                the estimator of the other side: Millrace with GRPO's advantages, and TRL changed so that the reward is
+                the estimator of the other side: Rollmill with GRPO's advantages, and TRL changed so that the reward is
                 the advantage, as in the recipes
 
 The hit is the first moment at which the mean over the last 1,280 sampled rollouts, those of dropped groups included, is
 .9. Seconds count from version 0: imports, the loading of the model and the making of the checkpoint do not. CPU seconds
 are those of all processes of a side. No side evaluates. ``code_ratio`` and ``tool_ratio`` are TRL's seconds to the hit
-over those of Millrace isolated, ``…_inprocess_ratio`` over those of Millrace in process, ``…_cpu_ratio`` the same of
+over those of Rollmill isolated, ``…_inprocess_ratio`` over those of Rollmill in process, ``…_cpu_ratio`` the same of
 CPU seconds; medians over seeds, TRL at its best setting. ``…_grpo_ratio`` has GRPO's advantages on both sides,
 ``…_changed_ratio`` the reward as advantage on both sides. A run that has not hit at the cap counts with its end
 (``cut_off``).
@@ -123,7 +123,7 @@ def main() -> None:
     cap_s = options.cap or (QUICK_CAP_S if options.quick else CAP_S)
     quick = {task: ("isolated", "inprocess", *QUICK_TRL[task]) for task in RECIPES}
     arms = {task: options.arms or (quick[task] if options.quick else ARMS) for task in RECIPES}
-    with tempfile.TemporaryDirectory(prefix="millrace-race-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rollmill-race-") as folder:
         results = Results(Path(folder) / "race.jsonl" if options.quick else options.results)
         for number, cell in enumerate(cells(options.tasks, arms, num_seeds)):
             if results.has(cell, cap_s) and not options.again:

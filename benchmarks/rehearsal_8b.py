@@ -1,6 +1,6 @@
 """A rehearsal of 8B recipes without a GPU: memory of the trainers, and the way of a weight version to the engines.
 
-- ``check_error``: the worst difference between `millrace check` and the peak of a training step in fake tensors of the
+- ``check_error``: the worst difference between `rollmill check` and the peak of a training step in fake tensors of the
   true shapes, over the real recipes (``_rehearsal_memory.py``);
 - ``publish_to_serving_s_8b``: from the announcement of a version to an engine's stage on the same host, extrapolated from
   the rates of one true layer and the embedding on this machine; ``snapshot_s_8b`` before it, while the trainer waits; and

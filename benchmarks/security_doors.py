@@ -57,7 +57,7 @@ from services.common.telemetry.log_events import LogEvent
 
 QUICK, FULL = 1_500, 100_000
 RSS_BOUND_MIB = 256.0
-_STOPPING = "/millrace.v1.RunService/StopRun"
+_STOPPING = "/rollmill.v1.RunService/StopRun"
 Guest = tuple[str, Door, Visitor]  # address first
 _WARM_UP = 0.1  # of the messages, before memory is measured
 
@@ -94,7 +94,7 @@ def main() -> None:
 async def _run(count: int, seed: int, only: str | None) -> tuple[Tally, dict[str, dict[str, Any]]]:
     tally, fuzzed = Tally(), {}
     for certificates in (False, True):
-        with tempfile.TemporaryDirectory(prefix="millrace-doors-") as name:
+        with tempfile.TemporaryDirectory(prefix="rollmill-doors-") as name:
             folder = Path(name)
             keys = Keyring.make(folder / "keys", RUN, client_certificates=certificates)
             visitors = Visitors(keys, folder)
@@ -229,7 +229,7 @@ class _NoEnvironments:
 
 
 async def _try_bulk(services: Services, visitors: Visitors, tally: Tally) -> None:
-    guest = _guest(visitors, "/millrace.v1.WeightService/GetManifest")
+    guest = _guest(visitors, "/rollmill.v1.WeightService/GetManifest")
     async with visitors.channel(services.addresses["publisher"], guest) as channel:
         stub = weights_pb2_grpc.WeightServiceStub(channel)
         request = weights_pb2.GetManifestRequest(
@@ -304,7 +304,7 @@ def _figures(warm: Outcome, outcome: Outcome, alive: bool, growth: float, log: s
 
 async def _well(name: str, address: str, visitors: Visitors) -> bool:
     """Whether health says SERVING and a healthy call gets the right answer."""
-    viewer = _guest(visitors, "/millrace.v1.StatusService/GetStatus")
+    viewer = _guest(visitors, "/rollmill.v1.StatusService/GetStatus")
     operator = next(v for v in visitors.of("/grpc.health.v1.Health/Check") if v.is_guest and v.name == "operator")
     try:
         async with visitors.channel(address, viewer) as channel:

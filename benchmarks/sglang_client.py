@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="16 requests at once")
     parser.add_argument("--requests", type=int, default=64, help="at once")
     arguments = parser.parse_args()
-    directory = Path(tempfile.mkdtemp(prefix="millrace-sglang-"))
+    directory = Path(tempfile.mkdtemp(prefix="rollmill-sglang-"))
     try:
         found = asyncio.run(microseconds(16 if arguments.quick else arguments.requests, directory))
     finally:

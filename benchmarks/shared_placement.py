@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.8, help="of the memory of both halves")
     options = parser.parse_args()
     steps = 3 if options.quick else STEPS
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as made:
+    with tempfile.TemporaryDirectory(prefix="rollmill-bench-") as made:
         directory = Path(made)
         hidden, layers = (512, 6) if options.quick else (768, 12)
         build(

@@ -44,7 +44,7 @@ from benchmarks._peers import ScriptedTrainer
 from benchmarks._report import report_facts
 from benchmarks._stall_worlds import Shape, Step, World
 from services.cli.watch.notices import OrchestratorLiveness
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.system.cores import num_cores
 
 NAMED_WITHIN_S = 30.0
@@ -116,7 +116,7 @@ def _by_the_cli(world: World, liveness: OrchestratorLiveness) -> set[Pair]:
     """The orchestrator cannot report itself: its watcher does."""
     try:
         world.client.get_run()
-    except MillraceError:
+    except RollmillError:
         liveness.missed()
     else:
         liveness.answered()

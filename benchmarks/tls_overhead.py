@@ -76,7 +76,7 @@ def main() -> None:
     # Many short rounds: what else the machine does then hits both arms alike.
     rounds, seconds, mib = (12, 0.3, 64) if options.quick else (40, 0.5, options.weights_mib)
     measured: Measured = {}
-    with tempfile.TemporaryDirectory(prefix="millrace-tls-") as name:
+    with tempfile.TemporaryDirectory(prefix="rollmill-tls-") as name:
         folder = Path(name)
         keys = Keyring.make(folder / "keys", RUN)
         asyncio.run(_control("control", _calls, "reports_per_s", keys, folder, rounds, seconds, measured))
@@ -243,7 +243,7 @@ class _Pool(pool_pb2_grpc.PoolServiceServicer):
 async def _serve_commands(options: argparse.Namespace) -> None:
     identity.configure(Role.ORCHESTRATOR)
     server = Server(service="orchestrator", instance_id="o", host="127.0.0.1", port=options.port, run_id=RUN)
-    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, _Pool(), "millrace.v1.PoolService")
+    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, _Pool(), "rollmill.v1.PoolService")
     await server.start()
     server.set_ready()
     await server.wait_for_stop()

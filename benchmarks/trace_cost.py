@@ -148,7 +148,7 @@ def _record_us(timing: bool) -> float:
 
 def _measure(timing: bool, tokens_per_s: float, seconds: float, seed: int) -> tuple[float, float, float]:
     """Sequences per second, microseconds of processor time and bytes of journal per sequence."""
-    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rollmill-bench-") as folder:
         port = free_port()
         _write_recipe(Path(folder), port, timing, tokens_per_s, seed)
         address = f"127.0.0.1:{port}"

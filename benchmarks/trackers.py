@@ -57,7 +57,7 @@ def main() -> None:
     steps = 40 if options.quick else options.steps
     left_out = {str(tracker): line for tracker in Tracker for line in missing_packages([tracker])}
     trackers = [tracker for tracker in Tracker if str(tracker) not in left_out]
-    with tempfile.TemporaryDirectory(prefix="millrace-trackers-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="rollmill-trackers-") as scratch:
         start_s, process_s, end_s, sent, written = _follow(Path(scratch), trackers, steps)
         recorder_s = _recorder(Path(scratch), steps)
     per_step = process_s / steps + recorder_s

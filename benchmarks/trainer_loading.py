@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="ranks on this machine")
     parser.add_argument("--quick", action="store_true", help="a smaller model, one repetition")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="millrace-loading-") as directory:
+    with tempfile.TemporaryDirectory(prefix="rollmill-loading-") as directory:
         small, path = Path(directory) / "small", Path(directory) / "model"
         save(small, 64, 2)
         num_parameters = save(path, *((512, 8) if options.quick else (1024, 12)))

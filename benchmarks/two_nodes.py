@@ -130,7 +130,7 @@ def main() -> None:
     if reason := why_not("two machines"):
         report_nothing("two_nodes", reason)
         return
-    with tempfile.TemporaryDirectory(prefix="millrace-two-nodes-") as directory:
+    with tempfile.TemporaryDirectory(prefix="rollmill-two-nodes-") as directory:
         measure(Path(directory), 1 if options.quick else 3)
 
 

@@ -1,6 +1,6 @@
 """Counts the files and functions that a reader opens to follow one action through the system, for four walks.
 
-The script runs a cut-down quickstart with `millrace run`: real processes, real gRPC, a replay engine. `sys.setprofile` and
+The script runs a cut-down quickstart with `rollmill run`: real processes, real gRPC, a replay engine. `sys.setprofile` and
 `threading.setprofile` record every call of a function of `services/` in the orchestrator, the replica, the trainer and the
 weight publisher (benchmarks/_walk_hooks.py, which a `sitecustomize` in PYTHONPATH imports; services have no hook for this).
 
@@ -221,7 +221,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="six training steps instead of twelve")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="millrace-walks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rollmill-walks-") as folder:
         traces = read(trace(Path(folder), steps=6 if options.quick else 12))
     background = quiet_chains(traces)
     counted = {name: count(walk, traces, background) for name, walk in WALKS.items()}

@@ -49,7 +49,7 @@ class Publisher:
     """The real publisher process over made-up versions."""
 
     def __init__(self, size_bytes: int, seed: int, send_bytes_per_s: float) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="millrace-bench-", dir="/dev/shm")
+        self._directory = tempfile.TemporaryDirectory(prefix="rollmill-bench-", dir="/dev/shm")
         self._maker = VersionMaker(model_specs(size_bytes), Path(self._directory.name), seed)
         self.size_bytes = self._maker.size_bytes
         config = WeightsConfig(port=0, transfer="delta", keep_versions=3, send_bytes_per_s=send_bytes_per_s)

@@ -69,7 +69,7 @@ MODEL = "small"
 
 def _publish_on_request(pipe: Connection, specs: list[TensorSpec], core: int, seed: int) -> None:
     os.sched_setaffinity(0, {core})
-    directory = Path(tempfile.mkdtemp(prefix="millrace-bench-", dir="/dev/shm"))
+    directory = Path(tempfile.mkdtemp(prefix="rollmill-bench-", dir="/dev/shm"))
     publisher = PublisherProcess(
         run_id=RUN, policy=POLICY, config=WeightsConfig(port=0, transfer="delta", keep_versions=3)
     )

@@ -77,7 +77,7 @@ async def measured(seconds: float, every_s: float, directory: Path) -> dict[str,
     server.add(
         weights_pb2_grpc.add_WeightServiceServicer_to_server,
         WeightServicer({POLICY: store}),
-        "millrace.v1.WeightService",
+        "rollmill.v1.WeightService",
     )
     await server.start()
     mirror = Mirror(POLICY)
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="for each delta")
     arguments = parser.parse_args()
     seconds = 6.0 if arguments.quick else arguments.seconds
-    directory = Path(tempfile.mkdtemp(prefix="millrace-slow-", dir="/dev/shm"))
+    directory = Path(tempfile.mkdtemp(prefix="rollmill-slow-", dir="/dev/shm"))
     try:
         facts = asyncio.run(measured(seconds, seconds / 3, directory))
     finally:

@@ -185,7 +185,7 @@ class Benchmark:
         self.publisher.start()
         self.plain_sender = PlainSender(theirs)
         os.sched_setaffinity(0, ours)
-        self.plain = PlainReceiver(self.versions.specs, DEFAULT_DIRECTORIES[0] / f"millrace-plain-{os.getpid()}")
+        self.plain = PlainReceiver(self.versions.specs, DEFAULT_DIRECTORIES[0] / f"rollmill-plain-{os.getpid()}")
         self.times = Times()
 
     def close(self) -> None:

@@ -41,12 +41,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", type=Path, default=ROOT / "recipes" / "quickstart")
     parser.add_argument(
-        "--set", action="append", default=[], dest="overrides", help="override a setting, as `millrace run`"
+        "--set", action="append", default=[], dest="overrides", help="override a setting, as `rollmill run`"
     )
     parser.add_argument("--quick", action="store_true", help="eight steps of the quickstart from a rough checkpoint")
     options = parser.parse_args()
     overrides = [*(QUICK if options.quick else ()), *options.overrides]
-    with tempfile.TemporaryDirectory(prefix="millrace-profile-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rollmill-profile-") as folder:
         facts = profile(options.recipe, overrides, Path(folder))
     print_tables(facts)
     report_facts("where_time_goes", recipe=options.recipe.name, **facts)

@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks._report import report_facts
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = ("services/*", "recipes", "benchmarks", "examples", "millrace", "tests")
+CODE = ("services/*", "recipes", "benchmarks", "examples", "rollmill", "tests")
 PAGES = ("*.md", "docs/**/*.md", "recipes/**/*.md", "services/**/*.md", "deploy/**/*.md", "examples/**/*.md")
 WORDS = frozenset(
     [

@@ -18,7 +18,7 @@ actions. Per world:
                              above the bound
     slowest_turn_s           at the client
 
-ALFWorld plays the package's houses made here, WebShop a made catalogue unless MILLRACE_DATA_ROOT has one; TextWorld
+ALFWorld plays the package's houses made here, WebShop a made catalogue unless ROLLMILL_DATA_ROOT has one; TextWorld
 three games, or one. ``agentbench`` is our client against our own task server over ``household_toy``; ``taskserver``
 sends that server bodies that are no request.
 
@@ -50,7 +50,7 @@ from services.common.telemetry.log_events import LogEvent
 
 sys.path.insert(0, str(ROOT))
 
-from services.common.errors import InfrastructureError, InvalidRequestError, MillraceError, NotFoundError, StateError
+from services.common.errors import InfrastructureError, InvalidRequestError, NotFoundError, RollmillError, StateError
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.records.types import Task
 from services.common.rpc.client.channel import channel
@@ -135,7 +135,7 @@ def worlds(folder: Path, num_games: int) -> dict[str, World]:
 
 
 def _catalogue(folder: Path) -> Path:
-    root = os.environ.get("MILLRACE_DATA_ROOT")
+    root = os.environ.get("ROLLMILL_DATA_ROOT")
     if root is not None and (Path(root) / "webshop_made").is_dir():
         return Path(root) / "webshop_made"
     from services.envgateway.envs.webshop.make import write_catalogue
@@ -228,7 +228,7 @@ class Play:
             episode = await self._client.create_episode(
                 self._world.environment, Task(task_id="0", data=row), self.seen.episodes
             )
-        except MillraceError as error:
+        except RollmillError as error:
             self.seen.failed(f"create: {type(error).__name__}: {error.message}")
             return
         try:
@@ -249,7 +249,7 @@ class Play:
         began = time.perf_counter()
         try:
             step = await self._client.step(episode_id, turn, action)
-        except MillraceError as error:
+        except RollmillError as error:
             # A lost episode is told once, and as one that is not there to whoever asks again, as this client does.
             if self._world.fails and isinstance(error, InfrastructureError | NotFoundError):
                 return False

@@ -9,20 +9,20 @@ newer ones.
 import math
 import random
 
-import millrace
+import rollmill
 
 
-class Letters(millrace.Engine):
+class Letters(rollmill.Engine):
     has_weights = False
 
-    def __init__(self, setup: millrace.EngineSetup) -> None:
+    def __init__(self, setup: rollmill.EngineSetup) -> None:
         super().__init__(setup)
         self.letters = setup.settings.get("text", "abcabd").encode()
         self.followers: dict[int, list[int]] = {}
         for letter, follower in zip(self.letters, self.letters[1:] + self.letters[:1], strict=True):
             self.followers.setdefault(letter, []).append(follower)
 
-    async def tokens(self, request: millrace.GenerationRequest):
+    async def tokens(self, request: rollmill.GenerationRequest):
         """Draw the next letter from those that follow the last one, and end the turn with probability 1/8."""
         draw, last = random.Random(request.seed), request.prompt_ids[-1]
         while True:

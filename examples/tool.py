@@ -7,19 +7,19 @@
 
 from typing import Annotated
 
-import millrace
+import rollmill
 
 
-@millrace.tool
+@rollmill.tool
 def minutes(hours: Annotated[float, "a number of hours"], round_up: bool = False) -> str:
     """Minutes in a number of hours."""
     if hours < 0:
-        raise millrace.ToolError("hours cannot be negative")
+        raise rollmill.ToolError("hours cannot be negative")
     return f"{-(-hours * 60 // 1) if round_up else hours * 60:g}"
 
 
-@millrace.tool(timeout_s=10)
-async def sort_lines(text: str, gateway: millrace.Gateway) -> str:
+@rollmill.tool(timeout_s=10)
+async def sort_lines(text: str, gateway: rollmill.Gateway) -> str:
     """Sort the lines of a text."""
     done = await gateway.execute_code("import sys\nprint(*sorted(sys.stdin), sep='', end='')", stdin=text.encode())
     return done.stdout

@@ -5,11 +5,11 @@ python examples/train.py
 
 from pathlib import Path
 
-import millrace
+import rollmill
 
 
 def main() -> None:
-    run = millrace.run(Path(__file__).with_name("recipe.yaml"), run={"seed": 7})
+    run = rollmill.run(Path(__file__).with_name("recipe.yaml"), run={"seed": 7})
     print({name: round(result["mean_reward"], 3) for name, result in run.summary["evaluations"].items()})
     best = max(run.trajectories(), key=lambda row: row["reward"])
     print(best["task_group_id"], best["reward"], best["sequences"][0]["stop_reason"])

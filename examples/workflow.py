@@ -3,15 +3,15 @@
 workflow: {name: "workflow:Retry", settings: {reward: "reward:exact_match", attempts: 3}}
 """
 
-import millrace
+import rollmill
 
 
-class Retry(millrace.Workflow):
-    class Settings(millrace.WorkflowSettings):
+class Retry(rollmill.Workflow):
+    class Settings(rollmill.WorkflowSettings):
         attempts: int = 2
         discount: float = 0.5
 
-    async def run(self, task: millrace.Task, context: millrace.WorkflowContext) -> millrace.Outcome:
+    async def run(self, task: rollmill.Task, context: rollmill.WorkflowContext) -> rollmill.Outcome:
         chat = self.converse(task, context)
         for attempt in range(1, self.settings.attempts + 1):
             await chat.respond()

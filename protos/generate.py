@@ -1,6 +1,6 @@
-"""Compile ``protos/millrace/v1/*.proto`` into ``services/common/pb`` (``python protos/generate.py [OUTPUT]``).
+"""Compile ``protos/rollmill/v1/*.proto`` into ``services/common/pb`` (``python protos/generate.py [OUTPUT]``).
 
-protoc writes ``from millrace.v1 import x_pb2``, which is wrong for any other location, and has no option for it,
+protoc writes ``from rollmill.v1 import x_pb2``, which is wrong for any other location, and has no option for it,
 so the import is rewritten in ``.py`` and ``.pyi`` alike. Stubs of files without a service are dropped.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 OUTPUT = ROOT.parent / "services" / "common" / "pb"
-IMPORT = re.compile(r"^from millrace\.v1 import ", re.MULTILINE)
+IMPORT = re.compile(r"^from rollmill\.v1 import ", re.MULTILINE)
 # mypy-protobuf names other files in full, on the import line and in every annotation.
-QUALIFIED = re.compile(r"\bmillrace\.v1\.(\w+_pb2)\b")
+QUALIFIED = re.compile(r"\brollmill\.v1\.(\w+_pb2)\b")
 
 
 def generate(output: Path) -> list[Path]:
@@ -24,7 +24,7 @@ def generate(output: Path) -> list[Path]:
     import grpc_tools
     from grpc_tools import protoc
 
-    protos = sorted((ROOT / "millrace" / "v1").glob("*.proto"))
+    protos = sorted((ROOT / "rollmill" / "v1").glob("*.proto"))
     well_known = Path(grpc_tools.__file__).parent / "_proto"
     written: list[Path] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -37,7 +37,7 @@ def generate(output: Path) -> list[Path]:
         output.mkdir(parents=True, exist_ok=True)
         for proto in protos:
             has_service = bool(re.search(r"^service ", proto.read_text(), re.MULTILINE))
-            for source in sorted((Path(scratch) / "millrace" / "v1").glob(f"{proto.stem}_pb2*")):
+            for source in sorted((Path(scratch) / "rollmill" / "v1").glob(f"{proto.stem}_pb2*")):
                 if "_pb2_grpc" in source.name and not has_service:
                     continue
                 target = output / source.name

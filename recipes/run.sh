@@ -6,7 +6,7 @@
 #   with commas; the recipe's), ORCHESTRATOR_PORT (50050), ENVGATEWAY_PORT (50080), INFERENCE_A_PORT (50061), INFERENCE_B_PORT
 #   (50062), TRAINER_MODEL0_PORT (50071), TRAINER_MODEL1_PORT (50072), WEIGHTS_PORT_MODEL0 (19861), WEIGHTS_PORT_MODEL1 (19862),
 #   CODE_JUDGE_PORT and TASK_SERVER_PORT (none), NODE_HOST (this node's name or address for others; its host name),
-#   MILLRACE_DATA_ROOT (folder of local datasets), REDIS_URI (programs run at workers), PYTHON (python).
+#   ROLLMILL_DATA_ROOT (folder of local datasets), REDIS_URI (programs run at workers), PYTHON (python).
 set -euo pipefail
 : "${1:?usage: recipes/run.sh RECIPE [--set a.b=c ...]}"
 exec "${PYTHON:-python}" -P "$(dirname "$0")/../services/start.py" services.cli run "$@"

@@ -21,7 +21,7 @@ def main(module: str, arguments: list[str]) -> None:
     importlib.import_module("services")
     del sys.path[0]
     if not installed:
-        sys.path.append(ROOT)  # a checkout that is not installed: `recipes` and `millrace` lie beside `services`
+        sys.path.append(ROOT)  # a checkout that is not installed: `recipes` and `rollmill` lie beside `services`
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

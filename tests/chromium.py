@@ -145,7 +145,7 @@ async def browser(*arguments: str) -> AsyncIterator[Page]:
     program = installed("chromium")
     assert program is not None, "tests that need chromium say so"
     with (
-        tempfile.TemporaryDirectory(prefix="millrace-browser-", ignore_cleanup_errors=True) as profile,
+        tempfile.TemporaryDirectory(prefix="rollmill-browser-", ignore_cleanup_errors=True) as profile,
         (Path(profile) / "stderr").open("wb") as stderr,
     ):
         process = await asyncio.create_subprocess_exec(

@@ -22,8 +22,8 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # No deadline: timings never decide a test. No database: a failure prints how to repeat it.
-hypothesis.settings.register_profile("millrace", deadline=None, database=None, derandomize=True, max_examples=100)
-hypothesis.settings.load_profile("millrace")
+hypothesis.settings.register_profile("rollmill", deadline=None, database=None, derandomize=True, max_examples=100)
+hypothesis.settings.load_profile("rollmill")
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +43,9 @@ def unused_tcp_port() -> int:
 
 @pytest.fixture(scope="session")
 def data_root() -> Path:
-    """The folder of real rows, named by MILLRACE_DATA_ROOT; tests that need the rows are skipped without the folder."""
+    """The folder of real rows, named by ROLLMILL_DATA_ROOT; tests that need the rows are skipped without the folder."""
     needs.check("data root")
-    return Path(os.environ["MILLRACE_DATA_ROOT"])
+    return Path(os.environ["ROLLMILL_DATA_ROOT"])
 
 
 @pytest.fixture(scope="session")
@@ -58,11 +58,11 @@ def repository() -> Path:
 def sglang_python() -> str:
     """The interpreter that has SGLang; engines read the variable themselves."""
     needs.check("SGLang")
-    return os.environ["MILLRACE_SGLANG_PYTHON"]
+    return os.environ["ROLLMILL_SGLANG_PYTHON"]
 
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
     """The interpreter that has vLLM; engines read the variable themselves."""
     needs.check("vLLM")
-    return os.environ["MILLRACE_VLLM_PYTHON"]
+    return os.environ["ROLLMILL_VLLM_PYTHON"]

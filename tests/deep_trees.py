@@ -30,6 +30,6 @@ def make_deep(directory: Path, depth: int) -> None:
 @pytest.fixture
 def deep_path() -> Iterator[Path]:
     """Like ``tmp_path``, for deep trees."""
-    path = Path(tempfile.mkdtemp(prefix="millrace-deep-"))
+    path = Path(tempfile.mkdtemp(prefix="rollmill-deep-"))
     yield path
     remove_tree(str(path))

@@ -1,6 +1,6 @@
-"""``millrace`` in a process whose imports are done: ``python -m tests.forked_launch ARGUMENTS``, forked by ``tests.forks``.
+"""``rollmill`` in a process whose imports are done: ``python -m tests.forked_launch ARGUMENTS``, forked by ``tests.forks``.
 
-The own fork server of ``millrace run`` is forked here too, before any thread starts, instead of importing torch once more;
+The own fork server of ``rollmill run`` is forked here too, before any thread starts, instead of importing torch once more;
 both save each run five CPU seconds. It forks the orchestrator and the gateway at their first start already, which saves two.
 The process leaves without tearing down the thousands of modules that it does not use.
 All else is the command's code. Tests that start ``python -m services.cli run`` itself,

@@ -1,7 +1,7 @@
 """The needs of tests beyond `make install`: each has one probe, which runs once, and a command that meets it.
 
 A test says ``@pytest.mark.needs("redis-server")``; a fixture calls ``needs.check("data root")``. Where the need is not
-met the test is skipped, and the line at the end of the run counts it. MILLRACE_REQUIRE turns skips into failures:
+met the test is skipped, and the line at the end of the run counts it. ROLLMILL_REQUIRE turns skips into failures:
 names separated by commas, ``ci`` for the needs that a CI machine can meet, ``all`` for every need.
 """
 
@@ -32,7 +32,7 @@ from services.envgateway.sandbox.bare.confine import landlock, memcg
 from services.envgateway.sandbox.bare.harness import native
 from services.envgateway.sandbox.launch import SupervisorLauncher
 
-REQUIRE = "MILLRACE_REQUIRE"
+REQUIRE = "ROLLMILL_REQUIRE"
 PROBE_S = 120.0
 
 
@@ -81,8 +81,8 @@ def _variable(name: str, what: str) -> Callable[[], str | None]:
 
 def _made_rows(folder: str) -> Callable[[], str | None]:
     def missing() -> str | None:
-        there = Path(os.environ.get("MILLRACE_DATA_ROOT") or "/none") / folder
-        return None if there.is_dir() else f"MILLRACE_DATA_ROOT names no folder with {folder}"
+        there = Path(os.environ.get("ROLLMILL_DATA_ROOT") or "/none") / folder
+        return None if there.is_dir() else f"ROLLMILL_DATA_ROOT names no folder with {folder}"
 
     return missing
 
@@ -208,28 +208,28 @@ NEEDS = {
         Need("IPv6 loopback", _no_ipv6, "sysctl net.ipv6.conf.lo.disable_ipv6=0", on_ci=False),
         Need("an address beside loopback", _only_loopback, "ip link add dummy0 type dummy, with an address and a route"),
         Need("kubernetes-validate", _package("kubernetes_validate"), _INTEGRATIONS),
-        Need("skypilot", _variable("MILLRACE_SKYPILOT_PYTHON", "interpreter that has SkyPilot"), "make test-skypilot",
+        Need("skypilot", _variable("ROLLMILL_SKYPILOT_PYTHON", "interpreter that has SkyPilot"), "make test-skypilot",
              on_ci=False),
         Need("CUDA", _no_cuda, "a machine with a GPU", on_ci=False),
-        Need("SGLang", _variable("MILLRACE_SGLANG_PYTHON", "interpreter that has SGLang"), "make test-sglang",
+        Need("SGLang", _variable("ROLLMILL_SGLANG_PYTHON", "interpreter that has SGLang"), "make test-sglang",
              on_ci=False),
-        Need("vLLM", _variable("MILLRACE_VLLM_PYTHON", "interpreter that has vLLM"), "make test-vllm", on_ci=False),
-        Need("data root", _variable("MILLRACE_DATA_ROOT", "folder of data sets"), "set MILLRACE_DATA_ROOT",
+        Need("vLLM", _variable("ROLLMILL_VLLM_PYTHON", "interpreter that has vLLM"), "make test-vllm", on_ci=False),
+        Need("data root", _variable("ROLLMILL_DATA_ROOT", "folder of data sets"), "set ROLLMILL_DATA_ROOT",
              on_ci=False),
-        Need("made ALFWorld games", _made_rows("alfworld_made"), "set MILLRACE_DATA_ROOT", on_ci=False),
-        Need("made WebShop catalogue", _made_rows("webshop_made"), "set MILLRACE_DATA_ROOT", on_ci=False),
-        Need("oracle vectors", _made_rows("oracle_vectors"), "set MILLRACE_DATA_ROOT", on_ci=False),
-        Need("settings of the references", _made_rows("reference_recipes"), "set MILLRACE_DATA_ROOT", on_ci=False),
+        Need("made ALFWorld games", _made_rows("alfworld_made"), "set ROLLMILL_DATA_ROOT", on_ci=False),
+        Need("made WebShop catalogue", _made_rows("webshop_made"), "set ROLLMILL_DATA_ROOT", on_ci=False),
+        Need("oracle vectors", _made_rows("oracle_vectors"), "set ROLLMILL_DATA_ROOT", on_ci=False),
+        Need("settings of the references", _made_rows("reference_recipes"), "set ROLLMILL_DATA_ROOT", on_ci=False),
         Need("Compose schema", _variable("COMPOSE_SPEC_SCHEMA", "compose-spec.json"),
              "set COMPOSE_SPEC_SCHEMA to the Compose Specification's schema/compose-spec.json", on_ci=False),
-        Need("AgentBench", _variable("MILLRACE_AGENTBENCH_ROOT", "checkout of AgentBench"),
-             "set MILLRACE_AGENTBENCH_ROOT and MILLRACE_AGENTBENCH_PYTHON", on_ci=False),
+        Need("AgentBench", _variable("ROLLMILL_AGENTBENCH_ROOT", "checkout of AgentBench"),
+             "set ROLLMILL_AGENTBENCH_ROOT and ROLLMILL_AGENTBENCH_PYTHON", on_ci=False),
     )
 }  # fmt: skip
 
 
 def check(name: str) -> None:
-    """Skip the running test if ``name`` is not met; fail the test if MILLRACE_REQUIRE has the name."""
+    """Skip the running test if ``name`` is not met; fail the test if ROLLMILL_REQUIRE has the name."""
     if reason := _reason(name):
         unmet(name, reason)
 
@@ -243,7 +243,7 @@ def unmet(name: str, why: str) -> NoReturn:
 
 
 def required(words: str) -> frozenset[str]:
-    """The names in MILLRACE_REQUIRE.
+    """The names in ROLLMILL_REQUIRE.
 
     Raises:
         UsageError: a name is not in the table.

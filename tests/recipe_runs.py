@@ -1,4 +1,4 @@
-"""Runs recipes as a user does, with ``millrace run`` and every process real, and reads the results."""
+"""Runs recipes as a user does, with ``rollmill run`` and every process real, and reads the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 def run_recipe(
     recipe: str, settings: Sequence[str], *options: str, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """The ended process of ``millrace run RECIPE --json``, with each of ``settings`` after ``--set``.
+    """The ended process of ``rollmill run RECIPE --json``, with each of ``settings`` after ``--set``.
 
     Raises AssertionError with the end of the output if the run fails.
     """

@@ -27,5 +27,5 @@ if ! "$python" -m "tests.$engine.probe" "$environment/bin/python" >"$log" 2>&1; 
   skip "its server does not start here: $(reason)"
 fi
 # One server at a time: each has several processes, which would take turns on few cores.
-declare -x "MILLRACE_${engine^^}_PYTHON=$(realpath --no-symlinks "$environment/bin/python")"
+declare -x "ROLLMILL_${engine^^}_PYTHON=$(realpath --no-symlinks "$environment/bin/python")"
 "$python" -m pytest -q -m "$engine" --durations=10 "${@:4}"

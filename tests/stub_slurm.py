@@ -1,7 +1,7 @@
 """A scheduler with Slurm's commands on one machine: ``sbatch``, ``srun``, ``scontrol`` and ``scancel``, which really start,
 requeue and end processes. All nodes of a job are this machine.
 
-Only options that Slurm has, and that jobs of Millrace use, are taken; another one is refused, as Slurm refuses a wrong
+Only options that Slurm has, and that jobs of Rollmill use, are taken; another one is refused, as Slurm refuses a wrong
 one. ``StubSlurm`` writes the commands into a directory for PATH; run as a script, this file is one of them.
 """
 

@@ -1,5 +1,5 @@
 # An inference service with SGLang engines, for NVIDIA GPUs. SGLang's own pins, which differ from the other images'.
-# Build at the root of the checkout: docker build -f deploy/docker/inference-sglang.Dockerfile -t millrace-inference-sglang .
+# Build at the root of the checkout: docker build -f deploy/docker/inference-sglang.Dockerfile -t rollmill-inference-sglang .
 # BASE_IMAGE: any with apt, CUDA 13 and its compiler, with which FlashInfer builds kernels at their first use, and Python 3.12.
 # PIP_INDEX_URL, PIP_EXTRA_INDEX_URL: where packages come from; torch must be the index's CUDA build.
 ARG BASE_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
@@ -16,24 +16,24 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG EXTRAS=inference,sglang
 WORKDIR /build
-RUN python3 -m venv /opt/millrace
-ENV PATH=/opt/millrace/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python3 -m venv /opt/rollmill
+ENV PATH=/opt/rollmill/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 COPY pyproject.toml README.md LICENSE deploy/docker/inference-sglang.constraints.txt ./
 # The packages alone: the code comes later, so that a change to it installs nothing again.
-RUN mkdir services millrace && touch services/__init__.py millrace/__init__.py \
+RUN mkdir services rollmill && touch services/__init__.py rollmill/__init__.py \
     && pip install --constraint inference-sglang.constraints.txt ".[${EXTRAS}]" \
-    && pip uninstall --yes millrace
+    && pip uninstall --yes rollmill
 
 FROM python
 # Named volumes are mounted over these, and take their owner.
-RUN useradd --uid 10001 --create-home millrace \
-    && install --directory --owner=millrace --group=millrace /runs /runs/worlds /models
-COPY --from=packages /opt/millrace /opt/millrace
+RUN useradd --uid 10001 --create-home rollmill \
+    && install --directory --owner=rollmill --group=rollmill /runs /runs/worlds /models
+COPY --from=packages /opt/rollmill /opt/rollmill
 WORKDIR /app
 COPY services services
-COPY millrace millrace
+COPY rollmill rollmill
 COPY recipes recipes
-ENV PATH=/opt/millrace/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/models
+ENV PATH=/opt/rollmill/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/models
 USER 10001:10001
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["python", "-P", "-m", "services.cli"]

@@ -4,7 +4,7 @@
 #   AgentBench's clients, until it is stopped.
 # Variables: ENVGATEWAY_PORT (50080), TASK_SERVER_PORT (none), RUN_DIR (runs/NAME of the recipe), ORCHESTRATOR_PORT (50050), NODE_HOST
 #   (this node's name or address for other nodes; its host name on node 0, elsewhere the address on the way to node 0), PYTHON
-#   (python); on another node than 0 also ORCHESTRATOR_HOST_EXTERNAL (host name of node 0; required), MILLRACE_KEYS (the keys that
+#   (python); on another node than 0 also ORCHESTRATOR_HOST_EXTERNAL (host name of node 0; required), ROLLMILL_KEYS (the keys that
 #   were copied from node 0; RUN_DIR/keys).
 set -euo pipefail
 recipe="${1:?usage: 0_environment.sh RECIPE [--set a.b=c ...]}"

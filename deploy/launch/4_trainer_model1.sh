@@ -2,7 +2,7 @@
 # Start the trainer of policy model1 of a recipe, all its ranks on this node: 4_trainer_model1.sh RECIPE [--set a.b=c ...]
 # Variables: TRAINER_MODEL1_GPUS (the recipe's; one rank each), TRAINER_MODEL1_PORT (50072), WEIGHTS_PORT_MODEL1 (19862),
 #   ORCHESTRATOR_PORT (50050), RUN_DIR (the orchestrator's; set it where that directory is not seen), PYTHON (python);
-#   over several nodes also NODE (which of trainer.nodes this is; 0), and on others than 0 ORCHESTRATOR_HOST_EXTERNAL, MILLRACE_KEYS.
+#   over several nodes also NODE (which of trainer.nodes this is; 0), and on others than 0 ORCHESTRATOR_HOST_EXTERNAL, ROLLMILL_KEYS.
 set -euo pipefail
 recipe="${1:?usage: 4_trainer_model1.sh RECIPE [--set a.b=c ...]}"
 shift

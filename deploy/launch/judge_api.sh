@@ -3,7 +3,7 @@
 # All API processes share one port and one Redis. One that dies is started again; its clients send their batch again.
 # Variables: REDIS_URI (or REDIS_URL; required), CODE_JUDGE_PORT (8000), API_PROCESSES (16), MAX_EXECUTION_TIME (10 s; the
 #   workers' as well), ENVGATEWAY_PORT (50080: gRPC of the first process, the others take free ports),
-#   REDIS_KEY_PREFIX (millrace), ALLOW_PLAIN_REDIS (1: Redis on another machine without TLS), ALLOW_TIER_0 (1: no isolation).
+#   REDIS_KEY_PREFIX (rollmill), ALLOW_PLAIN_REDIS (1: Redis on another machine without TLS), ALLOW_TIER_0 (1: no isolation).
 set -euo pipefail
 : "${REDIS_URI:=${REDIS_URL:?set REDIS_URI to the Redis of the judge, such as redis://127.0.0.1:6379}}"
 export REDIS_URI OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CODE_JUDGE_PORT="${CODE_JUDGE_PORT:-8000}"
@@ -12,7 +12,7 @@ readonly QUICK_S=10 # who gives up sooner than this after its start has settings
 
 declare -A port_of started
 serve() { # PORT
-  MILLRACE_DIE_WITH_PARENT=$$ ENVGATEWAY_PORT="$1" "${PYTHON:-python}" -P "$(dirname "$0")/../../services/start.py" services.envgateway ${recipe:+--recipe "$recipe"} --share-http-port &
+  ROLLMILL_DIE_WITH_PARENT=$$ ENVGATEWAY_PORT="$1" "${PYTHON:-python}" -P "$(dirname "$0")/../../services/start.py" services.envgateway ${recipe:+--recipe "$recipe"} --share-http-port &
   port_of[$!]="$1" started[$!]="$SECONDS"
 }
 stop() {

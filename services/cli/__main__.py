@@ -1,4 +1,4 @@
-"""The ``millrace`` command: start, check, watch and read runs."""
+"""The ``rollmill`` command: start, check, watch and read runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.cli.console.errors import Interrupted, exit_code, tell
 from services.cli.console.plain import say
 from services.cli.inspect.journal.command import journal_app
 from services.cli.keys.command import keys_app
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.telemetry.logs import quiet_grpc
 
 app = typer.Typer(
@@ -28,7 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
     help="Asynchronous reinforcement learning for LLM agents.\n\n"
-    "Begin with `millrace run quickstart`: it trains a small model on this machine in minutes. `millrace new mine` writes a recipe, a reward and rows to change.",
+    "Begin with `rollmill run quickstart`: it trains a small model on this machine in minutes. `rollmill new mine` writes a recipe, a reward and rows to change.",
 )
 for commands in (recipe_app, live_app, reading_app, results_app):
     app.add_typer(commands)  # unnamed: its commands are the app's own
@@ -39,12 +39,12 @@ app.add_typer(keys_app, name="keys")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(version("millrace"))
+        typer.echo(version("rollmill"))
         raise typer.Exit
 
 
 @app.callback()
-def millrace(
+def rollmill(
     show_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
@@ -60,7 +60,7 @@ def main() -> None:
     stderr = Console(stderr=True)
     try:
         app(standalone_mode=True)
-    except MillraceError as error:
+    except RollmillError as error:
         tell(error, stderr)
         raise SystemExit(exit_code(error)) from None
     except Interrupted as interruption:

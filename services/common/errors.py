@@ -1,6 +1,6 @@
 """The exception tree, named after the boundary that broke.
 
-    MillraceError
+    RollmillError
     ├── UserError                 the caller's or the recipe's mistake: fix it, do not retry
     │   ├── InvalidRequestError       INVALID_REQUEST
     │   ├── ConfigError               INVALID_CONFIG
@@ -32,7 +32,7 @@
     └── InfrastructureError       INFRASTRUCTURE: a peer or machine failed; retryable, never a reward
         └── GraderFailedError         GRADER_FAILED: a reward or judgement has no information about the answer
 
-Each leaf's ``reason`` is a name of ``ErrorReason`` in ``protos/millrace/v1/errors.proto``; a contract test
+Each leaf's ``reason`` is a name of ``ErrorReason`` in ``protos/rollmill/v1/errors.proto``; a contract test
 compares the two lists. ``services.common.rpc.statuses`` turns these into gRPC statuses and back, from one table.
 """
 
@@ -41,7 +41,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 
-class MillraceError(Exception):
+class RollmillError(Exception):
     """Base of all. ``metadata`` travels with the error over gRPC; values are strings."""
 
     reason: ClassVar[str] = "INTERNAL"
@@ -53,7 +53,7 @@ class MillraceError(Exception):
         self.metadata = metadata
 
 
-class UserError(MillraceError):
+class UserError(RollmillError):
     """The request or the recipe is wrong and always will be."""
 
     reason = "INVALID_REQUEST"
@@ -107,7 +107,7 @@ class PermissionDeniedError(AccessError):
     reason = "PERMISSION_DENIED"
 
 
-class NotFoundError(MillraceError):
+class NotFoundError(RollmillError):
     reason = "NOT_FOUND"
 
 
@@ -123,7 +123,7 @@ class UnknownEnvironmentError(NotFoundError):
     reason = "UNKNOWN_ENVIRONMENT"
 
 
-class StateError(MillraceError):
+class StateError(RollmillError):
     reason = "WRONG_STATE"
 
 
@@ -155,19 +155,19 @@ class SandboxRefusedError(StateError):
     reason = "SANDBOX_REFUSED"
 
 
-class OffsetOutOfRangeError(MillraceError):
+class OffsetOutOfRangeError(RollmillError):
     reason = "OFFSET_OUT_OF_RANGE"
 
 
-class SupersededError(MillraceError):
+class SupersededError(RollmillError):
     reason = "SUPERSEDED"
 
 
-class CapacityError(MillraceError):
+class CapacityError(RollmillError):
     reason = "CAPACITY_EXHAUSTED"
 
 
-class CorruptDataError(MillraceError):
+class CorruptDataError(RollmillError):
     reason = "DIGEST_MISMATCH"
 
 
@@ -177,19 +177,19 @@ class BatchLostError(CorruptDataError):
     reason = "BATCH_LOST"
 
 
-class DeadlineError(MillraceError):
+class DeadlineError(RollmillError):
     """A named wait ran out; the message has the name of the wait, its duration and the awaited component."""
 
     reason = "DEADLINE_EXCEEDED"
 
 
-class RolloutTimeoutError(MillraceError):
+class RolloutTimeoutError(RollmillError):
     """The policy took longer than ``rollout.timeout_s``: no machinery had failed or was waited for."""
 
     reason = "ROLLOUT_TIMEOUT"
 
 
-class InfrastructureError(MillraceError):
+class InfrastructureError(RollmillError):
     """A peer, a process or the machine failed. Retryable; never turned into a reward."""
 
     reason = "INFRASTRUCTURE"

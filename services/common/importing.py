@@ -185,7 +185,7 @@ def _old_name(error: BaseException) -> str:
     """The correction of an import of an internal module, which users do not name."""
     name = getattr(error, "name", None) or ""
     if isinstance(error, ImportError) and name.partition(".")[0] == "services":
-        return f". Import public names from `millrace` (import millrace; docs/reference){_hidden(name)}"
+        return f". Import public names from `rollmill` (import rollmill; docs/reference){_hidden(name)}"
     return ""
 
 

@@ -1,6 +1,6 @@
-"""Lists the public names of the package ``millrace``, each with its place of definition.
+"""Lists the public names of the package ``rollmill``, each with its place of definition.
 
-The only such table: ``millrace`` reads the names here, and so does the error about an old import path.
+The only such table: ``rollmill`` reads the names here, and so does the error about an old import path.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PUBLIC: dict[str, str] = {
     # models
     "tiny_model": "services.common.tiny.models:build",
     # errors
-    "MillraceError": "services.common.errors:MillraceError",
+    "RollmillError": "services.common.errors:RollmillError",
     "ConfigError": "services.common.errors:ConfigError",
     "InfrastructureError": "services.common.errors:InfrastructureError",
     "InvalidRequestError": "services.common.errors:InvalidRequestError",
@@ -62,8 +62,8 @@ def new_name(path: str) -> str:
     same = next((public for public, where in PUBLIC.items() if where == path), None)
     public = same or (name if name in PUBLIC else _OTHER_NAMES.get(name))
     if public:
-        return f"write millrace:{public}"
+        return f"write rollmill:{public}"
     return (
         "built-in workflows, rewards, tools and environments go by their plain names, such as tool_use; anything else of "
-        "`services` may change at any time: copy it into a module of yours, which imports `millrace` (docs/reference)"
+        "`services` may change at any time: copy it into a module of yours, which imports `rollmill` (docs/reference)"
     )

@@ -16,7 +16,7 @@ from typing import Any
 from services.common.errors import DatasetError
 
 COLUMN = "reasoning_gym"  # of a row: the arguments of its dataset, and its place there
-MISSING = "the package reasoning-gym is not installed here: pip install 'millrace[reasoning-gym]'"
+MISSING = "the package reasoning-gym is not installed here: pip install 'rollmill[reasoning-gym]'"
 DEFAULT_SIZE = 500  # the package's own
 _THOUGHTS_END = "</think>"
 _MAX_DATASETS = 16

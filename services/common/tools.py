@@ -247,7 +247,7 @@ def load_tools(paths: Sequence[str], where: str, *, in_replica: bool) -> list[An
     for path in paths:
         found: Any = load_object(path)
         if inspect.isfunction(found):
-            raise ConfigError(f"{place_of(found)}{where}: {path} is a plain function: write `@millrace.tool` above it")
+            raise ConfigError(f"{place_of(found)}{where}: {path} is a plain function: write `@rollmill.tool` above it")
         if inspect.isclass(found):
             check_call(found, path, "def __init__(self)")
         made: Any = found() if inspect.isclass(found) else found

@@ -69,7 +69,7 @@ def check_call(
         bare = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
         signature = signature.replace(parameters=bare, return_annotation=signature.empty)
         raise ConfigError(
-            f"{place_of(function)}{path} is `{name}{signature}`, which cannot be called as Millrace calls it ({error}): "
+            f"{place_of(function)}{path} is `{name}{signature}`, which cannot be called as Rollmill calls it ({error}): "
             f"write `{wanted}`"
         ) from None
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.config.processes.services import MetricsConfig
 from services.common.config.reading.loading import load_recipe, load_resolved
-from services.common.errors import ConfigError, DeadlineError, InfrastructureError, MillraceError
+from services.common.errors import ConfigError, DeadlineError, InfrastructureError, RollmillError
 from services.common.security import identity
 from services.common.security.identity import check_keys_are_there
 from services.common.security.roles import Role
@@ -75,7 +75,7 @@ def main() -> None:
     except (InfrastructureError, DeadlineError) as error:
         sys.stderr.write(f"error: {error.message}\n")
         sys.exit(START_AGAIN)
-    except MillraceError as error:
+    except RollmillError as error:
         sys.exit(f"error: {error.message}")
 
 

@@ -55,10 +55,10 @@ from services.envgateway.tools.registry import ToolBox, load_tools
 
 THREAD_OVERDUE_S = 20.0  # of one call of user code, before its stack is logged
 _ACTIVITIES = {
-    "/millrace.v1.EnvironmentService/": ActivityName.PLAYING_EPISODES,
-    "/millrace.v1.CodeExecutionService/": ActivityName.RUNNING_PROGRAMS,
-    "/millrace.v1.JudgeService/": ActivityName.JUDGING_PROGRAMS,
-    "/millrace.v1.RewardService/": ActivityName.COMPUTING_REWARDS,
+    "/rollmill.v1.EnvironmentService/": ActivityName.PLAYING_EPISODES,
+    "/rollmill.v1.CodeExecutionService/": ActivityName.RUNNING_PROGRAMS,
+    "/rollmill.v1.JudgeService/": ActivityName.JUDGING_PROGRAMS,
+    "/rollmill.v1.RewardService/": ActivityName.COMPUTING_REWARDS,
 }
 
 
@@ -113,18 +113,18 @@ class Gateway:
         self.server.add(
             pb_grpc.add_EnvironmentServiceServicer_to_server,
             EnvironmentServicer(self._episodes, environments),
-            "millrace.v1.EnvironmentService",
+            "rollmill.v1.EnvironmentService",
         )
         self.server.add(
             pb_grpc.add_CodeExecutionServiceServicer_to_server,
             CodeExecutionServicer(self.queue),
-            "millrace.v1.CodeExecutionService",
+            "rollmill.v1.CodeExecutionService",
         )
         self.server.add(
-            judge_pb2_grpc.add_JudgeServiceServicer_to_server, JudgeServicer(self.queue), "millrace.v1.JudgeService"
+            judge_pb2_grpc.add_JudgeServiceServicer_to_server, JudgeServicer(self.queue), "rollmill.v1.JudgeService"
         )
         self.server.add(
-            pb_grpc.add_RewardServiceServicer_to_server, RewardServicer(self._rewards), "millrace.v1.RewardService"
+            pb_grpc.add_RewardServiceServicer_to_server, RewardServicer(self._rewards), "rollmill.v1.RewardService"
         )
         self.server.set_accounts(lambda: [self._account.state()])
         self.server.set_gauges(self._gauges, lambda: {"isolation_tier": sandbox.tier})

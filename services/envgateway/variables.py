@@ -17,7 +17,7 @@ from services.common.system.cores import num_cores
 VARIABLES = """\
 variables (over what a recipe says):
   REDIS_URI           where jobs wait, also REDIS_URL: redis://HOST:PORT, rediss://HOST:PORT (TLS), unix:///path
-  REDIS_KEY_PREFIX    begins every key; gateways and workers with the same one work together (millrace)
+  REDIS_KEY_PREFIX    begins every key; gateways and workers with the same one work together (rollmill)
   MAX_WORKERS         programs run at once (CPUs that the process may use)
   MAX_EXECUTION_TIME  seconds that one program may run, wall clock and CPU (10)
   MAX_MEMORY          MiB that one program and its children may use (512)

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from services.common.errors import DeadlineError, InfrastructureError, MillraceError
+from services.common.errors import DeadlineError, InfrastructureError, RollmillError
 from services.common.system.child import START_AGAIN, die_with_parent_if_asked
 from services.common.telemetry.logs import quiet_grpc
 
@@ -68,7 +68,7 @@ def main() -> None:
     ) as error:  # a restarted process may find a working engine or orchestrator
         sys.stderr.write(f"error: {error.message}\n")
         sys.exit(START_AGAIN)
-    except MillraceError as error:
+    except RollmillError as error:
         sys.exit(f"error: {error.message}")
 
 

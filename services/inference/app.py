@@ -75,7 +75,7 @@ async def run_replica(
     host: str | None = None,
     run_dir: Path | None = None,
 ) -> None:
-    """Serve until drained, SIGTERM or a failure. Raises ``MillraceError``; the message names the remedy."""
+    """Serve until drained, SIGTERM or a failure. Raises ``RollmillError``; the message names the remedy."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure("inference", None, f"inference-{replica_id}")
     settings = await fetch_run(orchestrator)

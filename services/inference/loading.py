@@ -273,7 +273,7 @@ def private_directory(settings: RunSettings) -> Path:
     """
     if settings.run_dir.is_dir():
         return settings.run_dir
-    own = Path(tempfile.gettempdir()) / f"millrace-{settings.run_id}"
+    own = Path(tempfile.gettempdir()) / f"rollmill-{settings.run_id}"
     own.mkdir(mode=0o700, exist_ok=True)
     if own.is_symlink() or own.stat().st_uid != os.geteuid():
         raise ConfigError(f"{own} belongs to another user: remove it, or name a directory with --run-dir")

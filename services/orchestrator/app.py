@@ -142,9 +142,9 @@ def _server(core: OrchestratorCore, recipe: Recipe, settings: Settings, sources:
     runs, pool, training = wiring.run_servicer(core), wiring.pool_servicer(core), wiring.training_servicer(core)
     view = wiring.progress_view(core)
     counted_before = dict(view.counters)
-    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, pool, "millrace.v1.PoolService")
-    server.add(training_pb2_grpc.add_TrainingServiceServicer_to_server, training, "millrace.v1.TrainingService")
-    server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "millrace.v1.RunService")
+    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, pool, "rollmill.v1.PoolService")
+    server.add(training_pb2_grpc.add_TrainingServiceServicer_to_server, training, "rollmill.v1.TrainingService")
+    server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "rollmill.v1.RunService")
     server.set_gauges(
         lambda: gauges(view, sources, counted_before),
         lambda: {"state": view.control.state.value, "waits": "; ".join(waits(view))},

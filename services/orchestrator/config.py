@@ -14,7 +14,7 @@ The orchestrator: draws tasks, issues rollouts within the staleness bound, keeps
 assembles batches, and knows which weight versions exist. Replicas and trainers dial in.
 """
 EPILOG = """\
-DIR is a run directory with recipe.json (`millrace run` writes it). Started again on the same directory, even after
+DIR is a run directory with recipe.json (`rollmill run` writes it). Started again on the same directory, even after
 kill -9, the run goes on with everything that was acknowledged. Exit codes: 0 the run has ended or SIGTERM came,
 2 the recipe, the data or the directory cannot be used (the message says why), 75 the disk became full while it started
 (start again: the orchestrator then waits for free space).

@@ -375,7 +375,7 @@ class OrchestratorCore:
             batches.paused = control.paused or control.ended
             batches.notify()
         self.dispatcher.hold(Hold.ENDED, f"the run has {control.phase.value}" if control.ended else "")
-        self.dispatcher.hold(Hold.PAUSED, "the run is paused: `millrace resume` goes on" if control.paused else "")
+        self.dispatcher.hold(Hold.PAUSED, "the run is paused: `rollmill resume` goes on" if control.paused else "")
 
     def pause(self) -> None:
         if self.control.pause():

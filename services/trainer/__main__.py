@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from services.common.errors import DeadlineError, InfrastructureError, MillraceError, UserError
+from services.common.errors import DeadlineError, InfrastructureError, RollmillError, UserError
 from services.common.system.child import START_AGAIN, die_with_parent_if_asked, run_and_leave
 from services.common.telemetry.logs import quiet_grpc
 from services.trainer.config import parse, set_defaults
@@ -28,13 +28,13 @@ def main() -> int:
     except UserError as error:
         sys.stderr.write(f"trainer: {error.message}\n")
         return 2
-    except (MillraceError, RuntimeError) as error:
+    except (RollmillError, RuntimeError) as error:
         from services.trainer.ranks.sharding import peer_loss
 
         if lost := peer_loss(error):
             sys.stderr.write(f"trainer: {lost.message}; started again, all ranks resume together\n")
             return START_AGAIN
-        if not isinstance(error, MillraceError):
+        if not isinstance(error, RollmillError):
             raise
         sys.stderr.write(f"trainer: {error.message}\n")
         return START_AGAIN if isinstance(error, InfrastructureError | DeadlineError) else 1

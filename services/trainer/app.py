@@ -44,7 +44,7 @@ STATUS_GRACE_S = 1.0
 def run_trainer(settings: Settings) -> None:
     """Run one rank until the orchestrator stops the run or SIGTERM arrives.
 
-    Raises ``MillraceError``, which names the fix: an unreachable orchestrator, an unknown policy, a checkpoint of
+    Raises ``RollmillError``, which names the fix: an unreachable orchestrator, an unknown policy, a checkpoint of
     another model.
     """
     keep_freed_memory()

@@ -3,7 +3,7 @@
     python -m services.trainer.replay --run-dir DIR --policy P --step K --orchestrator HOST:PORT [--digest D]
 
 On a CPU with the recipe's number of threads and one rank the digest equals the ledger's. ``replay`` accepts any source of
-batches; this command asks a running orchestrator, `millrace replay` reads the journal.
+batches; this command asks a running orchestrator, `rollmill replay` reads the journal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.common.config.recipe import Recipe
-from services.common.errors import ConfigError, InvalidRequestError, MillraceError, UnknownPolicyError, UserError
+from services.common.errors import ConfigError, InvalidRequestError, RollmillError, UnknownPolicyError, UserError
 from services.common.records.types import RankBatch
 from services.common.system.child import run_and_leave
 
@@ -90,7 +90,7 @@ def _digest(recipe: Recipe, policy: str, version: int, model: object, ranks: obj
 
     from services.trainer.publish.snapshot import Snapshots
 
-    with tempfile.TemporaryDirectory(prefix="millrace-replay-") as directory:
+    with tempfile.TemporaryDirectory(prefix="rollmill-replay-") as directory:
         written = Snapshots(
             model,  # type: ignore[arg-type]
             ranks,  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def main() -> int:
         recipe = load_resolved(arguments.run_dir)
         with _Orchestrator(arguments.orchestrator, str(recipe.run.id), arguments.policy) as orchestrator:
             replayed = replay(recipe, arguments.run_dir, arguments.policy, arguments.step, orchestrator.batch)
-    except MillraceError as error:
+    except RollmillError as error:
         sys.stderr.write(f"replay: {error.message}\n")
         return 2 if isinstance(error, UserError) else 1
     report = replayed.report(arguments.digest)

@@ -25,7 +25,7 @@ from services.common.config.processes.services import WarmStartConfig
 from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe, warm_start_dir
 from services.common.config.training.optimizer import OptimizerConfig
-from services.common.errors import ConfigError, DatasetError, MillraceError, UserError
+from services.common.errors import ConfigError, DatasetError, RollmillError, UserError
 from services.common.importing import load_object
 from services.common.system.child import die_with_parent_if_asked
 from services.common.system.memory import keep_freed_memory
@@ -208,7 +208,7 @@ def main() -> int:
         configure("warm-start", arguments.run_dir)
         for name in policies:
             make_starting_checkpoint(recipe, name, arguments.run_dir)
-    except MillraceError as error:
+    except RollmillError as error:
         sys.stderr.write(f"warm start: {error.message}\n")
         return 2 if isinstance(error, UserError) else 1
     return 0

@@ -14,7 +14,7 @@ from services.common.rpc.server import Server
 
 log = structlog.get_logger()
 
-SERVICE = "millrace.v1.RunService"
+SERVICE = "rollmill.v1.RunService"
 
 
 class RunServicer(run_pb2_grpc.RunServiceServicer):

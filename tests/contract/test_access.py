@@ -94,11 +94,11 @@ async def test_without_a_token_nothing_of_a_call_is_read(keys: Keyring) -> None:
     async with serving(who) as (servicer, server):
         credentials = grpc.ssl_channel_credentials(who.bundle.ca)
         async with grpc.aio.secure_channel(server.address, credentials) as connection:
-            garbage = connection.unary_unary("/millrace.v1.RunService/GetRun")
+            garbage = connection.unary_unary("/rollmill.v1.RunService/GetRun")
             with pytest.raises(UnauthenticatedError, match="neither a certificate nor a token"):
                 with translated_errors("orchestrator"):
                     await garbage(b"\xff" * 1000, timeout=WAIT_S)
-            unknown = connection.unary_unary("/millrace.v1.Nothing/Known")
+            unknown = connection.unary_unary("/rollmill.v1.Nothing/Known")
             with pytest.raises(UnauthenticatedError), translated_errors("orchestrator"):
                 await unknown(b"", timeout=WAIT_S)
         assert servicer.num_calls == 0
@@ -355,7 +355,7 @@ async def test_reflection_and_health_are_for_members(keys: Keyring) -> None:
                 call = reflection_pb2_grpc.ServerReflectionStub(connection).ServerReflectionInfo(iter([asked]))
                 if may:
                     names = [each.name async for answer in call for each in answer.list_services_response.service]
-                    assert "millrace.v1.RunService" in names
+                    assert "rollmill.v1.RunService" in names
                 else:
                     with pytest.raises(PermissionDeniedError), translated_errors("orchestrator"):
                         await call.read()
@@ -372,7 +372,7 @@ async def test_with_keys_a_server_binds_other_than_loopback_and_without_it_does_
     port = await server.start()
     await server.stop(grace_s=0.1)
     assert port
-    with pytest.raises(ConfigError, match="millrace keys"):
+    with pytest.raises(ConfigError, match="rollmill keys"):
         Server(service="orchestrator", instance_id="test", host="0.0.0.0", port=0)
 
 
@@ -422,7 +422,7 @@ async def test_a_stranger_who_names_many_methods_fills_no_log(keys: Keyring) -> 
             with capture_logs() as logs:
                 for number in range(50):
                     with pytest.raises(grpc.aio.AioRpcError):
-                        await connection.unary_unary(f"/millrace.v1.Nothing/Method{number}")(b"", timeout=WAIT_S)
+                        await connection.unary_unary(f"/rollmill.v1.Nothing/Method{number}")(b"", timeout=WAIT_S)
     told = [each for each in logs if each["event"] == "rpc.refused"]
     assert 1 <= len(told) < 25  # one a second, however slow the machine
 
@@ -447,4 +447,4 @@ async def test_each_call_is_identified_once(
 
 
 def test_the_name_called_for_is_checked_wherever_the_peer_runs() -> None:
-    assert channel_options(Peer.WEIGHTS) == [("grpc.ssl_target_name_override", "weights.millrace.internal")]
+    assert channel_options(Peer.WEIGHTS) == [("grpc.ssl_target_name_override", "weights.rollmill.internal")]

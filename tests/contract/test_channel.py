@@ -47,7 +47,7 @@ RPC = re.compile(r"((?:^ *//.*\n)+) *rpc (\w+)\(", re.MULTILINE)
 def told_deadlines(repository: Path) -> dict[str, float | None]:
     """Deadlines that the comments of the protos promise."""
     told: dict[str, float | None] = {}
-    for file in sorted((repository / "protos" / "millrace" / "v1").glob("*.proto")):
+    for file in sorted((repository / "protos" / "rollmill" / "v1").glob("*.proto")):
         for comment, name in RPC.findall(file.read_text()):
             text = " ".join(line.strip(" /") for line in comment.splitlines())
             if found := re.search(r"[Dd]eadline (\d+) s", text):
@@ -226,7 +226,7 @@ async def test_cancelling_the_reader_at_the_moment_at_which_the_call_ends_stays_
 
     ending = Ending()
     server = Server(service="orchestrator", instance_id="test", host="127.0.0.1", port=0)
-    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, ending, "millrace.v1.PoolService")
+    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, ending, "rollmill.v1.PoolService")
     await server.start()
     async with channel(server.address) as connection:
         call = pool_pb2_grpc.PoolServiceStub(connection).StreamTrajectories()

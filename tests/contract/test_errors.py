@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from services.common import errors
 from services.common.aio import deadline
-from services.common.errors import CapacityError, DeadlineError, InfrastructureError, MillraceError, NotFoundError
+from services.common.errors import CapacityError, DeadlineError, InfrastructureError, NotFoundError, RollmillError
 from services.common.pb import errors_pb2
 from services.common.rpc.client.channel import channel, translated_errors
 from services.common.rpc.statuses import CLASS_OF_REASON, STATUS_OF, from_call
@@ -20,7 +20,7 @@ from tests.contract.run_servicer import get_run, watch
 from tests.ports import free_port
 
 
-def tree(root: type[MillraceError] = MillraceError) -> list[type[MillraceError]]:
+def tree(root: type[RollmillError] = RollmillError) -> list[type[RollmillError]]:
     """Every class that services.common.errors defines."""
     return [root] + [
         cls for child in root.__subclasses__() if child.__module__ == errors.__name__ for cls in tree(child)
@@ -43,12 +43,12 @@ def test_every_reason_names_one_class_and_every_leaf_has_a_status() -> None:
 
 
 @pytest.mark.parametrize("cls", STATUS_OF, ids=lambda cls: cls.__name__)
-async def test_every_error_arrives_as_the_class_that_was_raised(served: Served, cls: type[MillraceError]) -> None:
+async def test_every_error_arrives_as_the_class_that_was_raised(served: Served, cls: type[RollmillError]) -> None:
     # Not "UNAVAILABLE": the channel would retry that, as test_channel shows.
     connection_call = watch(served.connection)
     served.servicer.num_messages = 0
     served.servicer.failure = lambda: cls("what happened: 7 of 8 – full", retry_after_s=1.5, policy="model0")
-    with pytest.raises(MillraceError) as caught, translated_errors("orchestrator"):
+    with pytest.raises(RollmillError) as caught, translated_errors("orchestrator"):
         await connection_call.read()
     assert type(caught.value) is cls
     assert caught.value.message == "what happened: 7 of 8 – full"
@@ -83,18 +83,18 @@ async def test_the_wire_has_one_error_info_of_our_domain_and_retry_info(served: 
     assert [detail.TypeName() for detail in status.details] == ["google.rpc.ErrorInfo", "google.rpc.RetryInfo"]
     assert status.details[0].Unpack(info)
     assert status.details[1].Unpack(retry)
-    assert (info.domain, info.reason) == ("millrace", "CAPACITY_EXHAUSTED")
+    assert (info.domain, info.reason) == ("rollmill", "CAPACITY_EXHAUSTED")
     assert retry.retry_delay.seconds == 2
 
 
 async def test_a_bug_is_told_as_internal_error_and_its_trace_stays_in_the_log(served: Served) -> None:
     served.servicer.failure = lambda: KeyError("secret")
-    with capture_logs() as logs, pytest.raises(MillraceError) as caught, translated_errors("orchestrator"):
+    with capture_logs() as logs, pytest.raises(RollmillError) as caught, translated_errors("orchestrator"):
         await get_run(served.connection)
-    assert type(caught.value) is MillraceError
+    assert type(caught.value) is RollmillError
     assert caught.value.message == "internal error"
     (event,) = [event for event in logs if event["event"] == LogEvent.RPC_FAILED]
-    assert event["method"] == "/millrace.v1.RunService/GetRun"
+    assert event["method"] == "/rollmill.v1.RunService/GetRun"
     assert event["exc_info"]
 
 
@@ -107,7 +107,7 @@ async def test_the_reason_survives_a_message_longer_than_the_metadata_limit(serv
 
 
 async def test_metadata_may_have_the_names_of_our_arguments(served: Served) -> None:
-    def failure() -> MillraceError:
+    def failure() -> RollmillError:
         error = NotFoundError("gone")
         error.metadata = {"message": "m", "retry_after_s": "9", "self": "s"}
         return error

@@ -468,7 +468,7 @@ async def test_requests_of_http_1_do_nothing_at_a_grpc_port() -> None:
     servicer = RunServicer()
     server = make_server(servicer)
     await server.start()
-    path = "/millrace.v1.RunService/StopRun"
+    path = "/rollmill.v1.RunService/StopRun"
     try:
         for head in (
             f"POST {path} HTTP/1.1\r\nHost: {server.address}\r\nContent-Type: application/grpc\r\n",

@@ -46,7 +46,7 @@ def test_every_rpc_has_limits_and_no_limit_is_of_an_rpc_that_is_gone() -> None:
 
 
 def test_methods_are_known_by_their_paths_too() -> None:
-    assert limit_of("/millrace.v1.PoolService/ReportReplica") is LIMITS["ReportReplica"]
+    assert limit_of("/rollmill.v1.PoolService/ReportReplica") is LIMITS["ReportReplica"]
     assert limit_of("/somebody.Else/Thing") is limits.DEFAULT
 
 
@@ -159,7 +159,7 @@ async def test_reports_of_a_stream_have_the_rate_of_calls(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(servicer, "_note_report", note)
     server = Server(service="orchestrator", instance_id="test", host="127.0.0.1", port=0)
-    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, servicer, "millrace.v1.PoolService")
+    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, servicer, "rollmill.v1.PoolService")
     await server.start()
     try:
         async with asyncio.timeout(WAIT_S), channel(server.address) as connection:
@@ -208,7 +208,7 @@ def test_two_hundred_replicas_of_one_machine_report_within_the_limits() -> None:
 async def test_a_message_that_is_none_or_too_large_is_the_callers_mistake(
     served: Served, data: bytes, told: str
 ) -> None:
-    call = served.connection.unary_unary("/millrace.v1.RunService/DrainReplica")
+    call = served.connection.unary_unary("/rollmill.v1.RunService/DrainReplica")
     with pytest.raises(InvalidRequestError, match=told), translated_errors("the server"):
         await call(data, timeout=WAIT_S)
 
@@ -220,7 +220,7 @@ async def test_an_answer_that_is_too_large_is_told_in_words(served: Served, monk
 
 
 async def test_what_no_method_takes_is_refused_before_it_is_read(served: Served) -> None:
-    call = served.connection.unary_unary("/millrace.v1.RunService/DrainReplica")
+    call = served.connection.unary_unary("/rollmill.v1.RunService/DrainReplica")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(b"x" * (MOST_BYTES + 1), timeout=WAIT_S)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

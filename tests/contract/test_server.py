@@ -37,7 +37,7 @@ async def status(connection: grpc.aio.Channel) -> status_pb2.GetStatusResponse:
     return await status_pb2_grpc.StatusServiceStub(connection).GetStatus(status_pb2.GetStatusRequest(), timeout=WAIT_S)
 
 
-@pytest.mark.parametrize("service", ["", SERVICE, "millrace.v1.StatusService"])
+@pytest.mark.parametrize("service", ["", SERVICE, "rollmill.v1.StatusService"])
 async def test_health_is_serving_only_after_readiness(served: Served, service: str) -> None:
     assert await health(served.connection, service) == NOT_SERVING
     assert (await status(served.connection)).state == "starting"
@@ -56,7 +56,7 @@ async def test_reflection_lists_every_service_and_describes_its_calls(served: Se
     names = {service.name for service in listed.list_services_response.service}
     assert names == {
         SERVICE,
-        "millrace.v1.StatusService",
+        "rollmill.v1.StatusService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }

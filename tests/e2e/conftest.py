@@ -1,4 +1,4 @@
-"""Whole runs: ``millrace run`` on a cut-down quickstart, real processes, real gRPC."""
+"""Whole runs: ``rollmill run`` on a cut-down quickstart, real processes, real gRPC."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def started_from(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 class Run:
-    """One ``millrace run`` in a process of its own, forked with its imports done."""
+    """One ``rollmill run`` in a process of its own, forked with its imports done."""
 
     def __init__(self, forks: ForkServer, directory: Path, name: str, *settings: str) -> None:
         self.directory = directory / name
@@ -121,7 +121,7 @@ class Run:
 
 
 @pytest.fixture
-def millrace(forks: ForkServer, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+def rollmill(forks: ForkServer, tmp_path: Path) -> Callable[..., tuple[int, str]]:
     """A command in a process of its own, forked with its imports done: exit code and output."""
     outputs = (tmp_path / f"command-{number}.out" for number in itertools.count())
 

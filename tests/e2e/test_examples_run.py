@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import millrace
+import rollmill
 from tests.waiting import PROCESS_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -29,11 +29,11 @@ def test_a_run_of_the_examples_is_started_and_read_from_python(tmp_path: Path) -
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "is hidden by Millrace's own package" in done.stderr
+    assert "is hidden by Rollmill's own package" in done.stderr
     scores, best, traced = done.stdout.splitlines()
     assert "start/sampled" in scores and "'evaluated'" in traced
     (directory,) = (tmp_path / "runs").iterdir()
-    run = millrace.Run(directory)
+    run = rollmill.Run(directory)
     trajectories = list(run.trajectories())
     assert len(trajectories) == len({(row["task_group_id"], row["index"]) for row in trajectories}) >= 8
     assert float(best.split()[1]) == max(row["reward"] for row in trajectories) > 0

@@ -1,4 +1,4 @@
-"""``millrace new`` and ``millrace run`` as a new user would, outside the checkout: processes, a resumed run, its weights."""
+"""``rollmill new`` and ``rollmill run`` as a new user would, outside the checkout: processes, a resumed run, its weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORT = ["--set", "run.steps=2", "--set", "warm_start.model0.steps=2", "--set", 
          "--set", "policies.model0.batch.dynamic_sampling=false", "--set", "evaluation.at_start=false", "--set", "evaluation.at_end=false", "--set", "policies.model0.batch.size=16"]  # fmt: skip
 
 
-def millrace(here: Path, *arguments: str) -> str:
+def rollmill(here: Path, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "services.cli", *arguments],
         cwd=here,
@@ -32,13 +32,13 @@ def millrace(here: Path, *arguments: str) -> str:
 
 
 def test_a_new_folder_runs_at_once_and_commands_find_its_run(tmp_path: Path) -> None:
-    millrace(tmp_path, "new", "mine")
-    told = millrace(tmp_path, "run", "mine", *SHORT)
+    rollmill(tmp_path, "new", "mine")
+    told = rollmill(tmp_path, "run", "mine", *SHORT)
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert json.loads((run_dir / "summary.json").read_text())["state"] == "finished"
-    assert "millrace trajectories" in told
-    assert f"runs/{run_dir.name}: finished" in millrace(tmp_path, "status")
-    assert "Largest of" in millrace(tmp_path, "trajectories", "--last", "1")
-    millrace(tmp_path, "export", "-o", "weights")
+    assert "rollmill trajectories" in told
+    assert f"runs/{run_dir.name}: finished" in rollmill(tmp_path, "status")
+    assert "Largest of" in rollmill(tmp_path, "trajectories", "--last", "1")
+    rollmill(tmp_path, "export", "-o", "weights")
     files = list((tmp_path / "weights").glob("*.safetensors")) + list(run_dir.glob("warm_start/*/*.safetensors"))
     assert len(files) == 2 and all(file.stat().st_mode & 0o777 == 0o644 for file in files)

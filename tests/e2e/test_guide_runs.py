@@ -37,7 +37,7 @@ def test_the_environment_of_the_guide_is_trained_in(tmp_path: Path) -> None:
 def follow(directory: Path, command: str) -> str:
     """Run a command of the page in a directory; return its output."""
     program, *arguments = shlex.split(command)
-    python = {"python": [], "millrace": ["-m", "services.cli"]}[program]
+    python = {"python": [], "rollmill": ["-m", "services.cli"]}[program]
     done = subprocess.run(
         [sys.executable, *python, *arguments],
         cwd=directory,

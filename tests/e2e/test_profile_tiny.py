@@ -45,13 +45,13 @@ def rows(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_a_recipe_runs_its_whole_loop(
-    millrace: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollmill: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(RECIPE))
-    monkeypatch.delenv("MILLRACE_DATA_ROOT", raising=False)
+    monkeypatch.delenv("ROLLMILL_DATA_ROOT", raising=False)
     settings = ["--set", f"run.dir={tmp_path}", "--set", "run.id=tiny"]
-    code, output = millrace("run", recipe, "--profile", "tiny", *settings, "--json")
+    code, output = rollmill("run", recipe, "--profile", "tiny", *settings, "--json")
     assert code == 0, output
     run_dir = tmp_path / "tiny"
     steps = rows(run_dir, "training_step")

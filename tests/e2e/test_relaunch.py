@@ -24,7 +24,7 @@ SETTINGS = [*SMALL, "run.steps=4", "evaluation.at_start=false", "data.evaluation
 
 
 class Launch:
-    """``millrace run recipes/quickstart --resume auto`` in a process of its own, without a name of the run."""
+    """``rollmill run recipes/quickstart --resume auto`` in a process of its own, without a name of the run."""
 
     def __init__(self, runs: Path, name: str, *settings: str) -> None:
         arguments = [part for setting in [f"run.dir={runs}", *SETTINGS, *settings] for part in ("--set", setting)]

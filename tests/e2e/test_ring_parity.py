@@ -106,11 +106,11 @@ def test_a_recorded_batch_trains_to_the_same_bits(finished: Run) -> None:
     assert result["from_checkpoint"] == STEPS - 1
 
 
-def test_the_commands_for_people_read_a_finished_run(finished: Run, millrace: Callable[..., tuple[int, str]]) -> None:
-    code, told = millrace("trajectories", finished.directory, "--last", 2)
+def test_the_commands_for_people_read_a_finished_run(finished: Run, rollmill: Callable[..., tuple[int, str]]) -> None:
+    code, told = rollmill("trajectories", finished.directory, "--last", 2)
     assert code == 0 and "What is" in told, told
     picture = finished.directory / "again.png"
-    code, told = millrace("plot", finished.directory, finished.directory, "-o", picture)
+    code, told = rollmill("plot", finished.directory, finished.directory, "-o", picture)
     assert code == 0, told
     assert picture.read_bytes().startswith(b"\x89PNG")
     summary = json.loads((finished.directory / "summary.json").read_text())

@@ -32,7 +32,7 @@ def assert_each_slot_has_one_record(run: Run) -> None:
 
 
 def test_a_run_finishes_though_its_processes_are_killed_and_told_to_end_and_its_launcher_is_stopped(
-    start_run: StartRun, millrace: Callable[..., tuple[int, str]]
+    start_run: StartRun, rollmill: Callable[..., tuple[int, str]]
 ) -> None:
     """Killed as by kill -9, asked to end as by a guard of the machine's memory, and at last
     stopped as a whole and resumed."""
@@ -46,17 +46,17 @@ def test_a_run_finishes_though_its_processes_are_killed_and_told_to_end_and_its_
         run.wait_for(lambda before=steps: run.steps() >= before + 2, f"steps after {process} got {how.name}")
     os.kill(run.process.pid, signal.SIGINT)
     assert run.process.wait(60) == 130
-    assert f"interrupted; go on with it: millrace run --resume {run.directory}" in " ".join(run.output.split())
+    assert f"interrupted; go on with it: rollmill run --resume {run.directory}" in " ".join(run.output.split())
     done = run.steps()
-    result = resumed(run, millrace)
+    result = resumed(run, rollmill)
     assert run.steps() == 20 > done >= 13
     assert result["max_staleness"] <= 1
     assert_each_slot_has_one_record(run)
 
 
-def resumed(run: Run, millrace: Callable[..., tuple[int, str]]) -> dict[str, Any]:
-    """The object on the last line of the output of a successful ``millrace run --resume``."""
-    code, output = millrace("run", "--resume", run.directory, "--json")
+def resumed(run: Run, rollmill: Callable[..., tuple[int, str]]) -> dict[str, Any]:
+    """The object on the last line of the output of a successful ``rollmill run --resume``."""
+    code, output = rollmill("run", "--resume", run.directory, "--json")
     assert code == 0, output
     found: dict[str, Any] = json.loads([line for line in output.splitlines() if line.startswith("{")][-1])
     return found

@@ -1,4 +1,4 @@
-"""A whole run over TLS: ``millrace run`` makes the keys, every process has its own, and outsiders get nowhere."""
+"""A whole run over TLS: ``rollmill run`` makes the keys, every process has its own, and outsiders get nowhere."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from tests.keys import make_keys
 
 pytestmark = pytest.mark.slow
 
-Millrace = Callable[..., tuple[int, str]]
+Rollmill = Callable[..., tuple[int, str]]
 
 
 def test_a_run_over_tls_is_watched_and_ended_by_those_who_may_and_by_nobody_else(
-    start_run: Callable[..., Run], millrace: Millrace, tmp_path: Path
+    start_run: Callable[..., Run], rollmill: Rollmill, tmp_path: Path
 ) -> None:
     run = start_run("secure", "run.steps=1000", "security.tls=on", "evaluation.at_start=false")
     run.wait_for(run.steps, "the first training step")
     address = ("--orchestrator", run.address_of("orchestrator"))
-    assert millrace("status", run.directory)[0] == 0
-    assert millrace("pause", run.directory)[0] == 0  # the commands that follow have the machine for themselves
-    assert millrace("status", *address, keys=run.directory / "keys" / "viewer")[0] == 0
+    assert rollmill("status", run.directory)[0] == 0
+    assert rollmill("pause", run.directory)[0] == 0  # the commands that follow have the machine for themselves
+    assert rollmill("status", *address, keys=run.directory / "keys" / "viewer")[0] == 0
     refused = {
-        "stop": millrace("stop", *address, keys=run.directory / "keys" / "viewer"),
-        "without keys": millrace("status", *address),
-        "another run's": millrace("status", *address, keys=make_keys(tmp_path / "other").folder),
+        "stop": rollmill("stop", *address, keys=run.directory / "keys" / "viewer"),
+        "without keys": rollmill("status", *address),
+        "another run's": rollmill("status", *address, keys=make_keys(tmp_path / "other").folder),
     }
     assert all(code == 2 for code, _ in refused.values()), refused
     words = {name: " ".join(output.split()) for name, (_, output) in refused.items()}
     assert "role viewer may not call" in words["stop"]
     assert "speaks TLS, and this process has no keys" in words["without keys"]
     assert "did not sign" in words["another run's"]
-    assert millrace("resume", run.directory)[0] == 0
+    assert rollmill("resume", run.directory)[0] == 0
     run.kill("inference-a")  # it comes back with its keys
     step = run.steps()
     run.wait_for(lambda: run.steps() > step + 3, "steps after the replica was killed")
-    assert millrace("stop", run.directory)[0] == 0
+    assert rollmill("stop", run.directory)[0] == 0
     run.finish()
     assert_no_secret_is_outside(run.directory)
 

@@ -96,7 +96,7 @@ def test_environments_are_served_alone_in_the_tiny_profile_until_they_are_stoppe
 ) -> None:
     port = free_port()
     script, settings = "0_environment.sh", ("--profile", "tiny", "--set", f"run.dir={tmp_path}")
-    scripts.start(script, WEBSHOP, *settings, TASK_SERVER_PORT=str(port), MILLRACE_DATA_ROOT="")
+    scripts.start(script, WEBSHOP, *settings, TASK_SERVER_PORT=str(port), ROLLMILL_DATA_ROOT="")
     served = scripts.running[script]
     deadline = time.monotonic() + RUN_TIMEOUT_S
     while (indices := indices_of("webshop", port)) is None:

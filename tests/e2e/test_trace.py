@@ -1,4 +1,4 @@
-"""``millrace trace`` on a run of real processes: orchestrator and replicas, with a scripted engine and a scripted trainer."""
+"""``rollmill trace`` on a run of real processes: orchestrator and replicas, with a scripted engine and a scripted trainer."""
 
 from __future__ import annotations
 
@@ -260,13 +260,13 @@ def test_a_lost_replica_is_drawn(run_dir: Path, tmp_path: Path) -> None:
 
 def test_prometheus_hears_of_every_process_what_it_has_done(run_dir: Path) -> None:
     orchestrator, replica = scraped(run_dir, "orchestrator"), scraped(run_dir, "inference-b")
-    assert orchestrator["millrace_weight_version"] == {("model0",): NUM_STEPS}
-    assert orchestrator["millrace_replica_slots"] == {("b",): 8}
-    assert orchestrator["millrace_journal_records_total"][()] > 0  # since it was started again
-    assert replica["millrace_tokens_generated_total"]["model0",] > 0
-    assert replica["millrace_failed_rollouts_total"][()] >= SLOTS
-    assert replica["millrace_records_acknowledged_total"]["accepted",] >= NUM_STEPS * SLOTS
+    assert orchestrator["rollmill_weight_version"] == {("model0",): NUM_STEPS}
+    assert orchestrator["rollmill_replica_slots"] == {("b",): 8}
+    assert orchestrator["rollmill_journal_records_total"][()] > 0  # since it was started again
+    assert replica["rollmill_tokens_generated_total"]["model0",] > 0
+    assert replica["rollmill_failed_rollouts_total"][()] >= SLOTS
+    assert replica["rollmill_records_acknowledged_total"]["accepted",] >= NUM_STEPS * SLOTS
     for found in (orchestrator, replica):
-        assert "millrace_other" not in found
-        seconds, lanes = found["millrace_activity_seconds_total"], found["millrace_activity_lanes"]
+        assert "rollmill_other" not in found
+        seconds, lanes = found["rollmill_activity_seconds_total"], found["rollmill_activity_lanes"]
         assert seconds and lanes

@@ -131,20 +131,20 @@ def test_what_is_in_the_way_is_said_on_node_1(machines: TwoMachines, tmp_path: P
     run = TwoNodeRun(machines, tmp_path)
 
     def told(**variables: str) -> str:
-        process = run.millrace(machines.node1, *arguments, output="told", **variables)
+        process = run.rollmill(machines.node1, *arguments, output="told", **variables)
         assert process.wait(BOUNDED_S) != 0
         return run.output("told")
 
-    node_0, keys = "ORCHESTRATOR_HOST_EXTERNAL", {"MILLRACE_KEYS": "runs/mine/keys/inference"}
+    node_0, keys = "ORCHESTRATOR_HOST_EXTERNAL", {"ROLLMILL_KEYS": "runs/mine/keys/inference"}
     assert f"set {node_0} to the host name of the node that runs the orchestrator" in told(**keys)
     assert "this machine cannot resolve the name nobody.invalid" in told(**{node_0: "nobody.invalid"}, **keys)
     assert "10.77.0.9 cannot be reached: No route to host, for" in told(**{node_0: "10.77.0.9"}, **keys)
     with machines.swallowing():
         assert "no answer from node0 at port 50050, for" in told(**{node_0: "node0"}, **keys)
     assert "holds keys of role operator, but this process is inference" in told(
-        **{node_0: "node0"}, MILLRACE_KEYS="runs/mine/keys/operator"
+        **{node_0: "node0"}, ROLLMILL_KEYS="runs/mine/keys/operator"
     )
-    assert "copy its bundle from node 0 and set MILLRACE_KEYS" in told(**{node_0: "node0"}, RUN_DIR="runs/other")
+    assert "copy its bundle from node 0 and set ROLLMILL_KEYS" in told(**{node_0: "node0"}, RUN_DIR="runs/other")
 
 
 def secrets_in(run: TwoNodeRun) -> list[Path]:

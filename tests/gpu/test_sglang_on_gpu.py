@@ -1,6 +1,6 @@
 """The true SGLang server on a card: exact log-probabilities before and after each way of an update, and a whole run.
 
-MILLRACE_SGLANG_PYTHON=... make test-gpu
+ROLLMILL_SGLANG_PYTHON=... make test-gpu
 """
 
 from __future__ import annotations

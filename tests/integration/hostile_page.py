@@ -122,7 +122,7 @@ async def _site(targets: Sequence[Target]) -> AsyncIterator[tuple[_Site, str]]:
 async def _browser(rules: str, url: str) -> AsyncIterator[None]:
     program = installed("chromium")
     assert program is not None
-    with tempfile.TemporaryDirectory(prefix="millrace-browser-", ignore_cleanup_errors=True) as profile:
+    with tempfile.TemporaryDirectory(prefix="rollmill-browser-", ignore_cleanup_errors=True) as profile:
         process = await asyncio.create_subprocess_exec(
             program,
             "--headless=new",

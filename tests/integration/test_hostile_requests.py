@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))  # its modules import each other by their bare names
 
 
-STOP = "/millrace.v1.RunService/StopRun"
+STOP = "/rollmill.v1.RunService/StopRun"
 SERVED = {
     "orchestrator": ("PoolService", "TrainingService", "RunService", "StatusService"),
     "envgateway": ("EnvironmentService", "CodeExecutionService", "JudgeService", "RewardService", "StatusService"),

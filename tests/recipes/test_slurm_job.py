@@ -1,4 +1,4 @@
-"""A job of ``millrace deploy --target slurm`` at a scheduler that really starts the processes: it trains, a replica joins
+"""A job of ``rollmill deploy --target slurm`` at a scheduler that really starts the processes: it trains, a replica joins
 and leaves, a node is lost, and the requeued job goes on with its run."""
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "services" / "common" / "config"
-USERS = ("services", "recipes", "examples", "millrace")
+USERS = ("services", "recipes", "examples", "rollmill")
 WORD = re.compile(r"[A-Za-z_]\w*")
 NAME_OR_PATH = re.compile(r"[\w.:/-]+")
 
@@ -117,7 +117,7 @@ def test_every_private_attribute_is_read_in_its_file() -> None:
 
 
 def test_every_setting_of_a_recipe_is_read() -> None:
-    """Where it has an effect: validation and the estimates of `millrace check` are no consumer."""
+    """Where it has an effect: validation and the estimates of `rollmill check` are no consumer."""
     read: Counter[str] = Counter()
     for path, tree in trees().items():
         outside = not path.is_relative_to(CONFIG)

@@ -1,4 +1,4 @@
-"""The guides of docs/: the files that they show are written out and used; the errors that they show are those of `millrace`.
+"""The guides of docs/: the files that they show are written out and used; the errors that they show are those of `rollmill`.
 
 A fenced block with a title is a file. A block of the language `console` is a command with its whole output.
 """
@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.common.config.reading.loading import load_recipe
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.importing import load_object
 from services.envgateway.envs.base import StepResult
 from services.inference.workflows.registry import build_workflow
@@ -92,10 +92,10 @@ def test_the_error_of_a_guide_is_what_the_command_says(follow: Callable[[str], P
     here = follow(guide)
     command, _, output = block.partition("\n")
     program, *arguments = shlex.split(command.removeprefix("$ "))
-    assert program == "millrace"
+    assert program == "rollmill"
     result = CliRunner().invoke(app, arguments)
-    assert isinstance(result.exception, MillraceError)
-    assert f"error: {result.exception.message}" == output.rstrip("\n").replace("/home/me/millrace", str(here))
+    assert isinstance(result.exception, RollmillError)
+    assert f"error: {result.exception.message}" == output.rstrip("\n").replace("/home/me/rollmill", str(here))
 
 
 def test_every_guide_shows_a_table_of_errors() -> None:
@@ -142,7 +142,7 @@ async def test_the_workflow_plays(
 
 def test_the_workflow_of_the_guide_is_that_of_the_examples() -> None:
     shown, example = files("my-agent.md")["mine/agents.py"], (REPOSITORY / "examples" / "workflow.py").read_text()
-    assert shown.partition("import millrace\n")[1:] == example.partition("import millrace\n")[1:]
+    assert shown.partition("import rollmill\n")[1:] == example.partition("import rollmill\n")[1:]
 
 
 async def test_the_client_plays(follow: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,12 @@ PAGES = sorted(
 )
 # Decisions and the changelog name files of their time.
 PRESENT = [page for page in PAGES if page.parent.name != "adr" and page.name != "CHANGELOG.md"]
-ROOTS = "services|recipes|docs|benchmarks|tests|examples|protos|deploy|millrace"
+ROOTS = "services|recipes|docs|benchmarks|tests|examples|protos|deploy|rollmill"
 PATH = re.compile(rf"(?<![\w./-])((?:{ROOTS})/[\w./*-]*)")
 MEMBER = re.compile(rf"((?:{ROOTS})/[\w./-]*\.py):([A-Za-z_][\w.]*)")
-MODULE = re.compile(r"(?<![\w./-])((?:services|recipes|benchmarks|tests|millrace)(?:\.\w+)+)(?![\w/])")
+MODULE = re.compile(r"(?<![\w./-])((?:services|recipes|benchmarks|tests|rollmill)(?:\.\w+)+)(?![\w/])")
 # Names of a reader's own files, and of packages of the wire.
-EXAMPLES = {"recipes/mine", "services.x", "millrace.v1"}
+EXAMPLES = {"recipes/mine", "services.x", "rollmill.v1"}
 FENCED = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 
 
@@ -124,7 +124,7 @@ def test_paths_and_modules_that_are_named_exist(page: Path) -> None:
         "`services/common/none.py:f`",
         "`benchmarks/nothing_*.py`",
         "`services/common/errors.py:NoError`",
-        "`services/common/errors.py:MillraceError.no_method`",
+        "`services/common/errors.py:RollmillError.no_method`",
         "`services.common.nowhere`",
         "`python -m services.trainer.nowhere`",
         "`services.common.errors.NoError`",
@@ -211,7 +211,7 @@ def test_every_command_that_a_page_or_a_message_names_exists() -> None:
     named = {
         (place.relative_to(REPOSITORY).as_posix(), command)
         for place in places
-        for command in re.findall(r"(?:^|`)millrace ([a-z]+)", place.read_text(encoding="utf-8"), re.MULTILINE)
+        for command in re.findall(r"(?:^|`)rollmill ([a-z]+)", place.read_text(encoding="utf-8"), re.MULTILINE)
     }
     assert len(named) > 100
     assert sorted((place, command) for place, command in named if command not in known) == []

@@ -79,7 +79,7 @@ def test_what_is_missing_is_skipped_and_counted_across_workers(run_tests: Run) -
 def test_what_is_required_fails_instead(run_tests: Run) -> None:
     done = run_tests(MODULE, require="all")
     assert done.returncode == 1
-    assert "MILLRACE_REQUIRE has a moon, but there is none (apt-get install moon)" in done.stdout
+    assert "ROLLMILL_REQUIRE has a moon, but there is none (apt-get install moon)" in done.stdout
     assert re.search(r"1 passed, 3 errors", done.stdout) and "skipped" not in done.stdout
     assert "not exercised" not in done.stdout
 
@@ -88,7 +88,7 @@ def test_a_need_that_is_not_in_the_table_stops_the_run(run_tests: Run) -> None:
     done = run_tests(MODULE.replace('needs("air", "a moon")', 'needs("air", "a mooon")'))
     assert done.returncode == 4
     assert "there is no need 'a mooon'" in done.stderr + done.stdout
-    with pytest.raises(pytest.UsageError, match="MILLRACE_REQUIRE: there is no need 'a mooon'"):
+    with pytest.raises(pytest.UsageError, match="ROLLMILL_REQUIRE: there is no need 'a mooon'"):
         needs.required("root, a mooon")
 
 

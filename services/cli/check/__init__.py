@@ -1,1 +1,1 @@
-"""``millrace check``: finds errors in a recipe and on this machine before a process starts."""
+"""``rollmill check``: finds errors in a recipe and on this machine before a process starts."""

@@ -1,6 +1,6 @@
 """Checks that this machine can start a recipe: data, GPUs, packages, memory, worlds.
 
-`millrace run` refuses such a recipe before any process starts, instead of failing hours later. A recipe that passes
+`rollmill run` refuses such a recipe before any process starts, instead of failing hours later. A recipe that passes
 ``check`` may still be refused on another machine than the run's.
 """
 
@@ -99,7 +99,7 @@ def _missing_packages(recipe: Recipe) -> list[str]:
         if not _has_package(service.engine, python):
             problems.append(
                 f"inference.{name}.engine is {service.engine}, but the package {service.engine} is not installed for {python}: run this on a "
-                f"GPU machine after `pip install 'millrace[{service.engine}]'`, name the interpreter that has it with "
+                f"GPU machine after `pip install 'rollmill[{service.engine}]'`, name the interpreter that has it with "
                 f"inference.{name}.{service.engine}.python or {python_variable(service.engine)}, or try the recipe with --profile tiny"
             )
     return problems
@@ -165,7 +165,7 @@ def gpu_problems(recipe: Recipe, memory_gib: Sequence[float]) -> list[str]:
             problems.append(
                 f"{claim.where}: GPU {smallest} has {memory_gib[smallest]:.1f} GiB, but the recipe counts with "
                 f"{recipe.launch.gpu_memory_gib:g} (launch.gpu_memory_gib): write {int(memory_gib[smallest])} there, and "
-                "`millrace check` lists the processes that do not fit"
+                "`rollmill check` lists the processes that do not fit"
             )
     return problems
 

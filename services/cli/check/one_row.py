@@ -1,7 +1,7 @@
 """Plays one row of the training data up to the model: the prompt by tokenizer and template, and the reward on two answers.
 
 So an error that only a row shows is found before a process starts: a reward that reads a missing column, or returns no
-value; prompts longer than every context. Loads a tokenizer and calls functions of the user, so this is part of `millrace
+value; prompts longer than every context. Loads a tokenizer and calls functions of the user, so this is part of `rollmill
 check` and not of every start.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from services.cli.check.model_files import config_of, file_of
 from services.common.config.data import WorkflowConfig, is_training, name_of
 from services.common.config.recipe import Recipe
-from services.common.errors import ConfigError, MillraceError
+from services.common.errors import ConfigError, RollmillError
 from services.common.importing import load_object
 from services.common.records.dataset_rows import truth_in
 from services.common.records.types import Task
@@ -72,7 +72,7 @@ def _chat(recipe: Recipe, tried: Tried) -> Chat | None:
         tokenizer = load_tokenizer(Path(path).expanduser() if Path(path).expanduser().is_dir() else path)
         _check_vocabulary(f"policies.{name}.model.path", path, tokenizer, tried)
         return Chat(tokenizer)
-    except MillraceError as error:
+    except RollmillError as error:
         tried.problems.append(f"policies.{name}.model.path: {error.message}")
     except Exception as error:  # a template is a program of the model's author, and can raise anything
         if "jinja2" not in type(error).__module__:
@@ -109,7 +109,7 @@ def _try_prompts(
         task = source[place]
         try:
             lengths.append(len(chat.prompt_ids(build_messages(settings, task))))
-        except MillraceError as error:
+        except RollmillError as error:
             tried.problems.append(f"{where}: row of task {task.task_id} gives no prompt: {error.message}")
             return
         except Exception as error:  # of the template

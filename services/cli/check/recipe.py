@@ -1,7 +1,7 @@
-"""``millrace check``: finds the errors of a recipe that can be known before a process starts.
+"""``rollmill check``: finds the errors of a recipe that can be known before a process starts.
 
 Loading checks the schema; this module checks the things that the recipe names: data, workflow, rewards, models, ports,
-GPU memory. ``check.launch`` checks this machine: `millrace check` shows its problems, `millrace run` refuses to start
+GPU memory. ``check.launch`` checks this machine: `rollmill check` shows its problems, `rollmill run` refuses to start
 with them.
 """
 
@@ -28,7 +28,7 @@ from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.config.processes.services import ENGINES
 from services.common.config.recipe import Recipe
 from services.common.config.training.losses import LOSS, LossByPath
-from services.common.errors import ConfigError, MillraceError
+from services.common.errors import ConfigError, RollmillError
 from services.common.importing import check_can_be_loaded, definition_of, load_object
 from services.common.user_code import check_call
 
@@ -61,7 +61,7 @@ def check_recipe(recipe: Recipe, num_solutions: int = 0) -> list[str]:
 
 
 def check_named(recipe: Recipe) -> None:
-    """Check the data, the workflow with its settings, and the functions of starting checkpoints: errors that `millrace
+    """Check the data, the workflow with its settings, and the functions of starting checkpoints: errors that `rollmill
     run` would otherwise find minutes later, when processes run."""
     refuse(recipe, _named_problems(recipe, [], {}))
 
@@ -72,7 +72,7 @@ def _named_problems(recipe: Recipe, left_out: list[str], sources: dict[str, Task
     for where, check in _checks(recipe, left_out, sources):
         try:
             check()
-        except MillraceError as error:
+        except RollmillError as error:
             problems.append(f"{where}: {error.message}" if where else error.message)
     return problems
 
@@ -195,7 +195,7 @@ def _check_data(recipe: Recipe, where: str, left_out: list[str], sources: dict[s
                 return  # on first use
         seed, evaluates = recipe.data.seed_of(where, recipe.run.seed), not is_training(where)
         tasks = open_source(config, seed, requirement(recipe, where), evaluates=evaluates)
-    except MillraceError as error:
+    except RollmillError as error:
         raise ConfigError(f"{where}: {error.message}") from None
     sources[where] = tasks
     if tasks.left_out.count:
@@ -220,7 +220,7 @@ def _check_warm_start(where: str, path: str, function: str, given: dict[str, obj
         raise ConfigError(f"{where}: {path} is neither an existing file nor an import path (package.module:function)")
     try:
         found = load_object(path)
-    except MillraceError as error:
+    except RollmillError as error:
         raise ConfigError(f"{where}: {error.message}") from None
     check_call(found, f"{where}: {path}", f"def {function}({', '.join(given)})", keywords=given)
 
@@ -236,7 +236,7 @@ def _check_engine(path: str) -> None:
 
     definition = definition_of(path)
     if definition is not None:
-        definition.check_class(path, ("millrace.Engine", "Engine"), TOKENS)
+        definition.check_class(path, ("rollmill.Engine", "Engine"), TOKENS)
 
 
 def _check_environment(path: str) -> None:
@@ -244,5 +244,5 @@ def _check_environment(path: str) -> None:
 
     definition = definition_of(path)
     if definition is not None:
-        wanted = {name: ENVIRONMENT_METHODS[name] for name in ("reset", "step")}  # ``millrace.Environment`` has a close
-        definition.check_class(path, ("millrace.Environment", "Environment"), wanted)
+        wanted = {name: ENVIRONMENT_METHODS[name] for name in ("reset", "step")}  # ``rollmill.Environment`` has a close
+        definition.check_class(path, ("rollmill.Environment", "Environment"), wanted)

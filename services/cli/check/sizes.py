@@ -194,6 +194,6 @@ def _directory_problems(recipe: Recipe) -> Iterator[str]:
         yield f"run.dir is {recipe.run.dir}, and {place} is a file: name another directory"
         return
     try:
-        tempfile.TemporaryDirectory(prefix=".millrace-check-", dir=place).cleanup()
+        tempfile.TemporaryDirectory(prefix=".rollmill-check-", dir=place).cleanup()
     except OSError as error:
         yield f"run.dir is {recipe.run.dir}, and {place} cannot be written ({error.strerror}): name another directory"

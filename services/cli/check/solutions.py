@@ -1,6 +1,6 @@
 """Runs the reference solutions of programming problems through the judge, to find rows with wrong tests.
 
-`millrace check --solutions N` reports on the first rows of each dataset; `millrace data code` leaves failing rows out
+`rollmill check --solutions N` reports on the first rows of each dataset; `rollmill data code` leaves failing rows out
 of the file that it writes. Needs a sandbox on this machine. A run itself does not judge solutions.
 """
 
@@ -128,7 +128,7 @@ def solution_lines(
 
 @dataclass(frozen=True, slots=True)
 class PreparedRows:
-    """The numbers of rows that `millrace data code` has written and left out."""
+    """The numbers of rows that `rollmill data code` has written and left out."""
 
     num_rows: int
     left_out: Mapping[str, SkippedRows]  # by input: rows that cannot be used

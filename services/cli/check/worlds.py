@@ -18,7 +18,7 @@ from services.common.config.data import DatasetConfig
 from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.config.processes.mcp import MCP, McpServerConfig
 from services.common.config.recipe import Recipe
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.harbor.places import ENVIRONMENT as HARBOR
 
 
@@ -58,7 +58,7 @@ def world_problems(recipe: Recipe) -> list[str]:
         if refused := [problem for problem in problems.values() if problem is not None]:
             return refused
         return list(_absent_games(recipe, gateway)) if _is_built_in("alfworld", recipe, gateway) else []
-    except MillraceError as error:
+    except RollmillError as error:
         return [error.message]
 
 
@@ -73,7 +73,7 @@ def index_problems(recipe: Recipe) -> list[str]:
             return list(_game_problems(recipe, gateway))
         if _is_built_in("webshop", recipe, gateway):
             return list(_goal_problems(recipe, gateway))
-    except MillraceError as error:
+    except RollmillError as error:
         return [error.message]
     return []
 
@@ -185,7 +185,7 @@ async def _problems(servers: Mapping[str, McpServerConfig], wanted: list[str]) -
         asked = [tool for tool in wanted if tool.removeprefix(MCP).partition("/")[0] == name] or [f"{MCP}{name}"]
         try:
             await (await McpTools.open(opened, asked, None)).close()
-        except MillraceError as error:
+        except RollmillError as error:
             return error.message
         return None
 

@@ -1,1 +1,1 @@
-"""Commands of ``millrace``, by subject."""
+"""Commands of ``rollmill``, by subject."""

@@ -1,4 +1,4 @@
-"""``millrace data``: commands that prepare datasets."""
+"""``rollmill data``: commands that prepare datasets."""
 
 from __future__ import annotations
 

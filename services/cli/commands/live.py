@@ -73,14 +73,14 @@ def watch(run: RunningArgument = None, address: AddressOption = None, named: Run
 
 @live_app.command()
 def pause(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
-    """Issue no further tasks and start no further training step, until `millrace resume`."""
+    """Issue no further tasks and start no further training step, until `rollmill resume`."""
     _client(run or named, address).pause()
-    console.print("paused; go on with `millrace resume`")
+    console.print("paused; go on with `rollmill resume`")
 
 
 @live_app.command()
 def resume(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
-    """Continue after `millrace pause`. To continue a run whose processes have ended, use `millrace run --resume RUN`."""
+    """Continue after `rollmill pause`. To continue a run whose processes have ended, use `rollmill run --resume RUN`."""
     _client(run or named, address).resume()
     console.print("going on")
 
@@ -89,7 +89,7 @@ def resume(run: RunningArgument = None, address: AddressOption = None, named: Ru
 def stop(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
     """End a run for good: trainers write a checkpoint and exit, replicas finish their rollouts.
 
-    To continue the run later, stop `millrace run` with Ctrl-C instead, then use `millrace run --resume RUN`.
+    To continue the run later, stop `rollmill run` with Ctrl-C instead, then use `rollmill run --resume RUN`.
     """
     from services.cli.inspect.standing import RUNNING, standing
     from services.cli.watch.orchestrator_client import chosen
@@ -97,7 +97,7 @@ def stop(run: RunningArgument = None, address: AddressOption = None, named: RunO
 
     run = chosen(run or named, address)
     try:
-        _client(run, address).stop("millrace stop")
+        _client(run, address).stop("rollmill stop")
     except InfrastructureError:
         if run is None or (found := standing(run)).state == RUNNING:
             raise

@@ -71,8 +71,8 @@ def trajectories(
 
     Filters may be combined; token ids are decoded with the run's tokenizer.
 
-        millrace trajectories RUN --step 40 --max-reward 0
-        millrace trajectories RUN --evaluation end --task 'add*'
+        rollmill trajectories RUN --step 40 --max-reward 0
+        rollmill trajectories RUN --evaluation end --task 'add*'
     """
     from services.cli.inspect.trajectories import Wanted, read_trajectories, show
 
@@ -88,7 +88,7 @@ def trajectories(
     found = chosen_run(run)
     rows = read_trajectories(found, wanted)
     if not rows:
-        say(console, "no trajectory matches: `millrace trace RUN --list` shows task groups")
+        say(console, "no trajectory matches: `rollmill trace RUN --list` shows task groups")
     show(found, rows, console, raw=raw)
 
 
@@ -139,11 +139,11 @@ def trace(
     from services.common.errors import ConfigError
 
     if run is not None and group is None and not list_ and "/" not in str(run) and not run.exists():
-        run, group = None, str(run)  # `millrace trace GROUP`
+        run, group = None, str(run)  # `rollmill trace GROUP`
     run = chosen_run(run)
     if list_ or group is None:
         if output is not None:
-            raise ConfigError("name the task group to draw: millrace trace RUN GROUP -o FILE.png")
+            raise ConfigError("name the task group to draw: rollmill trace RUN GROUP -o FILE.png")
         list_groups(run, console, order=order, state=state, step=step, last=last, as_json=as_json)
     else:
         show_group(run, group, console, phases=phases, output=output, as_json=as_json)
@@ -167,11 +167,11 @@ def fate(
     table of lengths tells whether long responses are trained as often as short ones: a length bias of 1 is none.
 
     Needs the run directory only: during the run, after its end, and after any process was killed. Evaluations are left
-    out. `millrace trace RUN GROUP` follows a single task group; `millrace plot` draws the same shares.
+    out. `rollmill trace RUN GROUP` follows a single task group; `rollmill plot` draws the same shares.
 
-        millrace fate RUN
-        millrace fate RUN --step 40
-        millrace fate RUN --json | jq '.policies.model0.lengths'
+        rollmill fate RUN
+        rollmill fate RUN --step 40
+        rollmill fate RUN --json | jq '.policies.model0.lengths'
     """
     from services.cli.inspect.fate.view import tell_fates
 
@@ -219,8 +219,8 @@ def page(
     orchestrator is asked too. Makes no change, and loads no file from other hosts. Runs that differ in the seed alone are one
     curve with a band. From another machine: `ssh -L 8420:127.0.0.1:8420 HOST`. docs/page.md has the views and the keys.
 
-        millrace page
-        millrace page runs/a runs/b --port 9000
+        rollmill page
+        rollmill page runs/a runs/b --port 9000
     """
     from services.cli.page.command import show
 

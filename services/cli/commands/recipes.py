@@ -41,7 +41,7 @@ def new(
     """Write a recipe, a reward and rows into a new folder, ready to run.
 
     Without options it is a demo that learns on two CPU cores in half a minute. For example
-    `millrace new mine --model Qwen/Qwen3-0.6B --data rows.csv --prompt question --answer solution`.
+    `rollmill new mine --model Qwen/Qwen3-0.6B --data rows.csv --prompt question --answer solution`.
     """
     from services.cli.new.command import Wanted, held_out_words, next_commands, write_new
 
@@ -90,8 +90,8 @@ def run(
         say(console, ended)
     if outcome.picture:
         say(console, f"picture: {outcome.picture}")
-    say(console, f"read its conversations: millrace trajectories {run_dir}")
-    say(console, f"see where its rollouts went: millrace fate {run_dir}")
+    say(console, f"read its conversations: rollmill trajectories {run_dir}")
+    say(console, f"see where its rollouts went: rollmill fate {run_dir}")
     if not as_json:
         for key, value in headline(outcome.summary).items():
             say(console, f"  {key:>16}  {value}")
@@ -157,7 +157,7 @@ def evaluate(
 ) -> None:
     """Evaluate checkpoints on a recipe's datasets: avg@k and pass@k with 95% intervals, a table and a picture.
 
-    For example `millrace eval recipes/quickstart --checkpoint runs/quickstart-20260101-120000`. No policy is trained.
+    For example `rollmill eval recipes/quickstart --checkpoint runs/quickstart-20260101-120000`. No policy is trained.
     Failed tasks count as wrong and are listed.
     """
     from services.cli.check.launch import check_launch
@@ -250,8 +250,8 @@ def start(
     """Start one process of a recipe and wait for its end: for split launches, and for other nodes.
 
     Start processes in any order, and again after any failure: the run continues. On another node, set
-    ORCHESTRATOR_HOST_EXTERNAL to the host name of node 0, and MILLRACE_KEYS to the keys that were copied from there;
-    `millrace run`, or the start of the orchestrator, prints the whole command.
+    ORCHESTRATOR_HOST_EXTERNAL to the host name of node 0, and ROLLMILL_KEYS to the keys that were copied from there;
+    `rollmill run`, or the start of the orchestrator, prints the whole command.
     """
     from services.cli.plan.profiles import load_with_profile
     from services.cli.run.start import start as start_process

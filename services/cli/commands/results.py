@@ -35,9 +35,9 @@ def checkpoints(
     Needs the run directory only: during the run, after its end, and after any process was killed. Ends with exit code 1
     when a checkpoint is damaged.
 
-        millrace checkpoints RUN
-        millrace checkpoints RUN --verify
-        millrace checkpoints RUN --json | jq '.checkpoints[] | select(.damaged)'
+        rollmill checkpoints RUN
+        rollmill checkpoints RUN --verify
+        rollmill checkpoints RUN --json | jq '.checkpoints[] | select(.damaged)'
     """
     from services.cli.inspect.checkpoints.command import tell_checkpoints
 
@@ -52,7 +52,7 @@ def export(
     policy: Annotated[str | None, typer.Option(help="The policy; left out when the run has one.")] = None,
     step: Annotated[
         int | None,
-        typer.Option(help="The training step, as `millrace checkpoints` lists them; left out, the newest.", min=1),
+        typer.Option(help="The training step, as `rollmill checkpoints` lists them; left out, the newest.", min=1),
     ] = None,
     output: Annotated[
         Path | None,
@@ -71,15 +71,15 @@ def export(
 
     From any checkpoint that is kept, of a running, finished or broken run: no process of the run is needed, no GPU, and
     little memory, because weights are copied piece by piece. They are verified first, and cast to the type in which the
-    run publishes versions (`weights.publish_dtype`). A value head is left out. `millrace_export.json` says which run, step
+    run publishes versions (`weights.publish_dtype`). A value head is left out. `rollmill_export.json` says which run, step
     and checkpoint it is of.
 
     An adapter (`policies.NAME.adapter`) is merged into its base, which is compared with the digests of the run; with
     --adapter it stays apart, in PEFT's format.
 
-        millrace export RUN
-        millrace export RUN --policy model0 --step 40 -o models/at-40
-        millrace export RUN --adapter
+        rollmill export RUN
+        rollmill export RUN --policy model0 --step 40 -o models/at-40
+        rollmill export RUN --adapter
     """
     from services.cli.console.units import format_bytes
     from services.cli.inspect.checkpoints.command import export_run
@@ -107,7 +107,7 @@ def push(
     HF_TOKEN or `hf auth login` gives the key, HF_ENDPOINT another hub. The export stays in the run's directory, so the
     command can be repeated.
 
-        millrace push me/my-model RUN
+        rollmill push me/my-model RUN
     """
     from services.cli.inspect.checkpoints.push import push_run
 

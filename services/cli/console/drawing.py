@@ -20,7 +20,7 @@ def pyplot() -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"a picture needs the package {error.name}, which is not installed here: pip install matplotlib (the extra "
-            "`plot`), or copy the run's directory to where it is and draw there with `millrace plot`"
+            "`plot`), or copy the run's directory to where it is and draw there with `rollmill plot`"
         ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -1,4 +1,4 @@
-"""Options, arguments and the console that several commands of ``millrace`` use."""
+"""Options, arguments and the console that several commands of ``rollmill`` use."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ console = Console()
 
 
 def _file_of_name(recipe: Path | None) -> Path | None:
-    """The file of a recipe that comes with Millrace, where its name is given and no file or directory has this name."""
+    """The file of a recipe that comes with Rollmill, where its name is given and no file or directory has this name."""
     if recipe is None or recipe.exists() or not is_name(str(recipe)):
         return recipe
     return shipped_recipe(str(recipe)) or recipe
 
 
-RECIPE_HELP = "A recipe.yaml, a directory that holds one, or the name of a recipe of Millrace, such as `quickstart`."
+RECIPE_HELP = "A recipe.yaml, a directory that holds one, or the name of a recipe of Rollmill, such as `quickstart`."
 RecipeArgument = Annotated[Path, typer.Argument(help=RECIPE_HELP, callback=_file_of_name)]
 OptionalRecipeArgument = Annotated[Path | None, typer.Argument(help=RECIPE_HELP, callback=_file_of_name)]
 SetOption = Annotated[

@@ -1,4 +1,4 @@
-"""The sources of a mixture in ``millrace watch`` and ``status``: shares of trained sequences, rewards, staleness, and what was dropped."""
+"""The sources of a mixture in ``rollmill watch`` and ``status``: shares of trained sequences, rewards, staleness, and what was dropped."""
 
 from __future__ import annotations
 

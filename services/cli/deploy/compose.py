@@ -263,7 +263,7 @@ class _Node:
             mounts += [self._world(path) for path in map(os.fspath, layout.worlds())]
         mounts += [self._world(path) for path in layout.own_folders()]
         if layout.has_keys and name not in ONCE:
-            keys = f"${{{KEYS_VARIABLE}:?set it to the directory that millrace keys made}}"
+            keys = f"${{{KEYS_VARIABLE}:?set it to the directory that rollmill keys made}}"
             mounts.append(f"{keys}/{role_of(name).value}:{KEYS}:ro")
         return mounts
 
@@ -289,7 +289,7 @@ class _Node:
         mounted = [
             mount for service in services.values() for mount in service.get("volumes", []) if isinstance(mount, str)
         ]
-        known: dict[str, Any] = {"runs": {}, "models": {"name": "millrace-models"}, "worlds": {}, NO_DATA: {}}
+        known: dict[str, Any] = {"runs": {}, "models": {"name": "rollmill-models"}, "worlds": {}, NO_DATA: {}}
         return {name: known[name] for name in known if any(f"{name}:" in m or f"-{name}}}:" in m for m in mounted)}
 
     def _command(self, name: str, more: Sequence[str] = ()) -> list[str]:

@@ -22,7 +22,7 @@ import structlog
 
 from services.cli.plan.nodes import address_of_node_0
 from services.common.aio import deadline
-from services.common.errors import DeadlineError, MillraceError
+from services.common.errors import DeadlineError, RollmillError
 from services.common.system.free_ports import LOOPBACK
 from services.common.telemetry.logs import configure
 
@@ -75,7 +75,7 @@ class Forwarder:
             writer.close()
             return
         try:
-            # No deadline: `millrace watch` stays connected as long as the run lasts.
+            # No deadline: `rollmill watch` stays connected as long as the run lasts.
             await asyncio.gather(_pass(reader, out), _pass(there, writer))
         finally:
             for end in (writer, out):
@@ -119,7 +119,7 @@ def main() -> None:
     try:
         here = address_of_node_0({})
         asyncio.run(_serve(here, port, {here, *gateways(ROUTES.read_text())}))
-    except (OSError, MillraceError) as error:
+    except (OSError, RollmillError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -91,7 +91,7 @@ def _deployment(pod: Pod, process: str) -> Tree:
     name = f"{pod.run}-{_dns_name(process)}"
     spec = {
         "replicas": 1,
-        "selector": {"matchLabels": {"millrace.dev/process": name}},
+        "selector": {"matchLabels": {"rollmill.dev/process": name}},
         # A replica more would need GPUs that may not be there: an old one leaves before a new one comes.
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
         "template": pod.template(name, "Always"),
@@ -105,7 +105,7 @@ def _service(layout: Layout, name: str) -> Tree:
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
-        "selector": {"millrace.dev/process": f"{name}-node0"},
+        "selector": {"rollmill.dev/process": f"{name}-node0"},
         "ports": [{"name": "orchestrator", "port": port, "targetPort": port}],
     }
     return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(name, name), "spec": spec}
@@ -113,7 +113,7 @@ def _service(layout: Layout, name: str) -> Tree:
 
 def _network_policy(name: str) -> Tree:
     """Pods of the run reach each other; no other pod reaches them."""
-    own = {"matchLabels": {"millrace.dev/run": name}}
+    own = {"matchLabels": {"rollmill.dev/run": name}}
     spec = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -148,7 +148,7 @@ def _files_pod(name: str) -> Tree:
 
 
 def _kustomization(layout: Layout, name: str, resources: list[str]) -> Tree:
-    """Secrets are made from the files of ``millrace keys`` beside it, and images get the registry of the cluster."""
+    """Secrets are made from the files of ``rollmill keys`` beside it, and images get the registry of the cluster."""
     images = sorted({image_of(layout, process).name for names in layout.names.values() for process in names})
     secrets = []
     for role in sorted({role for roles in layout.roles for role in roles}):
@@ -167,7 +167,7 @@ def _kustomization(layout: Layout, name: str, resources: list[str]) -> Tree:
 
 
 def _metadata(run: str, name: str) -> Tree:
-    return {"name": name, "labels": {"millrace.dev/run": run}}
+    return {"name": name, "labels": {"rollmill.dev/run": run}}
 
 
 def _dns_name(name: str) -> str:

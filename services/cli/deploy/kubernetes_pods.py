@@ -84,7 +84,7 @@ class Pod:
         ):
             spec["nodeSelector"] = {GPU_KIND: self.gpu}
         spec["volumes"] = self._volumes(spec)
-        labels = {"millrace.dev/run": self.run, "millrace.dev/process": name}
+        labels = {"rollmill.dev/run": self.run, "rollmill.dev/process": name}
         return {"metadata": {"labels": labels}, "spec": spec}
 
     def claims(self) -> set[str]:

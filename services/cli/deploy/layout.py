@@ -70,7 +70,7 @@ class Layout:
         return len(self.nodes) > 1 or self.recipe.needs_keys
 
     def processes(self, node: int) -> list[ProcessSpec]:
-        """The processes of a node, as ``millrace run`` and ``millrace start`` know them."""
+        """The processes of a node, as ``rollmill run`` and ``rollmill start`` know them."""
         return plan(self.recipe, Path(), node)
 
     @property
@@ -84,7 +84,7 @@ class Layout:
         return [sorted({role_of(name).value for name in names}) for names in self.names.values()]
 
     def data_root(self) -> Need:
-        """Whether the deployment reads files of ``MILLRACE_DATA_ROOT``: required for a dataset on no hub; a profile
+        """Whether the deployment reads files of ``ROLLMILL_DATA_ROOT``: required for a dataset on no hub; a profile
         takes files there and makes the rest."""
         sections = self.recipe.data.sections().values()
         datasets = [known(section.name) for section in sections if section.name is not None]
@@ -111,7 +111,7 @@ class Layout:
 
     def own_folders(self) -> list[str]:
         """Folders of the user that every process reads: the recipe's, those of its modules and those of its files of rows.
-        Empty for a recipe of Millrace, which images and other nodes have."""
+        Empty for a recipe of Rollmill, which images and other nodes have."""
         if not os.path.isabs(self.path):
             return []
         recipe = Path(self.path)
@@ -179,7 +179,7 @@ def options(layout: Layout, more: Sequence[str] = ()) -> list[str]:
 def written_by(layout: Layout, target: str, gpu: str | None = None) -> str:
     """The command that writes the layout again, without the directory."""
     kind = [] if gpu is None else ["--gpu", gpu]
-    return shlex.join(["millrace", "deploy", layout.path, "--target", target, *options(layout), *kind])
+    return shlex.join(["rollmill", "deploy", layout.path, "--target", target, *options(layout), *kind])
 
 
 def _ports(tree: Mapping[str, Any]) -> dict[str, int | None]:
@@ -187,7 +187,7 @@ def _ports(tree: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def _place_of(path: Path) -> str:
-    """A recipe of Millrace relative to the checkout, which images and other nodes have; another one by its absolute path,
+    """A recipe of Rollmill relative to the checkout, which images and other nodes have; another one by its absolute path,
     at which the other machines must have its folder."""
     resolved = path.resolve()
     below = resolved.is_relative_to(CHECKOUT / "recipes")
@@ -259,7 +259,7 @@ def container_variables(layout: Layout, name: str, run_dir: str) -> dict[str, st
 
 def other_variables(layout: Layout, where: str) -> str:
     """What the head of a script says after its own variables: the folders that machines must have."""
-    told = ", MILLRACE_DATA_ROOT (folder of local datasets)" if layout.data_root() != "none" else ""
+    told = ", ROLLMILL_DATA_ROOT (folder of local datasets)" if layout.data_root() != "none" else ""
     folders = layout.own_folders()
     return told + (f". Needs at the same paths on {where}: {', '.join(folders)}" if folders else "")
 
@@ -284,10 +284,10 @@ def container_name(name: str) -> str:
     """A recipe's name as Compose takes it: lower case, digits, ``-`` and ``_``.
 
     >>> container_name("My run/7")
-    'millrace-my-run-7'
+    'rollmill-my-run-7'
     """
-    return "millrace-" + re.sub("[^a-z0-9_-]", "-", name.lower())
+    return "rollmill-" + re.sub("[^a-z0-9_-]", "-", name.lower())
 
 
 def _image(name: str, dockerfile: str, arguments: tuple[str, ...]) -> Image:
-    return Image(name=f"millrace-{name}", dockerfile=f"deploy/docker/{dockerfile}.Dockerfile", arguments=arguments)
+    return Image(name=f"rollmill-{name}", dockerfile=f"deploy/docker/{dockerfile}.Dockerfile", arguments=arguments)

@@ -14,25 +14,25 @@ from services.common.system.free_ports import LOOPBACK
 
 FIRST_PORT = 9464
 SCRAPE_EVERY = "5s"
-UID = "millrace"
+UID = "rollmill"
 
 # title, unit of Grafana, queries: (expression, legend). Every metric in them exists; a test looks.
 PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
-    ("Weight version", "none", (("millrace_weight_version", "ledger, {{policy}}"), ("millrace_engine_weight_version", "{{instance}}"))),
-    ("Mean reward before and in the newest batch", "none", (('millrace_step_metric{metric="rollout_reward_mean"}', "rollouts finished since the batch before, raw, failures excluded: {{policy}}"), ('millrace_step_metric{metric="batch_reward_mean"}', "sequences of the batch, as trained: {{policy}}"))),
-    ("Tokens per second", "short", (("sum by (instance) (rate(millrace_tokens_generated_total[1m]))", "sampled by {{instance}}"), ("millrace_training_tokens_per_second", "trained by {{instance}}"))),
-    ("Sequences on the way", "short", (("millrace_expected_sequences", "played, {{policy}}"), ("millrace_buffered_sequences", "buffered, {{policy}}"), ("millrace_quota_sequences", "quota, {{policy}}"))),
-    ("Staleness", "none", (('millrace_step_metric{metric=~"staleness_mean|staleness_max"}', "{{metric}}, {{policy}}"),)),
-    ("Where the time goes", "percentunit", (("sum by (component, activity, on) (rate(millrace_activity_seconds_total[1m])) / ignoring (activity, on) group_left sum by (component) (rate(millrace_activity_seconds_total[1m]))", "{{component}}: {{activity}} {{on}}"),)),
-    ("Stalls", "s", (("millrace_stalled_seconds", "{{component}}: {{cause}}"), ("millrace_waits", "waits"))),
-    ("Sequences dropped and rollouts failed, per second", "short", (("rate(millrace_sequences_dropped_total[1m])", "{{reason}}"), ("rate(millrace_rollout_failures_total[1m])", "failed: {{reason}}"), ("rate(millrace_records_dropped_total[1m])", "records: {{outcome}}"))),
-    ("Loss and gradient norm", "none", (('millrace_step_metric{metric=~"trainer/(loss|grad_norm|mismatch_kl|entropy)"}', "{{metric}}, {{policy}}"),)),
-    ("Trained tokens without gradient, effective samples", "percentunit", (('millrace_step_metric{metric=~"trainer/zero_gradient_(of_positive_|of_negative_)?share"}', "{{metric}}, {{policy}}"), ('millrace_step_metric{metric="trainer/effective_sample_share_min"}', "{{metric}}, {{policy}}"))),
-    ("Training step", "s", (("millrace_step_seconds", "{{instance}}"),)),
-    ("Weights", "s", (("millrace_weight_fetch_seconds", "fetch, {{instance}}"), ("millrace_weight_swap_pause_seconds", "pause, {{instance}}"))),
-    ("Weights sent", "Bps", (("rate(millrace_weight_bytes_sent_total[1m])", "{{instance}}"),)),
-    ("Judge and sandbox", "short", (("millrace_judge_queue_waiting_jobs", "waiting, {{lane}}"), ("millrace_judge_queue_running_jobs", "running, {{lane}}"), ("millrace_sandbox_busy_slots", "sandbox slots"))),
-    ("Judge job", "s", (("millrace_judge_job_seconds", "{{instance}}"),)),
+    ("Weight version", "none", (("rollmill_weight_version", "ledger, {{policy}}"), ("rollmill_engine_weight_version", "{{instance}}"))),
+    ("Mean reward before and in the newest batch", "none", (('rollmill_step_metric{metric="rollout_reward_mean"}', "rollouts finished since the batch before, raw, failures excluded: {{policy}}"), ('rollmill_step_metric{metric="batch_reward_mean"}', "sequences of the batch, as trained: {{policy}}"))),
+    ("Tokens per second", "short", (("sum by (instance) (rate(rollmill_tokens_generated_total[1m]))", "sampled by {{instance}}"), ("rollmill_training_tokens_per_second", "trained by {{instance}}"))),
+    ("Sequences on the way", "short", (("rollmill_expected_sequences", "played, {{policy}}"), ("rollmill_buffered_sequences", "buffered, {{policy}}"), ("rollmill_quota_sequences", "quota, {{policy}}"))),
+    ("Staleness", "none", (('rollmill_step_metric{metric=~"staleness_mean|staleness_max"}', "{{metric}}, {{policy}}"),)),
+    ("Where the time goes", "percentunit", (("sum by (component, activity, on) (rate(rollmill_activity_seconds_total[1m])) / ignoring (activity, on) group_left sum by (component) (rate(rollmill_activity_seconds_total[1m]))", "{{component}}: {{activity}} {{on}}"),)),
+    ("Stalls", "s", (("rollmill_stalled_seconds", "{{component}}: {{cause}}"), ("rollmill_waits", "waits"))),
+    ("Sequences dropped and rollouts failed, per second", "short", (("rate(rollmill_sequences_dropped_total[1m])", "{{reason}}"), ("rate(rollmill_rollout_failures_total[1m])", "failed: {{reason}}"), ("rate(rollmill_records_dropped_total[1m])", "records: {{outcome}}"))),
+    ("Loss and gradient norm", "none", (('rollmill_step_metric{metric=~"trainer/(loss|grad_norm|mismatch_kl|entropy)"}', "{{metric}}, {{policy}}"),)),
+    ("Trained tokens without gradient, effective samples", "percentunit", (('rollmill_step_metric{metric=~"trainer/zero_gradient_(of_positive_|of_negative_)?share"}', "{{metric}}, {{policy}}"), ('rollmill_step_metric{metric="trainer/effective_sample_share_min"}', "{{metric}}, {{policy}}"))),
+    ("Training step", "s", (("rollmill_step_seconds", "{{instance}}"),)),
+    ("Weights", "s", (("rollmill_weight_fetch_seconds", "fetch, {{instance}}"), ("rollmill_weight_swap_pause_seconds", "pause, {{instance}}"))),
+    ("Weights sent", "Bps", (("rate(rollmill_weight_bytes_sent_total[1m])", "{{instance}}"),)),
+    ("Judge and sandbox", "short", (("rollmill_judge_queue_waiting_jobs", "waiting, {{lane}}"), ("rollmill_judge_queue_running_jobs", "running, {{lane}}"), ("rollmill_sandbox_busy_slots", "sandbox slots"))),
+    ("Judge job", "s", (("rollmill_judge_job_seconds", "{{instance}}"),)),
     ("Memory", "bytes", (("process_resident_memory_bytes", "{{instance}}"),)),
     ("Processor", "short", (("rate(process_cpu_seconds_total[1m])", "{{instance}}"),)),
 )  # fmt: skip
@@ -54,7 +54,7 @@ def scrape_config(run: str, ports: Mapping[str, int]) -> str:
     ]
     tree = {
         "global": {"scrape_interval": SCRAPE_EVERY},
-        "scrape_configs": [{"job_name": "millrace", "static_configs": targets}],
+        "scrape_configs": [{"job_name": "rollmill", "static_configs": targets}],
     }
     return yaml.safe_dump(tree, sort_keys=False)
 
@@ -66,8 +66,8 @@ def dashboard() -> str:
     choose = {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
     tree = {
         "uid": UID,
-        "title": "Millrace",
-        "tags": ["millrace"],
+        "title": "Rollmill",
+        "tags": ["rollmill"],
         "schemaVersion": 39,
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},

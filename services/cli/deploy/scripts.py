@@ -14,10 +14,10 @@ _HEAD = """\
 # Variables: {variables}.
 set -euo pipefail
 """
-_COMMON = "MILLRACE_HOME (the checkout; the working directory), RUN_DIR (runs/NAME of the recipe), PYTHON (python)"
+_COMMON = "ROLLMILL_HOME (the checkout; the working directory), RUN_DIR (runs/NAME of the recipe), PYTHON (python)"
 
 _PROCESS = """\
-cd "${{MILLRACE_HOME:-.}}"
+cd "${{ROLLMILL_HOME:-.}}"
 export {ports}
 exec "${{PYTHON:-python}}" -m services.cli start {arguments} "$@"
 """
@@ -93,7 +93,7 @@ def _head(layout: Layout, node: int, what: str) -> str:
     variables = _COMMON
     if node != 0:
         variables = (
-            f"{HOST_VARIABLE} (name or address of node 0; required), MILLRACE_KEYS (keys copied from node 0; required), "
+            f"{HOST_VARIABLE} (name or address of node 0; required), ROLLMILL_KEYS (keys copied from node 0; required), "
             f"{NODE_HOST} (this node's address, if others may fetch weights here), {variables}"
         )
     elif len(layout.nodes) > 1:

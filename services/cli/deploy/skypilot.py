@@ -2,7 +2,7 @@
 service that adds replicas to the run.
 
 Every machine gets the checkout as its working directory, installs the packages, writes the launch scripts there
-(``millrace deploy --target scripts``, whose output depends on the recipe alone) and runs those of its node. The keys of
+(``rollmill deploy --target scripts``, whose output depends on the recipe alone) and runs those of its node. The keys of
 the run are made before, and reach the machines as SkyPilot's secrets; a machine unpacks those of its own roles.
 """
 
@@ -34,8 +34,8 @@ Tree = dict[str, Any]
 
 _UNPACK = """\
 unpack() { # ROLE VARIABLE: the keys of one role, from SkyPilot's secret
-  install --directory --mode=700 "$HOME/millrace-keys/$1"
-  base64 --decode <<<"${!2}" | tar --extract --gzip --directory "$HOME/millrace-keys/$1"
+  install --directory --mode=700 "$HOME/rollmill-keys/$1"
+  base64 --decode <<<"${!2}" | tar --extract --gzip --directory "$HOME/rollmill-keys/$1"
 }
 """
 
@@ -57,14 +57,14 @@ exec "build/launch/node$node.sh"
 _KEYS = """\
 for role in ${{roles[$SKYPILOT_NODE_RANK]}}; do unpack "$role" "{prefix}${{role^^}}"; done
 unset {names}
-export {variable}="$HOME/millrace-keys"
+export {variable}="$HOME/rollmill-keys"
 """
 
 _REPLICA = """\
 set -euo pipefail
 {unpack}unpack inference {secret}
 unset {secret}
-export {variable}="$HOME/millrace-keys" RUN_DIR="$PWD/runs/{run}" {ports}
+export {variable}="$HOME/rollmill-keys" RUN_DIR="$PWD/runs/{run}" {ports}
 exec {python} -m services.cli start {arguments} --replica-id "{name}-$(hostname)"
 """
 
@@ -194,7 +194,7 @@ def _setup(layout: Layout, processes: list[str]) -> str:
 
 def _secret(role: str) -> str:
     """The name of the secret with the keys of a role."""
-    return f"MILLRACE_KEYS_{role.upper()}"
+    return f"ROLLMILL_KEYS_{role.upper()}"
 
 
 def _text(layout: Layout, gpu: str | None, secrets: list[str], what: str, launch: str, task: Tree) -> str:
@@ -203,7 +203,7 @@ def _text(layout: Layout, gpu: str | None, secrets: list[str], what: str, launch
     head = f"# {what}. Written, not edited: {written_by(layout, 'skypilot', gpu)} -o DIR\n# In the checkout: {shown}\n"
     if secrets:
         head += (
-            f"# Before: millrace keys {shlex.quote(layout.path)} -o keys, and for each ROLE in keys\n"
+            f"# Before: rollmill keys {shlex.quote(layout.path)} -o keys, and for each ROLE in keys\n"
             f'#   export {_secret("ROLE")}="$(tar -C keys/role -cz . | base64 -w 0)"\n'
         )
     return head + yaml.dump(task, Dumper=_Blocks, sort_keys=False, allow_unicode=True, width=120)

@@ -113,7 +113,7 @@ if [ ! -e "$RUN_DIR/{node_0}" ]; then
   exit 1
 fi
 {host}="$(cat "$RUN_DIR/{node_0}")"
-export {host} MILLRACE_KEYS="$RUN_DIR/keys/inference" {ports}
+export {host} ROLLMILL_KEYS="$RUN_DIR/keys/inference" {ports}
 exec "${{PYTHON:-python}}" -m services.cli start {arguments} --replica-id "{name}-${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}-${{SLURM_ARRAY_TASK_ID:-0}}"
 """
 

@@ -1,1 +1,1 @@
-"""``millrace doctor``: names the failures that the metrics of a run show, with evidence and a setting to try."""
+"""``rollmill doctor``: names the failures that the metrics of a run show, with evidence and a setting to try."""

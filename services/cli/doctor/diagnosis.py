@@ -106,7 +106,7 @@ def _of_evaluations(policy: str, rows: Sequence[Row]) -> list[tuple[str, Change]
 
 
 NOTHING_LEARNED_EXIT = 3
-"""Exit code of ``millrace run`` with ``run.fail_when_nothing_learned``."""
+"""Exit code of ``rollmill run`` with ``run.fail_when_nothing_learned``."""
 
 
 def examine(run_dir: Path) -> Verdict:

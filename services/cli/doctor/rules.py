@@ -85,7 +85,7 @@ def weights_not_arriving(rows: PolicyRows) -> Finding | None:
     return rows.finding(
         Failure.WEIGHTS_NOT_ARRIVING,
         f"{'; '.join(told)}{f' ({last_error})' if stuck and last_error else ''}",
-        "millrace weights RUN lists the transfers; check that policies.<name>.weights.host can be reached from the replica "
+        "rollmill weights RUN lists the transfers; check that policies.<name>.weights.host can be reached from the replica "
         "and that its engine takes updates (weights.kept_old in its log)",
     )
 
@@ -115,7 +115,7 @@ def samples_masked(rows: PolicyRows) -> Finding | None:
 
 
 _MASKED_REMEDIES = {
-    "of the rollouts failed": "the causes are in millrace fate RUN; correct the reward, tool or environment that raises",
+    "of the rollouts failed": "the causes are in rollmill fate RUN; correct the reward, tool or environment that raises",
     "of the rollouts ran out of time": "raise rollout.timeout_s, or lower sampling.max_new_tokens",
     "of the sequences were cut by their budget and not trained": "raise sampling.max_new_tokens, or set "
     "rollout.on_truncation: as_scored",
@@ -130,7 +130,7 @@ def reward_constant(rows: PolicyRows) -> Finding | None:
     return rows.finding(
         Failure.REWARD_CONSTANT,
         f"every rollout of {len(rewards)} training steps had the reward {rewards[0]:g}",
-        "call the reward on one right and one wrong answer (millrace trajectories RUN shows what it gets); look at "
+        "call the reward on one right and one wrong answer (rollmill trajectories RUN shows what it gets); look at "
         "workflow.settings.reward and the columns that it reads",
     )
 
@@ -184,7 +184,7 @@ def entropy_gone(rows: PolicyRows) -> Finding | None:
         Failure.ENTROPY_GONE,
         f"{found[0]:.2g} nats a token in the first steps, {found[1]:.2g} in the last, and no better {_judged_by(rows)}",
         "a smaller optimizer.lr, algorithm.entropy_coefficient, or algorithm.kl_coefficient; go on from a checkpoint before the "
-        "fall (millrace checkpoints RUN, millrace export)",
+        "fall (rollmill checkpoints RUN, rollmill export)",
     )
 
 
@@ -209,7 +209,7 @@ def nothing_learned(rows: PolicyRows) -> Finding | None:
     rates = rows.series(TrainerKey.LEARNING_RATE.in_row)
     applied = sum(rows.series(TrainerKey.UPDATES_APPLIED.in_row))
     _, last = windows(rows.series(TrainerKey.GRAD_NORM.in_row) or [0.0])
-    remedy = "optimizer.lr, or tasks that the policy solves sometimes (millrace fate RUN, millrace trajectories RUN)"
+    remedy = "optimizer.lr, or tasks that the policy solves sometimes (rollmill fate RUN, rollmill trajectories RUN)"
     if not applied:
         remedy = "no update was applied: look at trainer/updates_skipped and the trainer's log"
     evidence = (
@@ -218,7 +218,7 @@ def nothing_learned(rows: PolicyRows) -> Finding | None:
     )
     if learning.pays_for_something_else:
         evidence += f"; training rollouts {learning.trained}"
-        remedy = "a reward that pays for what the evaluation measures: the two go apart (millrace trajectories RUN --min-reward)"
+        remedy = "a reward that pays for what the evaluation measures: the two go apart (rollmill trajectories RUN --min-reward)"
     return rows.finding(Failure.NOTHING_LEARNED, evidence, remedy)
 
 

@@ -1,4 +1,4 @@
-"""``millrace replay``: train a recorded batch again, offline, and compare the weights with the ledger's digest.
+"""``rollmill replay``: train a recorded batch again, offline, and compare the weights with the ledger's digest.
 
 Works on a run directory alone: the journal for batches and digests, the checkpoints for where to begin. On a CPU the
 arithmetic is bit-exact, so the digests are equal; on a GPU they may differ, and the metrics say how far things are.

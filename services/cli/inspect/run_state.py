@@ -19,7 +19,7 @@ from services.common.telemetry.metrics import RowKind
 from services.orchestrator.lock import RunLock
 from services.orchestrator.state.run_control import RunState
 
-READ_IT = "`millrace plot`, `millrace trajectories` and `millrace trace` read it"
+READ_IT = "`rollmill plot`, `rollmill trajectories` and `rollmill trace` read it"
 
 
 def check_run_directory(run_dir: Path) -> None:
@@ -28,13 +28,13 @@ def check_run_directory(run_dir: Path) -> None:
         return
     if run_dir.is_dir():
         raise ConfigError(
-            f"{run_dir} is no run directory: {RESOLVED} is missing; start a run with `millrace run RECIPE`"
+            f"{run_dir} is no run directory: {RESOLVED} is missing; start a run with `rollmill run RECIPE`"
         )
     raise ConfigError(f"there is no directory {run_dir}{_nearest(run_dir)}")
 
 
 def launcher_lock(run_dir: Path) -> RunLock:
-    """Held by `millrace run` while processes of this run exist."""
+    """Held by `rollmill run` while processes of this run exist."""
     return RunLock(run_dir / "launcher.lock", "launcher")
 
 
@@ -52,7 +52,7 @@ def why_silent(run_dir: Path) -> str:
         return f"the run is over ({state}); {READ_IT}"
     if not run_files.journal(run_dir).is_dir():
         return f"its orchestrator has not begun, for starting checkpoints come first; {run_files.logs(run_dir)} says how far it is"
-    return f"its orchestrator does not run; go on with the run: `millrace run --resume {run_dir}`"
+    return f"its orchestrator does not run; go on with the run: `rollmill run --resume {run_dir}`"
 
 
 def check_can_go_on(run_dir: Path) -> None:
@@ -60,7 +60,7 @@ def check_can_go_on(run_dir: Path) -> None:
     state = ended(run_dir)
     if not state:
         return
-    why = "all its training steps are done" if state == RunState.FINISHED else "`millrace stop` ended it"
+    why = "all its training steps are done" if state == RunState.FINISHED else "`rollmill stop` ended it"
     exports = sorted((run_dir / "export").glob("*/config.json"))
     onwards = f", such as {exports[-1].parent}" if exports else ""
     raise ConfigError(

@@ -40,7 +40,7 @@ class Standing:
     quiet_s: float | None = None  # since the newest row of the metrics
 
     def lines(self) -> list[str]:
-        """What `millrace status` prints."""
+        """What `rollmill status` prints."""
         steps = ", ".join(f"{policy} step {step}/{self.wanted_steps}" for policy, step in self.steps.items())
         told = [f"{self.run_dir}: {self.state}{f' ({self.held_by})' if self.held_by else ''}"]
         told += [
@@ -51,13 +51,13 @@ class Standing:
         told += [f"  evaluation {line}" for line in self.evaluations]
         if self.checkpoints:
             kept = ", ".join(f"{policy} at step {step}" for policy, step in self.checkpoints.items())
-            told.append(f"  newest checkpoint: {kept} (millrace export {self.run_dir})")
+            told.append(f"  newest checkpoint: {kept} (rollmill export {self.run_dir})")
         if self.quiet_s is not None and self.state != RUNNING:
             told.append(f"  newest entry: {timedelta(seconds=int(self.quiet_s))} ago")
         if self.state in (INTERRUPTED, NOT_BEGUN):
-            told.append(f"  no process of it runs; go on with it: millrace run --resume {self.run_dir}")
+            told.append(f"  no process of it runs; go on with it: rollmill run --resume {self.run_dir}")
         elif self.state != RUNNING:
-            told.append(f"  read it: millrace trajectories {self.run_dir}, millrace plot {self.run_dir}")
+            told.append(f"  read it: rollmill trajectories {self.run_dir}, rollmill plot {self.run_dir}")
         return told
 
 
@@ -108,7 +108,7 @@ def _read_metrics(found: Standing, rows: Iterable[Row] | None) -> None:
 def newest_run(runs: Path = Path("runs")) -> Path | None:
     """The run in a directory of runs that was begun or resumed last; None without any.
 
-    A finished evaluation (``millrace eval``) counts only where no other run is: it has no checkpoint, and the run that it
+    A finished evaluation (``rollmill eval``) counts only where no other run is: it has no checkpoint, and the run that it
     evaluated is the one to read.
     """
     found = newest_first(runs, _begun_ns)
@@ -148,6 +148,6 @@ def run_or_newest(run: Path | None) -> Path:
     newest = newest_run()
     if newest is None:
         raise ConfigError(
-            "there is no run in ./runs: name the directory of a run, or start one with `millrace run RECIPE`"
+            "there is no run in ./runs: name the directory of a run, or start one with `rollmill run RECIPE`"
         )
     return newest

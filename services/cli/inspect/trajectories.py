@@ -1,4 +1,4 @@
-"""``millrace trajectories``: prints conversations of a run, with roles and the expected answer.
+"""``rollmill trajectories``: prints conversations of a run, with roles and the expected answer.
 
 Reads the journal, newest last, and decodes token ids with the run's tokenizer. Turns that the policy wrote are marked and
 coloured. Reads only the disk; prints ids without the tokenizer's files.
@@ -100,7 +100,7 @@ def _groups_of_step(reader: JournalReader, step: int) -> set[str]:
     found: set[str] = set()
     batches = [row for row in reader.rows_of(records.BATCH) if row.key.rpartition("/")[2] == str(step)]
     if not batches:
-        raise ConfigError(f"no batch of training step {step} is recorded: `millrace trace RUN --list` shows steps")
+        raise ConfigError(f"no batch of training step {step} is recorded: `rollmill trace RUN --list` shows steps")
     for row in batches:
         record = reader.load(row) or {}
         found |= {sequence["sequence_id"].split("/")[0] for sequence in record.get("sequences", ())}

@@ -1,4 +1,4 @@
-"""``millrace weights``: shows how weight versions reached the replicas of a run, stage by stage.
+"""``rollmill weights``: shows how weight versions reached the replicas of a run, stage by stage.
 
 Reads ``metrics/orchestrator.jsonl``, where the orchestrator keeps the reports of replicas, during the run or later.
 Writes a PNG on request.

@@ -1,4 +1,4 @@
-"""``millrace keys``: make, renew and look at a run's keys."""
+"""``rollmill keys``: make, renew and look at a run's keys."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ HELP = """\
 Make the keys of a run. Keys identify the callers of its services, and a role has permission for certain calls.
 
 With keys, all services of a run use TLS, and each caller has a certificate or a token of this run. Without keys, services
-bind loopback only. `millrace run` makes keys by itself if the recipe asks for TLS; this command is for processes that are
+bind loopback only. `rollmill run` makes keys by itself if the recipe asks for TLS; this command is for processes that are
 started one by one, on one node or several.
 
-1. `millrace keys recipes/quickstart -o keys` makes an authority and a directory for every role.
+1. `rollmill keys recipes/quickstart -o keys` makes an authority and a directory for every role.
 
 2. Copy to each node the directories of the roles that run there (`scp -r keys/inference node1:keys/`, where `keys` exists), and no other files:
 `ca.key` and `token.key` create identities: never copy them.
 
-3. Start each process with `MILLRACE_KEYS=keys` (or `keys/inference`), commands such as `millrace watch` likewise: they use
+3. Start each process with `ROLLMILL_KEYS=keys` (or `keys/inference`), commands such as `rollmill watch` likewise: they use
 `keys/operator`, or `keys/viewer`.
 
-4. Before they expire: `millrace keys recipes/quickstart -o keys --renew`, and copy again. Running processes load the new keys.
+4. Before they expire: `rollmill keys recipes/quickstart -o keys --renew`, and copy again. Running processes load the new keys.
 
-`millrace keys show keys` prints role, run and validity. `millrace keys token keys --role viewer --hours 8` prints one more
+`rollmill keys show keys` prints role, run and validity. `rollmill keys token keys --role viewer --hours 8` prints one more
 token, for clients that use a token instead of a directory.
 """
 
 
 class _RunIsDefault(TyperGroup):
-    """``millrace keys RECIPE`` is ``millrace keys make RECIPE``."""
+    """``rollmill keys RECIPE`` is ``rollmill keys make RECIPE``."""
 
     def parse_args(self, context: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
@@ -54,7 +54,7 @@ class _RunIsDefault(TyperGroup):
 
 keys_app = typer.Typer(cls=_RunIsDefault, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")
 
-FolderArgument = Annotated[Path, typer.Argument(help="A directory that `millrace keys` made.")]
+FolderArgument = Annotated[Path, typer.Argument(help="A directory that `rollmill keys` made.")]
 
 
 @keys_app.command()
@@ -102,7 +102,7 @@ def make(
     _print(ring.entries(), folder)
     say(
         console,
-        f"copy the roles of a node there, and start its processes with MILLRACE_KEYS={folder} (millrace keys --help)",
+        f"copy the roles of a node there, and start its processes with ROLLMILL_KEYS={folder} (rollmill keys --help)",
     )
 
 
@@ -150,7 +150,7 @@ def _about(what: Path, run_id: str | None, overrides: Sequence[str]) -> tuple[st
 
 def _print(entries: list[Entry], folder: Path) -> None:
     if not entries:
-        raise ConfigError(f"there are no keys of a run in {folder}: make them with `millrace keys RECIPE -o {folder}`")
+        raise ConfigError(f"there are no keys of a run in {folder}: make them with `rollmill keys RECIPE -o {folder}`")
     now = time.time()
     for run in sorted({entry.run for entry in entries}):
         table = Table("role", "until", "directory", box=None, title=f"keys of run {run}", title_justify="left")

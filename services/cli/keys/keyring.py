@@ -48,7 +48,7 @@ class Keyring:
     """``make`` or ``open`` one; then ``renew``, ``token``, ``entries``."""
 
     def __init__(self, folder: Path, clock: Clock = time.time) -> None:
-        """Raises ``ConfigError`` for a directory that `millrace keys` did not make."""
+        """Raises ``ConfigError`` for a directory that `rollmill keys` did not make."""
         self.folder = folder
         self._clock = clock
         try:
@@ -58,7 +58,7 @@ class Keyring:
             self.client_certificates = bool(about["client_certificates"])
         except (OSError, ValueError, KeyError, TypeError):
             raise ConfigError(
-                f"{folder} holds no keys of a run: make them with `millrace keys RECIPE -o {folder}`"
+                f"{folder} holds no keys of a run: make them with `rollmill keys RECIPE -o {folder}`"
             ) from None
 
     @classmethod
@@ -162,6 +162,6 @@ class Keyring:
             return (self.folder / name).read_bytes()
         except OSError as error:
             raise ConfigError(
-                f"{self.folder / name}: {error.strerror}; only the directory that `millrace keys` made can make keys, "
+                f"{self.folder / name}: {error.strerror}; only the directory that `rollmill keys` made can make keys, "
                 "not the bundles copied from it"
             ) from None

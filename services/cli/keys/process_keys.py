@@ -36,7 +36,7 @@ _ROLES = {
 
 
 def keys_there(recipe: Recipe, run_dir: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The directory of the run's keys: its own, else those that MILLRACE_KEYS names; None where there are none, or TLS is off."""
+    """The directory of the run's keys: its own, else those that ROLLMILL_KEYS names; None where there are none, or TLS is off."""
     if recipe.security.tls == "off":
         return None
     folder = run_dir / KEYS
@@ -159,7 +159,7 @@ def keys_of_process(
     console: Console,
     environment: Mapping[str, str] = os.environ,
 ) -> Path | None:
-    """The keys of one process that is started alone: those that MILLRACE_KEYS names, else those of the run, after
+    """The keys of one process that is started alone: those that ROLLMILL_KEYS names, else those of the run, after
     waiting until the orchestrator has made them. None for a run without keys.
 
     Raises:
@@ -178,7 +178,7 @@ def keys_of_process(
     if node != 0:
         raise ConfigError(
             f"{process} runs on node {node} and needs the keys of the run: copy its bundle from node 0 and set {VARIABLE} to "
-            "the keys in it (`millrace run`, or the start of the orchestrator, prints both commands)"
+            "the keys in it (`rollmill run`, or the start of the orchestrator, prints both commands)"
         )
     say(console, f"waiting for the orchestrator to make the keys in {folder}")
     deadline = time.monotonic() + KEYS_WAIT_S

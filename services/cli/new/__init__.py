@@ -1,1 +1,1 @@
-"""``millrace new``: writes a folder with a recipe, a reward and rows."""
+"""``rollmill new``: writes a folder with a recipe, a reward and rows."""

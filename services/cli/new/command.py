@@ -1,4 +1,4 @@
-"""``millrace new``: writes the files of a first run into a folder: recipe, reward, rows and a README."""
+"""``rollmill new``: writes the files of a first run into a folder: recipe, reward, rows and a README."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def next_commands(folder: Path) -> list[tuple[str, str]]:
     """(command, purpose) of the next three commands."""
     here = shlex.quote(str(folder))
     return [
-        (f"millrace check {here}", "renders one prompt, calls the reward, compares the settings"),
-        (f"millrace run {here}", "trains; Ctrl-C interrupts, and the output says how to go on"),
-        ("millrace trajectories", "prints conversations of the newest run"),
+        (f"rollmill check {here}", "renders one prompt, calls the reward, compares the settings"),
+        (f"rollmill run {here}", "trains; Ctrl-C interrupts, and the output says how to go on"),
+        ("rollmill trajectories", "prints conversations of the newest run"),
     ]
 
 

@@ -1,10 +1,10 @@
-"""Texts of the files that ``millrace new`` writes. ``@NAME@`` and its like are filled in by ``new.command``."""
+"""Texts of the files that ``rollmill new`` writes. ``@NAME@`` and its like are filled in by ``new.command``."""
 
 from __future__ import annotations
 
 RECIPE = """\
-# Check it: millrace check @HERE@      Run it: millrace run @HERE@
-# The file names the differences from the recipe `base`; `millrace check @HERE@ --show` prints every key.
+# Check it: rollmill check @HERE@      Run it: rollmill run @HERE@
+# The file names the differences from the recipe `base`; `rollmill check @HERE@ --show` prints every key.
 extends: base
 name: @NAME@
 
@@ -64,7 +64,7 @@ SPLIT_DATA = """\
 WARM_START = """
 # The demo's starting model: random weights, then a few supervised updates on the dialogues of demo.py.
 warm_start:
-  model0: {builder: "millrace:tiny_model", dialogues: "demo:dialogues", steps: 60, batch_size: 64}
+  model0: {builder: "rollmill:tiny_model", dialogues: "demo:dialogues", steps: 60, batch_size: 64}
 """
 
 REWARDS = '''\
@@ -105,14 +105,14 @@ README = """\
 
 | file | holds |
 |---|---|
-| `recipe.yaml` | model, batch, learning rate, data: the differences from Millrace's recipe `base` |
+| `recipe.yaml` | model, batch, learning rate, data: the differences from Rollmill's recipe `base` |
 | `@REWARDS@.py` | the reward: a function of a row and of the answer |
 @ROWS@
 ```sh
-millrace check @HERE@ # renders one prompt, calls the reward, compares the settings with each other
-millrace run @HERE@ # @RUN@
-millrace trajectories # conversations of the newest run
-millrace status # the state of the run
+rollmill check @HERE@ # renders one prompt, calls the reward, compares the settings with each other
+rollmill run @HERE@ # @RUN@
+rollmill trajectories # conversations of the newest run
+rollmill status # the state of the run
 ```
 
 @NEXT@

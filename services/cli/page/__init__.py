@@ -1,1 +1,1 @@
-"""``millrace page``: a page in the browser that shows runs from their directories."""
+"""``rollmill page``: a page in the browser that shows runs from their directories."""

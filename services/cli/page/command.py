@@ -1,4 +1,4 @@
-"""``millrace page``: serves the page until Ctrl-C."""
+"""``rollmill page``: serves the page until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def keys_to_serve(run: Path, host: str) -> Identity | None:
     if keys is None:
         raise ConfigError(
             f"the page may not listen on {host} without keys, because anyone could read the run: start it on loopback and "
-            f"forward the port (ssh -L {DEFAULT_PORT}:127.0.0.1:{DEFAULT_PORT} HOST), or make keys with `millrace keys` and "
+            f"forward the port (ssh -L {DEFAULT_PORT}:127.0.0.1:{DEFAULT_PORT} HOST), or make keys with `rollmill keys` and "
             f"set {VARIABLE} to their directory"
         )
     return identity.load(keys, Role.ORCHESTRATOR)
@@ -57,7 +57,7 @@ def show(runs: Sequence[Path], host: str, port: int, console: Console) -> None:
         from services.cli.page.server import PageServer
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the page needs the package {error.name}, which is not installed here: pip install 'millrace[page]'"
+            f"the page needs the package {error.name}, which is not installed here: pip install 'rollmill[page]'"
         ) from None
     who = keys_to_serve(found[0], host)
     sys.setswitchinterval(SWITCH_S)

@@ -1,4 +1,4 @@
-"""The panels of ``millrace plot`` as numbers: a line for each policy and metric, or the mean and the band of seeds."""
+"""The panels of ``rollmill plot`` as numbers: a line for each policy and metric, or the mean and the band of seeds."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class RolloutIndex:
     """``add_...`` and ``mark...`` inside ``writing()``; ``list_`` and ``facets`` from any thread."""
 
     def __init__(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="millrace-page-")
+        self._directory = tempfile.TemporaryDirectory(prefix="rollmill-page-")
         self._path = Path(self._directory.name) / "rollouts.sqlite"
         self._writer = self._connect()
         self._writer.execute("PRAGMA journal_mode=WAL")

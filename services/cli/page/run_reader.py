@@ -36,7 +36,7 @@ from services.common import run_files
 from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.config.training.algorithm import AlgorithmConfig
-from services.common.errors import ConfigError, MillraceError, NotFoundError
+from services.common.errors import ConfigError, NotFoundError, RollmillError
 from services.common.records.types import TRANSFER_STAGES
 from services.common.telemetry.metrics import RowKind
 from services.common.telemetry.weight_transfers import ReportedTransfer
@@ -161,7 +161,7 @@ class RunReader:
         if record is None:
             raise ConfigError(
                 f"the record of {group}/{slot} cannot be read any more: retention has deleted it, or it is damaged "
-                f"(millrace journal {self.run_dir} check)"
+                f"(rollmill journal {self.run_dir} check)"
             )
         whole = {**row, "siblings": self._index.siblings(group), "texts_loading": False}
         if found is not None and found.kind == records.FAILURE:
@@ -198,7 +198,7 @@ class RunReader:
         try:
             yield
             self.problems.pop(name, None)
-        except MillraceError as error:
+        except RollmillError as error:
             self._note(name, error.message)
         except UNREADABLE as error:
             self._note(
@@ -263,8 +263,8 @@ class RunReader:
         try:
             tokenizer = load_tokenizer(policy, recipe.model_path(policy, self.run_dir))
         except ImportError as error:
-            self.problems["texts"] = f"texts need the package {error.name}: pip install 'millrace[inference]'"
-        except MillraceError as error:
+            self.problems["texts"] = f"texts need the package {error.name}: pip install 'rollmill[inference]'"
+        except RollmillError as error:
             self.problems["texts"] = error.message
         else:
             return Pieces(tokenizer), marks_of(tokenizer)

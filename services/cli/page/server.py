@@ -20,7 +20,7 @@ from services.cli.inspect.run_state import Row
 from services.cli.page.curves import curves
 from services.cli.page.filters import ORDERS, Filter
 from services.cli.page.run_reader import RunReader, guarded
-from services.common.errors import ConfigError, InvalidRequestError, MillraceError, NotFoundError
+from services.common.errors import ConfigError, InvalidRequestError, NotFoundError, RollmillError
 from services.common.http.authentication import password
 from services.common.http.listener import Listener
 from services.common.http.origin import Handler
@@ -63,7 +63,7 @@ class PageServer:
         }
         self._listener = Listener(
             application, host, port, name="the page", setting="--port", group="page", leaving_cancels=False,
-            shown=password, scheme='Basic realm="millrace: the token of a viewer is the password"',
+            shown=password, scheme='Basic realm="rollmill: the token of a viewer is the password"',
         )  # fmt: skip
 
     @property
@@ -189,7 +189,7 @@ async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Errors of the project as ``{"detail": ...}``."""
     try:
         return await handler(request)
-    except MillraceError as error:
+    except RollmillError as error:
         status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
         body = orjson.dumps({"detail": error.message})
         return web.Response(body=body, status=status, content_type="application/json")

@@ -17,7 +17,7 @@ from services.cli.watch.orchestrator_client import check_answers, reach
 from services.cli.watch.progress_view import shares_of, state_word, threshold_words, time_words
 from services.cli.watch.warnings import journal_and_disk, masked_rollouts, warnings_of
 from services.common.config.recipe import Recipe
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.pb import run_pb2
 from services.common.security import identity
 from services.common.telemetry.components import is_records, is_weights
@@ -142,7 +142,7 @@ class Live:
                     progress = check_answers(client, self._run_dir).progress
                 finally:
                     client.close()
-        except MillraceError as error:
+        except RollmillError as error:
             self.why = error.message
             return None
         self.why = ""

@@ -131,9 +131,9 @@ def commands_for_other_nodes(recipe: Recipe, run_dir: Path, environment: Mapping
         starts = []
         for process in (spec.name for spec in plan(recipe, run_dir, node)):
             role = process.partition("-")[0]
-            variables = f"{HOST_VARIABLE}={shlex.quote(name)} MILLRACE_KEYS={here}/keys/{role}"
+            variables = f"{HOST_VARIABLE}={shlex.quote(name)} ROLLMILL_KEYS={here}/keys/{role}"
             script = SCRIPTS.get(process)
-            command = f"{script} {here}" if script else f"millrace start {here} {process}"
+            command = f"{script} {here}" if script else f"rollmill start {here} {process}"
             starts.append(f"{variables} {command}")
         lines.append(f"  {starts[0]}" if len(starts) == 1 else f"  ({' & '.join(starts)} & wait)")
     return lines
@@ -157,7 +157,7 @@ def host_of_node_0(recipe: Recipe, process: str, node: int, environment: Mapping
         return host
     raise ConfigError(
         f"{process} runs on node {node} and must know where node 0 is: set {HOST_VARIABLE} to the host name of the node "
-        f"that runs the orchestrator ({HOST_VARIABLE}=node0 ...; `millrace run` on node 0 prints the whole command)"
+        f"that runs the orchestrator ({HOST_VARIABLE}=node0 ...; `rollmill run` on node 0 prints the whole command)"
     )
 
 

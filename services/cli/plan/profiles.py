@@ -46,7 +46,7 @@ def rows_here(dataset: Mapping[str, Any]) -> dict[str, Any]:
 def world_here(environment: str, tree: Mapping[str, Any]) -> World | None:
     """Settings that point an environment to its world on this machine, and its tasks; None if it needs no files.
 
-    Takes the folder that the recipe names if present, else the one in ``MILLRACE_DATA_ROOT``, else makes a world.
+    Takes the folder that the recipe names if present, else the one in ``ROLLMILL_DATA_ROOT``, else makes a world.
     Unpacks or makes the world once, below the recipe's directory of runs.
 
     Raises:

@@ -1,1 +1,1 @@
-"""``millrace run``, ``start`` and ``eval``: start processes, supervise them, stop them."""
+"""``rollmill run``, ``start`` and ``eval``: start processes, supervise them, stop them."""

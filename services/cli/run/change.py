@@ -1,4 +1,4 @@
-"""``millrace run --resume RUN --set a.b=c``: changes settings of a run that is to continue.
+"""``rollmill run --resume RUN --set a.b=c``: changes settings of a run that is to continue.
 
 A setting may change when the run's records stay true without it: the journal, the batches that are recorded and replayed,
 the checkpoints and the order of tasks. The others are refused with the reason. A setting of the training step, such as

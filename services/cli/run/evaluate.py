@@ -1,4 +1,4 @@
-"""``millrace eval``: evaluate checkpoints with a recipe's datasets, workflow and sampling, without training.
+"""``rollmill eval``: evaluate checkpoints with a recipe's datasets, workflow and sampling, without training.
 
 The same processes as a run but the trainers: replicas serve the checkpoints as version 0. Results are a table, a
 picture and ``summary.json`` in a run directory of their own.

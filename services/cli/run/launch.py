@@ -1,4 +1,4 @@
-"""``millrace run``: starts a recipe's processes on this node, shows the run, and stops these processes."""
+"""``rollmill run``: starts a recipe's processes on this node, shows the run, and stops these processes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
             _tell_other_nodes(recipe, run_dir, console)
         _follow(recipe, run_dir, keys, processes, console, stop)
     except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; go on with it: millrace run --resume {run_dir}") from None
+        raise Interrupted(f"interrupted; go on with it: rollmill run --resume {run_dir}") from None
     finally:
         stop.restore()
         processes.stop()

@@ -1,4 +1,4 @@
-"""Opens the run of ``millrace run``: a new one, or the one to go on with.
+"""Opens the run of ``rollmill run``: a new one, or the one to go on with.
 
 ``--resume auto``, and ``run.resume: auto`` in the recipe, take the newest run in ``run.dir`` that has the recipe's name
 and settings and has not ended; else a new one. A run keeps its first recipe, so a run with other settings is left alone.

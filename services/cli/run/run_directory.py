@@ -77,7 +77,7 @@ def prepare(recipe: Recipe) -> tuple[Recipe, Path]:
     A run without a name gets another one if a second run starts in the same second.
 
     Raises ``ConfigError`` when the directory exists already or cannot be written, a port is taken, the keys of
-    ``MILLRACE_KEYS`` cannot be used, or other nodes could not reach this one.
+    ``ROLLMILL_KEYS`` cannot be used, or other nodes could not reach this one.
     """
     wanted = recipe
     recipe = with_run_id(wanted)
@@ -97,7 +97,7 @@ def prepare(recipe: Recipe) -> tuple[Recipe, Path]:
         run_dir = _directory(recipe)
         raise ConfigError(
             f"{run_dir} holds a run already: choose another name with --set run.id=NAME, "
-            f"or go on with it: millrace run --resume {run_dir}"
+            f"or go on with it: rollmill run --resume {run_dir}"
         )
     return recipe, run_dir
 
@@ -149,7 +149,7 @@ def reopen(run_dir: Path, console: Console | None = None, wait_s: float | None =
                 "\n".join(
                     [
                         *held,
-                        f"is the run still going? (millrace watch {run_dir}) Else stop the processes that hold its directory and ports",
+                        f"is the run still going? (rollmill watch {run_dir}) Else stop the processes that hold its directory and ports",
                     ]
                 )
             )

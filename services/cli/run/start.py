@@ -1,4 +1,4 @@
-"""``millrace start RECIPE PROCESS``: runs one process of a recipe, for split launches and other nodes.
+"""``rollmill start RECIPE PROCESS``: runs one process of a recipe, for split launches and other nodes.
 
 On node 0 the process replaces this one. On another node this command supervises the process, because there is no
 launcher that would restart the process. Each process waits for its dependencies, so the order does not matter; the

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
 from services.cli.console.plain import say
-from services.common.errors import AccessError, ConfigError, DeadlineError, InfrastructureError, MillraceError
+from services.common.errors import AccessError, ConfigError, DeadlineError, InfrastructureError, RollmillError
 from services.common.net.hosts import host_and_port
 from services.common.rpc.client.channel import translated_errors
 from services.common.rpc.client.health import HEALTH_DEADLINE_S
@@ -69,7 +69,7 @@ def _is_ready(place: str) -> bool:
                 )
         except AccessError:
             raise
-        except MillraceError:
+        except RollmillError:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 

@@ -1,1 +1,1 @@
-"""``millrace watch``, ``pause`` and ``stop``: talk to the orchestrator of a run and show its progress."""
+"""``rollmill watch``, ``pause`` and ``stop``: talk to the orchestrator of a run and show its progress."""

@@ -102,7 +102,7 @@ class TrackersTold:
             if not all_sent(self._run_dir, tracker):
                 say(
                     self._console,
-                    f"{tracker} has not taken all metrics: millrace track {self._run_dir} sends the rest",
+                    f"{tracker} has not taken all metrics: rollmill track {self._run_dir} sends the rest",
                     "bold yellow",
                 )
 

@@ -1,6 +1,6 @@
 """The command line's view of the orchestrator: synchronous, one call each, explicit deadlines.
 
-A command finds a run in progress by the run's directory, which has address and keys, or by an address and MILLRACE_KEYS.
+A command finds a run in progress by the run's directory, which has address and keys, or by an address and ROLLMILL_KEYS.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.cli.inspect.standing import newest_run
 from services.cli.keys.process_keys import keys_there, operate
 from services.cli.plan.specs import orchestrator_address
 from services.common.config.reading.loading import load_resolved
-from services.common.errors import AccessError, ConfigError, InfrastructureError, MillraceError, NotFoundError
+from services.common.errors import AccessError, ConfigError, InfrastructureError, NotFoundError, RollmillError
 from services.common.net.hosts import ORCHESTRATOR, check_place, is_known
 from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.rpc.credentials import sync_channel
@@ -78,7 +78,7 @@ class OrchestratorClient:
         except grpc.RpcError as error:
             raise self._translate(error) from None
 
-    def _translate(self, error: grpc.RpcError) -> MillraceError:
+    def _translate(self, error: grpc.RpcError) -> RollmillError:
         address = self.address
         told = from_call(error, address)
         if isinstance(told, AccessError):

@@ -39,11 +39,11 @@ def checkpoint_warning(counters: Mapping[str, int]) -> str:
     """One line about checkpoints that are damaged or could not be written; may be empty.
 
     >>> checkpoint_warning({"damaged_checkpoints": 1, "issued": 7})
-    'checkpoints: 1 set aside as damaged (millrace checkpoints RUN)'
+    'checkpoints: 1 set aside as damaged (rollmill checkpoints RUN)'
     """
     told = []
     if damaged := counters.get(CheckpointGauge.DAMAGED, 0):
-        told.append(f"{damaged} set aside as damaged (millrace checkpoints RUN)")
+        told.append(f"{damaged} set aside as damaged (rollmill checkpoints RUN)")
     if failed := counters.get(CheckpointGauge.FAILED, 0):
         told.append(f"{failed} could not be written (checkpoint.failed in the trainer's log; is the disk full?)")
     return f"checkpoints: {'; '.join(told)}" if told else ""
@@ -71,7 +71,7 @@ def journal_and_disk(progress: run_pb2.RunProgress) -> list[str]:
         )
     if progress.set_aside:
         found = ", ".join(f"{one.count} {one.kind} ({one.reason})" for one in progress.set_aside)
-        lines.append(f"records of the journal that are not used: {found}: millrace journal RUN list --set-aside")
+        lines.append(f"records of the journal that are not used: {found}: rollmill journal RUN list --set-aside")
     return lines
 
 

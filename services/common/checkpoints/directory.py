@@ -24,7 +24,7 @@ PARTIAL = ".partial"
 REMOVED = ".removed"
 DAMAGED = ".damaged"
 REASON = "why_damaged.txt"
-_EARLIER_FORMAT = "millrace.json"
+_EARLIER_FORMAT = "rollmill.json"
 
 
 def checkpoints_directory(run_dir: Path, policy: str) -> Path:
@@ -64,7 +64,7 @@ def read_manifest(path: Path) -> Manifest:
     except CorruptDataError:
         if (path / _EARLIER_FORMAT).is_file():
             raise ConfigError(
-                f"{path} was written by an earlier version of Millrace, in a format that is not read any more: finish "
+                f"{path} was written by an earlier version of Rollmill, in a format that is not read any more: finish "
                 "the run with that version, or begin another one from its export"
             ) from None
         raise

@@ -48,7 +48,7 @@ from services.common.errors import ConfigError, CorruptDataError
 from services.common.system.disk import sync_directory
 from services.common.weights.elements import ELEMENT_TYPES, cast_bits
 
-NOTE = "millrace_export.json"  # in the directory: of which run, step and checkpoint it is
+NOTE = "rollmill_export.json"  # in the directory: of which run, step and checkpoint it is
 SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
 

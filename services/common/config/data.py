@@ -57,7 +57,7 @@ class DatasetConfig(Section):
     """A file of rows (JSON Lines, a JSON array, CSV or TSV with a header, Parquet), a directory that `datasets` can load, or
     a Hugging Face dataset name. A path that begins with `./` or `../` is relative to the recipe's file."""
     name: str | None = None
-    """Instead of `path`: a dataset known by name, such as `deepscaler` or `math500`. Read from `MILLRACE_DATA_ROOT`
+    """Instead of `path`: a dataset known by name, such as `deepscaler` or `math500`. Read from `ROLLMILL_DATA_ROOT`
     when the file is there, else fetched from the hub; all rows get one form."""
     generator: str | None = None
     """Instead of `path`: the import path (`package.module:function`) of a function that yields rows.

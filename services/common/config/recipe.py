@@ -42,9 +42,9 @@ from services.common.net.hosts import is_loopback
 
 class SecurityConfig(Section):
     tls: Literal["auto", "on", "off"] = "auto"
-    """`auto`: TLS and keys as soon as any service binds another address than loopback, or MILLRACE_KEYS is set. `on`: also
-    on loopback. `off`: never, so loopback only. `millrace run` makes the keys; for processes that are started one by one
-    `millrace keys` does."""
+    """`auto`: TLS and keys as soon as any service binds another address than loopback, or ROLLMILL_KEYS is set. `on`: also
+    on loopback. `off`: never, so loopback only. `rollmill run` makes the keys; for processes that are started one by one
+    `rollmill keys` does."""
     client_certificates: bool = False
     """Off: gRPC callers show a run token with each call. On: they show a certificate in the handshake, which
     fails without one. HTTP takes either while this is off."""
@@ -76,14 +76,14 @@ class RunConfig(Section):
     and an engine computes one request at a time: slower, for tests and for finding faults. Settings that exclude this
     are refused. Holds on one kind of machine, with judges that give equal answers, while no rollout fails for good."""
     resume: Literal["auto", "never"] = "never"
-    """`auto`: `millrace run RECIPE` goes on with the newest run of this name and these settings in `dir` that has not ended,
+    """`auto`: `rollmill run RECIPE` goes on with the newest run of this name and these settings in `dir` that has not ended,
     and begins a new one where there is none. `never`: each is a new one. The option --resume goes before it."""
 
     trackers: list[Tracker] = [Tracker.TENSORBOARD]
     """Where metrics go beside RUN/metrics: `tensorboard`, `wandb`, `trackio`, `otlp` (docs/trackers.md). Their own environment
     variables say where and with which key, such as WANDB_MODE or OTEL_EXPORTER_OTLP_ENDPOINT."""
     fail_when_nothing_learned: bool = False
-    """`millrace run` exits with 3 when the verdict at the end is that a policy has learned nothing (docs/doctor.md)."""
+    """`rollmill run` exits with 3 when the verdict at the end is that a policy has learned nothing (docs/doctor.md)."""
 
     @field_validator("trackers")
     @classmethod
@@ -107,7 +107,7 @@ def one_part(name: str) -> str:
 
 
 class Recipe(Section):
-    """One run. Each key is documented under its field; `millrace check RECIPE` validates and prints it."""
+    """One run. Each key is documented under its field; `rollmill check RECIPE` validates and prints it."""
 
     name: str
     """Name of the recipe."""

@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 from aiohttp import web
 
-from services.common.errors import AccessError, MillraceError, PermissionDeniedError
+from services.common.errors import AccessError, PermissionDeniedError, RollmillError
 from services.common.http.origin import Handler, Refuse, json_answer
 from services.common.security.caller import caller
 from services.common.security.identity import Identity
@@ -26,7 +26,7 @@ def authorization(request: web.Request) -> str | None:
     return request.headers.get("Authorization")
 
 
-def plainly(request: web.BaseRequest, error: MillraceError, status: int) -> web.StreamResponse:
+def plainly(request: web.BaseRequest, error: RollmillError, status: int) -> web.StreamResponse:
     """A refusal as ``{"detail": ...}``, as the judge and the task server write theirs."""
     return json_answer({"detail": error.message}, status)
 

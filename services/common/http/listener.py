@@ -31,7 +31,7 @@ _STOP_S = 5.0
 
 class Listener:
     """``start`` serves an application, ``stop`` ends. Raises ``ConfigError`` for another bind than loopback without keys,
-    and for a ``MILLRACE_HTTP_HOSTS`` that cannot be read."""
+    and for a ``ROLLMILL_HTTP_HOSTS`` that cannot be read."""
 
     def __init__(
         self,

@@ -24,13 +24,13 @@ import orjson
 import structlog
 from aiohttp import web
 
-from services.common.errors import ConfigError, InvalidRequestError, MillraceError, PermissionDeniedError
+from services.common.errors import ConfigError, InvalidRequestError, PermissionDeniedError, RollmillError
 from services.common.telemetry.logs import Repeats
 
 log = structlog.get_logger()
 
 
-HOSTS_VARIABLE = "MILLRACE_HTTP_HOSTS"
+HOSTS_VARIABLE = "ROLLMILL_HTTP_HOSTS"
 """Names, separated by commas, under which HTTP clients may ask a process without keys, beside loopback's own: such as
 `host.docker.internal` for clients in containers that reach the host's loopback. Any page whose site has one of these
 names is served like a program."""
@@ -45,7 +45,7 @@ ANSWER_HEADERS = {
 """Headers of every answer: a browser neither embeds nor runs nor stores the answer."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Refuse = Callable[[web.BaseRequest, MillraceError, int], web.StreamResponse]
+Refuse = Callable[[web.BaseRequest, RollmillError, int], web.StreamResponse]
 
 _JSON = re.compile(r'application/json\s*(;\s*charset="?utf-?8"?\s*)?', re.IGNORECASE)
 _OF_PAGES = re.compile(r"\s*(text/plain|multipart/form-data|application/x-www-form-urlencoded)", re.IGNORECASE)
@@ -58,13 +58,13 @@ _READING = ("GET", "HEAD")
 class RefusedRequestError(Exception):
     """Why a request is not served: an error to tell, the status, and a short name for logs."""
 
-    def __init__(self, kind: str, status: int, error: MillraceError) -> None:
+    def __init__(self, kind: str, status: int, error: RollmillError) -> None:
         super().__init__(error.message)
         self.kind, self.status, self.error = kind, status, error
 
 
 def allowed_hosts(environment: Mapping[str, str] = os.environ) -> frozenset[str]:
-    """The names of ``MILLRACE_HTTP_HOSTS``, in lower case. Raises ``ConfigError`` for an invalid host name."""
+    """The names of ``ROLLMILL_HTTP_HOSTS``, in lower case. Raises ``ConfigError`` for an invalid host name."""
     names = [name.strip().lower() for name in environment.get(HOSTS_VARIABLE, "").split(",") if name.strip()]
     for name in names:
         if not _NAME.fullmatch(name):

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from . import environment_pb2 as millrace_dot_v1_dot_environment__pb2
+from . import environment_pb2 as rollmill_dot_v1_dot_environment__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in millrace/v1/environment_pb2_grpc.py depends on'
+        + ' but the generated code in rollmill/v1/environment_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,24 +36,24 @@ class EnvironmentServiceStub:
             channel: A grpc.Channel.
         """
         self.CreateEpisode = channel.unary_unary(
-                '/millrace.v1.EnvironmentService/CreateEpisode',
-                request_serializer=millrace_dot_v1_dot_environment__pb2.CreateEpisodeRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_environment__pb2.CreateEpisodeResponse.FromString,
+                '/rollmill.v1.EnvironmentService/CreateEpisode',
+                request_serializer=rollmill_dot_v1_dot_environment__pb2.CreateEpisodeRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_environment__pb2.CreateEpisodeResponse.FromString,
                 _registered_method=True)
         self.StepEpisode = channel.unary_unary(
-                '/millrace.v1.EnvironmentService/StepEpisode',
-                request_serializer=millrace_dot_v1_dot_environment__pb2.StepEpisodeRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_environment__pb2.StepEpisodeResponse.FromString,
+                '/rollmill.v1.EnvironmentService/StepEpisode',
+                request_serializer=rollmill_dot_v1_dot_environment__pb2.StepEpisodeRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_environment__pb2.StepEpisodeResponse.FromString,
                 _registered_method=True)
         self.CloseEpisode = channel.unary_unary(
-                '/millrace.v1.EnvironmentService/CloseEpisode',
-                request_serializer=millrace_dot_v1_dot_environment__pb2.CloseEpisodeRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_environment__pb2.CloseEpisodeResponse.FromString,
+                '/rollmill.v1.EnvironmentService/CloseEpisode',
+                request_serializer=rollmill_dot_v1_dot_environment__pb2.CloseEpisodeRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_environment__pb2.CloseEpisodeResponse.FromString,
                 _registered_method=True)
         self.ListEnvironments = channel.unary_unary(
-                '/millrace.v1.EnvironmentService/ListEnvironments',
-                request_serializer=millrace_dot_v1_dot_environment__pb2.ListEnvironmentsRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_environment__pb2.ListEnvironmentsResponse.FromString,
+                '/rollmill.v1.EnvironmentService/ListEnvironments',
+                request_serializer=rollmill_dot_v1_dot_environment__pb2.ListEnvironmentsRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_environment__pb2.ListEnvironmentsResponse.FromString,
                 _registered_method=True)
 
 
@@ -95,29 +95,29 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'CreateEpisode': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateEpisode,
-                    request_deserializer=millrace_dot_v1_dot_environment__pb2.CreateEpisodeRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_environment__pb2.CreateEpisodeResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_environment__pb2.CreateEpisodeRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_environment__pb2.CreateEpisodeResponse.SerializeToString,
             ),
             'StepEpisode': grpc.unary_unary_rpc_method_handler(
                     servicer.StepEpisode,
-                    request_deserializer=millrace_dot_v1_dot_environment__pb2.StepEpisodeRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_environment__pb2.StepEpisodeResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_environment__pb2.StepEpisodeRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_environment__pb2.StepEpisodeResponse.SerializeToString,
             ),
             'CloseEpisode': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseEpisode,
-                    request_deserializer=millrace_dot_v1_dot_environment__pb2.CloseEpisodeRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_environment__pb2.CloseEpisodeResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_environment__pb2.CloseEpisodeRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_environment__pb2.CloseEpisodeResponse.SerializeToString,
             ),
             'ListEnvironments': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEnvironments,
-                    request_deserializer=millrace_dot_v1_dot_environment__pb2.ListEnvironmentsRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_environment__pb2.ListEnvironmentsResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_environment__pb2.ListEnvironmentsRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_environment__pb2.ListEnvironmentsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'millrace.v1.EnvironmentService', rpc_method_handlers)
+            'rollmill.v1.EnvironmentService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('millrace.v1.EnvironmentService', rpc_method_handlers)
+    server.add_registered_method_handlers('rollmill.v1.EnvironmentService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -139,9 +139,9 @@ class EnvironmentService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.EnvironmentService/CreateEpisode',
-            millrace_dot_v1_dot_environment__pb2.CreateEpisodeRequest.SerializeToString,
-            millrace_dot_v1_dot_environment__pb2.CreateEpisodeResponse.FromString,
+            '/rollmill.v1.EnvironmentService/CreateEpisode',
+            rollmill_dot_v1_dot_environment__pb2.CreateEpisodeRequest.SerializeToString,
+            rollmill_dot_v1_dot_environment__pb2.CreateEpisodeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -166,9 +166,9 @@ class EnvironmentService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.EnvironmentService/StepEpisode',
-            millrace_dot_v1_dot_environment__pb2.StepEpisodeRequest.SerializeToString,
-            millrace_dot_v1_dot_environment__pb2.StepEpisodeResponse.FromString,
+            '/rollmill.v1.EnvironmentService/StepEpisode',
+            rollmill_dot_v1_dot_environment__pb2.StepEpisodeRequest.SerializeToString,
+            rollmill_dot_v1_dot_environment__pb2.StepEpisodeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -193,9 +193,9 @@ class EnvironmentService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.EnvironmentService/CloseEpisode',
-            millrace_dot_v1_dot_environment__pb2.CloseEpisodeRequest.SerializeToString,
-            millrace_dot_v1_dot_environment__pb2.CloseEpisodeResponse.FromString,
+            '/rollmill.v1.EnvironmentService/CloseEpisode',
+            rollmill_dot_v1_dot_environment__pb2.CloseEpisodeRequest.SerializeToString,
+            rollmill_dot_v1_dot_environment__pb2.CloseEpisodeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -220,9 +220,9 @@ class EnvironmentService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.EnvironmentService/ListEnvironments',
-            millrace_dot_v1_dot_environment__pb2.ListEnvironmentsRequest.SerializeToString,
-            millrace_dot_v1_dot_environment__pb2.ListEnvironmentsResponse.FromString,
+            '/rollmill.v1.EnvironmentService/ListEnvironments',
+            rollmill_dot_v1_dot_environment__pb2.ListEnvironmentsRequest.SerializeToString,
+            rollmill_dot_v1_dot_environment__pb2.ListEnvironmentsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -245,14 +245,14 @@ class CodeExecutionServiceStub:
             channel: A grpc.Channel.
         """
         self.ExecuteCode = channel.unary_unary(
-                '/millrace.v1.CodeExecutionService/ExecuteCode',
-                request_serializer=millrace_dot_v1_dot_environment__pb2.ExecuteCodeRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_environment__pb2.ExecuteCodeResponse.FromString,
+                '/rollmill.v1.CodeExecutionService/ExecuteCode',
+                request_serializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodeRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodeResponse.FromString,
                 _registered_method=True)
         self.ExecuteCodes = channel.unary_stream(
-                '/millrace.v1.CodeExecutionService/ExecuteCodes',
-                request_serializer=millrace_dot_v1_dot_environment__pb2.ExecuteCodesRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_environment__pb2.ExecuteCodesResponse.FromString,
+                '/rollmill.v1.CodeExecutionService/ExecuteCodes',
+                request_serializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodesRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodesResponse.FromString,
                 _registered_method=True)
 
 
@@ -281,19 +281,19 @@ def add_CodeExecutionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'ExecuteCode': grpc.unary_unary_rpc_method_handler(
                     servicer.ExecuteCode,
-                    request_deserializer=millrace_dot_v1_dot_environment__pb2.ExecuteCodeRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_environment__pb2.ExecuteCodeResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodeRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodeResponse.SerializeToString,
             ),
             'ExecuteCodes': grpc.unary_stream_rpc_method_handler(
                     servicer.ExecuteCodes,
-                    request_deserializer=millrace_dot_v1_dot_environment__pb2.ExecuteCodesRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_environment__pb2.ExecuteCodesResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodesRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_environment__pb2.ExecuteCodesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'millrace.v1.CodeExecutionService', rpc_method_handlers)
+            'rollmill.v1.CodeExecutionService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('millrace.v1.CodeExecutionService', rpc_method_handlers)
+    server.add_registered_method_handlers('rollmill.v1.CodeExecutionService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -315,9 +315,9 @@ class CodeExecutionService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.CodeExecutionService/ExecuteCode',
-            millrace_dot_v1_dot_environment__pb2.ExecuteCodeRequest.SerializeToString,
-            millrace_dot_v1_dot_environment__pb2.ExecuteCodeResponse.FromString,
+            '/rollmill.v1.CodeExecutionService/ExecuteCode',
+            rollmill_dot_v1_dot_environment__pb2.ExecuteCodeRequest.SerializeToString,
+            rollmill_dot_v1_dot_environment__pb2.ExecuteCodeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -342,9 +342,9 @@ class CodeExecutionService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/millrace.v1.CodeExecutionService/ExecuteCodes',
-            millrace_dot_v1_dot_environment__pb2.ExecuteCodesRequest.SerializeToString,
-            millrace_dot_v1_dot_environment__pb2.ExecuteCodesResponse.FromString,
+            '/rollmill.v1.CodeExecutionService/ExecuteCodes',
+            rollmill_dot_v1_dot_environment__pb2.ExecuteCodesRequest.SerializeToString,
+            rollmill_dot_v1_dot_environment__pb2.ExecuteCodesResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -367,14 +367,14 @@ class RewardServiceStub:
             channel: A grpc.Channel.
         """
         self.ComputeReward = channel.unary_unary(
-                '/millrace.v1.RewardService/ComputeReward',
-                request_serializer=millrace_dot_v1_dot_environment__pb2.ComputeRewardRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_environment__pb2.ComputeRewardResponse.FromString,
+                '/rollmill.v1.RewardService/ComputeReward',
+                request_serializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardResponse.FromString,
                 _registered_method=True)
         self.ComputeRewards = channel.unary_stream(
-                '/millrace.v1.RewardService/ComputeRewards',
-                request_serializer=millrace_dot_v1_dot_environment__pb2.ComputeRewardsRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_environment__pb2.ComputeRewardsResponse.FromString,
+                '/rollmill.v1.RewardService/ComputeRewards',
+                request_serializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardsRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardsResponse.FromString,
                 _registered_method=True)
 
 
@@ -402,19 +402,19 @@ def add_RewardServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'ComputeReward': grpc.unary_unary_rpc_method_handler(
                     servicer.ComputeReward,
-                    request_deserializer=millrace_dot_v1_dot_environment__pb2.ComputeRewardRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_environment__pb2.ComputeRewardResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardResponse.SerializeToString,
             ),
             'ComputeRewards': grpc.unary_stream_rpc_method_handler(
                     servicer.ComputeRewards,
-                    request_deserializer=millrace_dot_v1_dot_environment__pb2.ComputeRewardsRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_environment__pb2.ComputeRewardsResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardsRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_environment__pb2.ComputeRewardsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'millrace.v1.RewardService', rpc_method_handlers)
+            'rollmill.v1.RewardService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('millrace.v1.RewardService', rpc_method_handlers)
+    server.add_registered_method_handlers('rollmill.v1.RewardService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -436,9 +436,9 @@ class RewardService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.RewardService/ComputeReward',
-            millrace_dot_v1_dot_environment__pb2.ComputeRewardRequest.SerializeToString,
-            millrace_dot_v1_dot_environment__pb2.ComputeRewardResponse.FromString,
+            '/rollmill.v1.RewardService/ComputeReward',
+            rollmill_dot_v1_dot_environment__pb2.ComputeRewardRequest.SerializeToString,
+            rollmill_dot_v1_dot_environment__pb2.ComputeRewardResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -463,9 +463,9 @@ class RewardService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/millrace.v1.RewardService/ComputeRewards',
-            millrace_dot_v1_dot_environment__pb2.ComputeRewardsRequest.SerializeToString,
-            millrace_dot_v1_dot_environment__pb2.ComputeRewardsResponse.FromString,
+            '/rollmill.v1.RewardService/ComputeRewards',
+            rollmill_dot_v1_dot_environment__pb2.ComputeRewardsRequest.SerializeToString,
+            rollmill_dot_v1_dot_environment__pb2.ComputeRewardsResponse.FromString,
             options,
             channel_credentials,
             insecure,

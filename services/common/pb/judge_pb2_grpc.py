@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from . import judge_pb2 as millrace_dot_v1_dot_judge__pb2
+from . import judge_pb2 as rollmill_dot_v1_dot_judge__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in millrace/v1/judge_pb2_grpc.py depends on'
+        + ' but the generated code in rollmill/v1/judge_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,14 +36,14 @@ class JudgeServiceStub:
             channel: A grpc.Channel.
         """
         self.Judge = channel.unary_unary(
-                '/millrace.v1.JudgeService/Judge',
-                request_serializer=millrace_dot_v1_dot_judge__pb2.JudgeRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_judge__pb2.JudgeResponse.FromString,
+                '/rollmill.v1.JudgeService/Judge',
+                request_serializer=rollmill_dot_v1_dot_judge__pb2.JudgeRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_judge__pb2.JudgeResponse.FromString,
                 _registered_method=True)
         self.JudgeBatch = channel.unary_stream(
-                '/millrace.v1.JudgeService/JudgeBatch',
-                request_serializer=millrace_dot_v1_dot_judge__pb2.JudgeBatchRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_judge__pb2.JudgeBatchResponse.FromString,
+                '/rollmill.v1.JudgeService/JudgeBatch',
+                request_serializer=rollmill_dot_v1_dot_judge__pb2.JudgeBatchRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_judge__pb2.JudgeBatchResponse.FromString,
                 _registered_method=True)
 
 
@@ -73,19 +73,19 @@ def add_JudgeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Judge': grpc.unary_unary_rpc_method_handler(
                     servicer.Judge,
-                    request_deserializer=millrace_dot_v1_dot_judge__pb2.JudgeRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_judge__pb2.JudgeResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_judge__pb2.JudgeRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_judge__pb2.JudgeResponse.SerializeToString,
             ),
             'JudgeBatch': grpc.unary_stream_rpc_method_handler(
                     servicer.JudgeBatch,
-                    request_deserializer=millrace_dot_v1_dot_judge__pb2.JudgeBatchRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_judge__pb2.JudgeBatchResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_judge__pb2.JudgeBatchRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_judge__pb2.JudgeBatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'millrace.v1.JudgeService', rpc_method_handlers)
+            'rollmill.v1.JudgeService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('millrace.v1.JudgeService', rpc_method_handlers)
+    server.add_registered_method_handlers('rollmill.v1.JudgeService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -107,9 +107,9 @@ class JudgeService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.JudgeService/Judge',
-            millrace_dot_v1_dot_judge__pb2.JudgeRequest.SerializeToString,
-            millrace_dot_v1_dot_judge__pb2.JudgeResponse.FromString,
+            '/rollmill.v1.JudgeService/Judge',
+            rollmill_dot_v1_dot_judge__pb2.JudgeRequest.SerializeToString,
+            rollmill_dot_v1_dot_judge__pb2.JudgeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -134,9 +134,9 @@ class JudgeService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/millrace.v1.JudgeService/JudgeBatch',
-            millrace_dot_v1_dot_judge__pb2.JudgeBatchRequest.SerializeToString,
-            millrace_dot_v1_dot_judge__pb2.JudgeBatchResponse.FromString,
+            '/rollmill.v1.JudgeService/JudgeBatch',
+            rollmill_dot_v1_dot_judge__pb2.JudgeBatchRequest.SerializeToString,
+            rollmill_dot_v1_dot_judge__pb2.JudgeBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from . import pool_pb2 as millrace_dot_v1_dot_pool__pb2
+from . import pool_pb2 as rollmill_dot_v1_dot_pool__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in millrace/v1/pool_pb2_grpc.py depends on'
+        + ' but the generated code in rollmill/v1/pool_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,29 +36,29 @@ class PoolServiceStub:
             channel: A grpc.Channel.
         """
         self.JoinPool = channel.unary_stream(
-                '/millrace.v1.PoolService/JoinPool',
-                request_serializer=millrace_dot_v1_dot_pool__pb2.JoinPoolRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_pool__pb2.JoinPoolResponse.FromString,
+                '/rollmill.v1.PoolService/JoinPool',
+                request_serializer=rollmill_dot_v1_dot_pool__pb2.JoinPoolRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_pool__pb2.JoinPoolResponse.FromString,
                 _registered_method=True)
         self.ReportReplica = channel.unary_unary(
-                '/millrace.v1.PoolService/ReportReplica',
-                request_serializer=millrace_dot_v1_dot_pool__pb2.ReportReplicaRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_pool__pb2.ReportReplicaResponse.FromString,
+                '/rollmill.v1.PoolService/ReportReplica',
+                request_serializer=rollmill_dot_v1_dot_pool__pb2.ReportReplicaRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_pool__pb2.ReportReplicaResponse.FromString,
                 _registered_method=True)
         self.StreamReports = channel.stream_stream(
-                '/millrace.v1.PoolService/StreamReports',
-                request_serializer=millrace_dot_v1_dot_pool__pb2.StreamReportsRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_pool__pb2.StreamReportsResponse.FromString,
+                '/rollmill.v1.PoolService/StreamReports',
+                request_serializer=rollmill_dot_v1_dot_pool__pb2.StreamReportsRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_pool__pb2.StreamReportsResponse.FromString,
                 _registered_method=True)
         self.StreamTrajectories = channel.stream_stream(
-                '/millrace.v1.PoolService/StreamTrajectories',
-                request_serializer=millrace_dot_v1_dot_pool__pb2.StreamTrajectoriesRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_pool__pb2.StreamTrajectoriesResponse.FromString,
+                '/rollmill.v1.PoolService/StreamTrajectories',
+                request_serializer=rollmill_dot_v1_dot_pool__pb2.StreamTrajectoriesRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_pool__pb2.StreamTrajectoriesResponse.FromString,
                 _registered_method=True)
         self.JoinGateway = channel.unary_stream(
-                '/millrace.v1.PoolService/JoinGateway',
-                request_serializer=millrace_dot_v1_dot_pool__pb2.JoinGatewayRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_pool__pb2.JoinGatewayResponse.FromString,
+                '/rollmill.v1.PoolService/JoinGateway',
+                request_serializer=rollmill_dot_v1_dot_pool__pb2.JoinGatewayRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_pool__pb2.JoinGatewayResponse.FromString,
                 _registered_method=True)
 
 
@@ -113,34 +113,34 @@ def add_PoolServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'JoinPool': grpc.unary_stream_rpc_method_handler(
                     servicer.JoinPool,
-                    request_deserializer=millrace_dot_v1_dot_pool__pb2.JoinPoolRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_pool__pb2.JoinPoolResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_pool__pb2.JoinPoolRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_pool__pb2.JoinPoolResponse.SerializeToString,
             ),
             'ReportReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportReplica,
-                    request_deserializer=millrace_dot_v1_dot_pool__pb2.ReportReplicaRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_pool__pb2.ReportReplicaResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_pool__pb2.ReportReplicaRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_pool__pb2.ReportReplicaResponse.SerializeToString,
             ),
             'StreamReports': grpc.stream_stream_rpc_method_handler(
                     servicer.StreamReports,
-                    request_deserializer=millrace_dot_v1_dot_pool__pb2.StreamReportsRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_pool__pb2.StreamReportsResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_pool__pb2.StreamReportsRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_pool__pb2.StreamReportsResponse.SerializeToString,
             ),
             'StreamTrajectories': grpc.stream_stream_rpc_method_handler(
                     servicer.StreamTrajectories,
-                    request_deserializer=millrace_dot_v1_dot_pool__pb2.StreamTrajectoriesRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_pool__pb2.StreamTrajectoriesResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_pool__pb2.StreamTrajectoriesRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_pool__pb2.StreamTrajectoriesResponse.SerializeToString,
             ),
             'JoinGateway': grpc.unary_stream_rpc_method_handler(
                     servicer.JoinGateway,
-                    request_deserializer=millrace_dot_v1_dot_pool__pb2.JoinGatewayRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_pool__pb2.JoinGatewayResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_pool__pb2.JoinGatewayRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_pool__pb2.JoinGatewayResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'millrace.v1.PoolService', rpc_method_handlers)
+            'rollmill.v1.PoolService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('millrace.v1.PoolService', rpc_method_handlers)
+    server.add_registered_method_handlers('rollmill.v1.PoolService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -162,9 +162,9 @@ class PoolService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/millrace.v1.PoolService/JoinPool',
-            millrace_dot_v1_dot_pool__pb2.JoinPoolRequest.SerializeToString,
-            millrace_dot_v1_dot_pool__pb2.JoinPoolResponse.FromString,
+            '/rollmill.v1.PoolService/JoinPool',
+            rollmill_dot_v1_dot_pool__pb2.JoinPoolRequest.SerializeToString,
+            rollmill_dot_v1_dot_pool__pb2.JoinPoolResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -189,9 +189,9 @@ class PoolService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.PoolService/ReportReplica',
-            millrace_dot_v1_dot_pool__pb2.ReportReplicaRequest.SerializeToString,
-            millrace_dot_v1_dot_pool__pb2.ReportReplicaResponse.FromString,
+            '/rollmill.v1.PoolService/ReportReplica',
+            rollmill_dot_v1_dot_pool__pb2.ReportReplicaRequest.SerializeToString,
+            rollmill_dot_v1_dot_pool__pb2.ReportReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -216,9 +216,9 @@ class PoolService:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/millrace.v1.PoolService/StreamReports',
-            millrace_dot_v1_dot_pool__pb2.StreamReportsRequest.SerializeToString,
-            millrace_dot_v1_dot_pool__pb2.StreamReportsResponse.FromString,
+            '/rollmill.v1.PoolService/StreamReports',
+            rollmill_dot_v1_dot_pool__pb2.StreamReportsRequest.SerializeToString,
+            rollmill_dot_v1_dot_pool__pb2.StreamReportsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -243,9 +243,9 @@ class PoolService:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/millrace.v1.PoolService/StreamTrajectories',
-            millrace_dot_v1_dot_pool__pb2.StreamTrajectoriesRequest.SerializeToString,
-            millrace_dot_v1_dot_pool__pb2.StreamTrajectoriesResponse.FromString,
+            '/rollmill.v1.PoolService/StreamTrajectories',
+            rollmill_dot_v1_dot_pool__pb2.StreamTrajectoriesRequest.SerializeToString,
+            rollmill_dot_v1_dot_pool__pb2.StreamTrajectoriesResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -270,9 +270,9 @@ class PoolService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/millrace.v1.PoolService/JoinGateway',
-            millrace_dot_v1_dot_pool__pb2.JoinGatewayRequest.SerializeToString,
-            millrace_dot_v1_dot_pool__pb2.JoinGatewayResponse.FromString,
+            '/rollmill.v1.PoolService/JoinGateway',
+            rollmill_dot_v1_dot_pool__pb2.JoinGatewayRequest.SerializeToString,
+            rollmill_dot_v1_dot_pool__pb2.JoinGatewayResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from . import run_pb2 as millrace_dot_v1_dot_run__pb2
+from . import run_pb2 as rollmill_dot_v1_dot_run__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in millrace/v1/run_pb2_grpc.py depends on'
+        + ' but the generated code in rollmill/v1/run_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,39 +36,39 @@ class RunServiceStub:
             channel: A grpc.Channel.
         """
         self.GetRun = channel.unary_unary(
-                '/millrace.v1.RunService/GetRun',
-                request_serializer=millrace_dot_v1_dot_run__pb2.GetRunRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_run__pb2.GetRunResponse.FromString,
+                '/rollmill.v1.RunService/GetRun',
+                request_serializer=rollmill_dot_v1_dot_run__pb2.GetRunRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_run__pb2.GetRunResponse.FromString,
                 _registered_method=True)
         self.WatchRun = channel.unary_stream(
-                '/millrace.v1.RunService/WatchRun',
-                request_serializer=millrace_dot_v1_dot_run__pb2.WatchRunRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_run__pb2.WatchRunResponse.FromString,
+                '/rollmill.v1.RunService/WatchRun',
+                request_serializer=rollmill_dot_v1_dot_run__pb2.WatchRunRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_run__pb2.WatchRunResponse.FromString,
                 _registered_method=True)
         self.PauseRun = channel.unary_unary(
-                '/millrace.v1.RunService/PauseRun',
-                request_serializer=millrace_dot_v1_dot_run__pb2.PauseRunRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_run__pb2.PauseRunResponse.FromString,
+                '/rollmill.v1.RunService/PauseRun',
+                request_serializer=rollmill_dot_v1_dot_run__pb2.PauseRunRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_run__pb2.PauseRunResponse.FromString,
                 _registered_method=True)
         self.ResumeRun = channel.unary_unary(
-                '/millrace.v1.RunService/ResumeRun',
-                request_serializer=millrace_dot_v1_dot_run__pb2.ResumeRunRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_run__pb2.ResumeRunResponse.FromString,
+                '/rollmill.v1.RunService/ResumeRun',
+                request_serializer=rollmill_dot_v1_dot_run__pb2.ResumeRunRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_run__pb2.ResumeRunResponse.FromString,
                 _registered_method=True)
         self.StopRun = channel.unary_unary(
-                '/millrace.v1.RunService/StopRun',
-                request_serializer=millrace_dot_v1_dot_run__pb2.StopRunRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_run__pb2.StopRunResponse.FromString,
+                '/rollmill.v1.RunService/StopRun',
+                request_serializer=rollmill_dot_v1_dot_run__pb2.StopRunRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_run__pb2.StopRunResponse.FromString,
                 _registered_method=True)
         self.DrainReplica = channel.unary_unary(
-                '/millrace.v1.RunService/DrainReplica',
-                request_serializer=millrace_dot_v1_dot_run__pb2.DrainReplicaRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_run__pb2.DrainReplicaResponse.FromString,
+                '/rollmill.v1.RunService/DrainReplica',
+                request_serializer=rollmill_dot_v1_dot_run__pb2.DrainReplicaRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_run__pb2.DrainReplicaResponse.FromString,
                 _registered_method=True)
         self.StartEvaluation = channel.unary_unary(
-                '/millrace.v1.RunService/StartEvaluation',
-                request_serializer=millrace_dot_v1_dot_run__pb2.StartEvaluationRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_run__pb2.StartEvaluationResponse.FromString,
+                '/rollmill.v1.RunService/StartEvaluation',
+                request_serializer=rollmill_dot_v1_dot_run__pb2.StartEvaluationRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_run__pb2.StartEvaluationResponse.FromString,
                 _registered_method=True)
 
 
@@ -132,44 +132,44 @@ def add_RunServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetRun': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRun,
-                    request_deserializer=millrace_dot_v1_dot_run__pb2.GetRunRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_run__pb2.GetRunResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_run__pb2.GetRunRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_run__pb2.GetRunResponse.SerializeToString,
             ),
             'WatchRun': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchRun,
-                    request_deserializer=millrace_dot_v1_dot_run__pb2.WatchRunRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_run__pb2.WatchRunResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_run__pb2.WatchRunRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_run__pb2.WatchRunResponse.SerializeToString,
             ),
             'PauseRun': grpc.unary_unary_rpc_method_handler(
                     servicer.PauseRun,
-                    request_deserializer=millrace_dot_v1_dot_run__pb2.PauseRunRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_run__pb2.PauseRunResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_run__pb2.PauseRunRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_run__pb2.PauseRunResponse.SerializeToString,
             ),
             'ResumeRun': grpc.unary_unary_rpc_method_handler(
                     servicer.ResumeRun,
-                    request_deserializer=millrace_dot_v1_dot_run__pb2.ResumeRunRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_run__pb2.ResumeRunResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_run__pb2.ResumeRunRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_run__pb2.ResumeRunResponse.SerializeToString,
             ),
             'StopRun': grpc.unary_unary_rpc_method_handler(
                     servicer.StopRun,
-                    request_deserializer=millrace_dot_v1_dot_run__pb2.StopRunRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_run__pb2.StopRunResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_run__pb2.StopRunRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_run__pb2.StopRunResponse.SerializeToString,
             ),
             'DrainReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainReplica,
-                    request_deserializer=millrace_dot_v1_dot_run__pb2.DrainReplicaRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_run__pb2.DrainReplicaResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_run__pb2.DrainReplicaRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_run__pb2.DrainReplicaResponse.SerializeToString,
             ),
             'StartEvaluation': grpc.unary_unary_rpc_method_handler(
                     servicer.StartEvaluation,
-                    request_deserializer=millrace_dot_v1_dot_run__pb2.StartEvaluationRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_run__pb2.StartEvaluationResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_run__pb2.StartEvaluationRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_run__pb2.StartEvaluationResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'millrace.v1.RunService', rpc_method_handlers)
+            'rollmill.v1.RunService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('millrace.v1.RunService', rpc_method_handlers)
+    server.add_registered_method_handlers('rollmill.v1.RunService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -191,9 +191,9 @@ class RunService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.RunService/GetRun',
-            millrace_dot_v1_dot_run__pb2.GetRunRequest.SerializeToString,
-            millrace_dot_v1_dot_run__pb2.GetRunResponse.FromString,
+            '/rollmill.v1.RunService/GetRun',
+            rollmill_dot_v1_dot_run__pb2.GetRunRequest.SerializeToString,
+            rollmill_dot_v1_dot_run__pb2.GetRunResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -218,9 +218,9 @@ class RunService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/millrace.v1.RunService/WatchRun',
-            millrace_dot_v1_dot_run__pb2.WatchRunRequest.SerializeToString,
-            millrace_dot_v1_dot_run__pb2.WatchRunResponse.FromString,
+            '/rollmill.v1.RunService/WatchRun',
+            rollmill_dot_v1_dot_run__pb2.WatchRunRequest.SerializeToString,
+            rollmill_dot_v1_dot_run__pb2.WatchRunResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -245,9 +245,9 @@ class RunService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.RunService/PauseRun',
-            millrace_dot_v1_dot_run__pb2.PauseRunRequest.SerializeToString,
-            millrace_dot_v1_dot_run__pb2.PauseRunResponse.FromString,
+            '/rollmill.v1.RunService/PauseRun',
+            rollmill_dot_v1_dot_run__pb2.PauseRunRequest.SerializeToString,
+            rollmill_dot_v1_dot_run__pb2.PauseRunResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -272,9 +272,9 @@ class RunService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.RunService/ResumeRun',
-            millrace_dot_v1_dot_run__pb2.ResumeRunRequest.SerializeToString,
-            millrace_dot_v1_dot_run__pb2.ResumeRunResponse.FromString,
+            '/rollmill.v1.RunService/ResumeRun',
+            rollmill_dot_v1_dot_run__pb2.ResumeRunRequest.SerializeToString,
+            rollmill_dot_v1_dot_run__pb2.ResumeRunResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -299,9 +299,9 @@ class RunService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.RunService/StopRun',
-            millrace_dot_v1_dot_run__pb2.StopRunRequest.SerializeToString,
-            millrace_dot_v1_dot_run__pb2.StopRunResponse.FromString,
+            '/rollmill.v1.RunService/StopRun',
+            rollmill_dot_v1_dot_run__pb2.StopRunRequest.SerializeToString,
+            rollmill_dot_v1_dot_run__pb2.StopRunResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -326,9 +326,9 @@ class RunService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.RunService/DrainReplica',
-            millrace_dot_v1_dot_run__pb2.DrainReplicaRequest.SerializeToString,
-            millrace_dot_v1_dot_run__pb2.DrainReplicaResponse.FromString,
+            '/rollmill.v1.RunService/DrainReplica',
+            rollmill_dot_v1_dot_run__pb2.DrainReplicaRequest.SerializeToString,
+            rollmill_dot_v1_dot_run__pb2.DrainReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -353,9 +353,9 @@ class RunService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.RunService/StartEvaluation',
-            millrace_dot_v1_dot_run__pb2.StartEvaluationRequest.SerializeToString,
-            millrace_dot_v1_dot_run__pb2.StartEvaluationResponse.FromString,
+            '/rollmill.v1.RunService/StartEvaluation',
+            rollmill_dot_v1_dot_run__pb2.StartEvaluationRequest.SerializeToString,
+            rollmill_dot_v1_dot_run__pb2.StartEvaluationResponse.FromString,
             options,
             channel_credentials,
             insecure,

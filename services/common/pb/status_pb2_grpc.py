@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from . import status_pb2 as millrace_dot_v1_dot_status__pb2
+from . import status_pb2 as rollmill_dot_v1_dot_status__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in millrace/v1/status_pb2_grpc.py depends on'
+        + ' but the generated code in rollmill/v1/status_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,9 +36,9 @@ class StatusServiceStub:
             channel: A grpc.Channel.
         """
         self.GetStatus = channel.unary_unary(
-                '/millrace.v1.StatusService/GetStatus',
-                request_serializer=millrace_dot_v1_dot_status__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_status__pb2.GetStatusResponse.FromString,
+                '/rollmill.v1.StatusService/GetStatus',
+                request_serializer=rollmill_dot_v1_dot_status__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_status__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
 
 
@@ -58,14 +58,14 @@ def add_StatusServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
-                    request_deserializer=millrace_dot_v1_dot_status__pb2.GetStatusRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_status__pb2.GetStatusResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_status__pb2.GetStatusRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_status__pb2.GetStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'millrace.v1.StatusService', rpc_method_handlers)
+            'rollmill.v1.StatusService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('millrace.v1.StatusService', rpc_method_handlers)
+    server.add_registered_method_handlers('rollmill.v1.StatusService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -87,9 +87,9 @@ class StatusService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.StatusService/GetStatus',
-            millrace_dot_v1_dot_status__pb2.GetStatusRequest.SerializeToString,
-            millrace_dot_v1_dot_status__pb2.GetStatusResponse.FromString,
+            '/rollmill.v1.StatusService/GetStatus',
+            rollmill_dot_v1_dot_status__pb2.GetStatusRequest.SerializeToString,
+            rollmill_dot_v1_dot_status__pb2.GetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

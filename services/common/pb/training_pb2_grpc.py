@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from . import training_pb2 as millrace_dot_v1_dot_training__pb2
+from . import training_pb2 as rollmill_dot_v1_dot_training__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in millrace/v1/training_pb2_grpc.py depends on'
+        + ' but the generated code in rollmill/v1/training_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,24 +36,24 @@ class TrainingServiceStub:
             channel: A grpc.Channel.
         """
         self.JoinTraining = channel.unary_stream(
-                '/millrace.v1.TrainingService/JoinTraining',
-                request_serializer=millrace_dot_v1_dot_training__pb2.JoinTrainingRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_training__pb2.JoinTrainingResponse.FromString,
+                '/rollmill.v1.TrainingService/JoinTraining',
+                request_serializer=rollmill_dot_v1_dot_training__pb2.JoinTrainingRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_training__pb2.JoinTrainingResponse.FromString,
                 _registered_method=True)
         self.ReportTrainer = channel.unary_unary(
-                '/millrace.v1.TrainingService/ReportTrainer',
-                request_serializer=millrace_dot_v1_dot_training__pb2.ReportTrainerRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_training__pb2.ReportTrainerResponse.FromString,
+                '/rollmill.v1.TrainingService/ReportTrainer',
+                request_serializer=rollmill_dot_v1_dot_training__pb2.ReportTrainerRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_training__pb2.ReportTrainerResponse.FromString,
                 _registered_method=True)
         self.PullBatch = channel.unary_stream(
-                '/millrace.v1.TrainingService/PullBatch',
-                request_serializer=millrace_dot_v1_dot_training__pb2.PullBatchRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_training__pb2.PullBatchResponse.FromString,
+                '/rollmill.v1.TrainingService/PullBatch',
+                request_serializer=rollmill_dot_v1_dot_training__pb2.PullBatchRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_training__pb2.PullBatchResponse.FromString,
                 _registered_method=True)
         self.PublishVersion = channel.unary_unary(
-                '/millrace.v1.TrainingService/PublishVersion',
-                request_serializer=millrace_dot_v1_dot_training__pb2.PublishVersionRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_training__pb2.PublishVersionResponse.FromString,
+                '/rollmill.v1.TrainingService/PublishVersion',
+                request_serializer=rollmill_dot_v1_dot_training__pb2.PublishVersionRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_training__pb2.PublishVersionResponse.FromString,
                 _registered_method=True)
 
 
@@ -98,29 +98,29 @@ def add_TrainingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'JoinTraining': grpc.unary_stream_rpc_method_handler(
                     servicer.JoinTraining,
-                    request_deserializer=millrace_dot_v1_dot_training__pb2.JoinTrainingRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_training__pb2.JoinTrainingResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_training__pb2.JoinTrainingRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_training__pb2.JoinTrainingResponse.SerializeToString,
             ),
             'ReportTrainer': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportTrainer,
-                    request_deserializer=millrace_dot_v1_dot_training__pb2.ReportTrainerRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_training__pb2.ReportTrainerResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_training__pb2.ReportTrainerRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_training__pb2.ReportTrainerResponse.SerializeToString,
             ),
             'PullBatch': grpc.unary_stream_rpc_method_handler(
                     servicer.PullBatch,
-                    request_deserializer=millrace_dot_v1_dot_training__pb2.PullBatchRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_training__pb2.PullBatchResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_training__pb2.PullBatchRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_training__pb2.PullBatchResponse.SerializeToString,
             ),
             'PublishVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.PublishVersion,
-                    request_deserializer=millrace_dot_v1_dot_training__pb2.PublishVersionRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_training__pb2.PublishVersionResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_training__pb2.PublishVersionRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_training__pb2.PublishVersionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'millrace.v1.TrainingService', rpc_method_handlers)
+            'rollmill.v1.TrainingService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('millrace.v1.TrainingService', rpc_method_handlers)
+    server.add_registered_method_handlers('rollmill.v1.TrainingService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -142,9 +142,9 @@ class TrainingService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/millrace.v1.TrainingService/JoinTraining',
-            millrace_dot_v1_dot_training__pb2.JoinTrainingRequest.SerializeToString,
-            millrace_dot_v1_dot_training__pb2.JoinTrainingResponse.FromString,
+            '/rollmill.v1.TrainingService/JoinTraining',
+            rollmill_dot_v1_dot_training__pb2.JoinTrainingRequest.SerializeToString,
+            rollmill_dot_v1_dot_training__pb2.JoinTrainingResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -169,9 +169,9 @@ class TrainingService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.TrainingService/ReportTrainer',
-            millrace_dot_v1_dot_training__pb2.ReportTrainerRequest.SerializeToString,
-            millrace_dot_v1_dot_training__pb2.ReportTrainerResponse.FromString,
+            '/rollmill.v1.TrainingService/ReportTrainer',
+            rollmill_dot_v1_dot_training__pb2.ReportTrainerRequest.SerializeToString,
+            rollmill_dot_v1_dot_training__pb2.ReportTrainerResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -196,9 +196,9 @@ class TrainingService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/millrace.v1.TrainingService/PullBatch',
-            millrace_dot_v1_dot_training__pb2.PullBatchRequest.SerializeToString,
-            millrace_dot_v1_dot_training__pb2.PullBatchResponse.FromString,
+            '/rollmill.v1.TrainingService/PullBatch',
+            rollmill_dot_v1_dot_training__pb2.PullBatchRequest.SerializeToString,
+            rollmill_dot_v1_dot_training__pb2.PullBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -223,9 +223,9 @@ class TrainingService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.TrainingService/PublishVersion',
-            millrace_dot_v1_dot_training__pb2.PublishVersionRequest.SerializeToString,
-            millrace_dot_v1_dot_training__pb2.PublishVersionResponse.FromString,
+            '/rollmill.v1.TrainingService/PublishVersion',
+            rollmill_dot_v1_dot_training__pb2.PublishVersionRequest.SerializeToString,
+            rollmill_dot_v1_dot_training__pb2.PublishVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from . import weights_pb2 as millrace_dot_v1_dot_weights__pb2
+from . import weights_pb2 as rollmill_dot_v1_dot_weights__pb2
 
 GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in millrace/v1/weights_pb2_grpc.py depends on'
+        + ' but the generated code in rollmill/v1/weights_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,14 +36,14 @@ class WeightServiceStub:
             channel: A grpc.Channel.
         """
         self.GetManifest = channel.unary_unary(
-                '/millrace.v1.WeightService/GetManifest',
-                request_serializer=millrace_dot_v1_dot_weights__pb2.GetManifestRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_weights__pb2.GetManifestResponse.FromString,
+                '/rollmill.v1.WeightService/GetManifest',
+                request_serializer=rollmill_dot_v1_dot_weights__pb2.GetManifestRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_weights__pb2.GetManifestResponse.FromString,
                 _registered_method=True)
         self.FetchWeights = channel.unary_stream(
-                '/millrace.v1.WeightService/FetchWeights',
-                request_serializer=millrace_dot_v1_dot_weights__pb2.FetchWeightsRequest.SerializeToString,
-                response_deserializer=millrace_dot_v1_dot_weights__pb2.FetchWeightsResponse.FromString,
+                '/rollmill.v1.WeightService/FetchWeights',
+                request_serializer=rollmill_dot_v1_dot_weights__pb2.FetchWeightsRequest.SerializeToString,
+                response_deserializer=rollmill_dot_v1_dot_weights__pb2.FetchWeightsResponse.FromString,
                 _registered_method=True)
 
 
@@ -73,19 +73,19 @@ def add_WeightServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetManifest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetManifest,
-                    request_deserializer=millrace_dot_v1_dot_weights__pb2.GetManifestRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_weights__pb2.GetManifestResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_weights__pb2.GetManifestRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_weights__pb2.GetManifestResponse.SerializeToString,
             ),
             'FetchWeights': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchWeights,
-                    request_deserializer=millrace_dot_v1_dot_weights__pb2.FetchWeightsRequest.FromString,
-                    response_serializer=millrace_dot_v1_dot_weights__pb2.FetchWeightsResponse.SerializeToString,
+                    request_deserializer=rollmill_dot_v1_dot_weights__pb2.FetchWeightsRequest.FromString,
+                    response_serializer=rollmill_dot_v1_dot_weights__pb2.FetchWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'millrace.v1.WeightService', rpc_method_handlers)
+            'rollmill.v1.WeightService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('millrace.v1.WeightService', rpc_method_handlers)
+    server.add_registered_method_handlers('rollmill.v1.WeightService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -107,9 +107,9 @@ class WeightService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/millrace.v1.WeightService/GetManifest',
-            millrace_dot_v1_dot_weights__pb2.GetManifestRequest.SerializeToString,
-            millrace_dot_v1_dot_weights__pb2.GetManifestResponse.FromString,
+            '/rollmill.v1.WeightService/GetManifest',
+            rollmill_dot_v1_dot_weights__pb2.GetManifestRequest.SerializeToString,
+            rollmill_dot_v1_dot_weights__pb2.GetManifestResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -134,9 +134,9 @@ class WeightService:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/millrace.v1.WeightService/FetchWeights',
-            millrace_dot_v1_dot_weights__pb2.FetchWeightsRequest.SerializeToString,
-            millrace_dot_v1_dot_weights__pb2.FetchWeightsResponse.FromString,
+            '/rollmill.v1.WeightService/FetchWeights',
+            rollmill_dot_v1_dot_weights__pb2.FetchWeightsRequest.SerializeToString,
+            rollmill_dot_v1_dot_weights__pb2.FetchWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

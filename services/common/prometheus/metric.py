@@ -1,6 +1,6 @@
 """Defines metrics: one line each, with its gauge of ``GetStatus``.
 
-    Metric("millrace_buffered_sequences", "gauge", "Sequences that wait for a batch.", "buffered/{policy}")
+    Metric("rollmill_buffered_sequences", "gauge", "Sequences that wait for a batch.", "buffered/{policy}")
 
 reads every gauge ``buffered/<anything>`` and gives each the label ``policy``. No fact has a second counter: metrics
 are the gauges of ``GetStatus`` under conventional names (unit in the name, ``_total`` for counters). Pure.
@@ -27,15 +27,15 @@ class Metric:
     own_labels: tuple[str, ...] = ()  # of metrics without a source
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"millrace_[a-z0-9_]+", self.name):
-            raise ValueError(f"{self.name!r} is no name of a metric: write millrace_<quantity>_<unit>")
+        if not re.fullmatch(r"rollmill_[a-z0-9_]+", self.name):
+            raise ValueError(f"{self.name!r} is no name of a metric: write rollmill_<quantity>_<unit>")
         if (self.kind == "counter") != self.name.endswith("_total"):
             raise ValueError(f"{self.name}: exactly counters end in _total")
 
     @property
     def labels(self) -> tuple[str, ...]:
         """
-        >>> Metric("millrace_replica_slots", "gauge", "Rollouts at once.", "replica_slots/{replica}").labels
+        >>> Metric("rollmill_replica_slots", "gauge", "Rollouts at once.", "replica_slots/{replica}").labels
         ('replica',)
         """
         return tuple(_PLACE.findall(self.source)) or self.own_labels
@@ -48,7 +48,7 @@ class Sample:
     value: float
 
 
-OTHER = Metric("millrace_other", "gauge", "A gauge of GetStatus that has no metric of its own.", own_labels=("gauge",))
+OTHER = Metric("rollmill_other", "gauge", "A gauge of GetStatus that has no metric of its own.", own_labels=("gauge",))
 
 
 class Translation:
@@ -78,18 +78,18 @@ def _pattern(source: str) -> re.Pattern[str]:
 
 
 INFO = Metric(
-    "millrace_process_info",
+    "rollmill_process_info",
     "gauge",
     "1 for this process: its service, its id, its run, and starting, ready or stopping.",
     own_labels=("service", "id", "run", "state"),
 )
 ACTIVITY = Metric(
-    "millrace_activity_seconds_total",
+    "rollmill_activity_seconds_total",
     "counter",
     "Seconds that lanes of a component spent in an activity, by awaited component; all sum to lanes x lifetime.",
     own_labels=("component", "activity", "on"),
 )
-LANES = Metric("millrace_activity_lanes", "gauge", "Things that a component does at once.", own_labels=("component",))
+LANES = Metric("rollmill_activity_lanes", "gauge", "Things that a component does at once.", own_labels=("component",))
 METRICS = (INFO, ACTIVITY, LANES, OTHER)
 
 

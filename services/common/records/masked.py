@@ -12,7 +12,7 @@ from services.common import errors
 
 
 class MaskedCount(enum.StrEnum):
-    """Counters of samples, by policy and cause: the orchestrator counts them, ``millrace watch`` shows them."""
+    """Counters of samples, by policy and cause: the orchestrator counts them, ``rollmill watch`` shows them."""
 
     MASKED = "masked"  # left out of training
     REDRAWN = "redrawn"  # repeated

@@ -1,4 +1,4 @@
-"""Kinds of phases of a rollout: replicas record them, the orchestrator and ``millrace trace`` read them."""
+"""Kinds of phases of a rollout: replicas record them, the orchestrator and ``rollmill trace`` read them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reasons for refusing a record, which the orchestrator sends and replicas read.
 
-docs/protocol.md has the bound behind each. The wire has ``RefusalReason`` (protos/millrace/v1/pool.proto).
+docs/protocol.md has the bound behind each. The wire has ``RefusalReason`` (protos/rollmill/v1/pool.proto).
 """
 
 from __future__ import annotations

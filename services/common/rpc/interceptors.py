@@ -17,7 +17,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from services.common.errors import InvalidRequestError, MillraceError
+from services.common.errors import InvalidRequestError, RollmillError
 from services.common.net.hosts import peer_of_grpc
 from services.common.rpc.client.channel import ids_from_metadata
 from services.common.rpc.limits import Limit, Rates, limit_of
@@ -154,22 +154,22 @@ class ErrorInterceptor(CallInterceptor):
             raise  # told already
         except grpc.aio.InternalError:
             log.debug("rpc.client_left", method=method)  # in the middle of a write; no caller is left for the error
-        except MillraceError as error:
+        except RollmillError as error:
             self._tell(method, error)
             await _abort(method, context, error)
         except Exception:
             # The boundary of the process: the caller must get an answer, and the trace stays here.
             log.exception(LogEvent.RPC_FAILED, method=method)
-            await _abort(method, context, MillraceError("internal error"))
+            await _abort(method, context, RollmillError("internal error"))
 
-    def _tell(self, method: str, error: MillraceError) -> None:
+    def _tell(self, method: str, error: RollmillError) -> None:
         # An unauthenticated caller could name another method each time, so these share one kind.
         kind = method if allowed(method) else "unknown"
         if (untold := self._repeats.tell(kind, error.reason)) is not None:
             log.info("rpc.refused", method=method, reason=error.reason, error=error.message, **untold)
 
 
-async def _abort(method: str, context: Context, error: MillraceError) -> None:
+async def _abort(method: str, context: Context, error: RollmillError) -> None:
     try:
         await context.abort_with_status(to_status(error))
     except grpc.aio.InternalError:

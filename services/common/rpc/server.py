@@ -1,7 +1,7 @@
 """The one server recipe: health, reflection, status, structured errors, graceful stop.
 
 server = Server(service="orchestrator", instance_id="orchestrator", host="127.0.0.1", port=50050)
-server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, servicer, "millrace.v1.PoolService")
+server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, servicer, "rollmill.v1.PoolService")
 await server.start()            # answers; health says NOT_SERVING
 server.set_ready()              # after warm-up; health says SERVING
 await server.wait_for_stop()    # SIGTERM or SIGINT
@@ -50,7 +50,7 @@ from services.common.wire.records import timestamp_to_proto
 log = structlog.get_logger()
 
 REQUEST_WINDOW = 256 << 10  # a message of records; a thousand members may fill theirs at once
-STATUS_SERVICE = "millrace.v1.StatusService"
+STATUS_SERVICE = "rollmill.v1.StatusService"
 GRACE_S = 5.0
 STOP_CALLBACK_S = 30.0
 PORT_PATIENCE_S = 5.0  # for a port that a previous process has not released yet

@@ -1,6 +1,6 @@
 """Errors as gRPC statuses and back, from one table.
 
-On the wire: ``google.rpc.Status`` with one ``ErrorInfo{reason, domain "millrace", metadata}``, plus ``RetryInfo`` where
+On the wire: ``google.rpc.Status`` with one ``ErrorInfo{reason, domain "rollmill", metadata}``, plus ``RetryInfo`` where
 waiting helps. The error travels in the trailing metadata, where HTTP/2 peers refuse more than 8 KiB, so long texts are cut:
 the caller must get the right error with half of a message, not another error with none.
 """
@@ -14,16 +14,16 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from services.common import errors
-from services.common.errors import DeadlineError, InfrastructureError, MillraceError
+from services.common.errors import DeadlineError, InfrastructureError, RollmillError
 
-DOMAIN = "millrace"
+DOMAIN = "rollmill"
 MESSAGE_BYTES = 1200  # sent twice, once as percent-encoded text
 METADATA_VALUE_BYTES = 200
 Code = grpc.StatusCode
 
 # Most specific last: every leaf of the tree in services.common.errors has one row.
-STATUS_OF: dict[type[MillraceError], grpc.StatusCode] = {
-    errors.MillraceError: Code.INTERNAL,
+STATUS_OF: dict[type[RollmillError], grpc.StatusCode] = {
+    errors.RollmillError: Code.INTERNAL,
     errors.InvalidRequestError: Code.INVALID_ARGUMENT,
     errors.ConfigError: Code.INVALID_ARGUMENT,
     errors.DatasetError: Code.INVALID_ARGUMENT,
@@ -53,10 +53,10 @@ STATUS_OF: dict[type[MillraceError], grpc.StatusCode] = {
     errors.InfrastructureError: Code.UNAVAILABLE,
     errors.GraderFailedError: Code.UNAVAILABLE,
 }
-CLASS_OF_REASON: dict[str, type[MillraceError]] = {cls.reason: cls for cls in STATUS_OF}
+CLASS_OF_REASON: dict[str, type[RollmillError]] = {cls.reason: cls for cls in STATUS_OF}
 # A status without our details comes from the transport. A server of ours adds details even to its bugs, so
 # UNKNOWN ("Stream removed") and INTERNAL (RST_STREAM, a forwarder's answer) are a connection that broke in mid-call.
-CLASS_OF_BARE_STATUS: dict[grpc.StatusCode, type[MillraceError]] = {
+CLASS_OF_BARE_STATUS: dict[grpc.StatusCode, type[RollmillError]] = {
     Code.UNAVAILABLE: InfrastructureError,
     Code.CANCELLED: InfrastructureError,
     Code.DEADLINE_EXCEEDED: DeadlineError,
@@ -65,7 +65,7 @@ CLASS_OF_BARE_STATUS: dict[grpc.StatusCode, type[MillraceError]] = {
 }
 
 
-def to_status(error: MillraceError) -> grpc.Status:
+def to_status(error: RollmillError) -> grpc.Status:
     """The status of this error; an error class without a row uses that of its base."""
     code = next(STATUS_OF[cls] for cls in type(error).__mro__ if cls in STATUS_OF)
     metadata = {key: _cut(str(value), METADATA_VALUE_BYTES) for key, value in error.metadata.items()}
@@ -79,7 +79,7 @@ def to_status(error: MillraceError) -> grpc.Status:
     return status
 
 
-def from_call(error: grpc.RpcError, peer: str) -> MillraceError:
+def from_call(error: grpc.RpcError, peer: str) -> RollmillError:
     """The error of a failed call, as the class that the other side raised."""
     status = _details(error)
     if status is not None:
@@ -98,7 +98,7 @@ def from_call(error: grpc.RpcError, peer: str) -> MillraceError:
     called = isinstance(error, grpc.Call | grpc.aio.AioRpcError)
     code = error.code() if called else Code.UNKNOWN
     message = (error.details() if called else None) or str(error)
-    return CLASS_OF_BARE_STATUS.get(code, MillraceError)(f"{peer}: {code.name}: {message}")
+    return CLASS_OF_BARE_STATUS.get(code, RollmillError)(f"{peer}: {code.name}: {message}")
 
 
 def _details(error: grpc.RpcError) -> status_pb2.Status | None:

@@ -1,4 +1,4 @@
-"""Reads and writes a *bundle*: the key files of one role, which its processes find through ``MILLRACE_KEYS``.
+"""Reads and writes a *bundle*: the key files of one role, which its processes find through ``ROLLMILL_KEYS``.
 
     ca.pem      the certificate of the run's authority
     cert.pem    the certificate of the role
@@ -7,8 +7,8 @@
     token.pub   verifies tokens of others
     bundle.json how services authenticate callers
 
-A process needs its own bundle only. ``MILLRACE_KEYS`` names the bundle, or a directory with a bundle under the role's
-name, as ``millrace keys`` makes them.
+A process needs its own bundle only. ``ROLLMILL_KEYS`` names the bundle, or a directory with a bundle under the role's
+name, as ``rollmill keys`` makes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from services.common.errors import ConfigError
 from services.common.security.roles import Role
 
-VARIABLE = "MILLRACE_KEYS"
+VARIABLE = "ROLLMILL_KEYS"
 
 CA = "ca.pem"
 CERTIFICATE = "cert.pem"
@@ -68,10 +68,10 @@ def find(where: Path, roles: Sequence[Role]) -> Path:
         what = "is no directory" if where.exists() else "does not exist"
         raise ConfigError(
             f"{VARIABLE} is {where}, which {what}, so there are no keys of role {names}: name a directory that "
-            "`millrace keys` made, or its sub-directory of that role"
+            "`rollmill keys` made, or its sub-directory of that role"
         )
     raise ConfigError(
-        f"{VARIABLE} is {where}, but there are no keys of role {names}: name a directory that `millrace keys` made, or "
+        f"{VARIABLE} is {where}, but there are no keys of role {names}: name a directory that `rollmill keys` made, or "
         "its sub-directory of that role"
     )
 
@@ -105,7 +105,7 @@ def load(folder: Path) -> Bundle:
         settings = json.loads(read[SETTINGS])
         required = bool(settings["client_certificates"])
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{folder / SETTINGS} is not as `millrace keys` writes it: make the keys anew") from None
+        raise ConfigError(f"{folder / SETTINGS} is not as `rollmill keys` writes it: make the keys anew") from None
     return Bundle(
         ca=read[CA],
         certificate=read[CERTIFICATE],

@@ -1,7 +1,7 @@
 """Certificates of a run: its own authority, and the certificates signed by the authority. ECDSA over P-256; imports
 ``cryptography``.
 
-Role and run are in a URI of the certificate, ``millrace://run/<id>/role/<role>``. Only this authority is trusted, so a
+Role and run are in a URI of the certificate, ``rollmill://run/<id>/role/<role>``. Only this authority is trusted, so a
 certificate of another run fails in the handshake.
 """
 
@@ -68,7 +68,7 @@ def make_authority(run: str, now: float) -> Pair:
     """The authority of one run; signs certificates of processes, and no other authority."""
     key = make_key()
     private = _private(key)
-    name = _name(f"millrace run {run}")
+    name = _name(f"rollmill run {run}")
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -125,7 +125,7 @@ def issue(authority: Pair, run: str, role: Role, hosts: Sequence[str], now: floa
 
 
 def role_uri(run: str, role: Role) -> str:
-    return f"millrace://run/{quote(run, safe='')}/role/{role.value}"
+    return f"rollmill://run/{quote(run, safe='')}/role/{role.value}"
 
 
 def holder_of(certificate: bytes) -> Holder:
@@ -167,7 +167,7 @@ def is_certificate(pem: bytes) -> bool:
 def _from_uri(uris: Sequence[str]) -> tuple[str, Role]:
     for uri in uris:
         parts = uri.split("/")
-        if len(parts) == 6 and parts[:3] == ["millrace:", "", "run"] and parts[4] == "role":
+        if len(parts) == 6 and parts[:3] == ["rollmill:", "", "run"] and parts[4] == "role":
             return unquote(parts[3]), Role(parts[5])
     raise ValueError("it names no role")
 
@@ -176,9 +176,9 @@ def _private(key: bytes) -> ec.EllipticCurvePrivateKey:
     try:
         loaded = serialization.load_pem_private_key(key, password=None)
     except (ValueError, TypeError):
-        raise ConfigError("this is no private key as `millrace keys` makes them") from None
+        raise ConfigError("this is no private key as `rollmill keys` makes them") from None
     if not isinstance(loaded, ec.EllipticCurvePrivateKey):
-        raise ConfigError("this is no private key as `millrace keys` makes them")
+        raise ConfigError("this is no private key as `rollmill keys` makes them")
     return loaded
 
 

@@ -15,8 +15,8 @@ _CACHED = 256  # tokens and certificates that were found good; signatures are no
 _BEARER = "bearer "
 
 _NOTHING_SHOWN = (
-    "neither a certificate nor a token came with the call: set MILLRACE_KEYS to the keys of your role, or send the header "
-    "`authorization: Bearer TOKEN` (millrace keys)"
+    "neither a certificate nor a token came with the call: set ROLLMILL_KEYS to the keys of your role, or send the header "
+    "`authorization: Bearer TOKEN` (rollmill keys)"
 )
 
 

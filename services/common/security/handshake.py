@@ -62,7 +62,7 @@ def _without_keys(address: str, connection: socket.socket) -> AccessError | None
         return None
     return UnauthenticatedError(
         f"{address} speaks TLS, and this process has no keys: set {files.VARIABLE} to the directory of its role "
-        "(millrace keys)",
+        "(rollmill keys)",
         why="no_keys",
     )
 
@@ -109,7 +109,7 @@ def _distrusted(address: str, error: ssl.SSLCertVerificationError, who: Identity
         if error.verify_code == _EXPIRED:
             return UnauthenticatedError(
                 f"the certificate of {role} at {address} has expired (valid {times}): make new keys with "
-                "`millrace keys ... --renew` and copy them there",
+                "`rollmill keys ... --renew` and copy them there",
                 why="expired",
             )
         return UnauthenticatedError(
@@ -125,7 +125,7 @@ def _distrusted(address: str, error: ssl.SSLCertVerificationError, who: Identity
         )
     return UnauthenticatedError(
         f"{address} has a certificate that this run's authority did not sign ({error.verify_message}): it belongs to "
-        f"another run, or has keys of another `millrace keys`; this process has those in {who.folder}",
+        f"another run, or has keys of another `rollmill keys`; this process has those in {who.folder}",
         why="run",
     )
 
@@ -135,7 +135,7 @@ def _refused(address: str, said: str, who: Identity) -> AccessError:
     own = f"the certificate of role {who.role.value} in {who.folder}"
     if now > who.ends_at:
         return UnauthenticatedError(
-            f"{own} expired at {moment(who.ends_at)}: make new keys with `millrace keys ... --renew`", why="expired"
+            f"{own} expired at {moment(who.ends_at)}: make new keys with `rollmill keys ... --renew`", why="expired"
         )
     return UnauthenticatedError(
         f"{address} refuses {own} ({said}): is it of the same run, and are the clocks of both machines right?",

@@ -1,6 +1,6 @@
 """The identity of this process in its run: loaded once at its start, used by all servers and clients.
 
-    identity.configure(Role.INFERENCE)      # once, in __main__: reads MILLRACE_KEYS
+    identity.configure(Role.INFERENCE)      # once, in __main__: reads ROLLMILL_KEYS
     identity.current()                      # None: no keys, so loopback only (``check_bind``), and plain
 
 Renewed files are read again automatically, so keys are rotated without a restart.
@@ -133,7 +133,7 @@ _current: Identity | None = None
 
 
 def configure(*roles: Role, environment: Mapping[str, str] = os.environ) -> Identity | None:
-    """Load the identity that ``MILLRACE_KEYS`` names, for the role of this process; None without keys.
+    """Load the identity that ``ROLLMILL_KEYS`` names, for the role of this process; None without keys.
 
     Of several roles the first one with keys is taken.
 
@@ -178,12 +178,12 @@ def check_bind(what: str, host: str, identity: Identity | None, run_id: str = ""
     if identity is None and not is_loopback(host):
         raise ConfigError(
             f"{what} may not bind {host} without keys, because then any caller would be accepted: make them with "
-            f"`millrace keys` and set {files.VARIABLE} to their directory, or bind loopback with host: 127.0.0.1"
+            f"`rollmill keys` and set {files.VARIABLE} to their directory, or bind loopback with host: 127.0.0.1"
         )
     if identity is not None and run_id and identity.run != run_id:
         raise ConfigError(
             f"{what}: {identity.folder} holds keys of run {identity.run!r}, but this is run {run_id!r}: make keys for it "
-            f"with `millrace keys`, and set {files.VARIABLE} to them"
+            f"with `rollmill keys`, and set {files.VARIABLE} to them"
         )
 
 
@@ -192,5 +192,5 @@ def check_keys_are_there(needed: bool, identity: Identity | None) -> None:
     if needed and identity is None:
         raise ConfigError(
             f"this run wants TLS (security.tls, or a host other than loopback), and this process has no keys: make them "
-            f"with `millrace keys` and set {files.VARIABLE} to their directory"
+            f"with `rollmill keys` and set {files.VARIABLE} to their directory"
         )

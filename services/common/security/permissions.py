@@ -12,42 +12,42 @@ from services.common.security.roles import SERVICES, Role
 _LOOKING = {Role.OPERATOR, Role.VIEWER}
 
 RPCS: dict[str, dict[str, Iterable[Role]]] = {
-    "millrace.v1.PoolService": {
+    "rollmill.v1.PoolService": {
         "JoinPool": {Role.INFERENCE},
         "ReportReplica": {Role.INFERENCE},
         "StreamReports": {Role.INFERENCE},
         "StreamTrajectories": {Role.INFERENCE},
         "JoinGateway": {Role.ENVGATEWAY},  # which learns from it that the run has ended, and nothing else of the run
     },
-    "millrace.v1.TrainingService": {
+    "rollmill.v1.TrainingService": {
         "JoinTraining": {Role.TRAINER},
         "ReportTrainer": {Role.TRAINER},
         "PullBatch": {Role.TRAINER},
         "PublishVersion": {Role.TRAINER},
     },
-    "millrace.v1.WeightService": {
+    "rollmill.v1.WeightService": {
         "GetManifest": {Role.INFERENCE},
         "FetchWeights": {Role.INFERENCE},
     },
-    "millrace.v1.EnvironmentService": {
+    "rollmill.v1.EnvironmentService": {
         "CreateEpisode": {Role.INFERENCE, Role.OPERATOR},
         "StepEpisode": {Role.INFERENCE, Role.OPERATOR},
         "CloseEpisode": {Role.INFERENCE, Role.OPERATOR},
         "ListEnvironments": {Role.INFERENCE, *_LOOKING},
     },
-    "millrace.v1.CodeExecutionService": {
+    "rollmill.v1.CodeExecutionService": {
         "ExecuteCode": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
         "ExecuteCodes": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
     },
-    "millrace.v1.JudgeService": {
+    "rollmill.v1.JudgeService": {
         "Judge": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
         "JudgeBatch": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
     },
-    "millrace.v1.RewardService": {
+    "rollmill.v1.RewardService": {
         "ComputeReward": {Role.INFERENCE, Role.OPERATOR},
         "ComputeRewards": {Role.INFERENCE, Role.OPERATOR},
     },
-    "millrace.v1.RunService": {
+    "rollmill.v1.RunService": {
         "GetRun": {Role.INFERENCE, Role.TRAINER, *_LOOKING},  # how a joining process learns its settings
         "WatchRun": _LOOKING,
         "PauseRun": {Role.OPERATOR},
@@ -57,7 +57,7 @@ RPCS: dict[str, dict[str, Iterable[Role]]] = {
         "StartEvaluation": {Role.OPERATOR},
     },
     # A replica polls the status of its gateway, a trainer that of its publisher.
-    "millrace.v1.StatusService": {"GetStatus": {*_LOOKING, Role.ORCHESTRATOR, Role.INFERENCE, Role.TRAINER}},
+    "rollmill.v1.StatusService": {"GetStatus": {*_LOOKING, Role.ORCHESTRATOR, Role.INFERENCE, Role.TRAINER}},
     # A container is probed with the bundle of its own process.
     "grpc.health.v1.Health": {"Check": {*SERVICES, *_LOOKING}, "List": _LOOKING, "Watch": _LOOKING},
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": _LOOKING},
@@ -78,5 +78,5 @@ _ALLOWED: dict[str, frozenset[Role]] = {
 
 
 def allowed(what: str) -> frozenset[Role]:
-    """The roles that may call a method (``/millrace.v1.RunService/StopRun``) or a group of routes (``http:judge``)."""
+    """The roles that may call a method (``/rollmill.v1.RunService/StopRun``) or a group of routes (``http:judge``)."""
     return _ALLOWED.get(what, frozenset())

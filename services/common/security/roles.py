@@ -1,15 +1,15 @@
 """The roles of a run, with least privilege each, and the names of servers in certificates.
 
-A certificate is checked for the role of its holder (``orchestrator.millrace.internal``), not for its address: addresses
+A certificate is checked for the role of its holder (``orchestrator.rollmill.internal``), not for its address: addresses
 change, and a replica at the orchestrator's address is still no orchestrator. Host names are also in the certificates,
-for other clients (``millrace keys --host``). No heavy imports.
+for other clients (``rollmill keys --host``). No heavy imports.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-DOMAIN = "millrace.internal"
+DOMAIN = "rollmill.internal"
 
 
 class Role(Enum):

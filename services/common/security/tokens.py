@@ -18,7 +18,7 @@ TOKEN_BYTES = 4096  # a longer one is refused unread
 LONGEST_S = 10 * 366 * 86_400.0  # between a token's times; it cannot be revoked, so it must end
 _LAST = 253_402_300_799  # 9999-12-31 23:59:59 UTC, the last valid time
 
-_ISSUER = "millrace"
+_ISSUER = "rollmill"
 _ALGORITHM = "ES256"
 
 
@@ -95,11 +95,11 @@ def _claims(token: str, public_key: bytes | None) -> Claims:
         )
     except jwt.InvalidSignatureError:
         raise UnauthenticatedError(
-            "the token was signed with another run's key: take one of this run (millrace keys token)", why="signature"
+            "the token was signed with another run's key: take one of this run (rollmill keys token)", why="signature"
         ) from None
     except (jwt.InvalidTokenError, ValueError, TypeError, OverflowError, KeyError):
         raise UnauthenticatedError(
-            "this is no run token: take the file `token` of a directory of `millrace keys`", why="malformed"
+            "this is no run token: take the file `token` of a directory of `rollmill keys`", why="malformed"
         ) from None
 
 

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-DIE_WITH_PARENT = "MILLRACE_DIE_WITH_PARENT"
+DIE_WITH_PARENT = "ROLLMILL_DIE_WITH_PARENT"
 START_AGAIN = os.EX_TEMPFAIL  # exit code of a process that has lost a dependency it needs: a new one may succeed
 _PR_SET_PDEATHSIG = 1
 _START = str(Path(__file__).resolve().parents[2] / "start.py")
 
 
 def module_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """A command line that runs a module of Millrace, also beside a user's folder ``services`` in the current directory."""
+    """A command line that runs a module of Rollmill, also beside a user's folder ``services`` in the current directory."""
     return (sys.executable, "-P", _START, module, *arguments)
 
 

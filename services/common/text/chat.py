@@ -28,7 +28,7 @@ from services.common.text.special_text import SpecialText
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
 _DUMMY_USER: Message = {"role": "user", "content": "question"}
-_MARKER = "MILLRACE-TURN-"  # plain ASCII that no template looks for and no tokenizer holds as a special token
+_MARKER = "ROLLMILL-TURN-"  # plain ASCII that no template looks for and no tokenizer holds as a special token
 _CACHE_SIZE = 4096
 
 

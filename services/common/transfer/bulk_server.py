@@ -28,9 +28,9 @@ from services.common.errors import (
     ConfigError,
     DeadlineError,
     InvalidRequestError,
-    MillraceError,
     NotFoundError,
     OffsetOutOfRangeError,
+    RollmillError,
 )
 from services.common.net.hosts import address, bracketed, is_loopback
 from services.common.telemetry.logs import Repeats
@@ -195,7 +195,7 @@ class BulkServer:
                 if len(frames) != 1:
                     raise InvalidRequestError(f"{len(frames)} frames where one is a request")
                 self._take(peer, BulkRequest.decode(frames[0]))
-            except MillraceError as error:
+            except RollmillError as error:
                 self.num_refused += 1
                 if (untold := self._repeats.tell(error.reason)) is not None:
                     log.info("bulk.refused", reason=error.reason, error=error.message, **untold)
@@ -234,7 +234,7 @@ class BulkServer:
         except DeadlineError as error:
             log.info("bulk.session_idle", error=error.message)
             self._answer_error(session.peer, error)
-        except MillraceError as error:
+        except RollmillError as error:
             log.warning("bulk.session_failed", reason=error.reason, error=error.message)
             self._answer_error(session.peer, error)
         except zmq.ZMQError as error:
@@ -269,7 +269,7 @@ class BulkServer:
             return False
         return True
 
-    def _answer_error(self, peer: bytes, error: MillraceError) -> None:
+    def _answer_error(self, peer: bytes, error: RollmillError) -> None:
         try:
             self._put(peer, encode_answer(Kind.ERROR, 0), f"{error.reason}: {error.message}".encode())
         except zmq.ZMQError as failure:

@@ -97,7 +97,7 @@ async def add_weight_service(
         await bulk.start()
         server.on_stop(bulk.stop)
     servicer = WeightServicer(sources, budget, bulk)
-    server.add(weights_pb2_grpc.add_WeightServiceServicer_to_server, servicer, "millrace.v1.WeightService")
+    server.add(weights_pb2_grpc.add_WeightServiceServicer_to_server, servicer, "rollmill.v1.WeightService")
     return servicer
 
 

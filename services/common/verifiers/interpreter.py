@@ -14,7 +14,7 @@ from services.common.errors import ConfigError
 from services.common.importing import directories
 from services.common.system.child import bound_to_this_process
 
-PYTHON = "MILLRACE_VERIFIERS_PYTHON"
+PYTHON = "ROLLMILL_VERIFIERS_PYTHON"
 FOLDER = ".venv-verifiers"
 INSTALL = "make install-verifiers"
 _REPOSITORY = Path(services.__file__).resolve().parents[1]
@@ -47,7 +47,7 @@ def interpreter(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def variables() -> dict[str, str]:
-    """Variables of an environment's process: it finds modules where Millrace finds those of the user."""
+    """Variables of an environment's process: it finds modules where Rollmill finds those of the user."""
     given = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": os.pathsep.join([*directories(), *([given] if given else [])])}
 

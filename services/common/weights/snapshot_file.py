@@ -43,7 +43,7 @@ from services.common.weights.manifest import (
 
 DEFAULT_DIRECTORIES = (Path("/dev/shm"),)
 
-_PREFIX = "millrace"
+_PREFIX = "rollmill"
 _SUFFIX = "weights"
 _MAGIC = b"MRWEIGHT"
 _DRAFT_MAGIC = b"MRWDRAFT"  # of a file that is still being written

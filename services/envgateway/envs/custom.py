@@ -1,11 +1,11 @@
 """Base class of the environments that users write: one object per episode.
 
-class Guess(millrace.Environment):
+class Guess(rollmill.Environment):
     def reset(self, task, seed):
-        return millrace.Observation(text="Guess a number from 1 to 100.")
+        return rollmill.Observation(text="Guess a number from 1 to 100.")
 
     def step(self, action):
-        return millrace.StepResult(reward=1.0, done=True)
+        return rollmill.StepResult(reward=1.0, done=True)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Environment:
     """A subclass writes ``reset(self, task, seed) -> Observation`` and ``step(self, action) -> StepResult``, plain or async.
 
     ``InfrastructureError`` from ``step`` means that the turn did not happen and may be repeated. Any exception that is not one of
-    Millrace's ends the episode as an infrastructure failure, which is never a reward.
+    Rollmill's ends the episode as an infrastructure failure, which is never a reward.
     """
 
     def __init__(self, context: EnvironmentContext) -> None:

@@ -27,7 +27,7 @@ from services.common.errors import (
     EpisodeNotFoundError,
     InfrastructureError,
     InvalidRequestError,
-    MillraceError,
+    RollmillError,
     StateError,
 )
 from services.envgateway.calls import call_plain_or_async
@@ -230,7 +230,7 @@ class EpisodeManager:
         try:
             async with asyncio.timeout(self._step_timeout_s):
                 return await work
-        except MillraceError:
+        except RollmillError:
             raise
         except TimeoutError as error:
             raise _EnvironmentFailed(f"{what} took longer than {self._step_timeout_s:g} s") from error

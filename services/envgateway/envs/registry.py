@@ -110,7 +110,7 @@ class EnvironmentRegistry:
         for name, path in paths.items():
             if name in ENVIRONMENTS or name in (worlds or {}):
                 raise ConfigError(
-                    f"envgateway.environments.{name}: Millrace has an environment of this name: write another name before {path}"
+                    f"envgateway.environments.{name}: Rollmill has an environment of this name: write another name before {path}"
                 )
             self._factories[name] = _load(name, path)
         self._guarded = {

@@ -59,7 +59,7 @@ def _alfworld(config: EnvGatewayConfig) -> World | str:
     data, games = config.alfworld.data, config.alfworld.games
     missing = []
     if importlib.util.find_spec("alfworld") is None:
-        missing.append("its engine is not installed: pip install 'millrace[alfworld]'")
+        missing.append("its engine is not installed: pip install 'rollmill[alfworld]'")
     if data is None:
         missing.append("write envgateway.alfworld.data: FOLDER, which holds ALFWorld's json_2.1.1")
     elif not data.is_dir():
@@ -72,7 +72,7 @@ def _alfworld(config: EnvGatewayConfig) -> World | str:
 def _textworld(config: EnvGatewayConfig) -> World | str:
     games = config.textworld.games
     if importlib.util.find_spec("textworld") is None:
-        return "its engine is not installed: pip install 'millrace[textworld]'"
+        return "its engine is not installed: pip install 'rollmill[textworld]'"
     if games is not None and not games.is_dir():
         return f"envgateway.textworld.games: there is no folder {games.absolute()}"
     return TextworldWorld(config.textworld)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from services.common.errors import CapacityError, DeadlineError, InvalidRequestError, MillraceError
+from services.common.errors import CapacityError, DeadlineError, InvalidRequestError, RollmillError
 from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.http.schema import SHOWN_CHARACTERS, Reason, Submission, SubmissionOutcome
 from services.envgateway.judge.compare import difference
@@ -65,7 +65,7 @@ class Submissions:
             outcome = SubmissionOutcome(reason=Reason.QUEUE_TIMEOUT, cost=time.monotonic() - began)
         except InvalidRequestError as error:
             outcome = SubmissionOutcome(reason=Reason.INVALID_INPUT, stderr=error.message)
-        except MillraceError as error:
+        except RollmillError as error:
             outcome = SubmissionOutcome(reason=Reason.INTERNAL_ERROR, stderr=error.message)
         return outcome.model_copy(update={"sub_id": submission.sub_id or outcome.sub_id})
 

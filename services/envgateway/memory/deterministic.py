@@ -100,7 +100,7 @@ def is_deterministic(code: str, entry_points: frozenset[str] = frozenset()) -> b
         return False
     if len(source) > LARGEST_SOURCE:
         return False
-    with PARSING:  # it parses too, and imports nothing of Millrace
+    with PARSING:  # it parses too, and imports nothing of Rollmill
         stateless = is_stateless(source)
     if not stateless:
         return False

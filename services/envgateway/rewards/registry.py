@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from services.common.errors import InvalidRequestError, MillraceError
+from services.common.errors import InvalidRequestError, RollmillError
 from services.common.importing import load_object
 from services.common.reasoning_gym import COLUMN
 from services.common.records.dataset_rows import BuiltInReward, last_boxed
@@ -108,7 +108,7 @@ class Rewards:
         try:
             async with asyncio.timeout(timeout_s):
                 result = await _call(function, task, completion)
-        except MillraceError:
+        except RollmillError:
             raise
         except TimeoutError:
             result = grader_failed(f"{name} took longer than {timeout_s:g} s")

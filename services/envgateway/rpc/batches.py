@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
-from services.common.errors import InvalidRequestError, MillraceError
+from services.common.errors import InvalidRequestError, RollmillError
 
 MOST_CALLS = 256  # of one message
 
@@ -48,5 +48,5 @@ async def answered(
 async def _told(answer: Awaitable[Response]) -> Response | None:
     try:
         return await answer
-    except MillraceError:
+    except RollmillError:
         return None

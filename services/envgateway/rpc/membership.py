@@ -14,7 +14,7 @@ from asyncio import sleep
 import structlog
 
 from services.common.aio import backoff
-from services.common.errors import ConfigError, DeadlineError, MillraceError, UserError
+from services.common.errors import ConfigError, DeadlineError, RollmillError, UserError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.rpc.client.channel import channel, translated_errors
 from services.common.rpc.client.refusals import refusal_behind
@@ -46,7 +46,7 @@ async def stay(
                 reason = await _one_stream(stub, address, run_id, absence)
             except UserError:
                 raise  # refused for our keys or our run: joining again would be refused again
-            except MillraceError as error:
+            except RollmillError as error:
                 why = error.message
                 if (refused := await refusal_behind(error, connection)) is not None:
                     raise refused from None
@@ -90,7 +90,7 @@ class _OrchestratorAbsence:
 async def _one_stream(
     stub: pool_pb2_grpc.PoolServiceAsyncStub, address: str, run_id: str, absence: _OrchestratorAbsence
 ) -> str:
-    """One stream. Returns why to leave; empty when the stream ends without a reason. Raises ``MillraceError`` when the
+    """One stream. Returns why to leave; empty when the stream ends without a reason. Raises ``RollmillError`` when the
     stream breaks."""
     call = stub.JoinGateway(pool_pb2.JoinGatewayRequest(address=address))
     welcomed = False

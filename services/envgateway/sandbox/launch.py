@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 _PACKAGE_PARENT = str(Path(__file__).parent)
 _HELLO_TIMEOUT_S = 60.0
-_PREFIX = "millrace-sandbox-"
+_PREFIX = "rollmill-sandbox-"
 _BARE_FLAGS = ("-I", "-S", "-X", "utf8")
 # All that a program can find in its own. One thread for numeric libraries: a fork server must not have more.
 _ENVIRONMENT = {

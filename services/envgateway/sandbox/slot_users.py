@@ -64,7 +64,7 @@ def _hold(uid: int) -> socket.socket | None:
     """Hold the user for as long as the socket is open; None when another gateway has the user."""
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        holder.bind(f"\0millrace-slot-user-{uid}")
+        holder.bind(f"\0rollmill-slot-user-{uid}")
     except OSError as error:
         holder.close()
         if error.errno != errno.EADDRINUSE:

@@ -13,8 +13,8 @@ from aiohttp import web
 from services.common.errors import (
     CapacityError,
     InvalidRequestError,
-    MillraceError,
     NotFoundError,
+    RollmillError,
     StateError,
 )
 from services.envgateway.envs.agentbench.messages import (
@@ -65,7 +65,7 @@ class AdapterProtocol:
             "max_episode_length": self._tasks.max_turns(task),
             "observation_type": "text",
             "action_type": "text",
-            "description": f"the environment {task.environment} of a Millrace gateway",
+            "description": f"the environment {task.environment} of a Rollmill gateway",
         }
 
     async def _health(self, request: web.Request) -> object:
@@ -112,6 +112,6 @@ def _answer(one: Conversation, observation: EpisodeObservation | None) -> Episod
 _STATUS = {InvalidRequestError: 400, NotFoundError: 404, StateError: 409, CapacityError: 503}
 
 
-def _refusal(error: MillraceError) -> Refusal:
+def _refusal(error: RollmillError) -> Refusal:
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
     return Refusal(status, error.message)

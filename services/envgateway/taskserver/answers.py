@@ -9,7 +9,7 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.http.origin import Handler
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -26,14 +26,14 @@ class Refusal(Exception):
 
 
 def answered(
-    handle: Callable[[web.Request], Awaitable[object]], refusal_of: Callable[[MillraceError], Refusal]
+    handle: Callable[[web.Request], Awaitable[object]], refusal_of: Callable[[RollmillError], Refusal]
 ) -> Handler:
     """Wraps a handler that returns a value for JSON, or raises ``Refusal`` or an error that ``refusal_of`` translates."""
 
     async def wrapped(request: web.Request) -> web.StreamResponse:
         try:
             return _json(await handle(request), 200)
-        except (Refusal, MillraceError) as error:
+        except (Refusal, RollmillError) as error:
             refusal = error if isinstance(error, Refusal) else refusal_of(error)
             if refusal.plain:
                 return web.Response(text=str(refusal.detail), status=refusal.status)

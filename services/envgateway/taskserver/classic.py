@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import BaseModel, FiniteFloat, field_validator
 
-from services.common.errors import CapacityError, InvalidRequestError, MillraceError, NotFoundError, StateError
+from services.common.errors import CapacityError, InvalidRequestError, NotFoundError, RollmillError, StateError
 from services.envgateway.envs.agentbench.messages import (
     CancelSession,
     Interact,
@@ -138,7 +138,7 @@ class ClassicProtocol:
             await self._conversations.say(one, content)
         except (StateError, NotFoundError):
             raise
-        except MillraceError as error:
+        except RollmillError as error:
             output: SampleOutput = {**_output(one), "index": one.index, "status": _TASK_ERROR, "result": error.message}
             raise Refusal(501, {"session_id": one.number, "output": output}) from error
 
@@ -199,7 +199,7 @@ def _output(one: Conversation) -> SampleOutput:
 _STATUS = {CapacityError: 406, InvalidRequestError: 400, NotFoundError: 400}
 
 
-def _refusal(error: MillraceError) -> Refusal:
+def _refusal(error: RollmillError) -> Refusal:
     if isinstance(error, StateError):
         return Refusal(500, error.message, plain=True)
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 501)

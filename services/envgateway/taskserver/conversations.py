@@ -26,8 +26,8 @@ from services.common.errors import (
     CapacityError,
     EpisodeNotFoundError,
     InfrastructureError,
-    MillraceError,
     NotFoundError,
+    RollmillError,
     StateError,
 )
 from services.envgateway.envs.agentbench.messages import Index
@@ -134,7 +134,7 @@ class Conversations:
 
         Raises:
             CapacityError: the task, or the gateway, has no place.
-            MillraceError: told by the environment.
+            RollmillError: told by the environment.
         """
         if self._taken[task.name] >= task.config.concurrency:
             raise CapacityError(f"{task.config.concurrency} conversations of {task.name} are going on")
@@ -165,7 +165,7 @@ class Conversations:
         one.busy, one.last_update = True, time.time()
         try:
             result = await self._take_turn(one, content)
-        except MillraceError:
+        except RollmillError:
             await self.end(one)
             raise
         finally:

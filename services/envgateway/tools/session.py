@@ -15,7 +15,7 @@ import structlog
 
 from services.common.config.processes.envgateway import ToolConfig
 from services.common.config.processes.mcp import MCP
-from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError, MillraceError
+from services.common.errors import DeadlineError, InfrastructureError, InvalidRequestError, RollmillError
 from services.common.text.tool_calls import MalformedCall, ToolStatistics, ToolStatus, parse_json_call
 from services.common.text.tool_schema import problem_with
 from services.common.tools import StatefulTool, ToolError, ToolResult, ToolState, schema_of
@@ -100,7 +100,7 @@ class ToolSession:
             return self._counted(wrong, began, name)
         try:
             result = await self._run(tool, arguments)
-        except MillraceError:
+        except RollmillError:
             self._box.counts["infrastructure"] += 1
             raise
         return self._counted(result, began, name, tool.config)
@@ -140,7 +140,7 @@ class ToolSession:
                 return ToolResult(status=ToolStatus.TOOL_ERROR, text=f"Error: {error}")
             except DeadlineError as error:
                 raise InfrastructureError(error.message) from error
-            except MillraceError:
+            except RollmillError:
                 raise
             except Exception as error:  # a user's tool may raise anything: told, counted, and never a reward
                 if isinstance(error, TimeoutError) and scope.expired():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from services.common.config.reading.loading import load_recipe, load_resolved
 from services.common.config.recipe import Recipe
-from services.common.errors import ConfigError, MillraceError
+from services.common.errors import ConfigError, RollmillError
 from services.common.system.child import die_with_parent_if_asked
 from services.common.telemetry import logs
 from services.envgateway.sandbox.pool import SandboxPool
@@ -50,7 +50,7 @@ def main() -> None:
 
         metrics, run_id = (recipe.metrics, recipe.run.id or "") if recipe else (None, "")
         asyncio.run(work(settings, sandbox, metrics=metrics, run_id=run_id, run_dir=arguments.run_dir))
-    except MillraceError as error:
+    except RollmillError as error:
         sys.exit(f"error: {error.message}")
 
 

@@ -25,7 +25,7 @@ from functools import partial
 import structlog
 
 from services.common.aio import TaskOwner
-from services.common.errors import InvalidRequestError, MillraceError
+from services.common.errors import InvalidRequestError, RollmillError
 from services.common.telemetry.gateway_queue import Lane
 from services.common.telemetry.log_events import LogEvent
 from services.envgateway.queue.base import Job, JobResult, Runner, infrastructure_failure, is_about_the_program
@@ -240,7 +240,7 @@ class Worker:
             return infrastructure_failure(job, detail)
         try:
             result = await self._turns.run(delivery.lane, "", lambda: self._runner.run(job, delivery.lane))
-        except MillraceError as error:
+        except RollmillError as error:
             result = infrastructure_failure(job, f"worker {self.name}: {error.message}")
         except Exception as error:  # the boundary of a job: the trace stays here, the gateway gets an answer
             log.exception("worker.job_failed", job=delivery.job_id)

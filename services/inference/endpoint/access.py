@@ -1,7 +1,7 @@
 """Creates the URL and session text of an agent, and reads the session from its requests.
 
 Without keys: ``http``, and the session. With keys: ``https``, and ``TOKEN~SESSION`` in place of the session: as the API
-key (``Authorization: Bearer``, or ``X-Api-Key``), or in the header ``X-Millrace-Session`` or ``X-Session-ID``. So any client
+key (``Authorization: Bearer``, or ``X-Api-Key``), or in the header ``X-Rollmill-Session`` or ``X-Session-ID``. So any client
 that takes a base URL and an API key can be an agent, on loopback or remote.
 """
 
@@ -22,7 +22,7 @@ from services.common.security import identity
 from services.common.security.identity import Identity
 from services.common.security.roles import Role
 
-SESSION_HEADER = "X-Millrace-Session"
+SESSION_HEADER = "X-Rollmill-Session"
 SESSION_HEADERS = (SESSION_HEADER, "X-Session-ID")
 KEY_HEADERS = ("X-Api-Key", "Authorization")
 CA_VARIABLE = "SSL_CERT_FILE"  # trusted authorities; read by OpenSSL and httpx, and so by the client `openai`
@@ -83,7 +83,7 @@ def trust(who: Identity) -> None:
         raise ConfigError(f"{CA_VARIABLE} is {trusted}: {error.strerror}") from None
     if who.bundle.ca in others:
         return
-    with tempfile.NamedTemporaryFile(prefix="millrace-trust-", suffix=".pem", delete=False) as file:
+    with tempfile.NamedTemporaryFile(prefix="rollmill-trust-", suffix=".pem", delete=False) as file:
         file.write(others.rstrip() + b"\n" + who.bundle.ca)
     atexit.register(Path(file.name).unlink, missing_ok=True)
     os.environ[CA_VARIABLE] = file.name

@@ -4,7 +4,7 @@
                                    GET /v1/responses/ID
     POST /v1/rewards               POST /v1/messages     /v1/messages/count_tokens       GET /v1/models/NAME
 
-Every request names its session, in the header ``X-Millrace-Session`` or ``X-Session-ID`` or as its API key, and has access
+Every request names its session, in the header ``X-Rollmill-Session`` or ``X-Session-ID`` or as its API key, and has access
 to no other. A session lives as long as its rollout. A disconnected client's generation is cancelled. In a run with keys
 the routes are https, and an agent's session text also has its access token (``access``).
 """
@@ -20,7 +20,7 @@ import structlog
 from aiohttp import web
 
 from services.common.config.processes.services import EndpointConfig
-from services.common.errors import InvalidRequestError, MillraceError, PermissionDeniedError, UnknownPolicyError
+from services.common.errors import InvalidRequestError, PermissionDeniedError, RollmillError, UnknownPolicyError
 from services.common.http.listener import Listener
 from services.common.http.origin import json_answer
 from services.common.security import identity
@@ -198,7 +198,7 @@ def _dialect_of(request: web.BaseRequest) -> Dialect:
     return next(of_path, CHAT)
 
 
-def _refused_by_the_listener(request: web.BaseRequest, error: MillraceError, status: int) -> web.StreamResponse:
+def _refused_by_the_listener(request: web.BaseRequest, error: RollmillError, status: int) -> web.StreamResponse:
     return json_answer(_dialect_of(request).refused(error)[1], status)
 
 
@@ -208,7 +208,7 @@ async def _refusing(request: web.Request, handler: _Handler) -> web.StreamRespon
     dialect = _dialect_of(request)
     try:
         return await handler(request)
-    except MillraceError as error:
+    except RollmillError as error:
         status, body = dialect.refused(error)
         return json_answer(body, status)
     except web.HTTPException as error:

@@ -149,7 +149,7 @@ class ServedSession:
 
 def model_told(name: str) -> dict[str, Any]:
     """A policy as a model, with the fields of OpenAI's and of Anthropic's clients."""
-    ours = {"id": name, "object": "model", "created": 0, "owned_by": "millrace"}
+    ours = {"id": name, "object": "model", "created": 0, "owned_by": "rollmill"}
     return {**ours, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 

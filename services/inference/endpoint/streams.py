@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Iterable
 from aiohttp import web
 
 from services.common.aio import ended
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.text.tool_calls import OPEN
 from services.inference.endpoint.dialects.base import AnswerWriter, UnknownSessionError
 from services.inference.endpoint.sessions import Asked, ServedSession
@@ -34,7 +34,7 @@ class Stream:
         self._response: web.StreamResponse | None = None
 
     async def send(self) -> web.StreamResponse:
-        """Raises ``MillraceError`` for a turn that failed before the first event."""
+        """Raises ``RollmillError`` for a turn that failed before the first event."""
         loop = asyncio.get_running_loop()
         tokens: asyncio.Queue[int | None] = asyncio.Queue()
 
@@ -51,7 +51,7 @@ class Stream:
             events = list(self._writer.finish(turn))
             self._session.store(self._writer)  # before the client knows of the end
             await self._write(events)
-        except MillraceError as error:
+        except RollmillError as error:
             if self._response is None:
                 raise  # an ordinary refusal
             await self._write(self._writer.fail(error))

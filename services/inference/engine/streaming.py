@@ -1,6 +1,6 @@
 """Base class of engines that a recipe names by import path: a subclass yields tokens, one request at a time.
 
-    class Engine(millrace.Engine):
+    class Engine(rollmill.Engine):
         async def tokens(self, request):                 # (token id, log-probability), one after the other
             ...
         async def load(self, update):                    # newer weights
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from services.common.aio import deadline
-from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError, MillraceError
+from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError, RollmillError
 from services.common.records.types import Logprobs, Segment
 from services.common.user_code import check_call, check_methods, place_of
 from services.inference.engine.base import EngineHealth, FinishReason, Generation, GenerationRequest, ScoreRequest
@@ -180,7 +180,7 @@ class StreamingEngine:
             return await anext(stream)
         except StopAsyncIteration:
             return None
-        except MillraceError:
+        except RollmillError:
             raise
         except Exception as error:
             raise InfrastructureError(f"{type(self).__name__}.tokens raised {type(error).__name__}: {error}") from error

@@ -80,7 +80,7 @@ class Attempts:
         Raises:
             RolloutTimeoutError: the policy was too slow.
             DeadlineError: the time limit passed, and the rollout waited for more than the policy.
-            MillraceError: the last attempt failed, or a policy moved on from a required version.
+            RollmillError: the last attempt failed, or a policy moved on from a required version.
             Exception: any error that a workflow, tool or reward of the user raises.
         """
         limit = asyncio.timeout(order.timeout_s)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from services.common.errors import MillraceError, WeightsStaleError
+from services.common.errors import RollmillError, WeightsStaleError
 from services.common.records.types import NO_TIMING, PlayedBy, RolloutFailure, TaskGroupOrder, Trajectory
 from services.common.telemetry.accounts import TimeAccount
 from services.common.telemetry.activities import ActivityName
@@ -105,7 +105,7 @@ class RolloutPlayer:
         """Start the slots of an order that are new here; returns their number."""
         return self._start(order.task_group_id, order.indices, partial(self._slot, order, time.time()))
 
-    def refuse(self, task_group_id: str, indices: Iterable[int], error: MillraceError) -> None:
+    def refuse(self, task_group_id: str, indices: Iterable[int], error: RollmillError) -> None:
         """Fail the slots of an order that this replica cannot play."""
 
         async def fail(index: int) -> None:
@@ -201,7 +201,7 @@ class RolloutPlayer:
         """The trajectory or the failure of a slot; None when an engine died and the process is about to end."""
         try:
             outcome = await self._attempts.play(order, index, clock)
-        except MillraceError as error:
+        except RollmillError as error:
             if not all(p.engine.health().ok for p in self._policies.values()):
                 return None  # no record: another replica plays the slot after this process has left
             return self._failure(order.task_group_id, index, error.reason, error.message, clock)

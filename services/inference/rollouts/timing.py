@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.records.phases import PhaseKind
 from services.common.records.types import NO_TIMING, RolloutPhase, RolloutTiming, Segment, Task
 from services.inference.workflows.base import CaseOutcome, Episode, Execution, Gateway, JudgeCase, Reward, Step
@@ -42,7 +42,7 @@ class OpenPhase:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.detail = error.reason if isinstance(error, MillraceError) else type(error).__name__
+            self.detail = error.reason if isinstance(error, RollmillError) else type(error).__name__
         self._clock.closed(self, self._begin, cut_short=isinstance(error, asyncio.CancelledError))
 
 

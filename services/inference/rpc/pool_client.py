@@ -20,7 +20,7 @@ import grpc
 import structlog
 
 from services.common.aio import backoff
-from services.common.errors import AccessError, DeadlineError, LeaseLostError, MillraceError, UserError
+from services.common.errors import AccessError, DeadlineError, LeaseLostError, RollmillError, UserError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.records.device_turn import DeviceTurn
 from services.common.records.types import FetchPlan, WeightTransfer, WeightVersion
@@ -134,7 +134,7 @@ class PoolClient:
                 self._lease_lost(error)
             except UserError:
                 raise  # this replica is refused: joining again would be refused again
-            except MillraceError as error:
+            except RollmillError as error:
                 if not self._left.is_set():
                     log.warning("pool.stream_broke", error=error.message)
                     if (refused := await refusal_behind(error, self._channel)) is not None:
@@ -194,7 +194,7 @@ class PoolClient:
     def _order(self, proto: pool_pb2.RunTaskGroup) -> None:
         try:
             order = order_from_proto(proto)
-        except MillraceError as error:  # a faulty order: its slots fail, membership and other orders go on
+        except RollmillError as error:  # a faulty order: its slots fail, membership and other orders go on
             log.error("pool.unreadable_order", task_group=proto.task_group_id, error=error.message)
             self._player.refuse(proto.task_group_id, tuple(proto.indices), error)
         else:
@@ -263,7 +263,7 @@ class PoolClient:
             return True
         except AccessError:
             raise  # this replica is refused, or is no longer a member
-        except MillraceError as error:
+        except RollmillError as error:
             if warn:
                 log.warning("pool.report_failed", error=error.message)
             return False

@@ -94,7 +94,7 @@ class ReportStream:
         """The answer to a report.
 
         Raises:
-            MillraceError: the orchestrator's refusal, such as ``LeaseLostError``; ``InfrastructureError`` for a broken
+            RollmillError: the orchestrator's refusal, such as ``LeaseLostError``; ``InfrastructureError`` for a broken
                 stream; ``DeadlineError`` without an answer in time.
         """
         call, self._call = self._call, None

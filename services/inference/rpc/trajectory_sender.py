@@ -24,7 +24,7 @@ import grpc
 import structlog
 
 from services.common.aio import backoff, deadline, ended
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.pb import pool_pb2
 from services.common.records.types import RolloutFailure, Trajectory
 from services.common.rpc.client.channel import translated_errors
@@ -124,7 +124,7 @@ class TrajectorySender:
                 with translated_errors("orchestrator", "StreamTrajectories"):
                     await self._one_stream()
                 log.info("trajectories.stream_ended")
-            except MillraceError as error:
+            except RollmillError as error:
                 log.warning("trajectories.stream_broke", error=error.message)
                 self.account.enter(ActivityName.WAITING_FOR_STREAM, on=ORCHESTRATOR, detail=error.message)
             self._requeue()

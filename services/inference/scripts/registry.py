@@ -53,7 +53,7 @@ def _part(name: str | None, workflow: WorkflowConfig, where: str) -> Part:
     if ":" not in path:
         raise ConfigError(
             f"inference.<name>.forced.script: there is no script for {name or workflow.name!r} ({where}); write one of "
-            f"{', '.join(SCRIPTS)}, or the import path of a function from a millrace.Cue to text"
+            f"{', '.join(SCRIPTS)}, or the import path of a function from a rollmill.Cue to text"
         )
     script = load_object(path)
     check_call(script, f"inference.<name>.forced.script: {path}", "def script(cue) -> str", "cue")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from services.common.errors import InfrastructureError, MillraceError, SupersededError
+from services.common.errors import InfrastructureError, RollmillError, SupersededError
 from services.common.net.hosts import host_of, is_here
 from services.common.records.types import FetchPlan, WeightVersion
 from services.common.telemetry.log_events import LogEvent
@@ -81,7 +81,7 @@ class SourceFetcher:
                 return await self._from(source, wanted, base, plan, is_superseded)
             except SupersededError:
                 raise
-            except MillraceError as error:
+            except RollmillError as error:
                 log.warning("weights.source_failed", source=source, reason=error.reason, error=error.message)
         return await self._from(sources[-1], wanted, base, plan, is_superseded)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from services.common.errors import MillraceError, NotFoundError, UnknownPolicyError
+from services.common.errors import NotFoundError, RollmillError, UnknownPolicyError
 from services.common.records.types import FetchPlan
 from services.common.weights.manifest import Payload
 from services.inference.weights.relay import Incoming
@@ -112,7 +112,7 @@ class PeerFetch:
                 error = fetching.exception()
                 if error is None:
                     return ""
-                if isinstance(error, MillraceError):
+                if isinstance(error, RollmillError):
                     return error.message
                 raise error
             now = time.monotonic()

@@ -23,8 +23,8 @@ from services.common.aio import backoff
 from services.common.errors import (
     DeadlineError,
     InfrastructureError,
-    MillraceError,
     NotFoundError,
+    RollmillError,
     SupersededError,
     VersionUnavailableError,
 )
@@ -57,7 +57,7 @@ class Fetcher(Protocol):
         plan: FetchPlan | None,
         is_superseded: Callable[[], bool],
     ) -> Fetched:
-        """A delta from ``base``, or the full snapshot. Raises a ``MillraceError``.
+        """A delta from ``base``, or the full snapshot. Raises a ``RollmillError``.
 
         ``SupersededError``: ``is_superseded`` says that a newer version is wanted, and that one is served sooner.
         """
@@ -186,8 +186,8 @@ class WeightUpdater:
             except SupersededError as superseded:
                 log.info("weights.skipped", policy=wanted.policy, version=wanted.number, reason=superseded.message)
                 self._changed.set()
-            except (MillraceError, MemoryError, OSError) as caught:  # no memory, no descriptors: generation continues
-                error = caught if isinstance(caught, MillraceError) else InfrastructureError(repr(caught))
+            except (RollmillError, MemoryError, OSError) as caught:  # no memory, no descriptors: generation continues
+                error = caught if isinstance(caught, RollmillError) else InfrastructureError(repr(caught))
                 num_in_a_row += 1
                 delay = next(delays)
                 self._failed(wanted, plan, attempt, error, num_in_a_row)
@@ -204,7 +204,7 @@ class WeightUpdater:
                 self._changed.set()
 
     def _failed(
-        self, wanted: WeightVersion, plan: FetchPlan | None, attempt: _Attempt, error: MillraceError, num_in_a_row: int
+        self, wanted: WeightVersion, plan: FetchPlan | None, attempt: _Attempt, error: RollmillError, num_in_a_row: int
     ) -> None:
         """Note a failed attempt, and choose the payload and the sources of the next one."""
         self.num_failures += 1

@@ -1,6 +1,6 @@
 """Base class of users' workflows, and a conversation that records its stop reason.
 
-class Ask(millrace.Workflow):
+class Ask(rollmill.Workflow):
     async def run(self, task, context):
         chat = self.converse(task, context)
         await chat.respond()
@@ -46,7 +46,7 @@ class Workflow:
         super().__init_subclass__()
         if not (isinstance(cls.Settings, type) and issubclass(cls.Settings, WorkflowSettings)):
             raise TypeError(
-                f"{place_of(cls)}{cls.__name__}.Settings: write `class Settings(millrace.WorkflowSettings)`"
+                f"{place_of(cls)}{cls.__name__}.Settings: write `class Settings(rollmill.WorkflowSettings)`"
             )
 
     def policies(self) -> tuple[str, ...]:

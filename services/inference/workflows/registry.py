@@ -43,7 +43,7 @@ def load_workflow(name: str) -> type[Workflow]:
     if not (isinstance(settings, type) and issubclass(settings, BaseModel)):
         raise ConfigError(
             f"{place_of(found)}workflow.name: {path} is no workflow: write a class `class {path.rpartition(':')[2]}"
-            "(millrace.Workflow)` with `async def run(self, task, context)`; see docs/workflows.md"
+            "(rollmill.Workflow)` with `async def run(self, task, context)`; see docs/workflows.md"
         )
     check_methods(found, f"workflow.name: {path}", {"run": "async def run(self, task, context) -> Outcome"})
     workflow: type[Workflow] = found

@@ -229,7 +229,7 @@ class Batches:
         name, fault = next(iter(faults.items()))
         log.error(
             "batch.unusable", policy=self.policy, step=batch.record.training_step, sequences=len(faults), first=name,
-            fault=fault, effect="the batch is trained without them", see="millrace journal RUN list",
+            fault=fault, effect="the batch is trained without them", see="rollmill journal RUN list",
         )  # fmt: skip
         left = {name: found for name, found in batch.sequences.items() if name not in faults}
         batch = Batch(record=reduced(batch.record, left), sequences=left, replayed=batch.replayed)

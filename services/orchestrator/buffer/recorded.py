@@ -27,7 +27,7 @@ def read_batch(reader: JournalReader, policy: str, training_step: int) -> Batch:
         lost = sorted({name.rpartition("/")[0] for name in missing})
         raise CorruptDataError(
             f"the batch of step {training_step} of {policy} lacks trajectories {', '.join(lost[:5])}: they are damaged "
-            "(`millrace journal RUN verify`), or were collected, as orchestrator.retention: needed does with those from "
+            "(`rollmill journal RUN verify`), or were collected, as orchestrator.retention: needed does with those from "
             "before the oldest kept checkpoint"
         )
     return Batch(record=record, sequences=sequences, replayed=True)
@@ -52,7 +52,7 @@ def reduced(record: BatchRecord, sequences: Mapping[str, Sequence]) -> BatchReco
     if not left:
         raise BatchLostError(
             f"no trajectory of the batch of step {record.training_step} of {record.policy} can be used any more: "
-            "`millrace journal RUN repair` lets the run put together another one, if its version is not published"
+            "`rollmill journal RUN repair` lets the run put together another one, if its version is not published"
         )
     return replace(record, entries=left, minibatches=_totals(left, sequences, len(record.minibatches)))
 

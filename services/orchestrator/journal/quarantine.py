@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 _Identity = int | tuple[str, int, int]  # the record's number, else its kind, segment and offset
 
-MOST_LOGGED = 20  # of one start; others are counted, and `millrace journal RUN list` shows them
+MOST_LOGGED = 20  # of one start; others are counted, and `rollmill journal RUN list` shows them
 
 
 def _identity(number: int, kind: str, segment: int, offset: int) -> _Identity:
@@ -93,7 +93,7 @@ class Quarantine:
                 detail=noted.detail,
             )
         if self._new:
-            log.error("journal.set_aside_in_all", records=len(self._new), see="millrace journal RUN list --set-aside")
+            log.error("journal.set_aside_in_all", records=len(self._new), see="rollmill journal RUN list --set-aside")
         for noted in self._new.values():
             record = records.set_aside_to_json(noted)
             journal.submit(records.SET_ASIDE, f"{noted.kind}/{noted.segment}/{noted.offset}", record.copy)

@@ -63,7 +63,7 @@ def trajectory_from_json(record: Json) -> Trajectory:
 
 
 def plain_trajectory(record: Json) -> Json:
-    """A trajectory's line with its token ids and log-probabilities as lists, for readers other than Millrace."""
+    """A trajectory's line with its token ids and log-probabilities as lists, for readers other than Rollmill."""
     return {**record, "sequences": [_plain_sequence(s) for s in record["sequences"]]}
 
 

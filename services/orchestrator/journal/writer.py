@@ -109,7 +109,7 @@ class Journal:
             self._index.close()
             raise ConfigError(
                 f"a record of the journal in {directory} has the number {next_number - 1}, which no run reaches: "
-                f"find it with `millrace journal {directory.parent} list --last 1`, and take its segment away"
+                f"find it with `rollmill journal {directory.parent} list --last 1`, and take its segment away"
             )
         self._segments = SegmentSet(
             directory, next_number=next_number, segment_bytes=segment_bytes, durability=durability, files=self._files

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.records.device_turn import DeviceTurn
 from services.common.records.types import FetchPlan, TaskGroupOrder, WeightVersion
 
@@ -78,7 +78,7 @@ class Mailbox(Generic[T]):
         self._capacity = capacity
         self._items: deque[T] = deque()
         self._changed = asyncio.Event()
-        self._error: MillraceError | None = None
+        self._error: RollmillError | None = None
         self.closed = False
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Mailbox(Generic[T]):
         self._changed.set()
         return True
 
-    def close(self, error: MillraceError | None = None) -> None:
+    def close(self, error: RollmillError | None = None) -> None:
         """Close the mailbox. Without an error the reader still gets the queued items; with one the reader gets the
         error at once."""
         if self.closed:

@@ -63,7 +63,7 @@ class FailurePause:
         self._paused = True
         self._unreachable = self._peers(silent=True)
         self._counters[RunCount.PAUSES_FOR_FAILURES.value] += 1
-        reason = f"{why}, the newest with {self._ingest.last_failure}; fix the cause, then run `millrace resume`"
+        reason = f"{why}, the newest with {self._ingest.last_failure}; fix the cause, then run `rollmill resume`"
         if self._unreachable:
             reason += f" (by itself once replicas hear of {', '.join(sorted(self._unreachable))} again)"
         log.error("run.paused", reason=reason)

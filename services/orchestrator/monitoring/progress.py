@@ -146,7 +146,7 @@ def _not_served(view: ProgressView, policy: str, number: int) -> str:
         )
     return (
         f"{told}, and no replica holds a version that is new enough: stop the run and begin another one from its newest "
-        "checkpoint (millrace export RUN, then policies.<name>.model.path)"
+        "checkpoint (rollmill export RUN, then policies.<name>.model.path)"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.errors import MillraceError, UnknownPolicyError
+from services.common.errors import RollmillError, UnknownPolicyError
 from services.common.records.fates import SetAsideReason
 from services.common.records.refusals import RefusalReason
 from services.common.records.types import Trajectory, WeightVersion
@@ -62,7 +62,7 @@ class RecordApplier:
             return
         try:
             self._apply(row, value)
-        except (*UNREADABLE, AssertionError, MillraceError) as error:
+        except (*UNREADABLE, AssertionError, RollmillError) as error:
             raise UnusableRecordError(row, f"{type(error).__name__}: {error}") from error
 
     def _read(self, row: Row) -> Any:

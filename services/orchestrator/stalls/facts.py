@@ -40,8 +40,8 @@ class Cause(enum.StrEnum):
 
 
 _CODE_CHANGES = (
-    "changed Python code is loaded by new processes only: interrupt the run, then `millrace run --resume RUN`, and "
-    "`millrace resume` where it was paused"
+    "changed Python code is loaded by new processes only: interrupt the run, then `rollmill run --resume RUN`, and "
+    "`rollmill resume` where it was paused"
 )
 ADVICE = {
     Cause.SILENT: "check that its process and machine run and reach the orchestrator (stopped or frozen process, cut or half-open "
@@ -63,8 +63,8 @@ ADVICE = {
     Cause.EXHAUSTED: "raise envgateway.sandbox.num_slots, or lower the limits of the programs that fill it",
     Cause.ALL_FILTERED: "all rewards of a group are equal, so the groups have no gradient: use easier or harder tasks, a finer "
     "reward, or batch.dynamic_sampling: false",
-    Cause.ALL_FAIL: f"fix the cause in the failures, then run `millrace resume` if the run was paused; {_CODE_CHANGES}",
-    Cause.MASKED: f"fix the named causes, or raise rollout.max_masked_share, then run `millrace resume`; {_CODE_CHANGES}",
+    Cause.ALL_FAIL: f"fix the cause in the failures, then run `rollmill resume` if the run was paused; {_CODE_CHANGES}",
+    Cause.MASKED: f"fix the named causes, or raise rollout.max_masked_share, then run `rollmill resume`; {_CODE_CHANGES}",
     Cause.RECORDS_REFUSED: "fix the named reason at that replica (model, tokenizer, settings, workflow or reward), or end its "
     "process (SIGTERM); its rollouts are lost meanwhile (docs/protocol.md has the bounds)",
     Cause.NOTHING_TO_PLAY: "data.curation refuses the whole dataset: loosen its limits, or add tasks",

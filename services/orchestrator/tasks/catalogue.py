@@ -1,6 +1,6 @@
 """Catalogue of named datasets: their ids on the hub, their local paths, and the conversion of their rows.
 
-``data.train.name: deepscaler`` reads ``$MILLRACE_DATA_ROOT/deepscaler/…`` when that file exists, and the hub otherwise.
+``data.train.name: deepscaler`` reads ``$ROLLMILL_DATA_ROOT/deepscaler/…`` when that file exists, and the hub otherwise.
 Hub ids without a successful fetch are marked ``tried=False``, and a failed fetch names that. Independent of curricula
 and policies.
 
@@ -22,7 +22,7 @@ from services.common.errors import DatasetError
 from services.orchestrator.tasks.rows.code import code_row
 from services.orchestrator.tasks.rows.math import math_row
 
-DATA_ROOT = "MILLRACE_DATA_ROOT"
+DATA_ROOT = "ROLLMILL_DATA_ROOT"
 
 Normalise = Callable[[Mapping[str, Any], str], dict[str, Any]]
 

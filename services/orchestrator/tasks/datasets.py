@@ -175,7 +175,7 @@ def _from_hugging_face(config: DatasetConfig) -> ListRows:
     except ImportError as error:
         raise DatasetError(
             f"dataset {config.path!r} is no jsonl file, and the package `datasets` is not installed: "
-            "pip install 'millrace[orchestrator]'"
+            "pip install 'rollmill[orchestrator]'"
         ) from error
     assert config.path is not None
     load = functools.partial(datasets.load_dataset, config.path, config.subset, split=config.split)

@@ -95,7 +95,7 @@ def open_tokenizer(path: str, setting: str) -> CountTokens:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise DatasetError(
-            "max_prompt_tokens needs the package `tokenizers`: pip install 'millrace[orchestrator]'"
+            "max_prompt_tokens needs the package `tokenizers`: pip install 'rollmill[orchestrator]'"
         ) from error
     directory = Path(path).expanduser()
     try:

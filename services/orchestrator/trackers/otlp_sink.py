@@ -35,8 +35,8 @@ from services.orchestrator.metrics.scalars import Scalars, scalars_of, unit_of
 from services.orchestrator.trackers.sink import Row, RunFacts, TrackerDown
 
 SEND_TIMEOUT_S = 5
-PREFIX = "millrace."
-_SCOPE = InstrumentationScope("millrace")
+PREFIX = "rollmill."
+_SCOPE = InstrumentationScope("rollmill")
 _NS = 1_000_000_000
 
 
@@ -45,7 +45,7 @@ class OtlpSink:
         # Its errors are told by the exception that follows.
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
         self._resource = Resource.create(
-            {"service.name": "millrace", "millrace.run": facts.run_id, "millrace.recipe": facts.project}
+            {"service.name": "rollmill", "rollmill.run": facts.run_id, "rollmill.recipe": facts.project}
         )
         self._run_id = facts.run_id
         self._newest_s = 0.0  # time of the newest row that has one
@@ -119,7 +119,7 @@ class OtlpSink:
             parent=None if is_root else self._context("run"),
             resource=self._resource,
             attributes={
-                "millrace.run": self._run_id,
+                "rollmill.run": self._run_id,
                 **{f"{PREFIX}{key.replace('/', '.')}": value for key, value in about.items()},
             },
             status=Status(StatusCode.ERROR, error) if error else Status(StatusCode.OK),

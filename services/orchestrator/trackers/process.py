@@ -22,7 +22,7 @@ from services.orchestrator.trackers.sink import RunFacts, Sink
 log = structlog.get_logger()
 
 MODULE = "services.orchestrator.trackers"
-LAST_ROWS_S = 10.0  # at the end of the run; rows that are not sent then stay for `millrace track`
+LAST_ROWS_S = 10.0  # at the end of the run; rows that are not sent then stay for `rollmill track`
 SILENT_S = 300.0  # without a row sent, or for the end of a tracker's upload
 
 

@@ -1,6 +1,6 @@
 """Losses, advantages and a mask, and the dict that names the losses.
 
-To add a loss to Millrace, write a pure function ``(TokenBatch, settings) -> PolicyLoss`` in a file of ``losses``, its settings
+To add a loss to Rollmill, write a pure function ``(TokenBatch, settings) -> PolicyLoss`` in a file of ``losses``, its settings
 class in ``services.common.config.training.losses``, and a line here. A user's own loss needs none of this: ``by_path``.
 """
 

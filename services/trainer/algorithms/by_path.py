@@ -13,7 +13,7 @@ from services.trainer.algorithms.base import LossFunction, PolicyLoss, TokenBatc
 
 
 def loss_by_path(path: str) -> LossFunction:
-    """The function at ``path``, with the signature of Millrace's own losses.
+    """The function at ``path``, with the signature of Rollmill's own losses.
 
     Raises:
         ConfigError: the module or the name cannot be found, or the object is not callable.

@@ -1,6 +1,6 @@
 """Writes a Hugging Face export at the end of a run: config, safetensors, tokenizer, loadable with ``from_pretrained``.
 
-The export converts the last checkpoint, as `millrace export` does. Without a checkpoint (a full disk), or when transformers
+The export converts the last checkpoint, as `rollmill export` does. Without a checkpoint (a full disk), or when transformers
 stores weights under other names than the model uses (experts), the first rank gathers the weights instead.
 """
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from services.common.checkpoints.adapters import adapter_files
 from services.common.checkpoints.export import export_checkpoint
-from services.common.errors import InfrastructureError, MillraceError
+from services.common.errors import InfrastructureError, RollmillError
 from services.common.text.huggingface import named_weights
 from services.trainer.model.policy_model import PolicyModel
 from services.trainer.ranks.sharding import Ranks, full_weights
@@ -48,7 +48,7 @@ def export_last(
     elif ranks.is_first:
         try:
             export_checkpoint(checkpoint, directory, replace=True)
-        except (OSError, MillraceError) as error:
+        except (OSError, RollmillError) as error:
             raise ExportFailedError(f"{directory}: {error}") from error
         log.info("model.exported", path=str(directory), checkpoint=str(checkpoint))
 
@@ -90,7 +90,7 @@ def model_files(causal_lm: Any, tokenizer: Any, dtype: str) -> dict[str, bytes]:
     config = copy.deepcopy(causal_lm.config)
     config.dtype = dtype
     config.architectures = [type(causal_lm).__name__.removeprefix("FSDP")]  # sharding renames classes
-    with tempfile.TemporaryDirectory(prefix="millrace-model-") as made:
+    with tempfile.TemporaryDirectory(prefix="rollmill-model-") as made:
         directory = Path(made)
         config.save_pretrained(directory)
         if causal_lm.can_generate():

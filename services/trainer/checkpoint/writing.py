@@ -23,7 +23,7 @@ import structlog
 from services.common.checkpoints import directory as names
 from services.common.checkpoints.files import write_bytes, write_safetensors
 from services.common.checkpoints.manifest import MANIFEST, MODEL_FILES, Manifest, StoredFile, encode, file_from_json
-from services.common.errors import CorruptDataError, DeadlineError, InfrastructureError, MillraceError
+from services.common.errors import CorruptDataError, DeadlineError, InfrastructureError, RollmillError
 from services.common.system.disk import sync_directory
 from services.trainer.checkpoint.state import LAYOUT, Contents
 from services.trainer.ranks.sharding import HostGroup, Ranks
@@ -35,7 +35,7 @@ DISK_TIMEOUT_S = 1800.0
 
 
 class BackgroundWrite:
-    """Starts ``work`` at once; ``finish`` waits for its end and raises its ``MillraceError``.
+    """Starts ``work`` at once; ``finish`` waits for its end and raises its ``RollmillError``.
 
     A daemon thread: a process that ends does not wait for the thread. The thread then leaves the same files as a killed
     process, and the next save sweeps these files.
@@ -45,7 +45,7 @@ class BackgroundWrite:
         self.training_step = training_step
         self._work = work
         self._timeout_s = timeout_s
-        self._failure: MillraceError | None = None
+        self._failure: RollmillError | None = None
         self._is_done = False
         context = contextvars.copy_context()  # run and policy, for the log
         self._thread = threading.Thread(
@@ -73,7 +73,7 @@ class BackgroundWrite:
     def _run(self) -> None:
         try:
             self._work()
-        except MillraceError as failure:
+        except RollmillError as failure:
             self._failure = failure
         else:
             self._is_done = True
@@ -203,7 +203,7 @@ class CheckpointWriter:
             raise OSError(f"the disk has not kept the written bytes: {MANIFEST} differs")
 
     def agree(
-        self, what: str, work: Callable[[], str], error: type[MillraceError] = CheckpointFailedError
+        self, what: str, work: Callable[[], str], error: type[RollmillError] = CheckpointFailedError
     ) -> list[str]:
         """Run ``work`` on every rank; raise ``error`` on all of them when one fails."""
         try:

@@ -23,7 +23,7 @@ from services.common.errors import (
     DeadlineError,
     InfrastructureError,
     LeaseLostError,
-    MillraceError,
+    RollmillError,
     SupersededError,
     UserError,
 )
@@ -109,7 +109,7 @@ class OrchestratorClient:
         self._interrupt = asyncio.Event()  # set by a command or a failure: waits for batches end
         self._turned = asyncio.Event()  # set by a device turn or a failure
         self._report_due = asyncio.Event()  # set when the next report cannot wait for its time
-        self.failure: MillraceError | None = None
+        self.failure: RollmillError | None = None
         self.commands = Commands()
         self._newest: training_pb2.PublishVersionRequest | None = None  # the newest version in the ledger
         self.report = TrainerReport()
@@ -137,7 +137,7 @@ class OrchestratorClient:
         """The number of the next own turn on a shared device.
 
         Raises:
-            MillraceError: the orchestrator refuses this trainer permanently.
+            RollmillError: the orchestrator refuses this trainer permanently.
         """
         while not self.commands.turn.yours:
             if self.failure is not None:
@@ -180,7 +180,7 @@ class OrchestratorClient:
                 if self._is_superseded(error):
                     return
                 log.warning("lease.lost", error=error.message)
-            except MillraceError as error:
+            except RollmillError as error:
                 log.warning("orchestrator.lost", address=self._address, error=error.message)
                 if (refused := await refusal_behind(error, self._channel)) is not None:
                     self._give_up(refused)
@@ -194,7 +194,7 @@ class OrchestratorClient:
         self._give_up(SupersededError(f"{error.message}: this trainer leaves the policy to the newer one"))
         return True
 
-    def _give_up(self, error: MillraceError) -> None:
+    def _give_up(self, error: RollmillError) -> None:
         log.error("trainer.refused", error=error.message)
         self.failure = self.failure or error
         self._turned.set()
@@ -260,7 +260,7 @@ class OrchestratorClient:
         log.warning("version.offered_again", version=request.version.number)
         try:
             await self._send_version(request)
-        except MillraceError as error:
+        except RollmillError as error:
             log.warning("version.not_published_yet", version=request.version.number, error=error.message)
 
     async def _keep_reporting(self) -> None:
@@ -272,7 +272,7 @@ class OrchestratorClient:
             try:
                 with translated_errors(self._peer):
                     await self._report()
-            except MillraceError as error:
+            except RollmillError as error:
                 # A lost lease or orchestrator also ends the stream of commands, and its task joins again.
                 log.debug("report.failed", error=error.message)
 

@@ -26,7 +26,7 @@ import structlog
 import torch
 
 from services.common.checkpoints.gauges import CheckpointGauge
-from services.common.errors import BatchLostError, MillraceError, ModelMismatchError, VersionConflictError
+from services.common.errors import BatchLostError, ModelMismatchError, RollmillError, VersionConflictError
 from services.common.records.types import Interval, RankBatch, WeightVersion
 from services.common.telemetry.activities import TrainerState
 from services.common.telemetry.log_events import LogEvent
@@ -44,7 +44,7 @@ class _LostBatch:
     """Replaces a recorded batch that the journal has lost."""
 
 
-class CannotReplayError(MillraceError):
+class CannotReplayError(RollmillError):
     """Newer checkpoints are damaged, and recorded batches since the newest undamaged one are missing."""
 
 
@@ -347,7 +347,7 @@ def _cannot_replay(begun: int, training_step: int, newest_version: int, set_asid
         f"the run is at step {newest_version}; its newer checkpoints are damaged and were set aside "
         f"({'; '.join(set_aside)}). To continue from {begin}, the trainer needs the batch of step {training_step}, which "
         "the journal no longer has. Put an undamaged copy of a checkpoint back under its name and resume. Or start another "
-        "run from undamaged weights: `millrace checkpoints RUN` lists the state of each checkpoint, `millrace export RUN "
+        "run from undamaged weights: `rollmill checkpoints RUN` lists the state of each checkpoint, `rollmill export RUN "
         f"--step K` exports one. Or remove the directories that were set aside and resume: the run then continues from "
         f"{begin} without the steps of the lost batches"
     )

@@ -240,7 +240,7 @@ def register_attention(kernel: Kernel = "auto") -> str:
     """
     if kernel in _PACKAGES and (reason := why_unusable(kernel)):
         raise ConfigError(f"trainer.attention: {kernel} {reason}, or write auto")
-    name = f"millrace_documents_{kernel}"
+    name = f"rollmill_documents_{kernel}"
     AttentionInterface.register(name, partial(documents_attention, kernel=kernel))
     return name
 

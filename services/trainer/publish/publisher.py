@@ -20,7 +20,7 @@ import structlog
 
 from services.common.config.processes.services import MetricsConfig
 from services.common.config.training.policy import WeightsConfig
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.interceptors import AccountInterceptor
 from services.common.rpc.server import Server
@@ -40,8 +40,8 @@ from services.trainer.publish.publisher_store import PublisherStore
 log = structlog.get_logger()
 
 _ACTIVITIES = {
-    "/millrace.v1.WeightService/GetManifest": ActivityName.PREPARING_PAYLOAD,
-    "/millrace.v1.WeightService/FetchWeights": ActivityName.SENDING_WEIGHTS,
+    "/rollmill.v1.WeightService/GetManifest": ActivityName.PREPARING_PAYLOAD,
+    "/rollmill.v1.WeightService/FetchWeights": ActivityName.SENDING_WEIGHTS,
 }
 WAITING_RECEIVERS = 64  # threads in which requests wait for a delta, while others are answered
 
@@ -54,7 +54,7 @@ def main() -> None:
     try:
         identity.configure(Role.PUBLISHER)
         asyncio.run(_serve(arguments))
-    except MillraceError as error:
+    except RollmillError as error:
         _answer({"error": error.message})
         raise SystemExit(f"error: {error.message}") from None
 
@@ -112,7 +112,7 @@ async def _apply_commands(store: PublisherStore, server: Server) -> None:
         path = Path(json.loads(line)["add"])
         try:
             manifest = store.add(path)
-        except (MillraceError, OSError) as error:
+        except (RollmillError, OSError) as error:
             log.error("snapshot.refused", path=str(path), error=str(error))
             _answer({"error": f"{path}: {error}"})
             continue

@@ -89,4 +89,4 @@ class NodeWatch:
 
 
 def _key(node: int, what: str) -> str:
-    return f"millrace/nodes/{node}/{what}"
+    return f"rollmill/nodes/{node}/{what}"

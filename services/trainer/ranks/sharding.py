@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from services.common.errors import DeadlineError, InfrastructureError, MillraceError
+from services.common.errors import DeadlineError, InfrastructureError, RollmillError
 from services.common.text.huggingface import named_weights
 
 TIMEOUT_S = 300.0
@@ -258,21 +258,21 @@ class HostGroup:
             raise PeerLostError(f"{wait}: a rank was lost: {error}") from error
         return [row[: int(size)].numpy().tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
-    def agree(self, wait: str, work: Callable[[], str], error: type[MillraceError] = InfrastructureError) -> list[str]:
+    def agree(self, wait: str, work: Callable[[], str], error: type[RollmillError] = InfrastructureError) -> list[str]:
         """Run ``work`` on every rank and gather the results, as a barrier.
 
-        Raises ``error``, with the same message on every rank, when the work raises ``MillraceError`` or ``OSError`` on one
+        Raises ``error``, with the same message on every rank, when the work raises ``RollmillError`` or ``OSError`` on one
         of them. Any other exception is a bug: the exception ends this rank, and so the others.
         """
         if self._group is None:
             return [work()]
-        failure: MillraceError | OSError | None = None
+        failure: RollmillError | OSError | None = None
         own = {}
         try:
             own["result"] = work()
-        except (MillraceError, OSError) as caught:
+        except (RollmillError, OSError) as caught:
             failure = caught
-            own["failed"] = caught.message if isinstance(caught, MillraceError) else str(caught)
+            own["failed"] = caught.message if isinstance(caught, RollmillError) else str(caught)
         answers = [orjson.loads(text) for text in self.gather(orjson.dumps(own).decode(), wait)]
         failed = [f"rank {rank}: {answer['failed']}" for rank, answer in enumerate(answers) if "failed" in answer]
         if failed:

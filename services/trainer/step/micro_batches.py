@@ -131,7 +131,7 @@ def check_batch(batch: RankBatch, ranks: Ranks, vocab_size: int) -> None:
         sequence_id, fault = faults[0]
         raise InvalidRequestError(
             f"sequence {sequence_id} of batch {batch.training_step} of policy {batch.policy} cannot be trained: {fault} "
-            f"({len(faults)} such sequences on this rank). `millrace journal RUN` shows its record",
+            f"({len(faults)} such sequences on this rank). `rollmill journal RUN` shows its record",
             sequence_id=sequence_id,
             policy=batch.policy,
             training_step=str(batch.training_step),

@@ -1,4 +1,4 @@
-"""``millrace page`` in a real browser: every view, by keyboard, on a phone's width, with text that would run if it could."""
+"""``rollmill page`` in a real browser: every view, by keyboard, on a phone's width, with text that would run if it could."""
 
 from __future__ import annotations
 

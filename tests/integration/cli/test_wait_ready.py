@@ -55,7 +55,7 @@ def without_keys(path: Path) -> tuple[Identity | None, Identity | None, str]:
     return (
         as_role(make_keys(path), Role.ORCHESTRATOR),
         None,
-        "speaks TLS, and this process has no keys: set MILLRACE_KEYS",
+        "speaks TLS, and this process has no keys: set ROLLMILL_KEYS",
     )
 
 

@@ -89,9 +89,9 @@ _CHANNELS = {
     "attribute": ("os.setxattr(os.open('.', 0), 'user.x', b'7')", "os.getxattr('.', 'user.x') == b'7'"),
     "attribute-above": ("os.setxattr(os.open('..', 0), 'user.x', b'7')", "os.getxattr('..', 'user.x') == b'7'"),
     "mode-above": ("os.fchmod(os.open('..', 0), 0o777)", "os.stat('..').st_mode & 0o777 == 0o777"),
-    "tmp": ("open('/tmp/millrace-leak', 'w').write('7')", "os.path.exists('/tmp/millrace-leak')"),
-    "var-tmp": ("open('/var/tmp/millrace-leak', 'w').write('7')", "os.path.exists('/var/tmp/millrace-leak')"),
-    "shared-memory": ("open('/dev/shm/millrace-leak', 'w').write('7')", "os.path.exists('/dev/shm/millrace-leak')"),
+    "tmp": ("open('/tmp/rollmill-leak', 'w').write('7')", "os.path.exists('/tmp/rollmill-leak')"),
+    "var-tmp": ("open('/var/tmp/rollmill-leak', 'w').write('7')", "os.path.exists('/var/tmp/rollmill-leak')"),
+    "shared-memory": ("open('/dev/shm/rollmill-leak', 'w').write('7')", "os.path.exists('/dev/shm/rollmill-leak')"),
     "system-v": ("assert libc.shmget(7777, 4096, 0o1666) >= 0", "libc.shmget(7777, 4096, 0) >= 0"),
     "signal-of-stdin": ("fcntl.fcntl(0, 10, 42)", "fcntl.fcntl(0, 11) == 42"),
     "owner-of-stdin": ("fcntl.fcntl(0, 8, os.getpid())", "fcntl.fcntl(0, 9) != 0"),
@@ -127,7 +127,7 @@ async def test_a_program_leaves_the_next_no_message(pool: SandboxPool, channel: 
 
 
 async def test_a_datagram_reaches_no_socket_of_the_machine(pool: SandboxPool) -> None:
-    name, path = f"\0millrace-test-{os.getpid()}", f"/var/tmp/millrace-{os.getpid()}-socket"
+    name, path = f"\0rollmill-test-{os.getpid()}", f"/var/tmp/rollmill-{os.getpid()}-socket"
     code = f"""
 import asyncio, socket
 done = []

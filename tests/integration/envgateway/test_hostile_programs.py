@@ -32,7 +32,7 @@ S = RunStatus
 NETWORK = [
     "socket.create_connection(('127.0.0.1', PORT), timeout=1)",
     "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))",
-    "socket.socket(socket.AF_UNIX).connect('\\0millrace-slot-user-61000')",
+    "socket.socket(socket.AF_UNIX).connect('\\0rollmill-slot-user-61000')",
     "socket.socket(socket.AF_INET6)",
     "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
     "socket.create_server(('127.0.0.1', 0))",

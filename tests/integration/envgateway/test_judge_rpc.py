@@ -49,7 +49,7 @@ async def stub(pool: SandboxPool) -> AsyncIterator[tuple[judge_pb2_grpc.JudgeSer
     runner = _Recording(Judge(pool))
     queue = FairQueue(runner, Turns(num_slots=2, batch_slots=2, lane_size=100))
     server = Server(service="envgateway", instance_id="test", host="127.0.0.1", port=0, run_id="")
-    server.add(judge_pb2_grpc.add_JudgeServiceServicer_to_server, JudgeServicer(queue), "millrace.v1.JudgeService")
+    server.add(judge_pb2_grpc.add_JudgeServiceServicer_to_server, JudgeServicer(queue), "rollmill.v1.JudgeService")
     port = await server.start()
     async with channel(f"127.0.0.1:{port}") as connection:
         yield judge_pb2_grpc.JudgeServiceStub(connection), runner

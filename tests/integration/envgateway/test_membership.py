@@ -49,7 +49,7 @@ class Pool(pool_pb2_grpc.PoolServiceServicer):
 @asynccontextmanager
 async def orchestrator(pool: Pool, port: int = 0) -> AsyncIterator[str]:
     server = Server(service="orchestrator", instance_id="orchestrator", host="127.0.0.1", port=port)
-    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, pool, "millrace.v1.PoolService")
+    server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, pool, "rollmill.v1.PoolService")
     server.on_stop(pool.end.set)
     await server.start()
     try:

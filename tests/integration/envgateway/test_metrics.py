@@ -33,10 +33,10 @@ async def test_a_gateway_reports_its_runs_to_prometheus(pool: SandboxPool, tmp_p
                 families = {family.name: family for family in text_string_to_metric_families(await response.text())}
     finally:
         await gateway.stop()
-    assert "millrace_other" not in families
-    ran = {sample.labels["outcome"]: sample.value for sample in families["millrace_sandbox_runs"].samples}
+    assert "rollmill_other" not in families
+    ran = {sample.labels["outcome"]: sample.value for sample in families["rollmill_sandbox_runs"].samples}
     assert ran["ok"] == 1
-    lanes = {sample.labels["lane"] for sample in families["millrace_judge_queue_waiting_jobs"].samples}
+    lanes = {sample.labels["lane"] for sample in families["rollmill_judge_queue_waiting_jobs"].samples}
     assert len(lanes) > 1
-    assert families["millrace_judge_job_seconds"].samples[0].value > 0
-    assert families["millrace_process_info"].samples[0].labels["run"] == "run-1"
+    assert families["rollmill_judge_job_seconds"].samples[0].value > 0
+    assert families["rollmill_process_info"].samples[0].labels["run"] == "run-1"

@@ -34,7 +34,7 @@ ADD: dict[str, Any] = {
 def tiny_model() -> Path:
     from services.common.tiny.models import build
 
-    directory = Path(tempfile.mkdtemp(prefix="millrace-tiny-"))
+    directory = Path(tempfile.mkdtemp(prefix="rollmill-tiny-"))
     build(directory, seed=1)
     return directory
 

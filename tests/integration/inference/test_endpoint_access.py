@@ -27,7 +27,7 @@ from tests.unit.inference.fakes import served_policy
 
 AGENT = """
 import os, sys, openai
-assert "MILLRACE_KEYS" not in os.environ
+assert "ROLLMILL_KEYS" not in os.environ
 sys.stdin.readline()
 client = openai.OpenAI(max_retries=0)
 answer = client.chat.completions.create(model="default", messages=[{"role": "user", "content": "go"}])
@@ -54,7 +54,7 @@ async def test_openais_client_speaks_https_with_what_it_is_given_as_key_or_heade
     policy = await served_policy([CALL, "It is 42."])
     session = session_of(policy)
     with server.opened(session) as credential:
-        async with client_of(server, credential) as client:  # in the header X-Millrace-Session
+        async with client_of(server, credential) as client:  # in the header X-Rollmill-Session
             await play_tools(client, 2)
         async with openai.AsyncOpenAI(base_url=server.base_url, api_key=credential, max_retries=0) as client:
             assert [each.id async for each in client.models.list()]
@@ -94,7 +94,7 @@ async def test_who_is_no_agent_of_this_run_is_refused_as_openai_would(
         cases = {
             "nothing": ({}, 401),
             "the session alone": ({"Authorization": f"Bearer {session}"}, 401),
-            "the session alone, as a header": ({"X-Millrace-Session": session}, 401),
+            "the session alone, as a header": ({"X-Rollmill-Session": session}, 401),
             "a wrong role": ({"Authorization": f"Bearer {keys.token(Role.INFERENCE, 1)}~{session}"}, 403),
             "another run": ({"Authorization": f"Bearer {other.token(Role.AGENT, 1)}~{session}"}, 401),
             "expired": ({"Authorization": f"Bearer {old.token(Role.AGENT, 1)}~{session}"}, 401),
@@ -135,7 +135,7 @@ async def test_anthropics_client_speaks_https_with_its_session_as_the_key_and_is
 async def test_a_certificate_does_as_well_as_a_token(server: EndpointServer, keys: Keyring) -> None:
     policy = await served_policy(["hello"])
     with server.opened(session_of(policy)) as credential:
-        headers = {"X-Millrace-Session": credential.rpartition("~")[2]}
+        headers = {"X-Rollmill-Session": credential.rpartition("~")[2]}
         context = client_context(as_role(keys, Role.AGENT))
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as http:
             async with http.get(f"{server.base_url}/models", headers=headers) as answer:

@@ -84,7 +84,7 @@ async def test_the_session_of_another_rollout_is_refused(server: EndpointServer,
         assert status == 401, "a header of a rollout that is over counts before the key"
         for headers in (
             {"X-Session-ID": a},
-            {"X-Millrace-Session": a, "Authorization": "Bearer EMPTY"},
+            {"X-Rollmill-Session": a, "Authorization": "Bearer EMPTY"},
             {"X-Api-Key": a},
         ):
             assert (await post(server, PATHS[dialect], body, **headers))[0] == 200

@@ -152,7 +152,7 @@ async def test_a_program_is_an_agent(server: EndpointServer) -> None:
 async def test_a_program_finds_the_seeds_of_its_slot_and_of_its_group_in_its_environment(
     server: EndpointServer,
 ) -> None:
-    seeds = 'float(os.environ["MILLRACE_EPISODE_SEED"]) + float(os.environ["MILLRACE_SEED"]) / 10'
+    seeds = 'float(os.environ["ROLLMILL_EPISODE_SEED"]) + float(os.environ["ROLLMILL_SEED"]) / 10'
     program = PROGRAM.replace('float(said == task["answer"])', seeds)
     outcome = await play(server, {"command": [sys.executable, "-c", program]}, ["42"])
     assert outcome.reward == 2.1

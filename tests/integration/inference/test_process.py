@@ -156,7 +156,7 @@ async def test_a_further_replica_takes_the_first_sections_settings(orchestrator:
             },
             "set workflow.settings.agent or workflow.settings.command",
         ),
-        ({"inference": {"a": {"engine": "scripted", "port": 0, "host": "0.0.0.0"}}}, "millrace keys"),
+        ({"inference": {"a": {"engine": "scripted", "port": 0, "host": "0.0.0.0"}}}, "rollmill keys"),
         ({"inference": {"a": {"engine": "scripted", "port": 0, "scripted": {"script": "no:script"}}}}, "no:script"),
         (
             {"inference": {"a": {"port": 0}}, "policies": {"model0": {"model": {"path": "/no/such/model"}}}},

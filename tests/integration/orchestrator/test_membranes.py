@@ -186,7 +186,7 @@ async def test_pause_resume_drain_and_stop(orchestrators: Make, peers: Peers) ->
         still = await orchestrator.progress()
         assert paused.state == run_pb2.RUN_STATE_PAUSED
         assert still.policies[0].version == paused.policies[0].version
-        assert "dispatcher waits: the run is paused: `millrace resume` goes on" in still.waits
+        assert "dispatcher waits: the run is paused: `rollmill resume` goes on" in still.waits
         await runs.ResumeRun(run_pb2.ResumeRunRequest(), timeout=WAIT_S)
         await orchestrator.until(lambda now: now.policies[0].version > paused.policies[0].version + 2)
         await runs.DrainReplica(run_pb2.DrainReplicaRequest(replica_id="other"), timeout=WAIT_S)

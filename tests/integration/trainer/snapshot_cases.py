@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.system.child import run_and_leave
 from services.trainer.model.policy_model import PolicyModel, build_policy_model
 from services.trainer.publish import snapshot
@@ -105,7 +105,7 @@ def _told(work: Any) -> dict[str, Any]:
     began = time.monotonic()
     try:
         work()
-    except MillraceError as error:
+    except RollmillError as error:
         return {"error": type(error).__name__, "message": error.message, "seconds": time.monotonic() - began}
     return {}
 

@@ -54,7 +54,7 @@ def test_several_ranks_write_the_bytes_of_one(case: str, written: tuple[Path, li
             break
         alone = snapshots(model, Ranks.single(), [tmp_path], dtype).write(version)
         assert alone is not None
-        together = Snapshot(only(written[0] / case, f"millrace.*.{version}.*.weights"))
+        together = Snapshot(only(written[0] / case, f"rollmill.*.{version}.*.weights"))
         assert together.manifest == alone.manifest
         assert together.data == Snapshot(alone.path).data
         assert together.manifest.digest.startswith(f"{FORMS[dtype]}:")
@@ -108,7 +108,7 @@ def test_an_interrupted_write_is_never_seen_and_is_swept_when_its_last_writer_is
         end(first)
         assert sweep_orphans([directory]) == [], "another writer still has it"
         end(last)
-        assert not list(directory.glob("millrace.*")), "half a version has no name that is read"
+        assert not list(directory.glob("rollmill.*")), "half a version has no name that is read"
         assert sweep_orphans([directory]) == [draft]
         assert not list(directory.iterdir())
     finally:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from services.cli.run.fork_server import ForkServer
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.system.child import module_command
 from services.common.system.children import ChildProcess
 from tests.integration.trainer_service.orchestrating import FakeOrchestrator
@@ -137,7 +137,7 @@ def trainers(forks: ForkServer) -> Iterator[Callable[..., TrainerProcess]]:
         trainer.close()
 
 
-def failure_of(task: asyncio.Task[Any]) -> MillraceError:
+def failure_of(task: asyncio.Task[Any]) -> RollmillError:
     error = task.exception()
-    assert isinstance(error, MillraceError)
+    assert isinstance(error, RollmillError)
     return error

@@ -54,8 +54,8 @@ class FakeOrchestrator(run_pb2_grpc.RunServiceServicer, training_pb2_grpc.Traini
         self._server = Server(
             service="orchestrator", instance_id="o", host="127.0.0.1", port=self._port, run_id=self.run_id
         )
-        self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, self, "millrace.v1.RunService")
-        self._server.add(training_pb2_grpc.add_TrainingServiceServicer_to_server, self, "millrace.v1.TrainingService")
+        self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, self, "rollmill.v1.RunService")
+        self._server.add(training_pb2_grpc.add_TrainingServiceServicer_to_server, self, "rollmill.v1.TrainingService")
         self._port = await self._server.start()
         self._server.set_ready()
 

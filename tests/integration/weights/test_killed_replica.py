@@ -54,7 +54,7 @@ class Publisher:
         self.server.add(
             weights_pb2_grpc.add_WeightServiceServicer_to_server,
             WeightServicer({POLICY: self.store}),
-            "millrace.v1.WeightService",
+            "rollmill.v1.WeightService",
         )
 
     def publish(self, number: int) -> tuple[WeightVersion, dict[str, str], Path]:

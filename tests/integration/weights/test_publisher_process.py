@@ -78,7 +78,7 @@ async def test_after_a_kill_it_serves_the_snapshots_still_there_and_deltas_betwe
     )
     assert before.payload.encoding is Encoding.DELTA
     publisher.stop()
-    assert not list(tmp_path.glob("millrace.*")), "also what the one that was killed would have removed"
+    assert not list(tmp_path.glob("rollmill.*")), "also what the one that was killed would have removed"
 
 
 async def test_one_that_is_killed_serves_again_without_another_announcement(start: Start, tmp_path: Path) -> None:

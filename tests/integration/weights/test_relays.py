@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import CorruptDataError, MillraceError, VersionUnavailableError
+from services.common.errors import CorruptDataError, RollmillError, VersionUnavailableError
 from services.common.records.types import FetchPlan, WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.servicer import add_weight_service
@@ -257,7 +257,7 @@ async def test_readers_of_a_failed_transfer_get_the_error_at_once() -> None:
         )
         async with asyncio.timeout(WAIT_S):
             results = await asyncio.gather(failing, other, return_exceptions=True)
-        assert all(isinstance(result, MillraceError) for result in results)
+        assert all(isinstance(result, RollmillError) for result in results)
         assert reader.mirror.manifest is None
 
 

@@ -69,7 +69,7 @@ class World:
         self.server.add(
             weights_pb2_grpc.add_WeightServiceServicer_to_server,
             WeightServicer({POLICY: self.store}),
-            "millrace.v1.WeightService",
+            "rollmill.v1.WeightService",
         )
         self.updater = updater(Mirror(POLICY), RecordingEngine(), "grpc")
 

@@ -160,7 +160,7 @@ class World:
         self.server.add(
             weights_pb2_grpc.add_WeightServiceServicer_to_server,
             WeightServicer({POLICY: self.source}, bulk=self.bulk),
-            "millrace.v1.WeightService",
+            "rollmill.v1.WeightService",
         )
         self.engine = RecordingEngine()
         self.mirror = Mirror(POLICY)

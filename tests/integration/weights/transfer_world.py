@@ -126,7 +126,7 @@ async def sending(source: MemorySource, bytes_per_s: float = 0.0, idle_s: float 
     sender = Sender(source, bytes_per_s, idle_s)
     await sender.bulk.start()
     sender.server.add(
-        weights_pb2_grpc.add_WeightServiceServicer_to_server, sender.servicer, "millrace.v1.WeightService"
+        weights_pb2_grpc.add_WeightServiceServicer_to_server, sender.servicer, "rollmill.v1.WeightService"
     )
     await sender.server.start()
     try:

@@ -1,4 +1,4 @@
-"""The estimate of `millrace check` against the storages of a training step, at small shapes and in every kind of layout."""
+"""The estimate of `rollmill check` against the storages of a training step, at small shapes and in every kind of layout."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _names(function: ast.AST) -> set[str]:
 def test_rows_that_are_not_there_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
     assert _needs.why_no_rows(tmp_path, ["a.jsonl"]) is None
-    assert _needs.why_no_rows(None, ["a.jsonl"]) == "no rows: name their folder with --data or MILLRACE_DATA_ROOT"
+    assert _needs.why_no_rows(None, ["a.jsonl"]) == "no rows: name their folder with --data or ROLLMILL_DATA_ROOT"
     assert "has no b.jsonl" in str(_needs.why_no_rows(tmp_path, ["a.jsonl", "b.jsonl"]))
 
 

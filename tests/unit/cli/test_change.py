@@ -1,4 +1,4 @@
-"""``millrace run --resume RUN --set``: what may change, what may not and why, and the note that is kept."""
+"""``rollmill run --resume RUN --set``: what may change, what may not and why, and the note that is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``millrace check`` finds the faults of a recipe and of the files that the recipe names, before any process starts."""
+"""``rollmill check`` finds the faults of a recipe and of the files that the recipe names, before any process starts."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_the_command_tells_the_error_without_a_trace_and_exits_with_2(recipe: Pa
 def test_a_dataset_that_must_be_fetched_by_hand_is_told_before_anything_starts(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("MILLRACE_DATA_ROOT", raising=False)
+    monkeypatch.delenv("ROLLMILL_DATA_ROOT", raising=False)
     overrides = ["data.evaluation.lcb.name=livecodebench-v5"]
     loaded = load_recipe(recipe, overrides, {})
     check_recipe(loaded)  # the recipe is valid; this machine cannot run it

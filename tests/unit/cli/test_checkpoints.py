@@ -1,4 +1,4 @@
-"""``millrace checkpoints`` and ``millrace export``: their output for whole, damaged and unreplayable checkpoints."""
+"""``rollmill checkpoints`` and ``rollmill export``: their output for whole, damaged and unreplayable checkpoints."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_what_a_trainer_has_set_aside_is_listed_with_its_reason(run_dir: Path) -
     code, found = listed(run_dir)
     assert code == 1 and found["step_000005.damaged"]["state"] == "set aside: optimizer_00000.safetensors is missing"
     output = re.sub(r"\s+", " ", invoke("checkpoints", run_dir).output)
-    assert f"its weights: millrace export {run_dir} --policy model0 --step 5" in output
+    assert f"its weights: rollmill export {run_dir} --policy model0 --step 5" in output
 
 
 def test_a_run_without_checkpoints_and_a_directory_without_a_run_are_told_apart(run_dir: Path, tmp_path: Path) -> None:
@@ -177,11 +177,11 @@ def test_the_newest_whole_checkpoint_is_exported(run_dir: Path, tmp_path: Path) 
     result = invoke("export", run_dir)
     assert result.exit_code == 0, result.output
     target = run_dir / "export" / "model0-000005"
-    assert json.loads((target / "millrace_export.json").read_text())["training_step"] == 5
-    assert {path.name for path in target.iterdir()} == {"config.json", "model.safetensors", "millrace_export.json"}
+    assert json.loads((target / "rollmill_export.json").read_text())["training_step"] == 5
+    assert {path.name for path in target.iterdir()} == {"config.json", "model.safetensors", "rollmill_export.json"}
     flip(run_dir / "checkpoints" / "model0" / "step_000005" / "weights_00000.safetensors")
     assert invoke("export", run_dir, "-o", tmp_path / "out").exit_code == 0
-    assert json.loads((tmp_path / "out" / "millrace_export.json").read_text())["training_step"] == 4
+    assert json.loads((tmp_path / "out" / "rollmill_export.json").read_text())["training_step"] == 4
 
 
 def test_a_named_step_is_exported_also_where_it_was_set_aside(run_dir: Path, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_eval_takes_the_newest_checkpoint_of_a_run_that_has_no_final_weights(run
     recipe = evaluation_recipe(load_recipe(REPOSITORY / "recipes/quickstart", (), {}), [str(run_dir)])
     exported = Path(str(recipe.policies["model0"].model.path))
     assert exported == (run_dir / "export" / "model0-000005").resolve()
-    assert json.loads((exported / "millrace_export.json").read_text())["training_step"] == 5
+    assert json.loads((exported / "rollmill_export.json").read_text())["training_step"] == 5
 
 
 def test_eval_of_a_run_without_any_weights_says_when_they_come(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``millrace deploy``: the files follow from the recipe, pass their own checks, and start the processes of the recipe."""
+"""``rollmill deploy``: the files follow from the recipe, pass their own checks, and start the processes of the recipe."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_committed_compose_files_are_what_deploy_writes_for_the_quickstart(t
     deploy(QUICKSTART, "compose", tmp_path, [TIER_0])
     written = (tmp_path / name).read_text().replace(f"context: {os.path.relpath(REPOSITORY, tmp_path)}", "context: .")
     assert (REPOSITORY / name).read_text() == written, (
-        f"run: millrace deploy recipes/quickstart --target compose --set {TIER_0} -o ."
+        f"run: rollmill deploy recipes/quickstart --target compose --set {TIER_0} -o ."
     )
 
 
@@ -107,7 +107,7 @@ def test_whatever_loads_a_model_has_the_same_cache(compose: dict[str, Any], tmp_
     loading = {name for name, service in compose.items() if "models:/models" in service.get("volumes", [])}
     assert loading == {"warm-start", "orchestrator", "inference-a", "trainer-model0"}
     volumes = yaml.safe_load((tmp_path / "compose.yaml").read_text())["volumes"]
-    assert volumes["models"] == {"name": "millrace-models"}  # that of every recipe on the machine
+    assert volumes["models"] == {"name": "rollmill-models"}  # that of every recipe on the machine
     for file in DOCKERFILES:
         lines = file.read_text()
         assert "HF_HOME=/models" in lines and "/models\n" in lines
@@ -130,10 +130,10 @@ def test_a_dollar_sign_reaches_the_process(tmp_path: Path) -> None:
 
 
 def test_datasets_that_no_hub_has_must_be_mounted_and_others_may(tmp_path: Path) -> None:
-    for recipe, volume in ((CODE, "${MILLRACE_DATA_ROOT:?"), (MATH, "${MILLRACE_DATA_ROOT:-no-data}:/data:ro")):
+    for recipe, volume in ((CODE, "${ROLLMILL_DATA_ROOT:?"), (MATH, "${ROLLMILL_DATA_ROOT:-no-data}:/data:ro")):
         deploy(recipe, "compose", tmp_path)
         service = services_of(tmp_path)["orchestrator"]
-        assert service["environment"]["MILLRACE_DATA_ROOT"] == "/data"
+        assert service["environment"]["ROLLMILL_DATA_ROOT"] == "/data"
         assert any(mount.startswith(volume) and mount.endswith(":/data:ro") for mount in service["volumes"])
 
 
@@ -142,12 +142,12 @@ def test_the_gateway_has_the_engine_and_the_data_of_its_environment(tmp_path: Pa
     deploy(RECIPES / name / "qwen2.5-7b-instruct-m2po-full", "compose", tmp_path)
     services = services_of(tmp_path)
     gateway = services["envgateway"]
-    assert gateway["image"] == f"millrace-envgateway-{name}"
+    assert gateway["image"] == f"rollmill-envgateway-{name}"
     assert f"EXTRAS=envgateway,{name}" in gateway["build"]["args"]
     (world,) = gateway["volumes"]  # one, whatever the recipe names in it
     assert (tmp_path / world["source"]).resolve() == REPOSITORY / "data" / name
     assert world["target"] == f"/app/data/{name}" and world["read_only"] and not world["bind"]["create_host_path"]
-    assert services["trainer-model0"]["image"] == "millrace-trainer"
+    assert services["trainer-model0"]["image"] == "rollmill-trainer"
     with pytest.raises(ConfigError, match=r"inference\.a\.engine is vllm, for which there is no image"):
         deploy(QUICKSTART, "compose", tmp_path, ["inference.a.engine=vllm"])
 
@@ -178,14 +178,14 @@ def test_a_profile_reaches_every_process_and_its_world_is_made_before_the_run(tm
     assert services["worlds"]["image"] == services["envgateway"]["image"]  # with the engine that makes them
     for name in ("warm-start", "envgateway"):
         assert services[name]["depends_on"]["worlds"] == {"condition": "service_completed_successfully"}
-    assert services["inference-a"]["image"] == "millrace-inference"  # not SGLang's
+    assert services["inference-a"]["image"] == "rollmill-inference"  # not SGLang's
     assert not any(volume.startswith("runs:") for volume in services["envgateway"]["volumes"])
 
 
 @pytest.mark.slow
 def test_the_worlds_of_a_profile_can_be_made_by_themselves(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "services.cli", "start", str(WEBSHOP), "worlds", "--profile", "tiny"]
-    environment = {name: value for name, value in os.environ.items() if name != "MILLRACE_DATA_ROOT"}
+    environment = {name: value for name, value in os.environ.items() if name != "ROLLMILL_DATA_ROOT"}
     done = subprocess.run(
         [*command, "--set", f"run.dir={tmp_path}"],
         env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120,
@@ -216,13 +216,13 @@ def test_names_are_valid_and_every_volume_that_is_mounted_is_declared_and_no_oth
 
 
 def test_inference_services_have_the_image_of_their_engine(tmp_path: Path, compose: dict[str, Any]) -> None:
-    assert compose["inference-a"]["image"] == "millrace-inference"
+    assert compose["inference-a"]["image"] == "rollmill-inference"
     deploy(QUICKSTART, "compose", tmp_path, ["inference.a.engine=sglang"])
     services = yaml.safe_load((tmp_path / "compose.yaml").read_text())["services"]
-    assert services["inference-a"]["image"] == "millrace-inference-sglang"
+    assert services["inference-a"]["image"] == "rollmill-inference-sglang"
     assert services["inference-a"]["build"]["dockerfile"] == "deploy/docker/inference-sglang.Dockerfile"
     assert (REPOSITORY / services["inference-a"]["build"]["dockerfile"]).is_file()
-    assert services["trainer-model0"]["image"] == "millrace-trainer"
+    assert services["trainer-model0"]["image"] == "rollmill-trainer"
 
 
 def test_two_nodes_have_a_file_each_and_every_container_the_keys_of_its_role(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_two_nodes_have_a_file_each_and_every_container_the_keys_of_its_role(tmp
     for services in nodes:
         for name, service in services.items():
             assert service["network_mode"] == "host" and "ports" not in service
-            keys = [volume for volume in service.get("volumes", []) if "MILLRACE_KEYS" in volume]
+            keys = [volume for volume in service.get("volumes", []) if "ROLLMILL_KEYS" in volume]
             role = name.partition("-")[0]
             assert keys == [] if name == "node" else keys[0].endswith(f"}}/{role}:/keys:ro") and len(keys) == 1
     address = nodes[0]["orchestrator"]["healthcheck"]["test"][-1]
@@ -271,11 +271,11 @@ def test_the_profile_of_two_nodes_is_on_one(tmp_path: Path) -> None:
 def test_with_tls_the_pod_has_keys(tmp_path: Path) -> None:
     deploy(QUICKSTART, "compose", tmp_path, ["security.tls=on"])
     services = services_of(tmp_path)
-    assert services["orchestrator"]["environment"]["MILLRACE_KEYS"] == "/keys"
+    assert services["orchestrator"]["environment"]["ROLLMILL_KEYS"] == "/keys"
     assert services["envgateway"]["volumes"] == [
-        "${MILLRACE_KEYS:?set it to the directory that millrace keys made}/envgateway:/keys:ro"
+        "${ROLLMILL_KEYS:?set it to the directory that rollmill keys made}/envgateway:/keys:ro"
     ]
-    assert "MILLRACE_KEYS" not in services["warm-start"]["environment"]
+    assert "ROLLMILL_KEYS" not in services["warm-start"]["environment"]
 
 
 def test_a_host_that_is_not_loopback_has_no_compose_file_on_one_node(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def stand_in(tmp_path: Path, body: str) -> dict[str, str]:
     fake = tmp_path / "python"
     fake.write_text(f'#!/usr/bin/env bash\necho "$5 $ORCHESTRATOR_PORT ${{*:6}}" >> "{tmp_path}/asked"\n{body}\n')
     fake.chmod(0o755)
-    return {**os.environ, "PYTHON": str(fake), "MILLRACE_HOME": str(REPOSITORY)}
+    return {**os.environ, "PYTHON": str(fake), "ROLLMILL_HOME": str(REPOSITORY)}
 
 
 def run_node(tmp_path: Path, body: str, **variables: str) -> subprocess.CompletedProcess[str]:

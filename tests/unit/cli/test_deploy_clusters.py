@@ -1,4 +1,4 @@
-"""``millrace deploy`` for Slurm, Kubernetes and SkyPilot: valid by the schedulers' own words, sizes from the recipe, keys by
+"""``rollmill deploy`` for Slurm, Kubernetes and SkyPilot: valid by the schedulers' own words, sizes from the recipe, keys by
 role, and wrong input refused."""
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def test_a_container_has_its_gpus_from_0_and_the_keys_of_its_role_alone(manifest
     assert not mounted & {"runs", "models"} and not any(name.startswith("shm") for name in mounted)
 
 
-def test_secrets_hold_what_millrace_keys_writes_and_no_manifest_holds_one(
+def test_secrets_hold_what_rollmill_keys_writes_and_no_manifest_holds_one(
     manifests: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     (kustomization,) = of_kind(manifests, "Kustomization")
@@ -289,13 +289,13 @@ def test_a_task_runs_the_scripts_of_its_node_with_the_keys_of_its_roles_alone(tm
     deploy(QUICKSTART, "skypilot", tmp_path, settings)
     task = yaml.safe_load((tmp_path / "task.yaml").read_text())
     assert task["num_nodes"] == 2 and set(task["secrets"]) == {
-        f"MILLRACE_KEYS_{role}" for role in ("ENVGATEWAY", "INFERENCE", "ORCHESTRATOR", "TRAINER")
+        f"ROLLMILL_KEYS_{role}" for role in ("ENVGATEWAY", "INFERENCE", "ORCHESTRATOR", "TRAINER")
     }
     home, work = tmp_path / "home", tmp_path / "work"
     (work / ".venv" / "bin").mkdir(parents=True)
     script = work / "build" / "launch" / "node1.sh"
     script.parent.mkdir(parents=True)
-    script.write_text('#!/bin/sh\nenv | grep -E "^(MILLRACE|RUN_DIR|ORCH)" | sort; find "$MILLRACE_KEYS" -type f\n')
+    script.write_text('#!/bin/sh\nenv | grep -E "^(ROLLMILL|RUN_DIR|ORCH)" | sort; find "$ROLLMILL_KEYS" -type f\n')
     (work / ".venv" / "bin" / "python").write_text('#!/bin/sh\necho "$@" >> asked\n')
     for file in (script, work / ".venv" / "bin" / "python"):
         file.chmod(0o755)
@@ -306,7 +306,7 @@ def test_a_task_runs_the_scripts_of_its_node_with_the_keys_of_its_roles_alone(tm
         shell=True, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     variables = {
-        **{key: value for key, value in os.environ.items() if not key.startswith(("MILLRACE", "RUN_DIR", "ORCH"))},
+        **{key: value for key, value in os.environ.items() if not key.startswith(("ROLLMILL", "RUN_DIR", "ORCH"))},
         "HOME": str(home),
         "SKYPILOT_NODE_RANK": "1",
         "SKYPILOT_NODE_IPS": "192.0.2.1\n192.0.2.2",
@@ -317,10 +317,10 @@ def test_a_task_runs_the_scripts_of_its_node_with_the_keys_of_its_roles_alone(tm
         capture_output=True, text=True, check=False, timeout=PROCESS_S,
     )  # fmt: skip
     assert done.stdout.splitlines() == [
-        f"MILLRACE_KEYS={home}/millrace-keys",
         "ORCHESTRATOR_HOST_EXTERNAL=192.0.2.1",
+        f"ROLLMILL_KEYS={home}/rollmill-keys",
         f"RUN_DIR={work}/runs/quickstart-node1",
-        f"{home}/millrace-keys/inference/cert.pem",
+        f"{home}/rollmill-keys/inference/cert.pem",
     ], done.stderr
     asked = shlex.split((work / "asked").read_text())
     assert asked[2:4] == ["deploy", "recipes/quickstart"] and asked[-2:] == ["-o", "build/launch"]
@@ -352,12 +352,12 @@ def test_skypilot_reads_its_tasks(tmp_path: Path, recipe: Path) -> None:
         "    print(json.dumps([task.name, task.num_nodes, [str(each.accelerators) for each in task.resources]]))\n"
     )
     done = subprocess.run(
-        [os.environ["MILLRACE_SKYPILOT_PYTHON"], "-c", read, *map(str, paths)],
+        [os.environ["ROLLMILL_SKYPILOT_PYTHON"], "-c", read, *map(str, paths)],
         cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     tasks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert tasks[0][0].startswith("millrace-") and len(tasks) == len(paths)
+    assert tasks[0][0].startswith("rollmill-") and len(tasks) == len(paths)
     assert tasks[0][1] == len(lay_out(recipe).nodes)
 
 

@@ -26,7 +26,7 @@ def test_the_dashboard_is_the_committed_one_and_every_metric_on_it_exists() -> N
         "run: python -c 'from services.cli.deploy.metrics import dashboard; print(dashboard(), end=\"\")' > deploy/grafana.json"
     )
     panels = json.loads(dashboard())["panels"]
-    asked = {name for panel in panels for t in panel["targets"] for name in re.findall(r"millrace_\w+", t["expr"])}
+    asked = {name for panel in panels for t in panel["targets"] for name in re.findall(r"rollmill_\w+", t["expr"])}
     assert len(asked) > 15
     assert asked <= {metric.name for metrics in CATALOGUE.values() for metric in metrics}
 
@@ -35,7 +35,7 @@ def test_every_metric_of_a_step_that_the_dashboard_shows_exists_and_says_what_it
     """Defect 12: no panel shows one population under the name of another."""
     for title, _, queries in PANELS:
         for expression, _ in queries:
-            for asked in re.findall(r'millrace_step_metric\{metric=~?"([^"]+)"\}', expression):
+            for asked in re.findall(r'rollmill_step_metric\{metric=~?"([^"]+)"\}', expression):
                 found = [m for m in step_metrics() if re.fullmatch(asked, m.name)]
                 assert found, f"{title}: {asked}"
                 assert all(m.of and m.help for m in found)

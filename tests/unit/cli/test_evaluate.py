@@ -1,4 +1,4 @@
-"""``millrace eval``: the chosen checkpoints, and the output."""
+"""``rollmill eval``: the chosen checkpoints, and the output."""
 
 from __future__ import annotations
 

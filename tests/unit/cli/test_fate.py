@@ -1,4 +1,4 @@
-"""``millrace fate``: each rollout has one fate after any events, and the sums agree."""
+"""``rollmill fate``: each rollout has one fate after any events, and the sums agree."""
 
 from __future__ import annotations
 

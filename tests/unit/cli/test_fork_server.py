@@ -61,7 +61,7 @@ def start(server: ForkServer, output: Path, *arguments: str) -> ChildProcess:
     environment = {
         "COLOUR": "green",
         "PYTHONPATH": os.environ["PYTHONPATH"],
-        "MILLRACE_DIE_WITH_PARENT": str(os.getpid()),
+        "ROLLMILL_DIE_WITH_PARENT": str(os.getpid()),
     }
     found = server.start(module_command("forked_module", *arguments), environment, output)
     assert found is not None
@@ -111,7 +111,7 @@ def test_a_forked_process_ends_with_who_asked_for_it(tmp_path: Path) -> None:
         "import os, sys; from pathlib import Path; from services.cli.run.fork_server import ForkServer\n"
         "from services.common.system.child import module_command\n"
         "place = Path(sys.argv[1]); server = ForkServer(place / 'server', ['json'])\n"
-        "environment = {**os.environ, 'MILLRACE_DIE_WITH_PARENT': str(os.getpid()), 'COLOUR': ''}\n"
+        "environment = {**os.environ, 'ROLLMILL_DIE_WITH_PARENT': str(os.getpid()), 'COLOUR': ''}\n"
         "made = server.start(module_command('forked_module', 'wait'), environment, place / 'up')\n"
         "(place / 'pid').write_text(str(made.pid))\n"
         "import time; time.sleep(60)\n"

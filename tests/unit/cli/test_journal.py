@@ -1,4 +1,4 @@
-"""``millrace journal``: its output for whole and for damaged journals, and its changes."""
+"""``rollmill journal``: its output for whole and for damaged journals, and its changes."""
 
 from __future__ import annotations
 
@@ -202,6 +202,6 @@ def test_a_disk_that_fills_up_and_records_that_are_not_used_are_told() -> None:
     now.set_aside.add(kind="trajectories", reason="damaged", count=2)
     disk, aside = journal_and_disk(now)
     assert disk.startswith("disk full in 9 h at 1.0 GiB an hour (9.0 GiB free)")
-    assert "2 trajectories (damaged)" in aside and "millrace journal RUN list --set-aside" in aside
+    assert "2 trajectories (damaged)" in aside and "rollmill journal RUN list --set-aside" in aside
     now.disk.full_in_s = 60 * 3600.0
     assert len(journal_and_disk(now)) == 1

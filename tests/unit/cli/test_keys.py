@@ -1,4 +1,4 @@
-"""``millrace keys``: the files, their permissions, and no key lost or shown by accident."""
+"""``rollmill keys``: the files, their permissions, and no key lost or shown by accident."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_recipe_gets_one_bundle_for_every_role(tmp_path: Path) -> None:
             assert abs(ends_at - time.time() - 3 * 86400) < 60
     pem = (tmp_path / "k" / "orchestrator" / "cert.pem").read_bytes()
     names = x509.load_pem_x509_certificate(pem).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert {"node7", "localhost", "orchestrator.millrace.internal"} <= set(names.get_values_for_type(x509.DNSName))
+    assert {"node7", "localhost", "orchestrator.rollmill.internal"} <= set(names.get_values_for_type(x509.DNSName))
     assert "10.0.0.7" in {str(each) for each in names.get_values_for_type(x509.IPAddress)}
 
 

@@ -1,4 +1,4 @@
-"""``millrace check`` starts the MCP servers of a recipe and tells what is wrong with them before a run does."""
+"""``rollmill check`` starts the MCP servers of a recipe and tells what is wrong with them before a run does."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ def test_a_missing_package_is_told_with_its_command(monkeypatch: pytest.MonkeyPa
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mcp" else found(name))
     (problem,) = mcp_problems(recipe(["mcp:raw"]))
-    assert "pip install 'millrace[mcp]'" in problem
+    assert "pip install 'rollmill[mcp]'" in problem

@@ -204,7 +204,7 @@ def test_a_run_with_sglang_is_refused_where_the_package_is_missing(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setenv("MILLRACE_SGLANG_PYTHON", sys.executable)
+    monkeypatch.setenv("ROLLMILL_SGLANG_PYTHON", sys.executable)
     loaded = load_recipe(recipe, ["policies.model0.trainer.master_dtype=bfloat16"], {})
     with pytest.raises(ConfigError, match=r"inference\.a\.engine is sglang, but the package sglang is not installed"):
         check_launch(loaded)

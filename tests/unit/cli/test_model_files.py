@@ -1,4 +1,4 @@
-"""`millrace check` judges a teacher by the files of two model directories alone."""
+"""`rollmill check` judges a teacher by the files of two model directories alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``millrace new``: the files are a valid recipe with a reward and rows, wherever the folder is."""
+"""``rollmill new``: the files are a valid recipe with a reward and rows, wherever the folder is."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_new_folder_holds_a_recipe_that_check_takes(tmp_path: Path, monkeypatc
 def test_the_output_names_the_next_three_commands(tmp_path: Path) -> None:
     told = new(str(tmp_path / "mine")).partition("next:")[2]
     commands = [line.split("#")[0].split()[:2] for line in told.strip().splitlines()]
-    assert commands == [["millrace", "check"], ["millrace", "run"], ["millrace", "trajectories"]]
+    assert commands == [["rollmill", "check"], ["rollmill", "run"], ["rollmill", "trajectories"]]
 
 
 def test_no_held_out_row_is_trained_on(tmp_path: Path) -> None:

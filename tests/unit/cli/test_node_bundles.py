@@ -27,7 +27,7 @@ from tests.waiting import WAIT_S
 REPOSITORY = Path(__file__).resolve().parents[3]
 TWO_NODES = REPOSITORY / "recipes/code-multi-agent/qwen3-8b-codegen-verifier-m2po-full-2node"
 NODE_0 = "orchestrator.host=192.0.2.17"  # as node 0 fills in
-VARIABLE = "MILLRACE_KEYS"
+VARIABLE = "ROLLMILL_KEYS"
 
 
 def two_nodes(run_dir: Path, *settings: str) -> Recipe:
@@ -37,7 +37,7 @@ def two_nodes(run_dir: Path, *settings: str) -> Recipe:
 
 
 def keys_of_run(recipe: Recipe, run_dir: Path, environment: dict[str, str]) -> Path | None:
-    """As ``millrace run`` does."""
+    """As ``rollmill run`` does."""
     keys = keys_of(recipe, run_dir, environment)
     if keys is not None:
         renew_in_time(keys)
@@ -138,7 +138,7 @@ def test_a_run_that_goes_on_keeps_its_keys_and_renews_them_before_they_end(tmp_p
 def test_a_process_of_node_1_without_its_bundle_is_told_where_to_get_it(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
     with pytest.raises(
-        ConfigError, match=r"inference-a runs on node 1 .* copy its bundle from node 0 and set MILLRACE_KEYS"
+        ConfigError, match=r"inference-a runs on node 1 .* copy its bundle from node 0 and set ROLLMILL_KEYS"
     ):
         keys_of_process(two_nodes(tmp_path), "inference-a", 1, tmp_path, console, {})
 

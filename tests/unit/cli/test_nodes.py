@@ -117,7 +117,7 @@ def test_node_0_prints_a_line_that_copies_the_bundle_and_one_that_starts(run_dir
     # The shell of ssh reads it once more, so that directories with spaces survive both.
     assert shlex.split(" ".join(words[2:])) == ["tar", "-C", f"{run_dir}/nodes/1", "-ch", "."]
     assert start.split() == [
-        f"{NODE_0}=node0.example", "MILLRACE_KEYS=runs/mine-node1/keys/inference",
+        f"{NODE_0}=node0.example", "ROLLMILL_KEYS=runs/mine-node1/keys/inference",
         "deploy/launch/1_inference_a.sh", "runs/mine-node1",
     ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""``millrace page``: the index, the texts of tokens, and the answers of its server to good, damaged and foreign runs."""
+"""``rollmill page``: the index, the texts of tokens, and the answers of its server to good, damaged and foreign runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``millrace plot`` and the headline of a run, from metrics."""
+"""``rollmill plot`` and the headline of a run, from metrics."""
 
 from __future__ import annotations
 

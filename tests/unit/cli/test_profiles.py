@@ -116,7 +116,7 @@ def allowed(path: tuple[str, ...]) -> bool:
 
 @pytest.fixture(autouse=True)
 def no_rows_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MILLRACE_DATA_ROOT", raising=False)
+    monkeypatch.delenv("ROLLMILL_DATA_ROOT", raising=False)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -170,7 +170,7 @@ def test_a_services_own_script_stays() -> None:
 
 
 def test_rows_of_this_machine_are_read_under_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MILLRACE_DATA_ROOT", str(tmp_path))
+    monkeypatch.setenv("ROLLMILL_DATA_ROOT", str(tmp_path))
     for name in ("aime24", "math-train"):
         path = tmp_path / KNOWN[name].local
         path.parent.mkdir()
@@ -232,7 +232,7 @@ def test_a_shop_of_the_recipe_is_kept_and_one_of_the_data_root_found(
     made = tiny(agents("webshop", tmp_path, webshop={"data": str(own)}), rows_here, world_here)
     assert made["envgateway"]["webshop"]["data"] == str(own)
     (tmp_path / "webshop_made").mkdir()
-    monkeypatch.setenv("MILLRACE_DATA_ROOT", str(tmp_path))
+    monkeypatch.setenv("ROLLMILL_DATA_ROOT", str(tmp_path))
     made = tiny(agents("webshop", tmp_path), rows_here, world_here)
     assert made["envgateway"]["webshop"]["data"] == str(tmp_path / "webshop_made")
     assert not (tmp_path / "worlds").exists()

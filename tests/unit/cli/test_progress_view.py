@@ -34,7 +34,7 @@ def test_damaged_checkpoints_are_told_once_with_the_command_that_lists_them() ->
     with ProgressView(Console(file=plain, width=200), "run") as view:
         view.show(progress)
         view.show(progress)
-    assert plain.getvalue().count("checkpoints: 1 set aside as damaged (millrace checkpoints RUN); 2 could not be") == 1
+    assert plain.getvalue().count("checkpoints: 1 set aside as damaged (rollmill checkpoints RUN); 2 could not be") == 1
 
 
 def test_failed_rollouts_of_an_evaluation_are_told_with_their_reasons() -> None:

@@ -1,4 +1,4 @@
-"""``millrace push`` uploads an export and its card with the real huggingface_hub, to a hub on this machine."""
+"""``rollmill push`` uploads an export and its card with the real huggingface_hub, to a hub on this machine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_push_brings_the_export_and_its_card_in_one_commit(run_dir: Path) -> N
         assert done.returncode == 0, done.stderr
     assert hub.repositories == {"me/mine": True}, "private, unless it is said otherwise"
     assert hub.messages == ["run0: model0 at training step 3"]
-    assert {"README.md", "config.json", "model.safetensors", "millrace_export.json"} <= set(hub.files)
+    assert {"README.md", "config.json", "model.safetensors", "rollmill_export.json"} <= set(hub.files)
     assert hub.files["model.safetensors"] == (run_dir / "export" / "model0-000003" / "model.safetensors").read_bytes()
     assert f"{hub.url}/me/mine/commit/" in done.stdout and "Bearer hf_x" in hub.tokens
 
@@ -86,7 +86,7 @@ def test_the_card_names_base_and_data_of_the_hub_and_what_was_measured() -> None
     ]  # fmt: skip
     text = card(recipe, "model0", 9, rows)
     metadata = yaml.safe_load(text.split("---")[1])
-    assert metadata["base_model"] == "Qwen/Qwen3-0.6B" and "millrace" in metadata["tags"]
+    assert metadata["base_model"] == "Qwen/Qwen3-0.6B" and "rollmill" in metadata["tags"]
     assert [line for line in text.splitlines() if "held_out" in line] == [
         "| held_out, greedy | 0 | 0.500 (0.400 to 0.600) | 256 |",
         "| held_out, greedy | 9 | 0.500 (0.400 to 0.600) | 256 |",

@@ -119,8 +119,8 @@ def test_a_recipe_that_names_its_run_goes_on_with_that_one_alone(tmp_path: Path)
     assert choose(quickstart(tmp_path, "run.id=mine"), asked=True).run_dir == mine
 
 
-def millrace_run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Path | None, str]:
-    """The run directory that `millrace run` would start processes for, and the output; no process is started."""
+def rollmill_run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Path | None, str]:
+    """The run directory that `rollmill run` would start processes for, and the output; no process is started."""
     started: list[Path] = []
 
     def run(recipe: Recipe, run_dir: Path, console: object) -> Outcome:
@@ -137,16 +137,16 @@ def millrace_run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Path
 
 def test_a_relaunch_goes_on_and_after_the_end_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = (str(QUICKSTART), "--set", f"run.dir={tmp_path}", "--resume", "auto")
-    first, said = millrace_run(monkeypatch, *again)
+    first, said = rollmill_run(monkeypatch, *again)
     assert first is not None and "beginning a new run" in said
-    second, said = millrace_run(monkeypatch, *again)
+    second, said = rollmill_run(monkeypatch, *again)
     assert second == first and f"going on with {first}" in said
     end(first, "finished")
-    third, said = millrace_run(monkeypatch, *again)
+    third, said = rollmill_run(monkeypatch, *again)
     assert third != first and "beginning a new run" in said
 
 
 def test_a_recipe_and_a_run_directory_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments in ((str(QUICKSTART), "--resume", str(tmp_path)), ("--resume", "auto"), ()):
         with pytest.raises(ConfigError, match="name a recipe to start a run"):
-            millrace_run(monkeypatch, *arguments)
+            rollmill_run(monkeypatch, *arguments)

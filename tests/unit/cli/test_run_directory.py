@@ -70,7 +70,7 @@ def test_a_disk_that_was_full_is_not_in_the_way_of_the_next_try(
 
 
 def test_keys_that_cannot_be_used_leave_no_directory_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MILLRACE_KEYS", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("ROLLMILL_KEYS", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="nowhere, which does not exist"):
         prepare(quickstart(tmp_path / "runs", "run.id=mine"))
     assert not (tmp_path / "runs").exists()
@@ -172,9 +172,9 @@ def test_of_two_launchers_one_gets_the_run(tmp_path: Path) -> None:
 
 
 def test_a_command_that_calls_a_run_makes_no_keys_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MILLRACE_KEYS", raising=False)
+    monkeypatch.delenv("ROLLMILL_KEYS", raising=False)
     _, directory = prepare(quickstart(tmp_path, "security.tls=on"))
-    with pytest.raises(ConfigError, match="set MILLRACE_KEYS to the directory it was started with"):
+    with pytest.raises(ConfigError, match="set ROLLMILL_KEYS to the directory it was started with"):
         reach(directory, None)
     assert not (directory / "keys").exists()
 
@@ -183,7 +183,7 @@ def test_what_a_killed_trainer_left_of_its_weights_goes_with_the_launcher(tmp_pa
     spill = tmp_path / "snapshots"
     spill.mkdir()
     dead, alive = (
-        spill / f"millrace.run.model0.3.{pid}.weights" for pid in (4194304, os.getpid())
+        spill / f"rollmill.run.model0.3.{pid}.weights" for pid in (4194304, os.getpid())
     )  # one beyond all pids
     for left in (dead, alive):
         left.touch()

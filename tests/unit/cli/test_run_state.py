@@ -53,7 +53,7 @@ def test_every_command_says_the_same_of_a_directory_that_holds_no_run(
 def test_nobody_answers_for_a_run_that_starts_stands_or_is_over(run_dir: Path) -> None:
     assert "starting checkpoints come first" in why_silent(run_dir)
     (run_dir / "journal").mkdir()
-    assert f"millrace run --resume {run_dir}" in why_silent(run_dir)
+    assert f"rollmill run --resume {run_dir}" in why_silent(run_dir)
     end(run_dir, "stopped")
     assert "the run is over (stopped)" in why_silent(run_dir)
 
@@ -61,12 +61,12 @@ def test_nobody_answers_for_a_run_that_starts_stands_or_is_over(run_dir: Path) -
 def test_a_command_that_reaches_nobody_says_what_the_directory_tells(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("MILLRACE_KEYS", raising=False)
+    monkeypatch.delenv("ROLLMILL_KEYS", raising=False)
     end(run_dir, "finished")
     client = reach(run_dir, None)
     try:
         with pytest.raises(
-            InfrastructureError, match=r"no answer from .*: the run is over \(finished\); `millrace plot`"
+            InfrastructureError, match=r"no answer from .*: the run is over \(finished\); `rollmill plot`"
         ):
             client.get_run()
     finally:
@@ -76,7 +76,7 @@ def test_a_command_that_reaches_nobody_says_what_the_directory_tells(
 def test_a_command_in_a_folder_without_runs_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
-    monkeypatch.delenv("MILLRACE_KEYS", raising=False)
+    monkeypatch.delenv("ROLLMILL_KEYS", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("services.cli.watch.orchestrator_client.ORCHESTRATOR", f"127.0.0.1:{unused_tcp_port}")
     client = reach(None, None)
@@ -93,7 +93,7 @@ def test_a_run_is_named_by_its_directory_or_by_its_address(run_dir: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("state", "why"), [("finished", "all its training steps are done"), ("stopped", "millrace stop")]
+    ("state", "why"), [("finished", "all its training steps are done"), ("stopped", "rollmill stop")]
 )
 def test_a_run_that_is_over_is_not_started_again(run_dir: Path, state: str, why: str) -> None:
     assert run_directory.reopen(run_dir)[1] == run_dir

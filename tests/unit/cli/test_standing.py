@@ -48,7 +48,7 @@ def end(run_dir: Path, state: str) -> None:
     (run_dir / "summary.json").write_text(json.dumps({"state": state}))
 
 
-def millrace(*arguments: str) -> Result:
+def rollmill(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
@@ -64,7 +64,7 @@ def test_a_run_without_processes_is_interrupted_and_tells_how_to_go_on(run_dir: 
     told = "\n".join(found.lines())
     assert "model0 step 4/170, rollout reward 0.400" in told
     assert "start/greedy: 0.200" in told and "step-3/greedy: 0.400" in told
-    assert f"millrace run --resume {run_dir}" in told
+    assert f"rollmill run --resume {run_dir}" in told
 
 
 def test_a_run_whose_launcher_lives_is_running(run_dir: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_run_that_is_over_says_so(run_dir: Path, state: str) -> None:
     train(run_dir, 4)
     end(run_dir, state)
     assert standing(run_dir).state == state
-    assert "millrace trajectories" in standing(run_dir).lines()[-1]
+    assert "rollmill trajectories" in standing(run_dir).lines()[-1]
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_status_of_a_run_without_processes_is_no_error(run_dir: Path, state: str
     train(run_dir, 4)
     if state:
         end(run_dir, state)
-    done = millrace("status", *([str(run_dir)] if named else []))
+    done = rollmill("status", *([str(run_dir)] if named else []))
     assert done.exit_code == 0, done.output
     assert told in done.stdout and ("(the newest)" in done.stderr) is not named
 
@@ -146,7 +146,7 @@ def test_stop_of_a_run_without_processes_says_that_there_is_nothing_to_stop(run_
     train(run_dir, 4)
     if state:
         end(run_dir, state)
-    done = millrace("stop")
+    done = rollmill("stop")
     assert done.exit_code == 0, done.output
     assert f"nothing to stop: runs/quick: {state or 'interrupted'}" in done.stdout
 
@@ -154,7 +154,7 @@ def test_stop_of_a_run_without_processes_says_that_there_is_nothing_to_stop(run_
 def test_pause_of_a_run_without_processes_is_an_error_with_the_way_on(run_dir: Path) -> None:
     train(run_dir, 4)
     (run_dir / "journal").mkdir()
-    done = millrace("pause")
+    done = rollmill("pause")
     assert isinstance(done.exception, InfrastructureError) and "--resume" in done.exception.message
 
 
@@ -165,12 +165,12 @@ def test_reading_commands_without_any_run_say_so(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = millrace(*command)
+    done = rollmill(*command)
     assert isinstance(done.exception, ConfigError) and "there is no run in ./runs" in done.exception.message
 
 
 def test_reading_commands_take_the_newest_run(run_dir: Path) -> None:
     train(run_dir, 4)
-    done = millrace("checkpoints")
+    done = rollmill("checkpoints")
     assert done.exit_code == 0 and "runs/quick has no checkpoint yet" in " ".join(done.output.split())
     assert "run: runs/quick (the newest)" in done.stderr

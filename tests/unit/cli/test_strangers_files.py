@@ -74,7 +74,7 @@ def test_reading_a_strangers_run_runs_nothing_of_it(folder: Path, run: Path, com
 
 
 def test_checking_a_strangers_recipe_runs_its_code(folder: Path, run: Path) -> None:
-    """A recipe is code: `millrace check` is not a look at text alone, and the documentation says so."""
+    """A recipe is code: `rollmill check` is not a look at text alone, and the documentation says so."""
     CliRunner().invoke(app, ["check", str(run / RESOLVED)])
     (folder / "recipe.yaml").write_text(yaml.safe_dump(load_resolved(run).model_dump(mode="json")))
     CliRunner().invoke(app, ["check", str(folder / "recipe.yaml")])

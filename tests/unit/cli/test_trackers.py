@@ -42,7 +42,7 @@ def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command(none_installed: None) -> None:
     told = "\n".join(launch_problems(recipe("wandb", "otlp", "tensorboard")))
-    assert "pip install 'millrace[wandb]'" in told and "pip install 'millrace[otlp]'" in told
+    assert "pip install 'rollmill[wandb]'" in told and "pip install 'rollmill[otlp]'" in told
     assert "tensorboard" not in told, "its files need no package"
 
 
@@ -99,7 +99,7 @@ def test_an_outage_and_its_end_are_told_once_and_the_rest_at_the_end(tmp_path: P
     look()
     told.at_end()
     assert output.getvalue().count("otlp does not take metrics (no answer from [red])") == 1
-    assert f"millrace track {tmp_path}" in output.getvalue().replace("\n", "")
+    assert f"rollmill track {tmp_path}" in output.getvalue().replace("\n", "")
     down = False
     look()
     assert output.getvalue().count("takes metrics again") == 1

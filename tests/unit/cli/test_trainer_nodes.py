@@ -67,7 +67,7 @@ def test_node_0_prints_the_command_of_each_share(tmp_path: Path) -> None:
     (tmp_path / "nodes" / "2").mkdir(parents=True)  # the bundle
     lines = commands_for_other_nodes(recipe(tmp_path, "run.id=r"), tmp_path, {"NODE_HOST": "node0.example"})
     assert any(
-        "MILLRACE_KEYS=runs/r-node2/keys/trainer millrace start runs/r-node2 trainer-model0-node2" in line
+        "ROLLMILL_KEYS=runs/r-node2/keys/trainer rollmill start runs/r-node2 trainer-model0-node2" in line
         for line in lines
     )
 

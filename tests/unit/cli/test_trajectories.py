@@ -1,4 +1,4 @@
-"""``millrace trajectories`` reads files on the disk only."""
+"""``rollmill trajectories`` reads files on the disk only."""
 
 from __future__ import annotations
 

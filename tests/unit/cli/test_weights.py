@@ -1,4 +1,4 @@
-"""``millrace weights``: reports of replicas in readable form."""
+"""``rollmill weights``: reports of replicas in readable form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every wrong input of the table is told by ``millrace check``, with the key and the remedy."""
+"""Every wrong input of the table is told by ``rollmill check``, with the key and the remedy."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def folder(good: Path, tmp_path: Path, hub_address: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "path", list(sys.path))
     # Without the environments that `make sglang-env` and `make vllm-env` put beside the sources.
     monkeypatch.setattr("services.inference.engine.served.environment._REPOSITORY", tmp_path)
-    monkeypatch.delenv("MILLRACE_SGLANG_PYTHON", raising=False)
-    monkeypatch.delenv("MILLRACE_VLLM_PYTHON", raising=False)
+    monkeypatch.delenv("ROLLMILL_SGLANG_PYTHON", raising=False)
+    monkeypatch.delenv("ROLLMILL_VLLM_PYTHON", raising=False)
     hub._ask.cache_clear()
     hub._unreachable.clear()
     place = tmp_path / "mine"
@@ -99,7 +99,7 @@ def apply(folder: Path, wrong: Wrong) -> None:
 
 
 def checked(folder: Path, wrong: Wrong) -> str:
-    """The output of ``millrace check``: the error, or the description with its yellow lines."""
+    """The output of ``rollmill check``: the error, or the description with its yellow lines."""
     try:
         recipe = load_recipe(folder, wrong.overrides, {})
         told = check_recipe(recipe)

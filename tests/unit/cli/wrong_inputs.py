@@ -264,7 +264,7 @@ WRONG = [
     setting("modules", ["/nowhere"], "modules names /nowhere", "no directory"),
     Wrong("dialogues that are not there", ("warm_start.model0.dialogues", "nowhere.jsonl", "neither an existing file"),
           {"policies.model0.model": {"context_length": 128},
-           "warm_start": {"model0": {"builder": "millrace:tiny_model", "dialogues": "./nowhere.jsonl"}}}),
+           "warm_start": {"model0": {"builder": "rollmill:tiny_model", "dialogues": "./nowhere.jsonl"}}}),
     # -- numbers
     setting(f"{OPTIMIZER}.lr", 1, f"{OPTIMIZER}.lr is 1", "at most 0.1"),
     setting(f"{OPTIMIZER}.lr", 0, f"{OPTIMIZER}.lr", "greater than 0"),
@@ -335,6 +335,6 @@ WRONG = [
     Wrong("every interface without keys", ("security.tls is off", "0.0.0.0"),
           {"orchestrator.host": "0.0.0.0", "security.tls": "off"}),
     Wrong("GPUs that are not here", ("NVIDIA GPU", "--profile tiny"), {"inference.a.gpus": [0]}),
-    Wrong("vllm that is not installed", ("inference.a.engine is vllm", "not installed", "MILLRACE_VLLM_PYTHON"), {"inference.a.engine": "vllm"}),
+    Wrong("vllm that is not installed", ("inference.a.engine is vllm", "not installed", "ROLLMILL_VLLM_PYTHON"), {"inference.a.engine": "vllm"}),
     Wrong("sglang that is not installed", ("inference.a.engine is sglang", "not installed"), {"inference.a.engine": "sglang"}),
 ]  # fmt: skip

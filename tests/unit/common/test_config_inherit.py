@@ -27,7 +27,7 @@ def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
     return path
 
 
-def test_extends_by_name_finds_the_recipes_that_come_with_millrace_from_any_folder(tmp_path: Path) -> None:
+def test_extends_by_name_finds_the_recipes_that_come_with_rollmill_from_any_folder(tmp_path: Path) -> None:
     own = PARENT.replace("name: parent", "extends: base\nname: mine")
     recipe = load_recipe(write(tmp_path, own), (), {})
     assert recipe.orchestrator.port == 50050

@@ -169,7 +169,7 @@ def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
         load_recipe(tmp_path / "nothing")
 
 
-def test_the_name_of_a_recipe_of_millrace_finds_it_from_any_folder(
+def test_the_name_of_a_recipe_of_rollmill_finds_it_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -127,7 +127,7 @@ def test_an_import_of_our_inside_that_is_gone_is_told_with_the_new_package(tmp_p
     (tmp_path / "my_old.py").write_text("\nfrom services.inference.workflows.gone import Outcome\n")
     (tmp_path / "my_older.py").write_text("from services.common.records.types import Gone\n")
     for name, line in (("my_old", 2), ("my_older", 1)):
-        with pytest.raises(ConfigError, match=rf"{name}\.py:{line}: .*Import public names from `millrace`"):
+        with pytest.raises(ConfigError, match=rf"{name}\.py:{line}: .*Import public names from `rollmill`"):
             load_object(f"{name}:exact")
 
 

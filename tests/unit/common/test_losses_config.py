@@ -138,7 +138,7 @@ def test_a_run_of_a_version_whose_losses_shared_their_settings_is_refused_with_w
     tree["policies"]["model0"]["algorithm"]["sapo_tau_positive"] = 1.0
     file.write_text(json.dumps(tree))
     with pytest.raises(
-        ConfigError, match=r"(?s)sapo has it.*another version of Millrace began this run.*use that version"
+        ConfigError, match=r"(?s)sapo has it.*another version of Rollmill began this run.*use that version"
     ):
         load_resolved(tmp_path)
 

@@ -46,7 +46,7 @@ def test_a_rank_dies_at_once_with_its_launcher_whatever_it_does_on_sigterm() -> 
     )
     launcher = (
         "import os, subprocess, sys, time\n"
-        "environment = {**os.environ, 'MILLRACE_DIE_WITH_PARENT': str(os.getpid())}\n"
+        "environment = {**os.environ, 'ROLLMILL_DIE_WITH_PARENT': str(os.getpid())}\n"
         f"subprocess.Popen([sys.executable, '-c', {rank!r}], env=environment)\n"
         "time.sleep(600)\n"
     )

@@ -24,13 +24,13 @@ from services.common.telemetry.status import ProcessStatus
 from tests.keys import as_role, make_keys
 from tests.metrics_catalogue import CATALOGUE
 
-BUFFERED = Metric("millrace_buffered_sequences", "gauge", "Sequences that wait.", "buffered/{policy}")
-TOKENS = Metric("millrace_tokens_generated_total", "counter", "Tokens sampled.", "tokens/{policy}")
-STALLED = Metric("millrace_stalled_seconds", "gauge", "Standing still.", "stall/{cause}/{component}")
+BUFFERED = Metric("rollmill_buffered_sequences", "gauge", "Sequences that wait.", "buffered/{policy}")
+TOKENS = Metric("rollmill_tokens_generated_total", "counter", "Tokens sampled.", "tokens/{policy}")
+STALLED = Metric("rollmill_stalled_seconds", "gauge", "Standing still.", "stall/{cause}/{component}")
 
 
 def test_a_gauge_becomes_the_first_metric_that_fits_with_its_labels() -> None:
-    anything = Metric("millrace_events_total", "counter", "Events.", "{event}")
+    anything = Metric("rollmill_events_total", "counter", "Events.", "{event}")
     found = Translation([BUFFERED, STALLED, anything]).samples(
         {"buffered/actor": 3, "stall/dead peer/replica/a": 2.5, "oddities": 1}
     )
@@ -46,9 +46,9 @@ def test_a_gauge_that_no_metric_knows_is_not_lost() -> None:
     assert (sample.metric, sample.labels, sample.value) == (OTHER, ("a gauge of the future",), 7.0)
 
 
-@pytest.mark.parametrize("name", ["buffered", "millrace_Buffered", "millrace_buffered_total"])
+@pytest.mark.parametrize("name", ["buffered", "rollmill_Buffered", "rollmill_buffered_total"])
 def test_names_follow_the_convention_or_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"millrace_|_total"):
+    with pytest.raises(ValueError, match=r"rollmill_|_total"):
         Metric(name, "gauge", "Help.")
 
 
@@ -93,14 +93,14 @@ async def scrape(run_dir: Path) -> dict[tuple[str, tuple[tuple[str, str], ...]],
 
 async def test_a_scrape_reads_what_is_true_now(server: MetricsServer, tmp_path: Path) -> None:
     first, second = await scrape(tmp_path), await scrape(tmp_path)
-    tokens = ("millrace_tokens_generated_total", (("policy", "model0"),))
+    tokens = ("rollmill_tokens_generated_total", (("policy", "model0"),))
     assert second[tokens] == first[tokens] + 10
-    assert first["millrace_buffered_sequences", (("policy", "actor"),)] == 1.5
-    assert first["millrace_other", (("gauge", "strange"),)] == 2.0
+    assert first["rollmill_buffered_sequences", (("policy", "actor"),)] == 1.5
+    assert first["rollmill_other", (("gauge", "strange"),)] == 2.0
     about = (("id", "a"), ("run", 'run "1"'), ("service", "inference"), ("state", "ready"))
-    assert first["millrace_process_info", about] == 1.0
+    assert first["rollmill_process_info", about] == 1.0
     idle = (("activity", "idle"), ("component", "trainer/model0"), ("on", ""))
-    assert second["millrace_activity_seconds_total", idle] > first["millrace_activity_seconds_total", idle] >= 0
+    assert second["rollmill_activity_seconds_total", idle] > first["rollmill_activity_seconds_total", idle] >= 0
     assert first["process_resident_memory_bytes", ()] > 0
 
 

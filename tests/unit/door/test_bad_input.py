@@ -12,7 +12,7 @@ from services.cli.check.recipe import check_named
 from services.common import importing
 from services.common.config.data import DatasetConfig, WorkflowConfig
 from services.common.config.reading.loading import load_recipe, read_yaml
-from services.common.errors import ConfigError, MillraceError
+from services.common.errors import ConfigError, RollmillError
 from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.registry import EnvironmentRegistry
 from services.envgateway.rewards.registry import Rewards
@@ -25,7 +25,7 @@ from services.orchestrator.tasks.datasets import open_source
 from services.trainer.algorithms.by_path import loss_by_path
 
 MODULE = """\
-import millrace
+import rollmill
 
 def no_completion(task): return 1.0
 
@@ -35,48 +35,48 @@ def rows(count): yield {}
 
 def loss(tokens): ...
 
-class NoRun(millrace.Workflow):
+class NoRun(rollmill.Workflow):
     pass
 
-class RunsAlone(millrace.Workflow):
+class RunsAlone(rollmill.Workflow):
     async def run(self, task): ...
 
-class RunsAtOnce(millrace.Workflow):
+class RunsAtOnce(rollmill.Workflow):
     def run(self, task, context): ...
 
-class NoTokens(millrace.Engine):
+class NoTokens(rollmill.Engine):
     pass
 
-class TokensAlone(millrace.Engine):
+class TokensAlone(rollmill.Engine):
     async def tokens(self): yield 1, 0.0
 
-class TokensInOne(millrace.Engine):
+class TokensInOne(rollmill.Engine):
     async def tokens(self, request): return [(1, 0.0)]
 
 def no_rows(seed): return 3
 
 def no_mappings(seed): yield 3
 
-class NoStep(millrace.Environment):
+class NoStep(rollmill.Environment):
     def reset(self, task, seed): ...
 
-class OldStep(millrace.Environment):
+class OldStep(rollmill.Environment):
     def reset(self, task, seed): ...
     def step(self, action, turn): ...
 
 def plain(text: str) -> str:
     "A function that is not decorated."
 
-@millrace.tool(name="same")
+@rollmill.tool(name="same")
 def first(text: str) -> str:
     "One."
 
-@millrace.tool(name="same")
+@rollmill.tool(name="same")
 def second(text: str) -> str:
     "Another."
 
-@millrace.tool
-def with_gateway(text: str, gateway: millrace.Gateway) -> str:
+@rollmill.tool
+def with_gateway(text: str, gateway: rollmill.Gateway) -> str:
     "Runs in the replica alone."
 
 class OldTool:
@@ -151,17 +151,17 @@ def dataset(path: str) -> object:
         (dataset, "faulty:no_mappings", "def no_mappings", "row 1: a row must be a mapping, not int"),
         (environment, "faulty:NoStep", "class NoStep", "lacks a method: write `def step(self, action) -> StepResult`"),
         (environment, "faulty:OldStep", "    def step(self, action, turn)", "write `def step(self, action) -> StepResult`"),
-        (gateway_tools, "faulty:plain", "def plain", "write `@millrace.tool` above it"),
+        (gateway_tools, "faulty:plain", "def plain", "write `@rollmill.tool` above it"),
         (gateway_tools, "faulty:OldTool", "class OldTool", 'OldTool.name is missing or no text: write `name = "..."`'),
         (gateway_tools, "faulty:NeedsUrl", "class NeedsUrl", "missing a required argument: 'url'"),
         (lambda path: build_tools([path]), "faulty:OldTool", "class OldTool", "OldTool.name is missing"),
-        (gateway_tools, "faulty:with_gateway", "@millrace.tool\ndef with_gateway", "name it there"),
+        (gateway_tools, "faulty:with_gateway", "@rollmill.tool\ndef with_gateway", "name it there"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_told_with_its_line(
     use: Callable[[str], object], path: str, line: str, told: str, folder: Path
 ) -> None:
-    with pytest.raises(MillraceError) as caught:
+    with pytest.raises(RollmillError) as caught:
         use(path)
     start = line.partition("\n")[2] or line
     number = line_of(start) - line.count("\n")
@@ -213,8 +213,8 @@ workflow:
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("services.inference.workflows.base:Outcome", "write millrace:Outcome"),
-        ("services.envgateway.rewards.math.boxed:boxed_match", "write millrace:last_boxed"),
+        ("services.inference.workflows.base:Outcome", "write rollmill:Outcome"),
+        ("services.envgateway.rewards.math.boxed:boxed_match", "write rollmill:last_boxed"),
         ("services.envgateway.rewards.registry:MathReward", "go by their plain names, such as tool_use"),
     ],
 )
@@ -279,7 +279,7 @@ def test_a_class_that_cannot_be_used_is_refused_before_a_process_starts(override
 
 def test_an_environment_with_the_name_of_a_built_in_one_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"envgateway\.environments\.household_toy: Millrace has an environment of this name"
+        ConfigError, match=r"envgateway\.environments\.household_toy: Rollmill has an environment of this name"
     ):
         EnvironmentRegistry({"household_toy": "faulty:NoStep"}, EnvironmentContext(None, None))  # type: ignore[arg-type]
 

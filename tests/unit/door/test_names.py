@@ -1,4 +1,4 @@
-"""The package ``millrace``: its names, the modules that its import loads, and the package ``services`` that is found."""
+"""The package ``rollmill``: its names, the modules that its import loads, and the package ``services`` that is found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import millrace
+import rollmill
 from services.common.public_names import PUBLIC
 from tests.waiting import PROCESS_S
 
@@ -32,28 +32,28 @@ def python(code: str, where: Path, *path: Path) -> subprocess.CompletedProcess[s
 
 
 def test_every_name_is_there_and_in_the_docs() -> None:
-    page = (REPOSITORY / "docs" / "reference" / "millrace.md").read_text()
-    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == millrace.__all__
-    for name in millrace.__all__:
-        assert getattr(millrace, name) is not None
+    page = (REPOSITORY / "docs" / "reference" / "rollmill.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == rollmill.__all__
+    for name in rollmill.__all__:
+        assert getattr(rollmill, name) is not None
 
 
 def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse((REPOSITORY / "millrace" / "__init__.py").read_text())
+    tree = ast.parse((REPOSITORY / "rollmill" / "__init__.py").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.col_offset > 0]
     seen = {alias.asname: f"{node.module}:{alias.name}" for node in imports for alias in node.names}
-    runs = {name: f"millrace.runs:{name}" for name in ("run", "Run", "Rows")}
+    runs = {name: f"rollmill.runs:{name}" for name in ("run", "Run", "Rows")}
     assert seen == {**PUBLIC, **runs}
 
 
 def test_a_name_that_is_not_there_is_told_with_those_that_are() -> None:
-    with pytest.raises(AttributeError, match=r"millrace has no 'Worklow'; it has Task, Outcome"):
-        millrace.Worklow  # noqa: B018
+    with pytest.raises(AttributeError, match=r"rollmill has no 'Worklow'; it has Task, Outcome"):
+        rollmill.Worklow  # noqa: B018
 
 
 def test_importing_it_loads_nothing_heavy(tmp_path: Path) -> None:
     heavy = "[m for m in ('torch', 'grpc', 'numpy', 'pydantic', 'google.protobuf') if m in sys.modules]"
-    done = python(f"import sys, millrace; print({heavy}); millrace.Workflow; millrace.tool; millrace.Environment; "
+    done = python(f"import sys, rollmill; print({heavy}); rollmill.Workflow; rollmill.tool; rollmill.Environment; "
                   "print([m for m in ('torch', 'grpc') if m in sys.modules])", tmp_path)  # fmt: skip
     assert (done.stdout, done.stderr) == ("[]\n[]\n", "")
 
@@ -61,10 +61,10 @@ def test_importing_it_loads_nothing_heavy(tmp_path: Path) -> None:
 def test_a_folder_services_of_the_user_neither_hides_ours_nor_is_hidden_without_a_word(tmp_path: Path) -> None:
     (tmp_path / "services").mkdir()
     (tmp_path / "services" / "__init__.py").write_text("MINE = True\n")
-    done = python("import millrace; print(millrace.Task.__module__)", tmp_path, tmp_path)
+    done = python("import rollmill; print(rollmill.Task.__module__)", tmp_path, tmp_path)
     assert done.stdout == "services.common.records.types\n"
-    assert f"{tmp_path}/services is hidden by Millrace's own package `services`" in done.stderr
-    done = python("import services; import millrace", tmp_path, tmp_path)
+    assert f"{tmp_path}/services is hidden by Rollmill's own package `services`" in done.stderr
+    done = python("import services; import rollmill", tmp_path, tmp_path)
     assert "another one is imported already" in done.stderr and str(tmp_path / "services") in done.stderr
 
 
@@ -90,7 +90,7 @@ def test_services_are_started_from_our_package_whatever_the_folder_holds(tmp_pat
         module_in([sys.executable, "-c", "pass", "x"])
 
 
-def test_examples_import_millrace_and_nothing_of_services() -> None:
+def test_examples_import_rollmill_and_nothing_of_services() -> None:
     files = sorted((REPOSITORY / "examples").glob("*.py"))
     assert len(files) >= 8
     for file in files:

@@ -1,4 +1,4 @@
-"""``millrace.run`` and ``millrace.Run`` without a run: overrides, tables, and refusals. A real run: tests/e2e."""
+"""``rollmill.run`` and ``rollmill.Run`` without a run: overrides, tables, and refusals. A real run: tests/e2e."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-import millrace
-from millrace.runs import Rows, settings_of
+import rollmill
+from rollmill.runs import Rows, settings_of
 from services.common.config.reading.loading import save_resolved, validate
 from tests.integration.inference.peers import scripted_recipe
 
@@ -54,15 +54,15 @@ def test_rows_say_how_they_are_read() -> None:
 
 
 def test_what_is_no_run_or_has_no_journal_yet_is_told(tmp_path: Path) -> None:
-    with pytest.raises(millrace.ConfigError, match="is no run directory"):
-        millrace.Run(tmp_path)
+    with pytest.raises(rollmill.ConfigError, match="is no run directory"):
+        rollmill.Run(tmp_path)
     save_resolved(validate(scripted_recipe(), source="test"), tmp_path)
-    run = millrace.Run(tmp_path)
+    run = rollmill.Run(tmp_path)
     assert repr(run) == f"Run('{tmp_path}')"
-    with pytest.raises(millrace.ConfigError, match="has not ended"):
+    with pytest.raises(rollmill.ConfigError, match="has not ended"):
         run.summary  # noqa: B018
     for rows in (run.metrics(), run.trajectories(), run.traces()):
-        with pytest.raises(millrace.ConfigError, match=str(tmp_path)):
+        with pytest.raises(rollmill.ConfigError, match=str(tmp_path)):
             list(rows)
 
 
@@ -71,16 +71,16 @@ def test_a_run_is_refused_outside_the_main_thread() -> None:
 
     def start() -> None:
         try:
-            millrace.run("recipes/quickstart")
-        except millrace.ConfigError as error:
+            rollmill.run("recipes/quickstart")
+        except rollmill.ConfigError as error:
             told.append(error.message)
 
     thread = threading.Thread(target=start)
     thread.start()
     thread.join(20)
-    assert told == ["millrace.run waits for Ctrl-C and SIGTERM: call it in the main thread"]
+    assert told == ["rollmill.run waits for Ctrl-C and SIGTERM: call it in the main thread"]
 
 
 def test_a_recipe_that_cannot_run_is_refused_with_its_keys() -> None:
-    with pytest.raises(millrace.ConfigError, match=r"run\.stepz"):
-        millrace.run(Path(__file__).parents[3] / "recipes" / "quickstart", run={"stepz": 3})
+    with pytest.raises(rollmill.ConfigError, match=r"run\.stepz"):
+        rollmill.run(Path(__file__).parents[3] / "recipes" / "quickstart", run={"stepz": 3})

@@ -144,7 +144,7 @@ def test_a_missing_package_is_told_with_its_command(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(worlds, "is_installed", lambda: False)
     made = make_worlds(EnvGatewayConfig(gymnasium={"lake": GymnasiumConfig(**LAKE)}))
-    assert "pip install 'millrace[gymnasium]'" in str(made["lake"])
+    assert "pip install 'rollmill[gymnasium]'" in str(made["lake"])
 
 
 def test_the_name_of_another_environment_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Every file of ``examples/`` works as described, called as by Millrace."""
+"""Every file of ``examples/`` works as described, called as by Rollmill."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ async def test_a_grader_that_failed_is_no_reward() -> None:
 
 def test_settings_of_another_class_are_refused_where_they_are_written() -> None:
     with pytest.raises(
-        TypeError, match=rf"{__file__}:\d+: Bad.Settings: write `class Settings\(millrace.WorkflowSettings\)`"
+        TypeError, match=rf"{__file__}:\d+: Bad.Settings: write `class Settings\(rollmill.WorkflowSettings\)`"
     ):
 
         class Bad(Workflow):

@@ -151,7 +151,7 @@ def test_a_library_is_compiled_once_by_several_processes_and_kept_where_only_the
     command = [sys.executable, "-c", code, str(step.SOURCE)]
     running = [subprocess.Popen(command, env=environment) for _ in range(2)]
     assert [process.wait(120) for process in running] == [0, 0]
-    folder = tmp_path / "millrace" / "native"
+    folder = tmp_path / "rollmill" / "native"
     (made,) = folder.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     written = made.stat().st_mtime_ns
@@ -161,7 +161,7 @@ def test_a_library_is_compiled_once_by_several_processes_and_kept_where_only_the
 
 def test_a_cache_that_others_may_write_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "millrace" / "native"
+    folder = tmp_path / "rollmill" / "native"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     assert compiler._folder() != folder

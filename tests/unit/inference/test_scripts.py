@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-import millrace
+import rollmill
 from services.common.config.data import WorkflowConfig
 from services.common.config.processes.services import ForcedEngineConfig
 from services.common.config.reading.loading import validate
@@ -225,7 +225,7 @@ async def test_a_tool_is_called_before_the_answer_and_sometimes_fails(workflow: 
         assert all(outcome.sequences[0].metrics["format_penalty"] == 0 for outcome in played.outcomes)
 
 
-@millrace.tool
+@rollmill.tool
 def convert(amount: float, unit: Literal["km", "miles"], digits: int, labels: list[str], note: str = "") -> str:
     """Convert a length."""
     return f"{amount:.{digits}f} {unit} {labels} {note}"

@@ -12,9 +12,9 @@ from services.common.errors import (
     CorruptDataError,
     DeadlineError,
     InfrastructureError,
-    MillraceError,
     ModelMismatchError,
     NotFoundError,
+    RollmillError,
     SupersededError,
     VersionUnavailableError,
 )
@@ -153,7 +153,7 @@ async def test_a_failed_fetch_keeps_the_old_version_is_recorded_and_tried_again(
 @pytest.mark.parametrize(
     "error", [VersionUnavailableError("let go of"), NotFoundError("ask again"), DeadlineError("busy")]
 )
-async def test_a_source_that_has_not_got_it_costs_no_snapshot(error: MillraceError) -> None:
+async def test_a_source_that_has_not_got_it_costs_no_snapshot(error: RollmillError) -> None:
     async with running(World()) as world:
         world.fetch_errors = [error]
         world.updater.offer(world.version(1))

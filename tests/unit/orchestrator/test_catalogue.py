@@ -15,7 +15,7 @@ from services.orchestrator.tasks.datasets import open_source
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MILLRACE_DATA_ROOT", str(tmp_path))
+    monkeypatch.setenv("ROLLMILL_DATA_ROOT", str(tmp_path))
     return tmp_path
 
 
@@ -69,10 +69,10 @@ def test_an_unknown_name_lists_those_there_are() -> None:
 
 
 def test_without_a_data_root_the_way_out_says_that_it_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MILLRACE_DATA_ROOT", raising=False)
+    monkeypatch.delenv("ROLLMILL_DATA_ROOT", raising=False)
     for name in KNOWN:
         text = how_to_get(name)
-        assert "MILLRACE_DATA_ROOT is not set" in text and KNOWN[name].local in text and "data.train.name" in text
+        assert "ROLLMILL_DATA_ROOT is not set" in text and KNOWN[name].local in text and "data.train.name" in text
 
 
 def test_exactly_one_source_may_be_named() -> None:

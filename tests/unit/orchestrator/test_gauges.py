@@ -11,16 +11,16 @@ from services.orchestrator.tasks.task_rows import ListRows, UsableRows
 from tests.unit.orchestrator.world import World
 
 COUNTERS = {
-    "failures_timeout": ("millrace_rollout_failures_total", ("timeout",)),
-    "records_duplicate": ("millrace_records_dropped_total", ("duplicate",)),
-    "sequences_replayed": ("millrace_sequences_replayed_total", ()),
-    "sequences_expired": ("millrace_sequences_dropped_total", ("expired",)),
-    "task_groups_issued": ("millrace_task_groups_total", ("issued",)),
-    "slots_reissued": ("millrace_slots_reissued_total", ()),
-    "replica_leases_lost": ("millrace_leases_lost_total", ("replica",)),
-    "masked/actor/grader_failed": ("millrace_masked_samples_total", ("actor", "grader_failed")),
-    "redrawn/actor/episode_lost": ("millrace_redrawn_samples_total", ("actor", "episode_lost")),
-    "pauses_for_failures": ("millrace_events_total", ("pauses_for_failures",)),
+    "failures_timeout": ("rollmill_rollout_failures_total", ("timeout",)),
+    "records_duplicate": ("rollmill_records_dropped_total", ("duplicate",)),
+    "sequences_replayed": ("rollmill_sequences_replayed_total", ()),
+    "sequences_expired": ("rollmill_sequences_dropped_total", ("expired",)),
+    "task_groups_issued": ("rollmill_task_groups_total", ("issued",)),
+    "slots_reissued": ("rollmill_slots_reissued_total", ()),
+    "replica_leases_lost": ("rollmill_leases_lost_total", ("replica",)),
+    "masked/actor/grader_failed": ("rollmill_masked_samples_total", ("actor", "grader_failed")),
+    "redrawn/actor/episode_lost": ("rollmill_redrawn_samples_total", ("actor", "episode_lost")),
+    "pauses_for_failures": ("rollmill_events_total", ("pauses_for_failures",)),
 }
 
 
@@ -43,11 +43,11 @@ async def test_every_gauge_and_counter_of_the_orchestrator_has_its_metric(tmp_pa
         for name, told in COUNTERS.items():
             assert values[told] == (3.0 if name == "slots_reissued" else 5.0)
         told = ("tasks_too_long", "rows_left_out")
-        assert [values[f"millrace_{name}", ("data.train",)] for name in told] == [1.0, 2.0]
-        assert [values[f"millrace_{name}", ("data.evaluation.held_out",)] for name in told] == [0.0, 1.0]
-        assert values["millrace_tasks", ()] == 1.0
-        assert values["millrace_step_metric", ("actor", "trainer/loss")] == 0.5
-        assert ("millrace_step_metric", ("actor", "broken")) not in values
-        assert {labels for name, labels in values if name == "millrace_quota_sequences"} == {("actor",), ("verifier",)}
+        assert [values[f"rollmill_{name}", ("data.train",)] for name in told] == [1.0, 2.0]
+        assert [values[f"rollmill_{name}", ("data.evaluation.held_out",)] for name in told] == [0.0, 1.0]
+        assert values["rollmill_tasks", ()] == 1.0
+        assert values["rollmill_step_metric", ("actor", "trainer/loss")] == 0.5
+        assert ("rollmill_step_metric", ("actor", "broken")) not in values
+        assert {labels for name, labels in values if name == "rollmill_quota_sequences"} == {("actor",), ("verifier",)}
     finally:
         await world.close()

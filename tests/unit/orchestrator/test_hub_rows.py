@@ -18,7 +18,7 @@ PROGRAMS = ("deepcoder-primeintellect", "deepcoder-codeforces", "humaneval", "li
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MILLRACE_DATA_ROOT", str(tmp_path))
+    monkeypatch.setenv("ROLLMILL_DATA_ROOT", str(tmp_path))
     return tmp_path
 
 

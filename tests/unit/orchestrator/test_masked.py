@@ -110,7 +110,7 @@ async def test_a_run_whose_grader_fails_too_often_pauses_with_the_reason_and_goe
     assert not parts.control.paused  # 1 of 4
     await play(2, 3)
     assert parts.control.paused  # 3 of 8
-    for part in ("3 grader_failed", "model0", "max_masked_share 0.3", "millrace resume"):
+    for part in ("3 grader_failed", "model0", "max_masked_share 0.3", "rollmill resume"):
         assert part in parts.dispatcher.held_back
     assert parts.counters["masked/model0/grader_failed"] == 3 and parts.counters["pauses_for_failures"] == 1
     world.core.resume()

@@ -66,7 +66,7 @@ def test_a_missing_package_is_told_with_its_command(monkeypatch: pytest.MonkeyPa
 
     for module in ("reasoning_gym", "reasoning_gym.factory"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DatasetError, match=r"pip install 'millrace\[reasoning-gym\]'"):
+    with pytest.raises(DatasetError, match=r"pip install 'rollmill\[reasoning-gym\]'"):
         open_source(config(), 0)
 
 

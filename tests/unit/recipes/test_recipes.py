@@ -69,7 +69,7 @@ def livecodebench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "AReaL-boba-2-RL-Code" / "code_benchmark" / "lcb_v5" / "test.jsonl"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"question": "Double it.", "input_output": {"inputs": ["1"], "outputs": ["2"]}}) + "\n")
-    monkeypatch.setenv("MILLRACE_DATA_ROOT", str(tmp_path))
+    monkeypatch.setenv("ROLLMILL_DATA_ROOT", str(tmp_path))
     return file
 
 

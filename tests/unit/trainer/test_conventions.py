@@ -1,4 +1,4 @@
-"""Statements of docs/conventions.md about Millrace hold, and its settings exist."""
+"""Statements of docs/conventions.md about Rollmill hold, and its settings exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startsw
 
 
 def test_every_row_has_a_cell_for_each_system() -> None:
-    assert ROWS[0][1:] == [" Millrace ", " verl ", " AReaL ", " TRL ", " prime-rl "]
+    assert ROWS[0][1:] == [" Rollmill ", " verl ", " AReaL ", " TRL ", " prime-rl "]
     assert len(ROWS) > 25 and {len(row) for row in ROWS} == {6}
 
 

@@ -110,8 +110,8 @@ def test_a_checkpoint_of_something_else_is_refused(
 def test_a_checkpoint_of_an_earlier_version_is_refused_and_stays(tmp_path: Path) -> None:
     step = make_step()
     (tmp_path / "step_000001").mkdir()
-    (tmp_path / "step_000001" / "millrace.json").write_text("{}")
-    with pytest.raises(ConfigError, match="written by an earlier version of Millrace"):
+    (tmp_path / "step_000001" / "rollmill.json").write_text("{}")
+    with pytest.raises(ConfigError, match="written by an earlier version of Rollmill"):
         open_in(tmp_path).restore(step.model, step.optimizer)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 

@@ -353,7 +353,7 @@ def test_batches_that_the_journal_has_lost_are_refused_with_a_remedy(tmp_path: P
         in refused.value.message
     )
     assert "step_000004.damaged: " in refused.value.message
-    assert "millrace checkpoints RUN" in refused.value.message and "millrace export RUN" in refused.value.message
+    assert "rollmill checkpoints RUN" in refused.value.message and "rollmill export RUN" in refused.value.message
 
     # Whoever accepts the loss says so by removing them.
     for path in tmp_path.glob("*.damaged"):

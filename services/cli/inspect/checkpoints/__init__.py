@@ -1,1 +1,1 @@
-"""``millrace checkpoints`` and ``millrace export``: the checkpoints of a run, from its directory alone."""
+"""``rollmill checkpoints`` and ``rollmill export``: the checkpoints of a run, from its directory alone."""

@@ -1,4 +1,4 @@
-"""Commands ``millrace checkpoints`` and ``millrace export``: list, verify and copy checkpoints."""
+"""Commands ``rollmill checkpoints`` and ``rollmill export``: list, verify and copy checkpoints."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def export_run(
                 f"{target} cannot be written: {error}; make room, or name another place with -o"
             ) from error
     raise CorruptDataError(
-        f"no checkpoint of {policy} can be exported: {'; '.join(refused)}; `millrace checkpoints {run_dir} --verify` looks "
+        f"no checkpoint of {policy} can be exported: {'; '.join(refused)}; `rollmill checkpoints {run_dir} --verify` looks "
         "at all of them"
     )
 
@@ -128,7 +128,7 @@ def _table(found: list[Found]) -> FittingTable:
 def _tell_damage(each: Found, run_dir: Path, console: Console) -> None:
     say(console, f"{each.path.name}: {each.set_aside or each.damage}", "red")
     if each.can_be_exported:
-        text = f"  its weights: millrace export {run_dir} --policy {each.policy} --step {each.step}"
+        text = f"  its weights: rollmill export {run_dir} --policy {each.policy} --step {each.step}"
         say(console, text)
 
 

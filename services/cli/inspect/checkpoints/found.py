@@ -21,7 +21,7 @@ from services.common.checkpoints.directory import (
 )
 from services.common.checkpoints.files import Progress
 from services.common.checkpoints.manifest import Manifest, StoredFile
-from services.common.errors import ConfigError, CorruptDataError, MillraceError
+from services.common.errors import ConfigError, CorruptDataError, RollmillError
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.state.groups import split_sequence_id
@@ -40,7 +40,7 @@ class Recorded:
         """Look at the batches of the training steps after ``after``."""
         try:
             reader = JournalReader(run_files.journal(run_dir))
-        except (MillraceError, OSError) as error:
+        except (RollmillError, OSError) as error:
             return cls(newest_version=-1, unknown=f"the journal cannot be read: {error}")
         try:
             numbers = (row.key.rpartition("/") for row in reader.rows_of(records.VERSION))

@@ -29,7 +29,7 @@ _FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 def card(recipe: Recipe, policy: str, step: int, rows: Iterable[Row]) -> str:
     """The README.md of a model repository. ``rows`` are those of the run's metrics."""
     section = recipe.policies[policy]
-    metadata: dict[str, Any] = {"library_name": "transformers", "tags": ["millrace", "reinforcement-learning"]}
+    metadata: dict[str, Any] = {"library_name": "transformers", "tags": ["rollmill", "reinforcement-learning"]}
     if _is_hub_name(section.model.path):
         metadata["base_model"] = section.model.path
     paths = {config.path for config in recipe.data.sections().values() if config.path is not None}
@@ -44,7 +44,7 @@ def card(recipe: Recipe, policy: str, step: int, rows: Iterable[Row]) -> str:
         "",
         f"# {recipe.name}, {policy} at step {step}",
         "",
-        f"{recipe.description or 'A model'}. Trained by reinforcement learning with Millrace: run `{recipe.run.id}`, training "
+        f"{recipe.description or 'A model'}. Trained by reinforcement learning with Rollmill: run `{recipe.run.id}`, training "
         f"step {step} of at most {recipe.run.steps}.",
         "",
         f"* loss `{section.algorithm.name}`, advantage `{section.algorithm.advantage}`, learning rate {section.optimizer.lr:g}",

@@ -1,1 +1,1 @@
-"""``millrace fate``: where the rollouts of a run went, from its journal."""
+"""``rollmill fate``: where the rollouts of a run went, from its journal."""

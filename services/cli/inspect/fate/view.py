@@ -1,4 +1,4 @@
-"""``millrace fate``: reads the journal, selects steps, and prints tables or one JSON object."""
+"""``rollmill fate``: reads the journal, selects steps, and prints tables or one JSON object."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""``millrace journal``: list, verify, export and repair the journal of a run."""
+"""``rollmill journal``: list, verify, export and repair the journal of a run."""

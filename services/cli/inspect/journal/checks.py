@@ -110,6 +110,6 @@ def show_verified(found: Verified, console: Console) -> None:
     for span in found.torn:
         say(console, f"never acknowledged, or being written: {span}", "dim")
     if found.num_set_aside:
-        say(console, f"{found.num_set_aside} records are set aside: millrace journal RUN list --set-aside")
+        say(console, f"{found.num_set_aside} records are set aside: rollmill journal RUN list --set-aside")
     verdict = "damaged: a start sets these records aside and goes on" if found.is_damaged else "every record is whole"
     console.print(verdict, style="red" if found.is_damaged else "green")

@@ -1,4 +1,4 @@
-"""``millrace journal RUN``: its commands and their output."""
+"""``rollmill journal RUN``: its commands and their output."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ List, verify and repair the journal of a run.
 The journal is RUN/journal: everything that the orchestrator has acknowledged, in segments of compressed JSON lines, and an
 index of them. RUN may be running, stopped or broken; every command but `repair` and `compact` only reads.
 
-    millrace journal RUN verify              read every record, compare its checksum; exit code 1 when one is damaged
-    millrace journal RUN list --set-aside    records that the run does not use, and why
-    millrace journal RUN list --kind versions --last 5
-    millrace journal RUN repair --dry-run    records that `repair` would set aside
-    millrace journal RUN compact             delete trajectories that are not needed any more
-    millrace journal RUN export -o rows      JSONL, or Parquet, that `datasets` opens
+    rollmill journal RUN verify              read every record, compare its checksum; exit code 1 when one is damaged
+    rollmill journal RUN list --set-aside    records that the run does not use, and why
+    rollmill journal RUN list --kind versions --last 5
+    rollmill journal RUN repair --dry-run    records that `repair` would set aside
+    rollmill journal RUN compact             delete trajectories that are not needed any more
+    rollmill journal RUN export -o rows      JSONL, or Parquet, that `datasets` opens
 
 The orchestrator sets a damaged record aside when it starts, logs it, and continues. docs/journal.md describes the effect of
 losing each kind of record.
@@ -153,7 +153,7 @@ def export(
 ) -> None:
     """Write the records that can be read as plain rows, a file per kind, with token ids and log-probabilities as lists.
 
-    millrace journal RUN export -o rows --kind trajectories --format parquet
+    rollmill journal RUN export -o rows --kind trajectories --format parquet
     python -c 'import datasets; print(datasets.load_dataset("rows"))'
     """
     from services.cli.inspect.journal.checks import shown

@@ -1,4 +1,4 @@
-"""``millrace plot``: plots one run, or several on one picture.
+"""``rollmill plot``: plots one run, or several on one picture.
 
 Reads ``metrics/orchestrator.jsonl`` of each run directory, during the run or later. Runs that differ in the seed alone are
 one curve with a band. For a single run it also plots where the time went and the fates of rollouts, from the journal.

@@ -1,1 +1,1 @@
-"""``millrace trace``: the life of a task group, from the prompt to the gradient."""
+"""``rollmill trace``: the life of a task group, from the prompt to the gradient."""

@@ -112,7 +112,7 @@ def read_group(run_dir: Path, task_group_id: str) -> GroupFacts:
         found = issued_groups(reader, task_group_id)
         if not found:
             raise ConfigError(
-                f"no task group {task_group_id!r} in this run: `millrace trace RUN --list` shows which there are"
+                f"no task group {task_group_id!r} in this run: `rollmill trace RUN --list` shows which there are"
             )
         facts = replace(found[0], slots=tuple(_slots(reader, found[0])))
     notes, pulls = read_notes(run_dir, facts)

@@ -11,12 +11,12 @@
       answer = await fetch(`/api/${path}${text ? `?${text}` : ""}`, { signal });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new Error("the page's server does not answer: is `millrace page` still running?");
+      throw new Error("the page's server does not answer: is `rollmill page` still running?");
     }
     const told = await answer.json().catch(() => ({ detail: `the server answered ${answer.status}` }));
     if (!answer.ok) throw new Error(told.detail ?? `the server answered ${answer.status}`);
     return told;
   }
 
-  Millrace.api = { get };
+  Rollmill.api = { get };
 })();

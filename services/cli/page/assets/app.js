@@ -3,14 +3,14 @@
 (() => {
   "use strict";
 
-  const { get } = Millrace.api;
-  const { curves } = Millrace.curves;
-  const { el, note, put } = Millrace.dom;
-  const { events } = Millrace.events;
-  const { fates } = Millrace.fates;
-  const { now } = Millrace.now;
-  const { rollouts } = Millrace.rollouts;
-  const { weights } = Millrace.weights;
+  const { get } = Rollmill.api;
+  const { curves } = Rollmill.curves;
+  const { el, note, put } = Rollmill.dom;
+  const { events } = Rollmill.events;
+  const { fates } = Rollmill.fates;
+  const { now } = Rollmill.now;
+  const { rollouts } = Rollmill.rollouts;
+  const { weights } = Rollmill.weights;
 
   // A view is made with its place and the page, and has update(parameters); live ones are asked again every few seconds.
   const VIEWS = {
@@ -71,7 +71,7 @@
       const place = el("div", { class: `view ${name}` });
       put(main, place);
       page.shown = VIEWS[name][1](place, page);
-      document.title = `${VIEWS[name][0]} · ${page.runs[run].name} · Millrace`;
+      document.title = `${VIEWS[name][0]} · ${page.runs[run].name} · Rollmill`;
     }
     await look(query);
   }

@@ -3,7 +3,7 @@
 (() => {
   "use strict";
 
-  const { el, known, num, svg } = Millrace.dom;
+  const { el, known, num, svg } = Rollmill.dom;
 
   const HEIGHT = 190;
   const EDGE = { left: 46, right: 10, top: 8, bottom: 24 };
@@ -150,5 +150,5 @@
     return svg("g", {}, svg("title", {}, told), bar, svg("circle", { cx: x(point.x), cy: y(point.y), r: 4, class: `dot ${point.color}` }));
   }
 
-  Millrace.chart = { ticks, chart };
+  Rollmill.chart = { ticks, chart };
 })();

@@ -3,8 +3,8 @@
 (() => {
   "use strict";
 
-  const { choice, clock, el, known, note, num, pill, put, seconds, table, words } = Millrace.dom;
-  const { written } = Millrace.tokens;
+  const { choice, clock, el, known, note, num, pill, put, seconds, table, words } = Rollmill.dom;
+  const { written } = Rollmill.tokens;
 
   let shade = "none"; // kept from one rollout to the next
 
@@ -72,5 +72,5 @@
     return pairs.length ? el("details", {}, el("summary", {}, "Metrics"), table([["metric"], ["value", "right"]], pairs.map(([name, value]) => [name, num(value)]))) : null;
   }
 
-  Millrace.conversation = { conversation };
+  Rollmill.conversation = { conversation };
 })();

@@ -3,9 +3,9 @@
 (() => {
   "use strict";
 
-  const { get } = Millrace.api;
-  const { chart } = Millrace.chart;
-  const { el, note, put } = Millrace.dom;
+  const { get } = Rollmill.api;
+  const { chart } = Rollmill.chart;
+  const { el, note, put } = Rollmill.dom;
 
   const DASHES = { "-": null, ":": "2 3", "--": "6 4", "-.": "6 3 2 3" };
   const REWARDS = { "reward by step": "step", "reward by time": "time", "reward by tokens": "tokens" };
@@ -60,5 +60,5 @@
     };
   }
 
-  Millrace.curves = { curves };
+  Rollmill.curves = { curves };
 })();

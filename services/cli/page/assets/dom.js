@@ -1,6 +1,6 @@
 // Makes elements and formats numbers. Text of a run becomes a text node, never markup.
 
-const Millrace = {}; // by file: what it gives to those after it
+const Rollmill = {}; // by file: what it gives to those after it
 
 (() => {
   "use strict";
@@ -107,5 +107,5 @@ const Millrace = {}; // by file: what it gives to those after it
     return el("span", { class: `pill ${reward > 0 ? "good" : reward < 0 ? "bad" : "zero"}` }, num(reward, 2));
   }
 
-  Millrace.dom = { el, svg, put, known, num, percent, bytes, seconds, clock, words, card, note, table, choice, pill };
+  Rollmill.dom = { el, svg, put, known, num, percent, bytes, seconds, clock, words, card, note, table, choice, pill };
 })();

@@ -3,9 +3,9 @@
 (() => {
   "use strict";
 
-  const { get } = Millrace.api;
-  const { choice, clock, el, known, note, put, seconds } = Millrace.dom;
-  const { problems } = Millrace.now;
+  const { get } = Rollmill.api;
+  const { choice, clock, el, known, note, put, seconds } = Rollmill.dom;
+  const { problems } = Rollmill.now;
 
   const KINDS = { all: "all", stall: "stalls", error: "errors", warning: "warnings", evaluation: "evaluations", other: "other" };
   const SHOWN = 300;
@@ -51,5 +51,5 @@
       el("p", {}, event.cause && el("b", {}, `${event.cause}: `), event.text, length && el("span", { class: "soft" }, ` (${length})`)));
   }
 
-  Millrace.events = { events };
+  Rollmill.events = { events };
 })();

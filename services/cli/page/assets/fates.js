@@ -3,9 +3,9 @@
 (() => {
   "use strict";
 
-  const { get } = Millrace.api;
-  const { card, choice, el, note, num, percent, put, table, words } = Millrace.dom;
-  const { problems } = Millrace.now;
+  const { get } = Rollmill.api;
+  const { card, choice, el, note, num, percent, put, table, words } = Rollmill.dom;
+  const { problems } = Rollmill.now;
 
   const COLORS = {
     trained: "work", in_training: "c0", waiting_for_a_batch: "c0", waiting_for_siblings: "c0", being_played: "c0", masked: "c4",
@@ -90,5 +90,5 @@
     ];
   }
 
-  Millrace.fates = { fates };
+  Rollmill.fates = { fates };
 })();

@@ -3,8 +3,8 @@
 (() => {
   "use strict";
 
-  const { get } = Millrace.api;
-  const { card, clock, el, known, note, num, percent, put, seconds, table, words } = Millrace.dom;
+  const { get } = Rollmill.api;
+  const { card, clock, el, known, note, num, percent, put, seconds, table, words } = Rollmill.dom;
 
   function now(place, page) {
     let last = "";
@@ -141,5 +141,5 @@
         Object.entries(one.versions).map(([policy, version]) => `${policy}@${version}`).join(" "), seconds(one.lease_left_s)]), { label: "replicas" }));
   }
 
-  Millrace.now = { now, problems };
+  Rollmill.now = { now, problems };
 })();

@@ -3,10 +3,10 @@
 (() => {
   "use strict";
 
-  const { get } = Millrace.api;
-  const { conversation } = Millrace.conversation;
-  const { el, known, note, num, pill, put, words } = Millrace.dom;
-  const { problems } = Millrace.now;
+  const { get } = Rollmill.api;
+  const { conversation } = Rollmill.conversation;
+  const { el, known, note, num, pill, put, words } = Rollmill.dom;
+  const { problems } = Rollmill.now;
 
   const FIELDS = ["words", "task", "step", "min_reward", "max_reward", "min_tokens", "max_tokens", "fate", "evaluation", "task_group", "order"];
   const ORDERS = [["newest", "newest"], ["oldest", "oldest"], ["reward", "highest reward"], ["-reward", "lowest reward"], ["tokens", "longest"], ["-tokens", "shortest"]];
@@ -191,5 +191,5 @@
     return { update, key, close: () => { clearTimeout(timer); asking?.abort(); } };
   }
 
-  Millrace.rollouts = { rollouts };
+  Rollmill.rollouts = { rollouts };
 })();

@@ -4,7 +4,7 @@
 (() => {
   "use strict";
 
-  const { el, known, num } = Millrace.dom;
+  const { el, known, num } = Rollmill.dom;
 
   const PARTS = [["<think>", "</think>", "thinking"], ["<tool_call>", "</tool_call>", "tool call"], ["<tool_response>", "</tool_response>", "tool result"]];
   const AT_ONCE = 3000; // tokens that are made before the page is shown; the others follow
@@ -116,5 +116,5 @@
     return parts;
   }
 
-  Millrace.tokens = { written };
+  Rollmill.tokens = { written };
 })();

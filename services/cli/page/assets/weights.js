@@ -3,8 +3,8 @@
 (() => {
   "use strict";
 
-  const { get } = Millrace.api;
-  const { bytes, card, clock, el, note, num, put, seconds, table, words } = Millrace.dom;
+  const { get } = Rollmill.api;
+  const { bytes, card, clock, el, note, num, put, seconds, table, words } = Rollmill.dom;
 
   function weights(place, page) {
     let last = "";
@@ -50,5 +50,5 @@
     return made;
   }
 
-  Millrace.weights = { weights };
+  Rollmill.weights = { weights };
 })();

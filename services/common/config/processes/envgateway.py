@@ -105,7 +105,7 @@ class ToolConfig(Section):
 
 class ToolsConfig(Section):
     paths: list[str] = []
-    """More tools: import paths of functions with `@millrace.tool`, or of classes (`package.module:name`)."""
+    """More tools: import paths of functions with `@rollmill.tool`, or of classes (`package.module:name`)."""
     limits: dict[str, ToolConfig] = {}
     """Limits of tools by name."""
     jupyter: LiveConfig = LiveConfig()
@@ -137,7 +137,7 @@ class QueueConfig(Section):
     redis_uri: str = ""
     """Send jobs to workers over this Redis, such as redis://127.0.0.1:6379; empty: run them here. The variable REDIS_URI
     (or REDIS_URL) says the same, and keeps a password out of the recipe."""
-    redis_prefix: str = "millrace"
+    redis_prefix: str = "rollmill"
     """Begins every key in Redis; gateways and workers with the same prefix work together."""
     allow_plain_redis: bool = False
     """Use a Redis on another machine without TLS: jobs and verdicts can then be read and changed on the way."""
@@ -181,7 +181,7 @@ class HttpConfig(Section):
 
 class EnvGatewayConfig(Section):
     host: str = "127.0.0.1"
-    """Bind address. Another than loopback needs keys (`millrace keys`, docs/security.md)."""
+    """Bind address. Another than loopback needs keys (`rollmill keys`, docs/security.md)."""
     port: int = Field(default=50080, ge=0, le=65535)
     """gRPC port; 0 takes a free one. Variable: ENVGATEWAY_PORT."""
     node: int = Field(default=0, ge=0)
@@ -211,7 +211,7 @@ class EnvGatewayConfig(Section):
     """MCP servers whose tools policies may call (extra `mcp`): name -> server. `mcp:NAME` names all tools of a server, in
     `workflow.settings.tools` or a task's `environment.tools`; `mcp:NAME/TOOL` one of them."""
     environments: dict[str, str] = {}
-    """More environments: name -> import path (`package.module:Class`). A name that Millrace has itself is refused."""
+    """More environments: name -> import path (`package.module:Class`). A name that Rollmill has itself is refused."""
     alfworld: AlfworldConfig = AlfworldConfig()
     """The environment `alfworld` (extra `alfworld`)."""
     textworld: TextworldConfig = TextworldConfig()

@@ -1,4 +1,4 @@
-"""The sizes of an embedded engine's KV cache, for the engine and for `millrace check`."""
+"""The sizes of an embedded engine's KV cache, for the engine and for `rollmill check`."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class RolloutConfig(Section):
     masked_window: int = Field(default=512, ge=8)
     """Rollouts over which `max_masked_share` is taken; the check begins when half of them have ended."""
     timing: bool = True
-    """Keep the timed phases of the rollout with each record, for `millrace trace`."""
+    """Keep the timed phases of the rollout with each record, for `rollmill trace`."""
 
     @model_validator(mode="after")
     def _rewards_are_used(self) -> RolloutConfig:
@@ -68,7 +68,7 @@ class RolloutConfig(Section):
 
 class OrchestratorConfig(Section):
     host: str = "127.0.0.1"
-    """Bind address. Another than loopback needs keys (`millrace keys`, docs/security.md)."""
+    """Bind address. Another than loopback needs keys (`rollmill keys`, docs/security.md)."""
     port: int = Field(default=50050, ge=0, le=65535)
     """gRPC port; 0 takes a free one. Variable: ORCHESTRATOR_PORT."""
     lease_s: float = Field(default=30.0, gt=0)
@@ -101,7 +101,7 @@ class ScriptedEngineConfig(Section):
 class ForcedEngineConfig(Section):
     script: str | None = None
     """The texts of the policies: a built-in workflow's name, or the import path of a function from a cue
-    (`millrace.Cue`) to text. Left out, the built-in one of the recipe's workflow."""
+    (`rollmill.Cue`) to text. Left out, the built-in one of the recipe's workflow."""
     right_share: float = Field(default=0.5, ge=0, le=1)
     """Share of rollouts in which the built-in scripts give the reference answer or the expert's actions."""
     num_words: int = Field(default=8, ge=0)
@@ -132,14 +132,14 @@ def _known_engine(name: str) -> str:
 
 class InferenceConfig(Section):
     host: str = "127.0.0.1"
-    """Bind address. Another than loopback needs keys (`millrace keys`, docs/security.md)."""
+    """Bind address. Another than loopback needs keys (`rollmill keys`, docs/security.md)."""
     port: int = Field(default=50061, ge=0, le=65535)
     """gRPC port; 0 takes a free one."""
     engine: Annotated[str, AfterValidator(_known_engine)] = "torch"
     """`torch`: embedded, CPU or one GPU. `forced`: the replay engine, which emits the tokens of a script instead of
     sampling, for trying a recipe without a trained model. `scripted`: no model, for tests and simulations. `sglang`,
     `vllm`: servers on many GPUs. Any other by the import path of its class, such as `my_engine:Engine`
-    (`millrace.Engine`)."""
+    (`rollmill.Engine`)."""
     engine_settings: dict[str, Any] = {}
     """`setup.settings` of an engine that is named by import path."""
     policies: list[str] = []
@@ -163,7 +163,7 @@ class InferenceConfig(Section):
     """Decoding steps of an embedded engine on a GPU: `graph` replays CUDA graphs, `compiled` generates fused kernels with
     torch.compile before (needs a C++ compiler, and a minute at the first step), `eager` calls each kernel. On a CPU: `eager`."""
     node: int = Field(default=0, ge=0)
-    """The node of this service. `millrace run` starts the processes of node 0 and prints the commands for the others."""
+    """The node of this service. `rollmill run` starts the processes of node 0 and prints the commands for the others."""
     gpus: list[Annotated[int, Field(ge=0)]] = []
     """GPUs of its node for its exclusive use, counted among those that CUDA_VISIBLE_DEVICES shows; empty: all of these.
     Variable: INFERENCE_<NAME>_GPUS."""
@@ -241,7 +241,7 @@ class LaunchConfig(Section):
     stop_grace_s: float = Field(default=20.0, gt=0)
     """A process that does not stop by itself within this is killed."""
     gpu_memory_gib: float = Field(default=80.0, gt=0)
-    """Memory of each GPU. `millrace check` and `millrace run` refuse a layout that cannot fit."""
+    """Memory of each GPU. `rollmill check` and `rollmill run` refuse a layout that cannot fit."""
     chosen_ports: list[str] = []
     """Written by the launch: the settings whose port 0 it replaced with a free port. A run on one machine that goes on takes
     another port in place of one of these that another program holds by then."""

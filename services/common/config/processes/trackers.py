@@ -15,7 +15,7 @@ class Tracker(enum.StrEnum):
 
     @property
     def module(self) -> str | None:
-        """The module that must be importable; None for TensorBoard, whose files Millrace writes itself."""
+        """The module that must be importable; None for TensorBoard, whose files Rollmill writes itself."""
         return _MODULES[self]
 
 
@@ -30,7 +30,7 @@ _MODULES = {
 def missing_packages(trackers: Iterable[Tracker]) -> list[str]:
     """One line for each tracker whose package is not installed, with the command that installs it."""
     return [
-        f"run.trackers has {tracker}, whose package is not installed here: pip install 'millrace[{tracker}]', or leave "
+        f"run.trackers has {tracker}, whose package is not installed here: pip install 'rollmill[{tracker}]', or leave "
         f"{tracker} out"
         for tracker in trackers
         if tracker.module is not None and not _is_installed(tracker.module)

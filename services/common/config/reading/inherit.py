@@ -15,14 +15,14 @@ from services.common.config.data import SOURCES
 from services.common.config.reading.defaults import merge
 from services.common.errors import ConfigError
 
-RECIPES = Path(__file__).resolve().parents[4] / "recipes"  # those that come with Millrace
+RECIPES = Path(__file__).resolve().parents[4] / "recipes"  # those that come with Rollmill
 # Settings of a dataset that belong to its source; the others (limit, samples_per_task, ...) are kept.
 _OF_SOURCE = (*SOURCES, "size", "settings", "subset", "split", "form", "id_field", "columns")
 
 
 def parent_of(file: Path, extends: object) -> Path:
     """The file that ``extends`` in ``file`` means: a path relative to the file, or the name of a recipe that comes with
-    Millrace, such as ``base`` or ``quickstart``.
+    Rollmill, such as ``base`` or ``quickstart``.
 
     Raises:
         ConfigError: it is neither; with the names that there are.
@@ -39,33 +39,33 @@ def parent_of(file: Path, extends: object) -> Path:
         if Path(f"{beside}.yaml").is_file():
             raise ConfigError(f"{file}: extends names {extends!r}; for the file beside it write {extends}.yaml")
         raise ConfigError(
-            f"{file}: extends names {extends!r}, which is neither a file beside it nor a recipe that comes with Millrace: "
+            f"{file}: extends names {extends!r}, which is neither a file beside it nor a recipe that comes with Rollmill: "
             f"write a path, or one of {', '.join(names())}"
         )
     raise ConfigError(
         f"{file}: extends names {beside}, which does not exist: write a path relative to {file.parent}, or the name of a "
-        f"recipe that comes with Millrace, such as base"
+        f"recipe that comes with Rollmill, such as base"
     )
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` can name a recipe that comes with Millrace, because it is no path."""
+    """Whether ``text`` can name a recipe that comes with Rollmill, because it is no path."""
     return not text.endswith((".yaml", ".yml")) and "/" not in text
 
 
 def shipped_recipe(name: str) -> Path | None:
-    """The file of the recipe ``name`` that comes with Millrace, such as ``quickstart``; None if there is none."""
+    """The file of the recipe ``name`` that comes with Rollmill, such as ``quickstart``; None if there is none."""
     places = (RECIPES / f"{name}.yaml", RECIPES / name / "recipe.yaml")
     return next((place for place in places if place.is_file()), None)
 
 
 def names() -> list[str]:
-    """Names of the recipes that come with Millrace, those that only others extend included."""
+    """Names of the recipes that come with Rollmill, those that only others extend included."""
     return sorted([file.stem for file in RECIPES.glob("*.yaml")] + whole_names())
 
 
 def whole_names() -> list[str]:
-    """Names of the recipes that come with Millrace and can run."""
+    """Names of the recipes that come with Rollmill and can run."""
     return sorted(file.parent.name for file in RECIPES.glob("*/recipe.yaml"))
 
 

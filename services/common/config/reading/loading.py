@@ -43,7 +43,7 @@ def load_recipe(
     profile: Profile | None = None,
 ) -> Recipe:
     """Read and validate a recipe: a file, a directory that holds ``recipe.yaml``, or the name of a recipe that comes
-    with Millrace, such as ``quickstart``; a file or directory of that name in the current directory goes first.
+    with Rollmill, such as ``quickstart``; a file or directory of that name in the current directory goes first.
 
     ``profile`` transforms the whole recipe, and may choose other devices than the GPUs that variables name; overrides
     count before it and, but for ``data``, once more after it.
@@ -95,7 +95,7 @@ def load_resolved(run_dir: Path) -> Recipe:
     path = run_dir / RESOLVED
     if not path.is_file():
         raise ConfigError(
-            f"{run_dir} is no run directory: {RESOLVED} is missing; start a run with `millrace run RECIPE`"
+            f"{run_dir} is no run directory: {RESOLVED} is missing; start a run with `rollmill run RECIPE`"
         )
     try:
         tree = json.loads(path.read_text())
@@ -107,7 +107,7 @@ def load_resolved(run_dir: Path) -> Recipe:
         return validate(tree, source=str(path))
     except ConfigError as error:
         raise ConfigError(
-            f"{error.message}\n  If the file was not changed, another version of Millrace began this run, with other settings: "
+            f"{error.message}\n  If the file was not changed, another version of Rollmill began this run, with other settings: "
             "use that version for it, or start another run"
         ) from None
 
@@ -138,7 +138,7 @@ def _recipe_file(path: Path) -> Path:
     near = get_close_matches(file.stem, whole_names(), n=1)
     raise ConfigError(
         f"no recipe at {file}{f'; did you mean {near[0]}?' if near else ''}: name a recipe.yaml, a directory that holds one, or "
-        f"a recipe that comes with Millrace: {', '.join(whole_names())}"
+        f"a recipe that comes with Rollmill: {', '.join(whole_names())}"
     )
 
 
@@ -312,7 +312,7 @@ _OLD_PATH = re.compile(r"services(\.\w+)+:\w+(\.\w+)*")
 
 
 def read_yaml(file: Path, *, own_paths: bool = False) -> Any:
-    """The content of the file. ``own_paths``: the file is written by Millrace, so names of modules of ``services`` are
+    """The content of the file. ``own_paths``: the file is written by Rollmill, so names of modules of ``services`` are
     allowed.
 
     Raises:
@@ -331,7 +331,7 @@ def read_yaml(file: Path, *, own_paths: bool = False) -> Any:
         for key, scalar in _scalars(node, file):
             if not own_paths and _OLD_PATH.fullmatch(scalar.value):
                 raise ConfigError(
-                    f"{_line(file, scalar)}: {key or scalar.value} names {scalar.value}, an inside of Millrace: {new_name(scalar.value)}"
+                    f"{_line(file, scalar)}: {key or scalar.value} names {scalar.value}, an inside of Rollmill: {new_name(scalar.value)}"
                 )
         return loader.construct_document(node)
     except yaml.YAMLError as error:

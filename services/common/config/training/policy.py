@@ -230,7 +230,7 @@ class WeightsConfig(Section):
     spill_directory: str | None = None
     """Where snapshots go when /dev/shm is full; left out, `snapshots/` in the run directory."""
     host: str = "127.0.0.1"
-    """Bind address of the publisher. Another than loopback needs keys (`millrace keys`, docs/security.md)."""
+    """Bind address of the publisher. Another than loopback needs keys (`rollmill keys`, docs/security.md)."""
     port: int = Field(default=19861, ge=0, le=65535)
     """Port of the publisher's WeightService; 0 takes a free one."""
 

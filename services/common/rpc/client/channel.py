@@ -65,15 +65,15 @@ DEADLINES: dict[str, float | None] = {
 # Repeating these is harmless, so the channel waits for the peer (up to the call's deadline) and retries UNAVAILABLE.
 # The others are retried by their callers, which know the work done already, or not at all.
 RETRIED: dict[str, tuple[str, ...]] = {
-    "millrace.v1.PoolService": ("ReportReplica",),
-    "millrace.v1.TrainingService": ("ReportTrainer", "PublishVersion"),
-    "millrace.v1.WeightService": ("GetManifest",),
-    "millrace.v1.EnvironmentService": ("CreateEpisode", "StepEpisode", "ListEnvironments"),
-    "millrace.v1.CodeExecutionService": ("ExecuteCode",),
-    "millrace.v1.JudgeService": ("Judge",),
-    "millrace.v1.RewardService": ("ComputeReward",),
-    "millrace.v1.StatusService": ("GetStatus",),
-    "millrace.v1.RunService": ("GetRun", "PauseRun", "ResumeRun", "StopRun", "DrainReplica", "StartEvaluation"),
+    "rollmill.v1.PoolService": ("ReportReplica",),
+    "rollmill.v1.TrainingService": ("ReportTrainer", "PublishVersion"),
+    "rollmill.v1.WeightService": ("GetManifest",),
+    "rollmill.v1.EnvironmentService": ("CreateEpisode", "StepEpisode", "ListEnvironments"),
+    "rollmill.v1.CodeExecutionService": ("ExecuteCode",),
+    "rollmill.v1.JudgeService": ("Judge",),
+    "rollmill.v1.RewardService": ("ComputeReward",),
+    "rollmill.v1.StatusService": ("GetStatus",),
+    "rollmill.v1.RunService": ("GetRun", "PauseRun", "ResumeRun", "StopRun", "DrainReplica", "StartEvaluation"),
 }
 
 KEEPALIVE: list[tuple[str, Any]] = [

@@ -1,7 +1,7 @@
 """Asks a service whether it is ready; ``python -m services.common.rpc.client.health HOST:PORT`` exits with 0 when
 ready.
 
-Containers use the command as health check; the launcher asks in the same way. If ``MILLRACE_KEYS`` names keys, those of
+Containers use the command as health check; the launcher asks in the same way. If ``ROLLMILL_KEYS`` names keys, those of
 the checked process suffice.
 """
 
@@ -33,7 +33,7 @@ def is_serving(address: str) -> bool:
 
 
 def identify() -> None:
-    """Ask with the keys that ``MILLRACE_KEYS`` names, of any role. Raises ``ConfigError`` for unusable ones."""
+    """Ask with the keys that ``ROLLMILL_KEYS`` names, of any role. Raises ``ConfigError`` for unusable ones."""
     identity.configure(*sorted(SERVICES, key=lambda role: role.value), Role.OPERATOR, Role.VIEWER)
 
 

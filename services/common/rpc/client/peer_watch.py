@@ -15,7 +15,7 @@ from collections.abc import Callable
 import grpc
 import structlog
 
-from services.common.errors import MillraceError, UserError
+from services.common.errors import RollmillError, UserError
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.rpc.client.channel import channel, translated_errors
 from services.common.telemetry.accounts import PeerState
@@ -78,7 +78,7 @@ class PeerWatch:
                 except UserError as error:  # a refusal is an answer, too: the peer is alive
                     log.warning("peer.refused", peer=self.component, address=address, error=error.message)
                     self._heard(address, status_pb2.GetStatusResponse())
-                except MillraceError as error:
+                except RollmillError as error:
                     self._missed(address, asked, error.message)
                 except grpc.aio.UsageError:
                     return  # the channel was closed under us: the process is leaving

@@ -6,7 +6,7 @@ import time
 
 import grpc
 
-from services.common.errors import AccessError, DeadlineError, InfrastructureError, MillraceError
+from services.common.errors import AccessError, DeadlineError, InfrastructureError, RollmillError
 from services.common.rpc.client.channel import ServiceChannel
 from services.common.security.handshake import refusal
 
@@ -15,7 +15,7 @@ LOOK_EVERY_S = 5.0
 _looked_at: dict[str, float] = {}
 
 
-async def refusal_behind(error: MillraceError, connection: grpc.aio.Channel) -> AccessError | None:
+async def refusal_behind(error: RollmillError, connection: grpc.aio.Channel) -> AccessError | None:
     """The refusal of which a failed call is the consequence: wrong, expired or missing keys on either side.
 
     None when there is none, and for calls that fail within ``LOOK_EVERY_S`` of a look at the same address.

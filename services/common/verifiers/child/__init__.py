@@ -1,1 +1,1 @@
-"""The program that another interpreter runs: it imports the standard library and ``verifiers``, nothing of Millrace."""
+"""The program that another interpreter runs: it imports the standard library and ``verifiers``, nothing of Rollmill."""

@@ -1,4 +1,4 @@
-"""The process of one verifiers environment: loads it, lists its tasks, and plays its episodes against Millrace's endpoint.
+"""The process of one verifiers environment: loads it, lists its tasks, and plays its episodes against Rollmill's endpoint.
 
     stdin: questions --> tasks of one event loop --> stdout: answers (``messages``)
                             | environment, harness, tools
@@ -24,8 +24,8 @@ from typing import Any
 
 from messages import Ask, Failed, FailureKind, Opened, Played, Reply
 
-SESSION_HEADER = "X-Millrace-Session"
-_CHAT = "millrace_chat"
+SESSION_HEADER = "X-Rollmill-Session"
+_CHAT = "rollmill_chat"
 # Errors by the names of verifiers' classes: of machines and peers. The other ones are of the environment's own code.
 _INFRASTRUCTURE = {"SandboxError", "TunnelError", "InterceptionError", "ProviderError"}
 _SHOWN_CHARACTERS = 2000
@@ -70,7 +70,7 @@ class Service:
         except ModuleNotFoundError as error:
             if error.name == "verifiers.v1":
                 raise RuntimeError(
-                    "the installed verifiers has no verifiers.v1: Millrace needs version 0.4 or newer"
+                    "the installed verifiers has no verifiers.v1: Rollmill needs version 0.4 or newer"
                 ) from None
             raise
         config = _configuration(name, arguments)
@@ -120,7 +120,7 @@ class Service:
         task = kind(kind.data_type().model_validate(question["task"]), self._env.config.taskset.task)
         client = EvalClientConfig(
             base_url=question["base_url"],
-            api_key_var="MILLRACE_NO_KEY",  # the session is the header
+            api_key_var="ROLLMILL_NO_KEY",  # the session is the header
             headers={SESSION_HEADER: question["session"]},
         )
         (slot,) = self._env.slots(task)
@@ -184,7 +184,7 @@ def _configuration(name: str, arguments: dict[str, Any]) -> Any:
             chosen.setdefault("runtime", {"type": "subprocess"})
         if info.default.harness is None and default_harness_id(taskset["id"]) == "bash":
             chosen.setdefault("harness", {"id": _CHAT})
-        # An episode that the package plays again would leave its first tokens in the rollout; Millrace plays it again itself.
+        # An episode that the package plays again would leave its first tokens in the rollout; Rollmill plays it again itself.
         chosen["retries"] = {}
         config[seat] = chosen
     config["retries"] = {}

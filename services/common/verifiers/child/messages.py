@@ -1,4 +1,4 @@
-"""Messages between Millrace and the process of a verifiers environment: one JSON object per line, both ways.
+"""Messages between Rollmill and the process of a verifiers environment: one JSON object per line, both ways.
 
     to the process                                   from it
     {"ask": "open", "environment", "arguments"}      {"opened": {"version", "agents", "endless"}} | {"failed": {...}}

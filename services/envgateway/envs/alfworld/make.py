@@ -37,7 +37,7 @@ def package_data() -> Path:
     """
     spec = importlib.util.find_spec("alfworld")
     if spec is None or spec.origin is None:
-        raise ConfigError("ALFWorld's engine is not installed: pip install 'millrace[alfworld]'")
+        raise ConfigError("ALFWorld's engine is not installed: pip install 'rollmill[alfworld]'")
     return Path(spec.origin).parent / "data"
 
 

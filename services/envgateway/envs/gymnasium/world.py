@@ -17,7 +17,7 @@ from services.common.errors import ConfigError, InvalidRequestError, UserError
 from services.common.importing import load_object
 from services.envgateway.envs.base import EndStatus, Environment, Observation, StepResult
 
-MISSING = "the package gymnasium is not installed here: pip install 'millrace[gymnasium]'"
+MISSING = "the package gymnasium is not installed here: pip install 'rollmill[gymnasium]'"
 _SEEDS = 2**31
 
 Reader = Callable[[str], Any]  # None: no action

@@ -27,7 +27,7 @@ _SCRIPT = "tw-make"
 class GameMaker:
     def __init__(self, cache: Path | None, timeout_s: float) -> None:
         """``cache`` left out: a folder of this user's below the system's temporary one."""
-        self._cache = cache or Path(tempfile.gettempdir()) / f"millrace-textworld-{os.getuid()}"
+        self._cache = cache or Path(tempfile.gettempdir()) / f"rollmill-textworld-{os.getuid()}"
         self._timeout_s = timeout_s
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._shared: SharedCalls[Path] = SharedCalls(max_stored=0)

@@ -38,7 +38,7 @@ def spacy_tagger(model: str) -> Tagger:
         import spacy
     except ImportError as error:
         raise ConfigError(
-            "envgateway.webshop.tagger: spacy needs the extra webshop: pip install millrace[webshop]"
+            "envgateway.webshop.tagger: spacy needs the extra webshop: pip install rollmill[webshop]"
         ) from error
     try:
         parse: Any = spacy.load(model)

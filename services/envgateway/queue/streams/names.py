@@ -24,8 +24,8 @@ JOB_ID, GATEWAY, PAYLOAD = b"id", b"gateway", b"payload"
 class Names:
     """Keys under one prefix.
 
-    >>> Names("millrace").jobs(Lane.BATCH)
-    'millrace:jobs:batch'
+    >>> Names("rollmill").jobs(Lane.BATCH)
+    'rollmill:jobs:batch'
     """
 
     prefix: str

@@ -77,7 +77,7 @@ logging.getLogger("mcp").setLevel(logging.CRITICAL)  # it logs each broken conne
 _PING_S = 2.0
 _CLOSE_S = 4.0
 _MOST_PAGES = 100  # of a list of tools
-_CLIENT = Implementation(name="millrace", version="1")
+_CLIENT = Implementation(name="rollmill", version="1")
 # Raised by the package's calls for a session that is gone or a server that breaks the protocol.
 _FAILURES: tuple[type[Exception], ...] = (MCPError, RuntimeError, ValueError, OSError, anyio.ClosedResourceError, anyio.BrokenResourceError,
              anyio.EndOfStream)  # fmt: skip

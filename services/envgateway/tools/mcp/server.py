@@ -179,7 +179,7 @@ class McpServer:
             self._listed = listed
 
 
-PACKAGE_MISSING = "the package mcp is not installed here: pip install 'millrace[mcp]'"
+PACKAGE_MISSING = "the package mcp is not installed here: pip install 'rollmill[mcp]'"
 
 
 class McpSession:

@@ -20,10 +20,10 @@ from services.common.errors import (
     CapacityError,
     InfrastructureError,
     InvalidRequestError,
-    MillraceError,
     NotFoundError,
     PermissionDeniedError,
     PromptTooLongError,
+    RollmillError,
     UnauthenticatedError,
     UnknownPolicyError,
 )
@@ -111,7 +111,7 @@ class AnswerWriter(ABC):
         return None
 
     @abstractmethod
-    def fail(self, error: MillraceError) -> Iterable[bytes]:
+    def fail(self, error: RollmillError) -> Iterable[bytes]:
         """Events of a turn that failed after the first event."""
 
 
@@ -149,7 +149,7 @@ class Dialect:
     counts: str | None = None
     counted: Callable[[int], dict[str, Any]] = lambda count: {"input_tokens": count}
 
-    def refused(self, error: MillraceError) -> tuple[int, dict[str, Any]]:
+    def refused(self, error: RollmillError) -> tuple[int, dict[str, Any]]:
         """Status and body of an error."""
         return self.refusal(refusal_of(error))
 
@@ -164,7 +164,7 @@ def validated(kind: type[Fields], given: Any) -> Fields:
         raise InvalidRequestError(f"{where}: {first['msg']}", param=where) from None
 
 
-def refusal_of(error: MillraceError) -> Refusal:
+def refusal_of(error: RollmillError) -> Refusal:
     status, code = 500, error.reason.lower()
     if isinstance(error, UnknownSessionError):
         status, code = 401, "unknown_session"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from services.common.errors import InvalidRequestError, MillraceError
+from services.common.errors import InvalidRequestError, RollmillError
 from services.common.text.chat import Chat, Message
 from services.common.text.special_text import joined_parts
 from services.inference.endpoint.dialects.base import (
@@ -156,7 +156,7 @@ class ChatWriter(AnswerWriter):
             yield event({**self._fields("chat.completion.chunk"), "choices": [], "usage": _usage(turn)})
         yield b"data: [DONE]\n\n"
 
-    def fail(self, error: MillraceError) -> Iterable[bytes]:
+    def fail(self, error: RollmillError) -> Iterable[bytes]:
         yield event(CHAT.refused(error)[1])
         yield b"data: [DONE]\n\n"
 

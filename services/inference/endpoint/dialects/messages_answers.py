@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.inference.endpoint.dialects.base import Refusal, event, refusal_of
 from services.inference.endpoint.dialects.blocks import BlockWriter, Kind, texts_of
 from services.inference.workflows.agents.chat_messages import Call
@@ -41,7 +41,7 @@ class MessagesWriter(BlockWriter):
         yield _event("message_start", message=self._message([], {"input_tokens": 0, "output_tokens": 0}))
         yield _event("ping")
 
-    def fail(self, error: MillraceError) -> Iterable[bytes]:
+    def fail(self, error: RollmillError) -> Iterable[bytes]:
         yield event(anthropic_refusal(refusal_of(error))[1], "error")
 
     def begin_block(self, kind: Kind) -> Iterable[bytes]:

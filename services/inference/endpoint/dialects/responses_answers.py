@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.text.chat import Chat
 from services.inference.endpoint.dialects.base import event, refusal_of
 from services.inference.endpoint.dialects.blocks import BlockWriter, Kind, texts_of
@@ -43,7 +43,7 @@ class ResponsesWriter(BlockWriter):
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
-    def fail(self, error: MillraceError) -> Iterable[bytes]:
+    def fail(self, error: RollmillError) -> Iterable[bytes]:
         refusal = refusal_of(error)
         told = {"code": "server_error", "message": refusal.message}
         yield self._event("response.failed", response=self._response("failed", error=told))

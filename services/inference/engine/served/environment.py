@@ -22,9 +22,9 @@ def python_variable(engine: str) -> str:
     """The variable that names the interpreter of an engine's package.
 
     >>> python_variable("sglang")
-    'MILLRACE_SGLANG_PYTHON'
+    'ROLLMILL_SGLANG_PYTHON'
     """
-    return f"MILLRACE_{engine.upper()}_PYTHON"
+    return f"ROLLMILL_{engine.upper()}_PYTHON"
 
 
 def interpreter(engine: str, setting: str | None, environment: Mapping[str, str] = os.environ) -> str:
@@ -76,7 +76,7 @@ def own_arguments(engine: str, extra: Mapping[str, Argument], ours: Collection[s
     """The recipe's arguments of a program, with underscores. ``ConfigError`` for one of ``ours``."""
     if mistaken := [key for key in extra if _plain(key) in ours]:
         raise ConfigError(
-            f"{engine}.extra_arguments names {', '.join(mistaken)}, which Millrace sets itself: remove them"
+            f"{engine}.extra_arguments names {', '.join(mistaken)}, which Rollmill sets itself: remove them"
         )
     return {_plain(key): value for key, value in extra.items()}
 

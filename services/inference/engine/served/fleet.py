@@ -18,7 +18,7 @@ from functools import partial
 import structlog
 
 from services.common.aio import TaskOwner, backoff, deadline
-from services.common.errors import InfrastructureError, MillraceError
+from services.common.errors import InfrastructureError, RollmillError
 from services.inference.engine.served.server import Server
 from services.inference.engine.served.stage import Stage
 from services.inference.engine.served.transfer import Transfer
@@ -124,7 +124,7 @@ class Fleet:
         async def ask(server: Server) -> None:
             try:
                 await action(server)
-            except MillraceError as error:
+            except RollmillError as error:
                 log.error("engine_server.does_not_follow", server=server.name, error=error.message)
                 server.end()
 
@@ -185,7 +185,7 @@ class Fleet:
                 await asyncio.sleep(delay)
                 try:
                     await self._bring_up(server)
-                except (MillraceError, OSError) as error:
+                except (RollmillError, OSError) as error:
                     exit_message = str(error)
 
     def _give_up(self, server: Server, exit_message: str) -> None:
@@ -208,7 +208,7 @@ class Fleet:
     async def _observe(self, server: Server) -> None:
         try:
             load = await server.client.load()
-        except MillraceError as error:
+        except RollmillError as error:
             log.debug("engine_server.no_load", server=server.name, error=error.message)
             return
         server.window.observe(
@@ -218,11 +218,11 @@ class Fleet:
     async def _check(self, server: Server) -> None:
         try:
             await server.check()
-        except MillraceError as error:
+        except RollmillError as error:
             log.debug("engine_server.check_failed", server=server.name, error=error.message)
 
     async def _abort(self, server: Server, rid: str) -> None:
         try:
             await server.client.abort(rid)
-        except MillraceError as error:
+        except RollmillError as error:
             log.debug("engine_server.abort_failed", server=server.name, error=error.message)

@@ -191,7 +191,7 @@ def _explained(output: str, hints: Sequence[tuple[str, str]]) -> str:
 
 def _private_file(text: str) -> Path:
     """A file that only its owner may read, for text that must not be on a command line or in a log."""
-    descriptor, name = tempfile.mkstemp(prefix="millrace-server-", suffix=".yaml")
+    descriptor, name = tempfile.mkstemp(prefix="rollmill-server-", suffix=".yaml")
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
     return Path(name)

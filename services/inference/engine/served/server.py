@@ -11,7 +11,7 @@ import time
 
 import structlog
 
-from services.common.errors import DeadlineError, InfrastructureError, MillraceError
+from services.common.errors import DeadlineError, InfrastructureError, RollmillError
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.served.balance import Window
 from services.inference.engine.served.client import PauseMode, ServerClient
@@ -108,7 +108,7 @@ class Server:
                 pause_s=round(paused_s, 4),
                 load_s=round(loaded_s, 4),
             )
-        except MillraceError as error:
+        except RollmillError as error:
             log.error("engine_server.switch_failed", server=self.name, version=version, error=error.message)
             self.end()
             return None
@@ -128,7 +128,7 @@ class Server:
             self.switches += 1
             began = time.perf_counter()
             await self.client.abort_all()
-        except MillraceError as error:
+        except RollmillError as error:
             log.error("engine_server.switch_failed", server=self.name, version=version, error=error.message)
             self.end()
             return None

@@ -119,7 +119,7 @@ def place_stage(wanted: str | None, fallback: Path, name: str, size_bytes: int) 
             place.mkdir(parents=True, exist_ok=True)
             _remove_stale(place)
             if shutil.disk_usage(place).free >= needed and os.access(place, os.W_OK):
-                return place / f"millrace-stage-{os.getpid()}-{name}"
+                return place / f"rollmill-stage-{os.getpid()}-{name}"
         except OSError as error:
             log.warning("engine_server.no_stage", place=str(place), error=str(error))
     raise ConfigError(
@@ -129,7 +129,7 @@ def place_stage(wanted: str | None, fallback: Path, name: str, size_bytes: int) 
 
 
 def _remove_stale(place: Path) -> None:
-    for old in place.glob("millrace-stage-*-*"):
+    for old in place.glob("rollmill-stage-*-*"):
         pid = old.name.split("-")[2]
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(old, ignore_errors=True)

@@ -70,7 +70,7 @@ class BroadcastTransfer:
         return ""
 
     async def _form(self, client: SglangClient) -> _Group:
-        name = f"millrace-{next(_numbers)}"
+        name = f"rollmill-{next(_numbers)}"
         store = dist.TCPStore(
             "127.0.0.1", 0, self._num_ranks + 1, True, timedelta(seconds=GROUP_TIMEOUT_S), wait_for_workers=False
         )

@@ -24,7 +24,7 @@ import numpy as np
 import structlog
 import torch
 
-from services.common.errors import InfrastructureError, InvalidRequestError, MillraceError
+from services.common.errors import InfrastructureError, InvalidRequestError, RollmillError
 from services.common.records.kept_tokens import KeptRow, pack
 from services.common.records.types import Segment
 from services.common.telemetry.log_events import LogEvent
@@ -52,7 +52,7 @@ class Entry:
     """A request inside the engine. ``done`` is called once, with the generation or the error."""
 
     request: GenerationRequest
-    done: Callable[[Generation | MillraceError], None]
+    done: Callable[[Generation | RollmillError], None]
     marks: list[tuple[int, int, bool]] = field(default_factory=list)  # (first position, version, mixed cache)
     slot: int = -1
     kept: list[KeptRow] = field(default_factory=list)  # of the first generated tokens only

@@ -23,7 +23,7 @@ import structlog
 import torch
 
 from services.common.aio import deadline
-from services.common.errors import DeadlineError, InfrastructureError, MillraceError
+from services.common.errors import DeadlineError, InfrastructureError, RollmillError
 from services.common.records.types import Logprobs
 from services.common.system.parking import return_freed_memory
 from services.inference.engine.base import EngineHealth, Generation, GenerationRequest, KvPolicy, ScoreRequest
@@ -123,7 +123,7 @@ class TorchEngine:
         check_score_request(request, context_length=self._context_length, vocab_size=self._core.decoder.vocab_size)
         # No deadline here: earlier steps and requests come first, and the rollout has a time limit.
         found = await self._call("score", lambda: self._score(request), bounded=False, computes=True)
-        assert not isinstance(found, MillraceError)  # such an answer is raised
+        assert not isinstance(found, RollmillError)  # such an answer is raised
         return found
 
     async def abort(self, request_id: str) -> None:
@@ -261,7 +261,7 @@ class TorchEngine:
         with self._changed:
             self._changed.wait_for(lambda: self._stopping or bool(self._inbox), timeout=seconds)
 
-    def _score(self, request: ScoreRequest) -> Logprobs | MillraceError:
+    def _score(self, request: ScoreRequest) -> Logprobs | RollmillError:
         decoder = self._core.decoder
         found = decoder.score(
             torch.from_numpy(request.token_ids.astype(np.int64)).to(decoder.device),
@@ -279,13 +279,13 @@ class TorchEngine:
             self._core.decoder.release()
             return_freed_memory()
 
-    def _restore(self, update: WeightUpdate) -> MillraceError | None:
+    def _restore(self, update: WeightUpdate) -> RollmillError | None:
         decoder = self._core.decoder
         try:
             if self._released:
                 decoder.restore()
             self._core.update(decoder.prepare(update), recompute=True)
-        except MillraceError as error:
+        except RollmillError as error:
             return error
         self._released = False
         # They came while there was nothing to compute with.
@@ -322,7 +322,7 @@ def _settle(outcomes: list[tuple[_Waiter, Any]]) -> None:
     for waiter, outcome in outcomes:
         if waiter.future.done():
             continue  # cancelled meanwhile
-        if isinstance(outcome, MillraceError):
+        if isinstance(outcome, RollmillError):
             waiter.future.set_exception(outcome)
         else:
             waiter.future.set_result(outcome)

@@ -49,13 +49,13 @@ OURS = (
 
 HINTS = (
     (
-        r"lacks what Millrace relies on",
+        r"lacks what Rollmill relies on",
         "this vLLM has another interface than the one that the engine is written for: install the version that "
         "`make vllm-env` pins",
     ),
     (
         r"No module named ['\"]?vllm",
-        "this interpreter has no vLLM: name one that has with vllm.python or MILLRACE_VLLM_PYTHON",
+        "this interpreter has no vLLM: name one that has with vllm.python or ROLLMILL_VLLM_PYTHON",
     ),
     (
         r"unrecognized arguments?:? .*|invalid choice: .*|argument --\S+: .*",
@@ -139,7 +139,7 @@ def server_commands(
         "tokens_only": True,
         "enable_prompt_tokens_details": True,
         "worker_extension_cls": "staged.Extension",
-        "weight_transfer_config": json.dumps({"backend": "millrace_stage"}),
+        "weight_transfer_config": json.dumps({"backend": "rollmill_stage"}),
         "middleware": "guard.KeyRequired",
         "host": "127.0.0.1",
         "uvicorn_log_level": "warning",

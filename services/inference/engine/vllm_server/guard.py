@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-KEY = "MILLRACE_SERVER_KEY"  # the variable in which the launcher gives the key
+KEY = "ROLLMILL_SERVER_KEY"  # the variable in which the launcher gives the key
 OPEN_PATH = "/health"
 
 Scope = MutableMapping[str, Any]

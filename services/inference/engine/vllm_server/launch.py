@@ -33,7 +33,7 @@ def main() -> None:
         import vllm
 
         version = getattr(vllm, "__version__", "of unknown version")
-        sys.exit(f"vLLM {version} lacks what Millrace relies on: {'; '.join(lacking)}")
+        sys.exit(f"vLLM {version} lacks what Rollmill relies on: {'; '.join(lacking)}")
     import importlib
 
     importlib.import_module(interface.SERVER).main()

@@ -31,7 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-NAME = "millrace_stage"
+NAME = "rollmill_stage"
 _PACKED = "cpu_linear"  # the attribute with a packed matrix
 _PROBES = 4  # rows of hidden states that a head is tried with
 _WRONG = 0.05  # difference of a head's outputs, relative to their size; bf16 rounds by .01

@@ -10,7 +10,7 @@ import select
 import signal
 import threading
 
-SERVER = "MILLRACE_SERVER_PID"  # the variable in which the launcher gives its process id
+SERVER = "ROLLMILL_SERVER_PID"  # the variable in which the launcher gives its process id
 
 
 def end_with_server() -> None:

@@ -39,8 +39,8 @@ async def run_command(
         "OPENAI_API_KEY": session,  # the session, for clients that send no other header
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # its client adds /v1
         "ANTHROPIC_API_KEY": session,
-        "MILLRACE_SESSION": session,
-        **{f"MILLRACE_{name.upper()}": str(seed) for name, seed in seeds.items()},
+        "ROLLMILL_SESSION": session,
+        **{f"ROLLMILL_{name.upper()}": str(seed) for name, seed in seeds.items()},
     }
     if shutil.which(command[0]) is None:
         raise AgentFailedError(f"the agent {command[0]} cannot be started: there is no such program")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from services.common.errors import InfrastructureError, InvalidRequestError, MillraceError, PromptTooLongError
+from services.common.errors import InfrastructureError, InvalidRequestError, PromptTooLongError, RollmillError
 from services.common.records.kept_tokens import WHOLE, pack
 from services.common.records.types import LEAST_TRAINED_TEMPERATURE, Purpose, Sampling, StopReason
 from services.common.records.types import Sequence as TokenSequence
@@ -55,7 +55,7 @@ class CapturedSession:
         then has its sampling parameters, and is trained under them."""
         self.policies = policies
         self.default_policy = default_policy or (next(iter(policies)) if len(policies) == 1 else None)
-        self.failure: MillraceError | None = None  # of the infrastructure; an agent may have swallowed the error
+        self.failure: RollmillError | None = None  # of the infrastructure; an agent may have swallowed the error
         self.last: Thread | None = None
         self.reward: float | None = None  # that the agent told for the whole rollout
         self._sampling = sampling

@@ -47,7 +47,7 @@ class ExternalAgentSettings(SessionSettings):
     `seed` (this rollout's) and `episode_seed` (the task group's) are passed if the function has them."""
     command: list[str] = []
     """Instead of `agent`: a program and its arguments. The program reads the task as JSON from stdin, and OPENAI_BASE_URL,
-    OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, MILLRACE_SESSION, MILLRACE_SEED and MILLRACE_EPISODE_SEED from its environment; `{"reward": ...}` as its
+    OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, ROLLMILL_SESSION, ROLLMILL_SEED and ROLLMILL_EPISODE_SEED from its environment; `{"reward": ...}` as its
     last line is its reward."""
     arguments: dict[str, Any] = {}
     """Further keyword arguments of the function."""

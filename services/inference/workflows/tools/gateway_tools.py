@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.common.errors import MillraceError
+from services.common.errors import RollmillError
 from services.common.records.types import Task
 from services.common.text.tool_calls import STATUS_METRIC
 from services.common.tools import ToolResult
@@ -44,7 +44,7 @@ class GatewayTools:
         if self._episode_id:
             try:
                 await gateway.close(self._episode_id)
-            except MillraceError:  # the lease ends the episode, and the rollout has its result
+            except RollmillError:  # the lease ends the episode, and the rollout has its result
                 return
 
 

@@ -74,7 +74,7 @@ def sizes_in(directory: Path) -> dict[Place, int]:
                     found[match[1], int(match[2])] = size
             elif _OLD_NAME.match(entry.name):
                 raise ConfigError(
-                    f"the journal in {directory} has plain jsonl segments ({entry.name}), which millrace wrote before its "
+                    f"the journal in {directory} has plain jsonl segments ({entry.name}), which rollmill wrote before its "
                     "segments were compressed (.jsonl.zst): go on with that release, or start a new run directory"
                 )
     return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0])))

@@ -24,7 +24,7 @@ _NETWORK = (
 _DATAGRAMS = (
     "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', UDP_PORT))",
     "socket.getaddrinfo('localhost.localdomain', 80)",
-    "socket.socket(socket.AF_UNIX).connect('\\0millrace-slot-user-61000')",
+    "socket.socket(socket.AF_UNIX).connect('\\0rollmill-slot-user-61000')",
     "socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)",
     "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
     "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",

@@ -71,7 +71,7 @@ class World:
 def open_world() -> Iterator[World]:
     """Two open ports, a readable secret in a file, the same in our environment; the file must survive."""
     # not below a test's own directory, which is closed: only the sandbox may keep programs from this file
-    canary_file = Path(f"/var/tmp/millrace-{os.getpid()}-canary")
+    canary_file = Path(f"/var/tmp/rollmill-{os.getpid()}-canary")
     canary_file.write_text(CANARY)
     canary_file.chmod(0o644)
     os.environ["CANARY"] = CANARY

@@ -76,7 +76,7 @@ class Farm:
     def add_worker(self, runner: Any = None, num_slots: int = 3, max_attempts: int = 3, drain_s: float = 2.0) -> Worker:
         client = connect(self.server.uri, allow_plain=False)
         worker = Worker(
-            client, Names("millrace"), runner or self.programs, num_slots=num_slots, lease_s=self.lease_s,
+            client, Names("rollmill"), runner or self.programs, num_slots=num_slots, lease_s=self.lease_s,
             max_attempts=max_attempts, name=f"w{len(self.workers)}",
         )  # fmt: skip
         self.workers.append(worker)

@@ -179,7 +179,7 @@ async def test_a_redis_that_was_flushed_loses_no_job(farm: Farm) -> None:
 async def test_jobs_of_a_gateway_that_is_gone_are_dropped(farm: Farm) -> None:
     client = connect(farm.server.uri, allow_plain=False)
     fields: dict[Any, Any] = {"id": "j", "gateway": "gone", "payload": b"{}"}
-    await client.xadd("millrace:jobs:batch", fields)
+    await client.xadd("rollmill:jobs:batch", fields)
     worker = farm.add_worker()
     await until(lambda: worker.counts["dropped"] == 1, "it is dropped")
     await client.aclose()
@@ -189,6 +189,6 @@ async def test_jobs_of_a_gateway_that_is_gone_are_dropped(farm: Farm) -> None:
 async def assert_streams_empty(farm: Farm) -> None:
     client = connect(farm.server.uri, allow_plain=False)
     for lane in Lane:
-        assert await client.xlen(f"millrace:jobs:{lane.value}") == 0
-        assert (await client.xpending(f"millrace:jobs:{lane.value}", "workers"))["pending"] == 0
+        assert await client.xlen(f"rollmill:jobs:{lane.value}") == 0
+        assert (await client.xpending(f"rollmill:jobs:{lane.value}", "workers"))["pending"] == 0
     await client.aclose()

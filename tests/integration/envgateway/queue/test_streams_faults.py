@@ -26,19 +26,19 @@ from .conftest import Farm
 
 
 async def test_entries_of_the_same_id_in_both_lanes_are_two_jobs(farm: Farm, redis: Any) -> None:
-    await redis.set("millrace:gateway:other", 1)
+    await redis.set("rollmill:gateway:other", 1)
     for lane in Lane:
         fields = {
             "id": f"job {lane}",
             "gateway": "other",
             "payload": encode_job(ExecutionRequest(code=f"sleep 0.1 {lane}")),
         }
-        await redis.xadd(f"millrace:jobs:{lane}", fields, id="5-1")
+        await redis.xadd(f"rollmill:jobs:{lane}", fields, id="5-1")
     worker = farm.add_worker()
     await until(lambda: len(worker.held) == 2, "both are held")
     await until(lambda: worker.counts["answered"] == 2, "both are answered")
     await until(lambda: len(worker.held) == 0, "both are let go")
-    answers = await redis.xrange("millrace:results:other")
+    answers = await redis.xrange("rollmill:results:other")
     assert {fields[b"id"] for _, fields in answers} == {f"job {lane}".encode() for lane in Lane}
     assert (await farm.execute("next")).stdout == b"next"
 
@@ -67,7 +67,7 @@ async def test_jobs_of_dead_workers_do_not_wait_for_an_idle_worker(farm: Farm) -
 
 
 async def test_the_search_for_the_dead_goes_on_behind_leases_that_are_renewed(farm: Farm, redis: Any) -> None:
-    names, stream = Names("millrace"), "millrace:jobs:batch"
+    names, stream = Names("rollmill"), "rollmill:jobs:batch"
     leases = Leases(redis, names, "searching", lease_s=3.0)
     await leases.make_groups()
     for n in range(31):
@@ -80,20 +80,20 @@ async def test_the_search_for_the_dead_goes_on_behind_leases_that_are_renewed(fa
 
 
 async def test_an_entry_that_is_no_job_is_thrown_away(farm: Farm, redis: Any) -> None:
-    await redis.xadd("millrace:jobs:batch", {"what": "ever"})
-    await redis.xadd("millrace:jobs:batch", {"id": b"\xff", "gateway": "other", "payload": b"{}"})
+    await redis.xadd("rollmill:jobs:batch", {"what": "ever"})
+    await redis.xadd("rollmill:jobs:batch", {"id": b"\xff", "gateway": "other", "payload": b"{}"})
     farm.add_worker()
     assert (await farm.execute("next")).stdout == b"next"
-    assert await redis.xlen("millrace:jobs:batch") == 0
+    assert await redis.xlen("rollmill:jobs:batch") == 0
 
 
 async def test_a_worker_report_of_another_version_is_ignored(farm: Farm, redis: Any) -> None:
-    await redis.sadd("millrace:workers", "future")
-    await redis.set("millrace:worker:future", b'{"lanes": []}')
+    await redis.sadd("rollmill:workers", "future")
+    await redis.set("rollmill:worker:future", b'{"lanes": []}')
     farm.add_worker(num_slots=3)
     await until(lambda: farm.queue.gauges["queue_workers"] == 2, "both are counted")
     assert farm.queue.num_slots == 3
-    await redis.xadd(f"millrace:results:{farm.queue._streams._gateway}", {"what": "ever"})
+    await redis.xadd(f"rollmill:results:{farm.queue._streams._gateway}", {"what": "ever"})
     assert (await farm.execute("next")).stdout == b"next"
 
 
@@ -129,10 +129,10 @@ async def test_an_answer_from_a_redis_whose_clock_is_behind_is_read(farm: Farm, 
     await farm.stop(farm.workers[0])
     job = asyncio.create_task(farm.execute("second"))
     await until(lambda: farm.queue.gauges["queue_sent"] == 2, "it is sent")
-    [[_, fields]] = await redis.xrange("millrace:jobs:batch")
+    [[_, fields]] = await redis.xrange("rollmill:jobs:batch")
     await redis.flushall()
     answer = encode_result(ExecutionResult(status=RunStatus.OK, stdout=b"from the past"))
-    results = f"millrace:results:{farm.queue._streams._gateway}"
+    results = f"rollmill:results:{farm.queue._streams._gateway}"
     await redis.xadd(results, {"id": fields[b"id"], "payload": answer}, id="1-1")
     assert (await job).stdout == b"from the past"
 
@@ -159,7 +159,7 @@ async def test_a_worker_that_spoils_every_job_leaves_them_to_others(farm: Farm) 
 
 async def test_a_bug_in_a_loop_ends_the_worker_rather_than_part_of_it(farm: Farm) -> None:
     client = connect(farm.server.uri, allow_plain=False)
-    worker = Worker(client, Names("millrace"), farm.programs, num_slots=1, lease_s=0.6, max_attempts=3)
+    worker = Worker(client, Names("rollmill"), farm.programs, num_slots=1, lease_s=0.6, max_attempts=3)
 
     async def broken() -> None:
         raise TypeError("a bug")

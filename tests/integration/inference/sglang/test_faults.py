@@ -282,7 +282,7 @@ async def test_a_server_answers_its_own_service_alone_and_its_key_is_written_now
         ("server: error: unrecognized arguments: --no-such-thing 3", r"sglang\.extra_arguments"),
         ("OSError: /nowhere does not appear to have a file named config.json", r"policies\.<name>\.model\.path"),
         ("RuntimeError: CUDA error: invalid device ordinal", r"inference\.<name>\.gpus"),
-        ("ModuleNotFoundError: No module named 'sglang'", r"MILLRACE_SGLANG_PYTHON"),
+        ("ModuleNotFoundError: No module named 'sglang'", r"ROLLMILL_SGLANG_PYTHON"),
     ],
 )
 async def test_a_death_while_loading_is_told_with_its_last_words_and_what_may_help(

@@ -12,7 +12,7 @@ BEGIN, END = "<!-- permissions: begin -->\n| call | roles |\n|---|---|\n", "<!--
 
 
 def rows() -> str:
-    doors = [(f"`{service.rpartition('.')[2]}.{method}`" if service.startswith("millrace") else f"`{service}.{method}`",
+    doors = [(f"`{service.rpartition('.')[2]}.{method}`" if service.startswith("rollmill") else f"`{service}.{method}`",
               f"/{service}/{method}") for service, methods in RPCS.items() for method in methods]  # fmt: skip
     doors += [(f"HTTP: {group.replace('_', ' ')}", f"http:{group}") for group in HTTP]
     return "".join(f"| {name} | {roles(what)} |\n" for name, what in doors)

@@ -27,7 +27,7 @@ def services_of_the_protos() -> list[ServiceDescriptor]:
 def test_every_rpc_of_every_proto_is_in_the_table_and_nothing_else_of_ours() -> None:
     declared = {service.full_name: {method.name for method in service.methods} for service in services_of_the_protos()}
     assert len(declared) >= 9
-    assert {name: set(methods) for name, methods in RPCS.items() if name.startswith("millrace.")} == declared
+    assert {name: set(methods) for name, methods in RPCS.items() if name.startswith("rollmill.")} == declared
 
 
 def test_nothing_is_open_to_everybody_and_nothing_is_nobodys() -> None:
@@ -39,13 +39,13 @@ def test_nothing_is_open_to_everybody_and_nothing_is_nobodys() -> None:
     assert all(allowed(f"http:{group}") for group in HTTP)
 
 
-@pytest.mark.parametrize("what", ["/millrace.v1.RunService/Unknown", "/", "", "http:unknown", "RunService/StopRun"])
+@pytest.mark.parametrize("what", ["/rollmill.v1.RunService/Unknown", "/", "", "http:unknown", "RunService/StopRun"])
 def test_what_is_not_in_the_table_is_nobodys(what: str) -> None:
     assert allowed(what) == frozenset()
 
 
 CONTROL = [
-    f"/millrace.v1.RunService/{name}"
+    f"/rollmill.v1.RunService/{name}"
     for name in ("PauseRun", "ResumeRun", "StopRun", "DrainReplica", "StartEvaluation")
 ]
 
@@ -58,10 +58,10 @@ def test_only_operators_control_a_run(what: str) -> None:
 def test_a_viewer_only_looks() -> None:
     granted = {what for what, roles in _all() if Role.VIEWER in roles}
     assert granted == {
-        "/millrace.v1.RunService/GetRun",
-        "/millrace.v1.RunService/WatchRun",
-        "/millrace.v1.StatusService/GetStatus",
-        "/millrace.v1.EnvironmentService/ListEnvironments",
+        "/rollmill.v1.RunService/GetRun",
+        "/rollmill.v1.RunService/WatchRun",
+        "/rollmill.v1.StatusService/GetStatus",
+        "/rollmill.v1.EnvironmentService/ListEnvironments",
         "/grpc.health.v1.Health/Check",
         "/grpc.health.v1.Health/List",
         "/grpc.health.v1.Health/Watch",
@@ -71,7 +71,7 @@ def test_a_viewer_only_looks() -> None:
 
 
 def test_gateway_and_publisher_may_ask_nothing_of_the_run_but_to_be_told_of_its_end() -> None:
-    join = {"/millrace.v1.PoolService/JoinGateway"}
+    join = {"/rollmill.v1.PoolService/JoinGateway"}
     for role, more in ((Role.ENVGATEWAY, join), (Role.PUBLISHER, set())):
         assert {what for what, roles in _all() if role in roles} == {"/grpc.health.v1.Health/Check"} | more
 

@@ -70,7 +70,7 @@ def test_time_counts_with_a_leeway(now: float, refused: str | None) -> None:
 
 
 def claims(**changes: object) -> dict[str, object]:
-    said = {"iss": "millrace", "run": "r1", "role": "viewer", "iat": int(NOW), "exp": int(NOW + 60), "jti": "x"}
+    said = {"iss": "rollmill", "run": "r1", "role": "viewer", "iat": int(NOW), "exp": int(NOW + 60), "jti": "x"}
     return {name: value for name, value in {**said, **changes}.items() if value is not None}
 
 

@@ -15,7 +15,7 @@ from services.inference.engine.served.environment import interpreter, own_gpus
 from services.inference.engine.served.process import ServerCommand
 from services.inference.engine.sglang.command import server_commands
 
-PYTHON = {"MILLRACE_SGLANG_PYTHON": sys.executable}
+PYTHON = {"ROLLMILL_SGLANG_PYTHON": sys.executable}
 
 
 def commands(
@@ -64,7 +64,7 @@ def test_a_server_of_an_adapter_gets_its_rank_and_targets_and_room_for_two_versi
     assert command.argv[command.argv.index("--lora-target-modules") + 1 :] == ("k_proj", "q_proj")
     (command,) = commands(adapter=adapter)
     assert "--lora-backend" not in command.argv, "on a GPU SGLang has a better one"
-    with pytest.raises(ConfigError, match="max-lora-rank, which Millrace sets itself"):
+    with pytest.raises(ConfigError, match="max-lora-rank, which Rollmill sets itself"):
         commands(sglang={"extra_arguments": {"max-lora-rank": 64}})
 
 
@@ -115,10 +115,10 @@ def test_a_kept_cache_runs_one_step_at_a_time() -> None:
 
 
 def test_the_interpreter_is_the_setting_then_the_variable_and_must_be_there() -> None:
-    assert interpreter("sglang", sys.executable, {"MILLRACE_SGLANG_PYTHON": "/nowhere"}) == sys.executable
+    assert interpreter("sglang", sys.executable, {"ROLLMILL_SGLANG_PYTHON": "/nowhere"}) == sys.executable
     assert interpreter("sglang", None, PYTHON) == sys.executable
-    with pytest.raises(ConfigError, match="MILLRACE_SGLANG_PYTHON: there is no interpreter /nowhere"):
-        interpreter("sglang", None, {"MILLRACE_SGLANG_PYTHON": "/nowhere"})
+    with pytest.raises(ConfigError, match="ROLLMILL_SGLANG_PYTHON: there is no interpreter /nowhere"):
+        interpreter("sglang", None, {"ROLLMILL_SGLANG_PYTHON": "/nowhere"})
 
 
 def test_a_services_gpus_are_its_own_or_what_it_is_shown() -> None:

@@ -201,7 +201,7 @@ def test_a_worker_ends_with_its_server() -> None:
     server = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     worker = subprocess.Popen(
         [sys.executable, "-c", program, str(FOLDER)],
-        env={"MILLRACE_SERVER_PID": str(server.pid)},
+        env={"ROLLMILL_SERVER_PID": str(server.pid)},
         start_new_session=True,
     )
     server.kill()

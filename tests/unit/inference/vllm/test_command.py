@@ -14,7 +14,7 @@ from services.common.errors import ConfigError
 from services.inference.engine.served.process import ServerCommand
 from services.inference.engine.vllm.command import CPU_CACHE_BYTES, server_commands
 
-PYTHON = {"MILLRACE_VLLM_PYTHON": sys.executable}
+PYTHON = {"ROLLMILL_VLLM_PYTHON": sys.executable}
 QWEN3_8B = {
     "vocab_size": 151936,
     "num_hidden_layers": 36,
@@ -61,7 +61,7 @@ def test_settings_of_the_recipe_become_arguments() -> None:
     assert option(command, "--host") == "127.0.0.1"
     assert option(command, "--logprobs-mode") == "processed_logprobs"
     assert option(command, "--max-logprobs") == "1024"
-    assert json.loads(option(command, "--weight-transfer-config")) == {"backend": "millrace_stage"}
+    assert json.loads(option(command, "--weight-transfer-config")) == {"backend": "rollmill_stage"}
 
 
 def test_a_small_vocabulary_bounds_the_tokens_that_are_listed() -> None:

@@ -176,7 +176,7 @@ async def test_a_version_that_was_replayed_to_other_bits_is_told_with_who_can_pl
     with pytest.raises(VersionConflictError):
         await world.publish(1, digest="other")
     (told,) = [wait for wait in waits(world.progress_view) if "other bits" in wait]
-    assert "no replica holds a version that is new enough" in told and "millrace export" in told
+    assert "no replica holds a version that is new enough" in told and "rollmill export" in told
     await world.publish(2)
     assert not [wait for wait in waits(world.progress_view) if "other bits" in wait], "replicas fetch version 2"
 

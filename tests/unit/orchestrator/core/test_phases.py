@@ -144,7 +144,7 @@ async def test_a_run_in_which_every_rollout_fails_pauses_and_says_why(worlds: Ca
     await watch.tick()
     assert parts.control.paused
     assert "the reward is broken" in parts.dispatcher.held_back
-    assert "millrace resume" in parts.dispatcher.held_back
+    assert "rollmill resume" in parts.dispatcher.held_back
     world.core.resume()
     world.clock.now += 2
     await watch.tick()

@@ -110,7 +110,7 @@ async def test_a_recorded_batch_is_served_without_what_of_it_is_lost(worlds: Mak
     assert world.parts.counters["sequences_lost"] == 1
     reader = JournalReader(world.run_dir / "journal")
     with pytest.raises(CorruptDataError, match="lacks trajectories"):
-        read_batch(reader, "model0", 1)  # `millrace replay` compares digests, which needs the whole batch
+        read_batch(reader, "model0", 1)  # `rollmill replay` compares digests, which needs the whole batch
     reader.close()
 
 

@@ -83,12 +83,12 @@ def test_a_collector_gets_gauges_with_units_and_times(tmp_path: Path, collector:
     sink.send(rows)
     sink.close()
     by_name = {metric.name: metric for metric in collector.metrics}
-    loss = by_name["millrace.trainer.loss"]
+    loss = by_name["rollmill.trainer.loss"]
     assert [point.as_double for point in loss.gauge.data_points] == [-0.125] * 3
     assert loss.gauge.data_points[0].time_unix_nano == int(rows[0]["time"] * 1e9)
     attributes = {pair.key: pair.value for pair in loss.gauge.data_points[1].attributes}
     assert (attributes["group"].string_value, attributes["step"].int_value) == ("model0", 2)
-    assert by_name["millrace.trainer.entropy"].unit == "nat" and by_name["millrace.compute_s"].unit == "s"
+    assert by_name["rollmill.trainer.entropy"].unit == "nat" and by_name["rollmill.compute_s"].unit == "s"
 
 
 @pytest.mark.needs("opentelemetry")
@@ -134,7 +134,7 @@ def test_a_collector_that_comes_late_gets_everything(
                 break
         assert all_sent(tmp_path, "otlp")
         follower.close()
-        assert {"millrace.trainer.loss"} <= {metric.name for metric in again.metrics}
+        assert {"rollmill.trainer.loss"} <= {metric.name for metric in again.metrics}
         assert "run" in {span.name for span in again.spans}
     finally:
         again.stop()

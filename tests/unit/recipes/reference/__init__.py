@@ -6,6 +6,6 @@
     m2po.py, rstar2.py, behaviour.py   the rows
     pages.py     writes the departures into the READMEs of the families
 
-`tests/unit/recipes/test_reference.py` compares every row with the resolved recipe, and with MILLRACE_DATA_ROOT every setting
+`tests/unit/recipes/test_reference.py` compares every row with the resolved recipe, and with ROLLMILL_DATA_ROOT every setting
 of the reference's files with a row.
 """

@@ -108,7 +108,7 @@ RUN = rows(
         "experiment.fileroot", "./data-experiments/${experiment.experiment_name}/${experiment.trial_name}", "run.dir", "runs",
         "every run has its own directory there",
     ),
-    absent("the run's journal holds every trajectory; `millrace trajectories` prints them", {
+    absent("the run's journal holds every trajectory; `rollmill trajectories` prints them", {
         "dataflow.dump_dir":
             "./data-experiments/${experiment.experiment_name}/${experiment.trial_name}/rollout_dumps",
     }, of=MATH | TWO_NODES | CODE_BASELINE),
@@ -319,7 +319,7 @@ EVALUATION = rows(
     ),
     departs(
         "dataflow.eval_datasets.humaneval.path", "./astraEnv/human-eval/data/HumanEval.jsonl",
-        reading.evaluation("humaneval", "local"), "humaneval/HumanEval.jsonl", "below MILLRACE_DATA_ROOT, else fetched from the hub",
+        reading.evaluation("humaneval", "local"), "humaneval/HumanEval.jsonl", "below ROLLMILL_DATA_ROOT, else fetched from the hub",
         of=CODE,
     ),
     same(

@@ -53,7 +53,7 @@ def share_of_updates(total: int) -> Conversion:
 
 
 def below_the_data_root(value: Any, recipe: Recipe) -> str:
-    """A path there -> the same below MILLRACE_DATA_ROOT."""
+    """A path there -> the same below ROLLMILL_DATA_ROOT."""
     return str(value).removeprefix("./data-data/")
 
 

@@ -17,7 +17,7 @@ PACKING = "micro-batches are packed up to `policies.<name>.trainer.token_budget`
 TOKENIZER = (
     "the tokenizer is the model's own, read without code of its folder; sequences are packed, so there is no padding"
 )
-PRINTS = "the journal holds every trajectory; `millrace trajectories` prints them"
+PRINTS = "the journal holds every trajectory; `rollmill trajectories` prints them"
 SAMPLED = "the gradient takes the log-probabilities of the engine that sampled; nothing is computed again"
 RECOMPUTING = "belongs to the workers that recompute log-probabilities, which nothing does here"
 VLLM = "belongs to vLLM, which is used neither there nor here"
@@ -304,7 +304,7 @@ DATA_AND_REWARD = rows(
         "data.train_data_paths", ["/path/to/train.jsonl"], "data.train.name", "dapo-math-17k",
         "a path to fill in there; here the data set is named and fetched. `data.train.path` takes a file",
     ),
-    absent("rows are brought into one form when a data set is opened, `millrace data rstar2` reads both of its layouts", {
+    absent("rows are brought into one form when a data set is opened, `rollmill data rstar2` reads both of its layouts", {
         "data.type": "rstar2",
         "data.prompt_key": "prompt",
         "data.answer_key": "solutions",

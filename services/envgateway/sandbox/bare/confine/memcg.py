@@ -17,7 +17,7 @@ import signal
 import socket
 from collections.abc import Iterable
 
-_PREFIX = "millrace-sandbox-"
+_PREFIX = "rollmill-sandbox-"
 _PR_SET_PDEATHSIG = 1
 _LONGEST_ORDER = 64
 _PEAKS = ("memory.max_usage_in_bytes", "memory.memsw.max_usage_in_bytes")  # of version 1; its counts of refusals stay 0

@@ -73,7 +73,7 @@ def _run(command: list[str]) -> None:
 def _folder() -> Path:
     """The user's cache of compiled code; a temporary folder where there is none that only the user can write."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(home) / "millrace" / "native"
+    folder = Path(home) / "rollmill" / "native"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
@@ -85,7 +85,7 @@ def _folder() -> Path:
             return folder
     except OSError:  # a home that does not exist or is read-only
         pass
-    return Path(tempfile.mkdtemp(prefix="millrace-native-"))
+    return Path(tempfile.mkdtemp(prefix="rollmill-native-"))
 
 
 def _cpu() -> str:

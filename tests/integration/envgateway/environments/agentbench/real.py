@@ -1,7 +1,7 @@
 """The real AgentBench from a checkout of its repository, as processes beside ours. No part is in this tree.
 
-MILLRACE_AGENTBENCH_ROOT     the checkout: branch v0.2, or a fork that adds the task-server adapter
-MILLRACE_AGENTBENCH_PYTHON   an interpreter with its packages (pydantic 1.10, fastapi 0.101, uvicorn 0.22, aiohttp,
+ROLLMILL_AGENTBENCH_ROOT     the checkout: branch v0.2, or a fork that adds the task-server adapter
+ROLLMILL_AGENTBENCH_PYTHON   an interpreter with its packages (pydantic 1.10, fastapi 0.101, uvicorn 0.22, aiohttp,
                              requests, pyyaml, jsonlines, networkx, tqdm, gym, nltk) and alfworld
 """
 
@@ -58,9 +58,9 @@ class Checkout:
 
 def checkout(folder: Path, data: Path, games: Sequence[str]) -> Checkout:
     """Skips where there is none. Makes the task's files: its list of games and its config."""
-    root, python = os.environ.get("MILLRACE_AGENTBENCH_ROOT"), os.environ.get("MILLRACE_AGENTBENCH_PYTHON")
+    root, python = os.environ.get("ROLLMILL_AGENTBENCH_ROOT"), os.environ.get("ROLLMILL_AGENTBENCH_PYTHON")
     if not root or not python:
-        needs.unmet("AgentBench", "MILLRACE_AGENTBENCH_ROOT or MILLRACE_AGENTBENCH_PYTHON is not set")
+        needs.unmet("AgentBench", "ROLLMILL_AGENTBENCH_ROOT or ROLLMILL_AGENTBENCH_PYTHON is not set")
     import alfworld.info
 
     tasks = Path(root) / "src/server/tasks/alfworld"

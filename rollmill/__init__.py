@@ -1,14 +1,14 @@
-"""The public interface for users: ``import millrace``.
+"""The public interface for users: ``import rollmill``.
 
 The import loads the standard library alone; each name is loaded at its first use, so that a reward needs no torch and a
 loss no grpc.
 
-    millrace.Workflow, Dialogue         how policies and environment make a rollout
-    millrace.tool, Tool                 functions that a policy can call
-    millrace.Environment                a world that the gateway holds
-    millrace.TokenBatch, PolicyLoss     a loss
-    millrace.Engine                     generates tokens
-    millrace.run(recipe), Run(path)     start a run, read its files
+    rollmill.Workflow, Dialogue         how policies and environment make a rollout
+    rollmill.tool, Tool                 functions that a policy can call
+    rollmill.Environment                a world that the gateway holds
+    rollmill.TokenBatch, PolicyLoss     a loss
+    rollmill.Engine                     generates tokens
+    rollmill.run(recipe), Run(path)     start a run, read its files
 
 A reward is a function ``(task, completion) -> float`` and a data source a generator of rows: they need no class.
 """
@@ -37,8 +37,8 @@ def _use_own_services() -> None:
         if own in (Path(place).resolve() for place in loaded.__path__):
             return
         raise ImportError(
-            f"millrace needs its own package `services` ({own}), and another one is imported already "
-            f"({list(loaded.__path__)}): give that folder another name, or import millrace first"
+            f"rollmill needs its own package `services` ({own}), and another one is imported already "
+            f"({list(loaded.__path__)}): give that folder another name, or import rollmill first"
         )
     found = PathFinder.find_spec("services")
     places = [Path(place).resolve() for place in (found.submodule_search_locations or ())] if found else []
@@ -49,7 +49,7 @@ def _use_own_services() -> None:
         sys.path.remove(str(_ROOT))
     if places and own not in places:
         warnings.warn(
-            f"{places[0]} is hidden by Millrace's own package `services`: give the folder another name to import it",
+            f"{places[0]} is hidden by Rollmill's own package `services`: give the folder another name to import it",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -60,13 +60,13 @@ _use_own_services()
 from services.common.public_names import PUBLIC as _PUBLIC  # noqa: E402
 
 if TYPE_CHECKING:
-    from millrace.runs import Rows as Rows
-    from millrace.runs import Run as Run
-    from millrace.runs import run as run
+    from rollmill.runs import Rows as Rows
+    from rollmill.runs import Run as Run
+    from rollmill.runs import run as run
     from services.common.errors import ConfigError as ConfigError
     from services.common.errors import InfrastructureError as InfrastructureError
     from services.common.errors import InvalidRequestError as InvalidRequestError
-    from services.common.errors import MillraceError as MillraceError
+    from services.common.errors import RollmillError as RollmillError
     from services.common.records.dataset_rows import last_boxed as last_boxed
     from services.common.records.dataset_rows import truth_in as answer_of  # noqa: F401
     from services.common.records.types import Sampling as Sampling
@@ -100,14 +100,14 @@ if TYPE_CHECKING:
     from services.trainer.algorithms.base import log_ratio as log_ratio
     from services.trainer.algorithms.base import masked as masked
 
-_WHERE = {**_PUBLIC, "run": "millrace.runs:run", "Run": "millrace.runs:Run", "Rows": "millrace.runs:Rows"}
+_WHERE = {**_PUBLIC, "run": "rollmill.runs:run", "Run": "rollmill.runs:Run", "Rows": "rollmill.runs:Rows"}
 
 __all__ = list(_WHERE)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        raise AttributeError(f"millrace has no {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"rollmill has no {name!r}; it has {', '.join(__all__)}")
     module, _, attribute = _WHERE[name].partition(":")
     found = globals()[name] = getattr(importlib.import_module(module), attribute)
     return found

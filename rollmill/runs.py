@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def run(recipe: str | Path, *, profile: str | None = None, quiet: bool = False, **overrides: Any) -> Run:
-    """Run a recipe to its end on this node, as ``millrace run`` does, and return its metrics, trajectories and traces.
+    """Run a recipe to its end on this node, as ``rollmill run`` does, and return its metrics, trajectories and traces.
 
     ``overrides`` are settings: ``run={"steps": 3}``, or ``**{"run.steps": 3}``. ``quiet`` suppresses output. Call it in
     the main thread, below ``if __name__ == "__main__":``.
@@ -33,7 +33,7 @@ def run(recipe: str | Path, *, profile: str | None = None, quiet: bool = False, 
         InfrastructureError, DeadlineError: a process failed, with its last lines.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("millrace.run waits for Ctrl-C and SIGTERM: call it in the main thread")
+        raise ConfigError("rollmill.run waits for Ctrl-C and SIGTERM: call it in the main thread")
     from rich.console import Console
 
     from services.cli.check.launch import check_launch
@@ -88,7 +88,7 @@ class Rows:
         try:
             import pyarrow
         except ImportError:
-            raise ConfigError("tables need pyarrow: pip install 'millrace[orchestrator]'") from None
+            raise ConfigError("tables need pyarrow: pip install 'rollmill[orchestrator]'") from None
         rows = list(self)
         columns: dict[str, Any] = {}
         for name in dict.fromkeys(name for row in rows for name in row):

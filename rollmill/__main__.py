@@ -1,0 +1,5 @@
+"""``python -m rollmill``: the command ``rollmill``."""
+
+from services.cli.__main__ import main
+
+main()
