@@ -22,6 +22,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes; each would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 UNEXERCISED := $(VENV)/.not-exercised
+SKIPPED := $(VENV)/.skipped
 FAILED := $(VENV)/.failed
 RECIPE ?= recipes/quickstart
 SEED ?= 1
@@ -89,6 +90,12 @@ test: $(STAMP) ## set up and run every test
 	$(TESTS) -m 'not gpu and not recipes and not sglang and not vllm' --not-exercised-to=$(UNEXERCISED) --failed-to=$(FAILED) \
 		|| $(BIN)/python -m tests.failed_alone $(FAILED)
 	@$(BIN)/python -m tests.not_exercised $(UNEXERCISED)
+
+test-skipped: $(STAMP) ## run the tests that the last make test skipped, once their needs are installed
+	@rm -f $(FAILED)
+	@$(BIN)/python -m tests.not_exercised --names $(UNEXERCISED) >$(SKIPPED)
+	@# Without a name pytest would run every test.
+	[ ! -s $(SKIPPED) ] || $(TESTS) @$(SKIPPED) --failed-to=$(FAILED) || $(BIN)/python -m tests.failed_alone $(FAILED)
 
 test-fast: $(STAMP) ## the tests that take seconds
 	$(TESTS) -m 'not slow and not gpu and not recipes and not sglang and not vllm'
@@ -177,4 +184,4 @@ $(VENV)/.installed-docs: $(RUNTIME)
 clean: ## remove the virtual environments, caches and runs
 	rm -rf $(VENV) $(SGLANG) $(VLLM) $(VERIFIERS) $(RACE) $(SKYPILOT) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help install install-integrations install-verifiers quickstart run test test-fast test-recipes test-gpu sglang-env test-sglang vllm-env test-vllm test-skypilot lint format protos bench chaos race-env race profile study docs clean
+.PHONY: help install install-integrations install-verifiers quickstart run test test-skipped test-fast test-recipes test-gpu sglang-env test-sglang vllm-env test-vllm test-skypilot lint format protos bench chaos race-env race profile study docs clean

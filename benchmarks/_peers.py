@@ -10,14 +10,14 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import numpy as np
 
-from services.common.aio import TaskOwner
+from services.common.aio import TaskOwner, ended
 from services.common.errors import DeadlineError, InfrastructureError, LeaseLostError, RollmillError
 from services.common.pb import pool_pb2, pool_pb2_grpc, training_pb2, training_pb2_grpc, trajectory_pb2, weights_pb2
 from services.common.rpc.client.channel import channel, translated_errors
@@ -210,21 +210,27 @@ class ScriptedReplica:
     async def _stream(self) -> None:
         sent: dict[int, tuple[str, int]] = {}
         self._to_send = list(self._unacknowledged)
-        self._new = asyncio.Event()  # a broken stream's generator may still wait on the old one
         self._new.set()
-        call = self._stub.StreamTrajectories(self._records(sent))
-        async for response in call:
-            for ack in response.acks:
-                slot = sent.pop(ack.record_number)
-                self._unacknowledged.pop(slot, None)
-                self.outcomes.setdefault(slot, []).append(ack.outcome)
+        call = self._stub.StreamTrajectories()
+        # A writer of its own, as a replica has: an iterator that grpc consumes outlives its stream in a task that nothing ends.
+        writer = asyncio.create_task(self._write(call, sent), name="replica.writer")
+        try:
+            while isinstance(response := await call.read(), pool_pb2.StreamTrajectoriesResponse):
+                for ack in response.acks:
+                    slot = sent.pop(ack.record_number)
+                    self._unacknowledged.pop(slot, None)
+                    self.outcomes.setdefault(slot, []).append(ack.outcome)
+        finally:
+            try:
+                await ended(writer)
+            finally:
+                call.cancel()
 
-    async def _records(self, sent: dict[int, tuple[str, int]]) -> AsyncIterator[pool_pb2.StreamTrajectoriesRequest]:
+    async def _write(self, call: Any, sent: dict[int, tuple[str, int]]) -> None:
         number = 0
-        new = self._new
         while True:
-            await new.wait()
-            new.clear()
+            await self._new.wait()
+            self._new.clear()
             slots, self._to_send = self._to_send, []
             waiting: deque[pool_pb2.NumberedRecord] = deque()
             for slot in slots:
@@ -235,8 +241,10 @@ class ScriptedReplica:
                     record.record_number = number
                     waiting.append(record)
             while waiting:
-                yield pool_pb2.StreamTrajectoriesRequest(
-                    replica_id=self.replica_id, incarnation=self.incarnation, records=take_message(waiting)
+                await call.write(
+                    pool_pb2.StreamTrajectoriesRequest(
+                        replica_id=self.replica_id, incarnation=self.incarnation, records=take_message(waiting)
+                    )
                 )
             await asyncio.sleep(LINGER_S)  # as a replica does
 

@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
     file = config.getoption("--failed-to")
-    if not file:
+    if not file or hasattr(config, "workerinput"):  # the process that owns the workers has their reports
         return
     # An interrupted run says nothing about the tests that it did not come to.
     complete = exitstatus == pytest.ExitCode.TESTS_FAILED

@@ -1,6 +1,7 @@
 """A pytest plugin that checks the needs of each test, and prints in one line at the end which tests were not exercised.
 
-``python -m tests.not_exercised FILE`` prints the line of several runs, which wrote to FILE by ``--not-exercised-to``.
+``python -m tests.not_exercised FILE`` prints the line of several runs, which wrote to FILE by ``--not-exercised-to``;
+with ``--names`` it prints the names of these tests, one on a line, for pytest's ``@FILE``.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,29 +71,34 @@ def pytest_runtest_makereport(
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     reports = terminalreporter.stats.get("skipped", [])
-    counts = Counter(tuple(value) for report in reports for key, value in report.user_properties if key == _PROPERTY)
+    skipped = [
+        (*value, report.nodeid) for report in reports for key, value in report.user_properties if key == _PROPERTY
+    ]
+    if hasattr(config, "workerinput"):
+        return  # the process that owns the workers has their reports
     if file := config.getoption("--not-exercised-to"):
         with Path(file).open("ab") as log:
-            log.write(record(counts))
-    elif counts:
-        terminalreporter.write_line(line(counts))
+            log.write(record(skipped))
+    elif skipped:
+        terminalreporter.write_line(line(Counter((name, add) for name, add, _ in skipped)))
 
 
-def record(counts: Counts) -> bytes:
-    """The line of a file for ``--not-exercised-to`` that one run adds."""
-    return orjson.dumps([[*key, number] for key, number in counts.items()], option=orjson.OPT_APPEND_NEWLINE)
+def record(skipped: Sequence[tuple[str, str, str]]) -> bytes:
+    """The lines of a file for ``--not-exercised-to`` that one run adds: need, command and test."""
+    return b"".join(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE) for entry in skipped)
 
 
 def _needs_of(item: pytest.Item) -> list[str]:
     return [name for mark in item.iter_markers("needs") for name in mark.args]
 
 
-def main(file: Path) -> None:
-    total: Counter[tuple[str, str]] = Counter()
-    for run in file.read_bytes().splitlines():
-        total.update({(name, add): number for name, add, number in orjson.loads(run)})
-    sys.stdout.write(f"{line(total)} {APART}\n")
+def main(file: Path, names: bool = False) -> None:
+    skipped = [orjson.loads(entry) for entry in file.read_bytes().splitlines()]
+    if names:
+        sys.stdout.writelines(f"{test}\n" for _, _, test in skipped)
+    else:
+        sys.stdout.write(f"{line(Counter((name, add) for name, add, _ in skipped))} {APART}\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[-1]), names="--names" in sys.argv[1:-1])

@@ -96,13 +96,29 @@ def test_runs_that_write_to_a_file_have_one_line_together(tmp_path: Path, capsys
     file = tmp_path / "log"
     for names in (("redis-server", "iptables"), ("redis-server",)):
         with file.open("ab") as log:
-            log.write(not_exercised.record({(name, needs.NEEDS[name].add): 2 for name in names}))
+            log.write(
+                not_exercised.record(
+                    [(name, needs.NEEDS[name].add, f"test_{name}[{n}]") for name in names for n in (0, 1)]
+                )
+            )
     not_exercised.main(file)
     said = capsys.readouterr().out
     assert said.startswith(
         "not exercised: 6 tests: 4 of redis-server (make install-envs, or apt-get install redis-server); "
     )
     assert "2 of iptables (apt-get install iptables)." in said and said.endswith("make test-gpu.\n")
+
+
+def test_the_tests_of_unmet_needs_can_be_run_by_their_names(run_tests: Run, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    run_tests(MODULE, "-n1", f"--not-exercised-to={log}")
+    command = [sys.executable, "-m", "tests.not_exercised", "--names", str(log)]
+    names = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert sorted(names.split()) == [
+        "test_it.py::test_by_fixture",
+        "test_it.py::test_marked[0]",
+        "test_it.py::test_marked[1]",
+    ]
 
 
 def test_that_all_was_exercised_is_said() -> None:

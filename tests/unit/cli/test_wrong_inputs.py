@@ -153,6 +153,7 @@ def number(task, completion): return float(int(completion or 0) > 10**9)
     assert ("no more than an empty one: call the function" in shown) is is_told
 
 
+@pytest.mark.needs("textworld")
 def test_rows_of_an_environment_need_no_prompt(folder: Path) -> None:
     rows = "".join(f'{{"coin": {n}}}\n' for n in range(12))
     environment = Wrong(

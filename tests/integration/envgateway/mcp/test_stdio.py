@@ -18,7 +18,6 @@ from services.common.errors import CapacityError, InfrastructureError, InvalidRe
 from services.common.text.tool_calls import ToolStatus
 from services.envgateway.tools.base import StateLostError
 from services.envgateway.tools.mcp import server as server_module
-from services.envgateway.tools.mcp import stdio
 from services.envgateway.tools.mcp.server import McpServer
 from services.envgateway.tools.registry import ToolBox
 from services.envgateway.tools.session import ToolSession
@@ -93,7 +92,7 @@ async def test_a_result_of_ten_megabytes_is_cut_and_says_so() -> None:
 
 
 async def test_a_message_beyond_the_bound_is_a_failure_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stdio, "MAX_MESSAGE_BYTES", 1 << 16)
+    monkeypatch.setattr("services.envgateway.tools.mcp.stdio.MAX_MESSAGE_BYTES", 1 << 16)
     async with serving(a=raw(timeout_s=20.0)) as box:
         session = await ToolSession.open(box, ["mcp:a"])
         with pytest.raises(InfrastructureError):
