@@ -153,7 +153,7 @@ def server_commands(
         arguments["hf_overrides"] = json.dumps({"head_dtype": "float32"})
     arguments |= own_arguments("vllm", settings.extra_arguments, OURS)
     argv = (
-        interpreter("vllm", settings.python, environment),
+        interpreter("vllm", settings.python, environment, on_cpu=on_cpu),
         str(LAUNCHER),
         *spelled(arguments, negated=True),
     )
