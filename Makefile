@@ -56,6 +56,9 @@ $(INTEGRATIONS): $(STAMP)
 	$(PIP) --editable '.[integrations]'
 	@touch $@
 
+extra: $(RUNTIME) ## add the packages of EXTRA=mcp, wandb, gymnasium, ... (pyproject.toml) to .venv
+	$(PIP) --editable '.[$(EXTRA)]'
+
 install-verifiers: $(VERIFIERS)/.installed ## make .venv-verifiers: the package verifiers, whose pins exclude ours
 
 $(VERIFIERS)/.installed: services/common/verifiers/constraints.txt
@@ -184,4 +187,4 @@ $(VENV)/.installed-docs: $(RUNTIME)
 clean: ## remove the virtual environments, caches and runs
 	rm -rf $(VENV) $(SGLANG) $(VLLM) $(SGLANG)-cpu $(VLLM)-cpu $(VERIFIERS) $(RACE) $(SKYPILOT) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help install install-integrations install-verifiers quickstart run test test-fast test-recipes test-gpu sglang-env vllm-env sglang-cpu-env vllm-cpu-env test-sglang test-vllm test-skypilot lint format protos bench chaos race-env race profile study docs clean
+.PHONY: help install extra install-integrations install-verifiers quickstart run test test-fast test-recipes test-gpu sglang-env vllm-env sglang-cpu-env vllm-cpu-env test-sglang test-vllm test-skypilot lint format protos bench chaos race-env race profile study docs clean

@@ -50,7 +50,7 @@ OURS = (
 HINTS = (
     (
         r"No module named ['\"]?sglang",
-        "this interpreter has no SGLang: name one that has with sglang.python or ROLLMILL_SGLANG_PYTHON",
+        "this interpreter has no SGLang: run `make sglang-env`, or name one that has it with sglang.python or ROLLMILL_SGLANG_PYTHON",
     ),
     (
         r"unrecognized arguments?:? .*|invalid choice: .*|argument --\S+: .*",
