@@ -76,7 +76,7 @@ def test_the_wheel_has_every_file_that_code_and_recipes_read(wheel: Path) -> Non
     assert {name.partition("/")[0] for name in there if ".dist-info/" not in name} == set(PACKAGES)
 
 
-def test_an_installed_rollmill_makes_checks_and_runs_recipes_in_the_current_folder(
+def test_an_installed_rollmill_makes_checks_and_runs_a_recipe_in_the_current_folder(
     bin_folder: Path, tmp_path: Path
 ) -> None:
     python, rollmill = bin_folder / "python", bin_folder / "rollmill"
@@ -85,14 +85,15 @@ def test_an_installed_rollmill_makes_checks_and_runs_recipes_in_the_current_fold
     )
     assert all(Path(file).is_relative_to(bin_folder.parent) for file in where.split())
     answer(rollmill, "new", "mine", here=tmp_path)
-    for name in ("mine", "quickstart", "one-card/qwen3-0.6b-full"):
-        assert "is valid" in answer(rollmill, "check", name, here=tmp_path)
+    for name in ("mine", "quickstart"):
+        assert f"{name} is ready to run" in answer(rollmill, "check", name, here=tmp_path)
+    told = answer(rollmill, "check", "one-card/qwen3-0.6b-full", here=tmp_path)
+    assert "qwen3-0.6b-full is " in " ".join(told.split())
     short = ["--set", "run.steps=2", "--set", "warm_start.model0.steps=2", "--set", "evaluation.at_start=false",
              "--set", "evaluation.at_end=false", "--set", "policies.model0.batch.size=16"]  # fmt: skip
-    for name in ("quickstart", "quickstart-code"):
-        answer(rollmill, "run", name, *short, here=tmp_path)
-    finished = [json.loads(file.read_text())["state"] for file in tmp_path.glob("runs/quickstart*/summary.json")]
-    assert finished == ["finished", "finished"]
+    answer(rollmill, "run", "quickstart", *short, here=tmp_path)
+    (summary,) = tmp_path.glob("runs/quickstart-*/summary.json")
+    assert json.loads(summary.read_text())["state"] == "finished"
 
 
 def test_a_folder_of_the_user_may_be_called_recipes(bin_folder: Path, tmp_path: Path) -> None:
@@ -104,10 +105,14 @@ def test_a_folder_of_the_user_may_be_called_recipes(bin_folder: Path, tmp_path: 
         "    check_can_be_loaded(path)\n"
         "    print(load_object(path).__module__)\n"
     )
-    assert answer(bin_folder / "python", "-c", load, here=tmp_path).split() == [
-        "recipes.rewards",
-        "recipes.functions.steps",
-    ]
+    found = answer(bin_folder / "python", "-c", load, here=tmp_path).split()
+    assert found == ["recipes.rewards", "recipes.functions.steps"]
+    (tmp_path / "recipes" / "__init__.py").touch()
+    hidden = ask(bin_folder / "rollmill", "run", "quickstart-code", here=tmp_path)
+    assert hidden.returncode
+    assert "/recipes/__init__.py hides the modules of Rollmill's recipes" in " ".join(
+        (hidden.stdout + hidden.stderr).split()
+    )
 
 
 def test_commands_that_take_files_of_a_checkout_or_packages_that_are_not_here_say_so(

@@ -58,7 +58,7 @@ def test_packages_that_the_services_of_a_recipe_lack_are_told_before_the_run(mon
 
 
 def test_no_text_installs_rollmill_by_its_name() -> None:
-    """The name is on no package index; ``installing`` alone says it, of an installed wheel."""
+    """The name is on no package index; ``installing`` alone makes such a command, for an installed wheel."""
     places = (
         "README.md",
         "CONTRIBUTING.md",
@@ -75,4 +75,4 @@ def test_no_text_installs_rollmill_by_its_name() -> None:
         for file in files
         if "pip install 'rollmill" in file.read_text() or "pip install rollmill" in file.read_text()
     ]
-    assert told == [installing.__file__]
+    assert told == []
