@@ -23,17 +23,15 @@ def install(extra: str) -> str:
 
 def missing(extra: str) -> list[str]:
     """The packages of an extra that this interpreter lacks; none where the metadata of Rollmill are missing."""
-    named = [line for line in _requirements() if re.search(rf"extra == ['\"]{extra}['\"]", line)]
-    return [name for name in (re.split(r"[^\w.-]", line)[0] for line in named) if not _is_installed(name)]
+    named = (re.match(rf"([\w.-]+).*extra == ['\"]{extra}['\"]", line) for line in _requirements())
+    return [found[1] for found in named if found and not _is_installed(found[1])]
 
 
 def make_server_environment(engine: str, *, on_cpu: bool) -> str:
     """The commands that make an environment for the servers of ``sglang`` or ``vllm``, whose pins exclude the project's."""
     if IN_CHECKOUT or on_cpu:
-        return f"make {engine}{'-cpu' if on_cpu else ''}-env" + (f" in {ROOT}" if IN_CHECKOUT else " in a checkout")
-    package = next(
-        (line.partition(";")[0].strip() for line in _requirements() if line.startswith(f"{engine}==")), engine
-    )
+        return f"make {engine}{'-cpu' if on_cpu else ''}-env in {ROOT if IN_CHECKOUT else 'a checkout'}"
+    package = next((line.split(";")[0] for line in _requirements() if line.startswith(f"{engine}==")), engine)
     return f"python3.12 -m venv .venv-{engine} && .venv-{engine}/bin/python -m pip install {package}"
 
 

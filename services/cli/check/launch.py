@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -121,8 +119,6 @@ if sys.argv[2] == "cuda" and torch.version.cuda is None: sys.exit(f"torch {torch
 
 def _why_unusable(package: str, python: str, on_cpu: bool) -> str:
     """Why an interpreter cannot run an engine's servers, as far as an import of torch there tells; empty if it can."""
-    if python == sys.executable and importlib.util.find_spec(package) is None:
-        return f"the package {package} is not installed for {python}"
     command = [python, "-c", _ASK_PACKAGE, package, "cpu" if on_cpu else "cuda"]
     try:
         asked = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S)

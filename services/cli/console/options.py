@@ -15,9 +15,7 @@ console = Console()
 
 def _file_of_name(recipe: Path | None) -> Path | None:
     """The file of a recipe that comes with Rollmill, where it is named and no file or directory has this name."""
-    if recipe is None or recipe.exists():
-        return recipe
-    return shipped_recipe(str(recipe)) or recipe
+    return recipe if recipe is None or recipe.exists() else shipped_recipe(str(recipe)) or recipe
 
 
 RECIPE_HELP = "A recipe.yaml, a directory that holds one, or the name of a recipe of Rollmill, such as `quickstart`."

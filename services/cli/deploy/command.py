@@ -41,8 +41,7 @@ def deploy(
         raise ConfigError(f"--gpu asks a scheduler for a kind of GPU, and {target} has none: leave it out")
     if target in ("compose", "skypilot") and not IN_CHECKOUT:
         raise ConfigError(
-            f"{target} takes files of a checkout of Rollmill, and this is an installed one: run `rollmill deploy` of a checkout, "
-            "or write --target scripts"
+            f"{target} takes files of a checkout: run `rollmill deploy` of one, or write --target scripts"
         )
     files = _files(recipe, target, output, overrides, profile, gpu)
     output.mkdir(parents=True, exist_ok=True)

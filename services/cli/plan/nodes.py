@@ -119,7 +119,6 @@ def commands_for_other_nodes(recipe: Recipe, run_dir: Path, environment: Mapping
     ``recipe`` is the resolved one of ``run_dir``. The commands may be repeated, and continue after any failure.
     """
     name = name_of_node_0(recipe, environment)
-    place = "in a checkout" if IN_CHECKOUT else "with an installed Rollmill"
     lines = []
     for node in other_nodes(recipe):
         if not (run_dir / BUNDLES / str(node)).is_dir():
@@ -127,7 +126,7 @@ def commands_for_other_nodes(recipe: Recipe, run_dir: Path, environment: Mapping
         here = shlex.quote(str(bundle_there(recipe, node)))
         there = shlex.quote(shlex.quote(str(run_dir / BUNDLES / str(node))))  # for this shell, and for that of ssh
         lines += [
-            f"paste on node {node}, {place} of the same version (ssh copies its keys and settings of this run):",
+            f"paste on node {node}, {'in a checkout' if IN_CHECKOUT else 'with Rollmill'} of the same version (ssh copies its keys and settings of this run):",
             f"  mkdir -p {here} && ssh {shlex.quote(name)} tar -C {there} -ch . | tar -C {here} -xp",
         ]
         starts = []
