@@ -10,9 +10,7 @@ ENVS := $(VENV)/.installed-envs
 INTEGRATIONS := $(VENV)/.installed-integrations
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --build-constraint constraints.txt
 SGLANG := .venv-sglang
-SGLANG_CPU := services/inference/engine/sglang_cpu
 VLLM := .venv-vllm
-VLLM_SERVER := services/inference/engine/vllm_server
 VERIFIERS := .venv-verifiers
 RACE := .venv-race
 SKYPILOT := .venv-skypilot
@@ -58,6 +56,9 @@ install-integrations: $(INTEGRATIONS) ## add W&B, trackio, OpenTelemetry, PEFT, 
 $(INTEGRATIONS): $(STAMP)
 	$(PIP) --editable '.[integrations]'
 	@touch $@
+
+extra: $(RUNTIME) ## add the packages of EXTRA=mcp, wandb, gymnasium, ... (pyproject.toml) to .venv
+	$(PIP) --editable '.[$(EXTRA)]'
 
 install-verifiers: $(VERIFIERS)/.installed ## make .venv-verifiers: the package verifiers, whose pins exclude ours
 
@@ -107,25 +108,41 @@ test-recipes: $(STAMP) ## run every recipe's whole loop with --profile tiny, one
 test-gpu: $(STAMP) ## the tests that need a GPU
 	$(BIN)/python -m pytest -q -m gpu
 
-sglang-env: $(SGLANG)/.installed ## make .venv-sglang: the true SGLang server on a CPU
+# Servers of engines, each in an environment of its own: their pins exclude this project's. The file .complete, at the end of an
+# install, is what `rollmill` looks for: an environment without it is not taken (services/inference/engine/served/environment.py).
+sglang-env: $(SGLANG)/.complete ## make .venv-sglang: SGLang for NVIDIA GPUs (Python 3.11 to 3.13, about 12 GB)
+vllm-env: $(VLLM)/.complete ## make .venv-vllm: vLLM for NVIDIA GPUs (Python 3.11 to 3.13, about 12 GB)
+$(SGLANG)/.complete: deploy/docker/inference-sglang.constraints.txt
+$(VLLM)/.complete: services/inference/engine/vllm_server/constraints.txt
 
-$(SGLANG)/.installed: $(SGLANG_CPU)/requirements.txt
-	$(PYTHON) -m venv --clear $(SGLANG)
-	$(SGLANG)/bin/python -m pip install --quiet --no-deps --requirement $<
+$(SGLANG)/.complete $(VLLM)/.complete: $(VENV)%/.complete:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "the servers have wheels for Python 3.11 to 3.13; name one with PYTHON=python3.12")'
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< $(*:-%=%)
+	@$(@D)/bin/python -c 'import sys, torch; sys.exit(0 if torch.version.cuda else f"pip took torch {torch.__version__}, which is built for CPUs: unset PIP_FIND_LINKS and PIP_EXTRA_INDEX_URL")'
+	@touch $@
+
+# On a CPU, for tests. torch with what it needs, because the package index has its build for CUDA; the rest without, because
+# the servers' own requirements are for CUDA.
+sglang-cpu-env: $(SGLANG)-cpu/.complete ## make .venv-sglang-cpu: the true SGLang server on a CPU, with a stand-in for its kernels
+vllm-cpu-env: $(VLLM)-cpu/.complete ## make .venv-vllm-cpu: the true vLLM server on a CPU
+race-env: $(RACE)/.complete ## make .venv-race: TRL on a CPU, the other side of benchmarks/race.py
+$(SGLANG)-cpu/.complete: services/inference/engine/sglang_cpu/requirements.txt
+$(VLLM)-cpu/.complete: services/inference/engine/vllm_server/requirements.txt
+$(RACE)/.complete: benchmarks/race_requirements.txt
+
+$(SGLANG)-cpu/.complete $(VLLM)-cpu/.complete $(RACE)/.complete:
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $< torch
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	@$(@D)/bin/python -c 'import torch'
 	@touch $@
 
 test-sglang: $(STAMP) ## the tests that need the true SGLang server, on a CPU
-	@tests/server_stage.sh SGLang $(BIN)/python $(SGLANG)
-
-vllm-env: $(VLLM)/.installed ## make .venv-vllm: the true vLLM server on a CPU
-
-$(VLLM)/.installed: $(VLLM_SERVER)/requirements.txt
-	$(PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement $<
-	@touch $@
+	@tests/server_stage.sh SGLang $(BIN)/python $(SGLANG)-cpu
 
 test-vllm: $(STAMP) ## the tests that need the true vLLM server, on a CPU
-	@tests/server_stage.sh vLLM $(BIN)/python $(VLLM)
+	@tests/server_stage.sh vLLM $(BIN)/python $(VLLM)-cpu
 
 test-skypilot: $(STAMP) $(SKYPILOT)/.installed ## the tests that need SkyPilot, in an environment of its own
 	ROLLMILL_SKYPILOT_PYTHON=$(CURDIR)/$(SKYPILOT)/bin/python ROLLMILL_REQUIRE=skypilot $(BIN)/python -m pytest -q tests/unit/cli/test_deploy_clusters.py
@@ -157,13 +174,6 @@ bench: $(STAMP) ## run every benchmark briefly, one after another; those that fa
 chaos: $(STAMP) ## kill, stop, flip and cut everything in a small run for 15 minutes, and audit what is left
 	@$(BIN)/python benchmarks/chaos.py
 
-race-env: $(RACE)/.installed ## make .venv-race: TRL on a CPU, the other side of benchmarks/race.py
-
-$(RACE)/.installed: benchmarks/race_requirements.txt
-	$(PYTHON) -m venv --clear $(RACE)
-	$(RACE)/bin/python -m pip install --quiet --no-deps --requirement $<
-	@touch $@
-
 race: $(STAMP) race-env ## run what is missing of docs/race.md, Rollmill and TRL in turns on two cores, and draw it
 	$(BIN)/python benchmarks/race.py
 
@@ -182,6 +192,6 @@ $(VENV)/.installed-docs: $(RUNTIME)
 	@touch $@
 
 clean: ## remove the virtual environments, caches and runs
-	rm -rf $(VENV) $(SGLANG) $(VLLM) $(VERIFIERS) $(RACE) $(SKYPILOT) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SGLANG) $(VLLM) $(SGLANG)-cpu $(VLLM)-cpu $(VERIFIERS) $(RACE) $(SKYPILOT) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help install install-integrations install-verifiers quickstart run test test-skipped test-fast test-recipes test-gpu sglang-env test-sglang vllm-env test-vllm test-skypilot lint format protos bench chaos race-env race profile study docs clean
+.PHONY: help install extra install-integrations install-verifiers quickstart run test test-skipped test-fast test-recipes test-gpu sglang-env vllm-env sglang-cpu-env vllm-cpu-env test-sglang test-vllm test-skypilot lint format protos bench chaos race-env race profile study docs clean

@@ -1,4 +1,4 @@
-"""An MCP server with two tools (``pip install 'rollmill[mcp]'``).
+"""An MCP server with two tools (``make extra EXTRA=mcp``).
 
     envgateway: {mcp: {units: {command: [python, ./mcp_server.py], sessions: shared}}}
     workflow: {name: tool_use, settings: {tools: ["mcp:units"], reward: "reward:exact_match"}}

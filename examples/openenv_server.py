@@ -1,4 +1,4 @@
-"""An OpenEnv server (``pip install openenv-core``): guess a number; a hint follows each wrong guess.
+"""An OpenEnv server (``make extra EXTRA=openenv``): guess a number; a hint follows each wrong guess.
 
 envgateway: {openenv: {guess: {command: [python, openenv_server.py, "{port}"]}}}
 workflow: {name: agent_env, settings: {environment: guess, max_turns: 4}}

@@ -15,6 +15,7 @@ import yaml
 
 from services.common.config.reading.loading import load_resolved
 from services.common.errors import ConfigError
+from services.common.installing import install
 
 if TYPE_CHECKING:
     from services.common.config.recipe import Recipe
@@ -88,7 +89,7 @@ class Rows:
         try:
             import pyarrow
         except ImportError:
-            raise ConfigError("tables need pyarrow: pip install 'rollmill[orchestrator]'") from None
+            raise ConfigError(f"tables need pyarrow: {install('orchestrator')}") from None
         rows = list(self)
         columns: dict[str, Any] = {}
         for name in dict.fromkeys(name for row in rows for name in row):

@@ -158,6 +158,16 @@ def _no_verifiers() -> str | None:
     return _fails([python, "-c", "import importlib.util, sys; sys.exit(not importlib.util.find_spec('verifiers'))"])
 
 
+UV = (sys.executable, "-m", "uv")
+
+
+def _no_package_index() -> str | None:
+    with tempfile.NamedTemporaryFile("w", suffix=".in") as wanted:
+        wanted.write("xxhash")
+        wanted.flush()
+        return _fails([*UV, "pip", "compile", "--quiet", "--no-config", "--refresh", wanted.name])
+
+
 def _as_root(wanted: bool) -> Callable[[], str | None]:
     return lambda: None if (os.getuid() == 0) is wanted else f"the user id is {os.getuid()}"
 
@@ -208,6 +218,7 @@ NEEDS = {
         Need("IPv6 loopback", _no_ipv6, "sysctl net.ipv6.conf.lo.disable_ipv6=0", on_ci=False),
         Need("an address beside loopback", _only_loopback, "ip link add dummy0 type dummy, with an address and a route"),
         Need("kubernetes-validate", _package("kubernetes_validate"), _INTEGRATIONS),
+        Need("package index", _no_package_index, "a way from uv to a package index (UV_DEFAULT_INDEX names another)"),
         Need("skypilot", _variable("ROLLMILL_SKYPILOT_PYTHON", "interpreter that has SkyPilot"), "make test-skypilot",
              on_ci=False),
         Need("CUDA", _no_cuda, "a machine with a GPU", on_ci=False),

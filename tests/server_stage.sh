@@ -20,7 +20,7 @@ reason() { # of what is in the log: its last error, or its last line
   { grep -iE '(error|no matching|no space)' "$log" | grep -v '^make' || tail -n 1 "$log"; } | tail -n 1
 }
 
-if ! "${MAKE:-make}" --no-print-directory "$engine-env" >"$log" 2>&1; then
+if ! "${MAKE:-make}" --no-print-directory "$engine-cpu-env" >"$log" 2>&1; then
   skip "its environment cannot be made here: $(reason)"
 fi
 if ! "$python" -m "tests.$engine.probe" "$environment/bin/python" >"$log" 2>&1; then

@@ -192,6 +192,8 @@ def _old_name(error: BaseException) -> str:
 def _hidden(module_name: str) -> str:
     """A sentence about a module of the user's that has the name of another one, which was found in its place."""
     top = module_name.partition(".")[0]
+    if top == "recipes" and (other := find_spec(top)) is not None and other.origin:  # Rollmill's have no such file
+        return f". {other.origin} hides the modules of Rollmill's recipes: remove this file, or give the folder another name"
     loaded = sys.modules.get(top)
     for place in directories():
         for own in (Path(place, f"{top}.py"), Path(place, top)):

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from services.common.errors import DatasetError
+from services.common.installing import install
 
 COLUMN = "reasoning_gym"  # of a row: the arguments of its dataset, and its place there
-MISSING = "the package reasoning-gym is not installed here: pip install 'rollmill[reasoning-gym]'"
+MISSING = f"the package reasoning-gym is not installed here: {install('reasoning-gym')}"
 DEFAULT_SIZE = 500  # the package's own
 _THOUGHTS_END = "</think>"
 _MAX_DATASETS = 16

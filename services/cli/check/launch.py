@@ -6,24 +6,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from services.cli.check.hub import hub_problems
 from services.cli.check.memory.gpus import misfits
 from services.cli.check.memory.host import embedded_estimates, host_problems, small_caches
 from services.cli.check.model_files import model_problems
 from services.cli.check.worlds import index_problems, mcp_problems, world_problems
+from services.cli.plan.specs import plan
 from services.common.config.processes.placement import gpu_claims
 from services.common.config.processes.trackers import missing_packages
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.common.installing import install, make_server_environment, missing
 from services.common.system.devices import visible_gpus
 
-_ASK_TIMEOUT_S = 30.0  # for another interpreter
+_ASK_TIMEOUT_S = 60.0  # for another interpreter, which imports torch
 
 
 def check_launch(recipe: Recipe) -> None:
@@ -84,35 +85,47 @@ def missing_data(recipe: Recipe) -> list[str]:
 
 
 def _missing_packages(recipe: Recipe) -> list[str]:
-    """Engines of this node without an installed package in the interpreter that starts them."""
-    from services.inference.engine.served.environment import interpreter, python_variable
+    """Services of this node without their packages, and engines without one in the interpreter that starts them."""
+    from services.inference.engine.served.environment import interpreter, python_variable, runs_on_cpu
 
-    problems = []
+    extras = {process.name.partition("-")[0] for process in plan(recipe, Path(), 0)}
+    lacking = sorted({package for extra in extras for package in missing(extra)})
+    problems = [f"its services need {', '.join(lacking)}, not installed here: {install('all')}"] if lacking else []
     for name, service in recipe.inference.items():
         if service.servers is None or service.node != 0:
             continue
+        on_cpu = runs_on_cpu(service) and not service.gpus
         try:
-            python = interpreter(service.engine, service.servers.python)
+            python = interpreter(service.engine, service.servers.python, on_cpu=on_cpu)
         except ConfigError as error:
             problems.append(f"inference.{name}: {error.message}")
             continue
-        if not _has_package(service.engine, python):
+        if why := _why_unusable(service.engine, python, on_cpu):
             problems.append(
-                f"inference.{name}.engine is {service.engine}, but the package {service.engine} is not installed for {python}: run this on a "
-                f"GPU machine after `pip install 'rollmill[{service.engine}]'`, name the interpreter that has it with "
+                f"inference.{name}.engine is {service.engine}, but {why}: run "
+                f"`{make_server_environment(service.engine, on_cpu=on_cpu)}`, name the interpreter that has it with "
                 f"inference.{name}.{service.engine}.python or {python_variable(service.engine)}, or try the recipe with --profile tiny"
             )
     return problems
 
 
-def _has_package(package: str, python: str) -> bool:
-    if python == sys.executable:
-        return importlib.util.find_spec(package) is not None
-    asked = [python, "-c", f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"]
+_ASK_PACKAGE = """
+import importlib.util, sys
+if importlib.util.find_spec(sys.argv[1]) is None: sys.exit(f"the package {sys.argv[1]} is not installed for {sys.executable}")
+import torch
+if sys.argv[2] == "cuda" and torch.version.cuda is None: sys.exit(f"torch {torch.__version__} of {sys.executable} is built for CPUs")
+"""
+
+
+def _why_unusable(package: str, python: str, on_cpu: bool) -> str:
+    """Why an interpreter cannot run an engine's servers, as far as an import of torch there tells; empty if it can."""
+    command = [python, "-c", _ASK_PACKAGE, package, "cpu" if on_cpu else "cuda"]
     try:
-        return subprocess.run(asked, check=False, capture_output=True, timeout=_ASK_TIMEOUT_S).returncode == 0
-    except (OSError, subprocess.SubprocessError):
-        return False
+        asked = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    last = asked.stderr.strip().splitlines()[-1:] or [f"{python} ends with {asked.returncode}"]
+    return last[0] if asked.returncode else ""
 
 
 _ASK = ("nvidia-smi", "--query-gpu=memory.total,uuid", "--format=csv,noheader,nounits")  # a line for each, in MiB

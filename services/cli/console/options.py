@@ -8,16 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from services.common.config.reading.inherit import is_name, shipped_recipe
+from services.common.config.reading.inherit import shipped_recipe
 
 console = Console()
 
 
 def _file_of_name(recipe: Path | None) -> Path | None:
-    """The file of a recipe that comes with Rollmill, where its name is given and no file or directory has this name."""
-    if recipe is None or recipe.exists() or not is_name(str(recipe)):
-        return recipe
-    return shipped_recipe(str(recipe)) or recipe
+    """The file of a recipe that comes with Rollmill, where it is named and no file or directory has this name."""
+    return recipe if recipe is None or recipe.exists() else shipped_recipe(str(recipe)) or recipe
 
 
 RECIPE_HELP = "A recipe.yaml, a directory that holds one, or the name of a recipe of Rollmill, such as `quickstart`."

@@ -16,6 +16,7 @@ from services.cli.deploy.sizes import check_gpu
 from services.cli.deploy.skypilot import skypilot_files
 from services.cli.deploy.slurm import slurm_files
 from services.common.errors import ConfigError
+from services.common.installing import IN_CHECKOUT
 
 Target = Literal["compose", "scripts", "slurm", "kubernetes", "skypilot"]
 
@@ -38,6 +39,10 @@ def deploy(
     check_gpu(gpu)
     if gpu is not None and target in ("compose", "scripts"):
         raise ConfigError(f"--gpu asks a scheduler for a kind of GPU, and {target} has none: leave it out")
+    if target in ("compose", "skypilot") and not IN_CHECKOUT:
+        raise ConfigError(
+            f"{target} takes files of a checkout: run `rollmill deploy` of one, or write --target scripts"
+        )
     files = _files(recipe, target, output, overrides, profile, gpu)
     output.mkdir(parents=True, exist_ok=True)
     paths = []

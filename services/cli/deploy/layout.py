@@ -24,10 +24,11 @@ from services.cli.run.start import WORLDS as MAKE_WORLDS
 from services.common.config.reading.loading import port_variables, set_at, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.common.installing import IN_CHECKOUT, ROOT
 from services.common.security.bundle import VARIABLE as KEYS_VARIABLE
 from services.orchestrator.tasks.catalogue import DATA_ROOT, known
 
-CHECKOUT = Path(__file__).resolve().parents[3]
+CHECKOUT = ROOT
 
 Need = Literal["none", "optional", "required"]
 
@@ -187,11 +188,13 @@ def _ports(tree: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def _place_of(path: Path) -> str:
-    """A recipe of Rollmill relative to the checkout, which images and other nodes have; another one by its absolute path,
-    at which the other machines must have its folder."""
+    """A recipe of Rollmill relative to the checkout, which images and other nodes have, or by name where Rollmill is installed;
+    another one by its absolute path, at which the other machines must have its folder."""
     resolved = path.resolve()
-    below = resolved.is_relative_to(CHECKOUT / "recipes")
-    return resolved.relative_to(CHECKOUT).as_posix() if below else str(resolved)
+    if not resolved.is_relative_to(CHECKOUT / "recipes"):
+        return str(resolved)
+    place = resolved.relative_to(CHECKOUT).as_posix()
+    return place if IN_CHECKOUT else place.removeprefix("recipes/").removesuffix(".yaml").removesuffix("/recipe")
 
 
 RUNS = "/runs"

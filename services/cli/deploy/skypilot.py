@@ -18,6 +18,7 @@ from services.cli.deploy.layout import CHECKOUT, Layout, container_name, options
 from services.cli.deploy.sizes import Size, largest, size_of
 from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
 from services.common.errors import ConfigError
+from services.common.installing import COMPLETE
 from services.common.security.bundle import VARIABLE as KEYS_VARIABLE
 from services.orchestrator.tasks.catalogue import DATA_ROOT
 
@@ -27,7 +28,7 @@ PYTHON = ".venv/bin/python"
 # Engine, Python and pins of its servers.
 SERVERS = (
     ("sglang", "3.12", "--constraint deploy/docker/inference-sglang.constraints.txt "),
-    ("vllm", "3.12", ""),  # its extra has one version, whose own pins count
+    ("vllm", "3.12", "--constraint services/inference/engine/vllm_server/constraints.txt "),
 )
 
 Tree = dict[str, Any]
@@ -172,7 +173,7 @@ def _setup(layout: Layout, processes: list[str]) -> str:
     extras = sorted({name.partition("-")[0] for name in processes})
     if "envgateway" in extras and (environment := layout.environment()):
         extras.append(environment)
-    pip = "python3 -m uv pip install --quiet"
+    pip = "python3 -m uv pip install --quiet --no-config"  # pyproject.toml constrains uv to the project's own pins
     lines = [
         "set -euo pipefail",
         "python3 -m pip install --quiet uv",
@@ -188,6 +189,7 @@ def _setup(layout: Layout, processes: list[str]) -> str:
             lines += [
                 f"python3 -m uv venv --quiet --allow-existing --python {python} {folder}",
                 f"{pip} --python {folder}/bin/python {pins}'.[inference,{engine}]'",
+                f"touch {folder}/{COMPLETE}",
             ]
     return "\n".join(lines) + "\n"
 

@@ -16,6 +16,7 @@ from services.cli.inspect.run_state import check_run_directory
 from services.cli.keys.process_keys import keys_there
 from services.common.config.reading.loading import load_resolved
 from services.common.errors import ConfigError
+from services.common.installing import install
 from services.common.net.hosts import is_loopback
 from services.common.security import identity
 from services.common.security.bundle import VARIABLE
@@ -57,7 +58,7 @@ def show(runs: Sequence[Path], host: str, port: int, console: Console) -> None:
         from services.cli.page.server import PageServer
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"the page needs the package {error.name}, which is not installed here: pip install 'rollmill[page]'"
+            f"the page needs the package {error.name}, which is not installed here: {install('page')}"
         ) from None
     who = keys_to_serve(found[0], host)
     sys.setswitchinterval(SWITCH_S)

@@ -37,6 +37,7 @@ from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.config.training.algorithm import AlgorithmConfig
 from services.common.errors import ConfigError, NotFoundError, RollmillError
+from services.common.installing import install
 from services.common.records.types import TRANSFER_STAGES
 from services.common.telemetry.metrics import RowKind
 from services.common.telemetry.weight_transfers import ReportedTransfer
@@ -263,7 +264,7 @@ class RunReader:
         try:
             tokenizer = load_tokenizer(policy, recipe.model_path(policy, self.run_dir))
         except ImportError as error:
-            self.problems["texts"] = f"texts need the package {error.name}: pip install 'rollmill[inference]'"
+            self.problems["texts"] = f"texts need the package {error.name}: {install('page')}"
         except RollmillError as error:
             self.problems["texts"] = error.message
         else:

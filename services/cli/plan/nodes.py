@@ -21,6 +21,7 @@ from services.cli.plan.specs import plan
 from services.common.config.reading.loading import set_at
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.common.installing import IN_CHECKOUT
 from services.common.net.hosts import is_here, is_loopback
 from services.common.system.free_ports import LOOPBACK
 
@@ -125,14 +126,14 @@ def commands_for_other_nodes(recipe: Recipe, run_dir: Path, environment: Mapping
         here = shlex.quote(str(bundle_there(recipe, node)))
         there = shlex.quote(shlex.quote(str(run_dir / BUNDLES / str(node))))  # for this shell, and for that of ssh
         lines += [
-            f"paste on node {node}, in a checkout of the same version (ssh copies its keys and settings of this run):",
+            f"paste on node {node}, {'in a checkout' if IN_CHECKOUT else 'with Rollmill'} of the same version (ssh copies its keys and settings of this run):",
             f"  mkdir -p {here} && ssh {shlex.quote(name)} tar -C {there} -ch . | tar -C {here} -xp",
         ]
         starts = []
         for process in (spec.name for spec in plan(recipe, run_dir, node)):
             role = process.partition("-")[0]
             variables = f"{HOST_VARIABLE}={shlex.quote(name)} ROLLMILL_KEYS={here}/keys/{role}"
-            script = SCRIPTS.get(process)
+            script = SCRIPTS.get(process) if IN_CHECKOUT else None
             command = f"{script} {here}" if script else f"rollmill start {here} {process}"
             starts.append(f"{variables} {command}")
         lines.append(f"  {starts[0]}" if len(starts) == 1 else f"  ({' & '.join(starts)} & wait)")

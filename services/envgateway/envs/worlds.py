@@ -10,6 +10,7 @@ from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.config.processes.environments import PYTHON_MARK, OpenEnvConfig
 from services.common.errors import ConfigError
 from services.common.harbor.places import ENVIRONMENT as HARBOR
+from services.common.installing import install
 from services.envgateway.envs.agentbench.world import AgentBenchWorld
 from services.envgateway.envs.alfworld.episode import AlfworldWorld
 from services.envgateway.envs.base import World
@@ -59,7 +60,7 @@ def _alfworld(config: EnvGatewayConfig) -> World | str:
     data, games = config.alfworld.data, config.alfworld.games
     missing = []
     if importlib.util.find_spec("alfworld") is None:
-        missing.append("its engine is not installed: pip install 'rollmill[alfworld]'")
+        missing.append(f"its engine is not installed: {install('alfworld')}")
     if data is None:
         missing.append("write envgateway.alfworld.data: FOLDER, which holds ALFWorld's json_2.1.1")
     elif not data.is_dir():
@@ -72,7 +73,7 @@ def _alfworld(config: EnvGatewayConfig) -> World | str:
 def _textworld(config: EnvGatewayConfig) -> World | str:
     games = config.textworld.games
     if importlib.util.find_spec("textworld") is None:
-        return "its engine is not installed: pip install 'rollmill[textworld]'"
+        return f"its engine is not installed: {install('textworld')}"
     if games is not None and not games.is_dir():
         return f"envgateway.textworld.games: there is no folder {games.absolute()}"
     return TextworldWorld(config.textworld)

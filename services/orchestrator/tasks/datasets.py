@@ -20,6 +20,7 @@ from services.common.config.data import DatasetConfig
 from services.common.errors import ConfigError, DatasetError
 from services.common.harbor import task as harbor
 from services.common.importing import load_object
+from services.common.installing import install
 from services.common.records.types import Task
 from services.common.user_code import check_call, place_of, place_of_error
 from services.common.verifiers import tasks as verifiers
@@ -175,7 +176,7 @@ def _from_hugging_face(config: DatasetConfig) -> ListRows:
     except ImportError as error:
         raise DatasetError(
             f"dataset {config.path!r} is no jsonl file, and the package `datasets` is not installed: "
-            "pip install 'rollmill[orchestrator]'"
+            f"{install('orchestrator')}"
         ) from error
     assert config.path is not None
     load = functools.partial(datasets.load_dataset, config.path, config.subset, split=config.split)

@@ -16,6 +16,7 @@ import structlog
 from services.common.config.data import is_training
 from services.common.config.recipe import Recipe
 from services.common.errors import DatasetError
+from services.common.installing import install
 from services.common.records.dataset_rows import PROMPT_FIELDS
 from services.common.records.types import Task
 from services.orchestrator.tasks.datasets import TaskSource
@@ -94,9 +95,7 @@ def open_tokenizer(path: str, setting: str) -> CountTokens:
         from huggingface_hub import hf_hub_download
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise DatasetError(
-            "max_prompt_tokens needs the package `tokenizers`: pip install 'rollmill[orchestrator]'"
-        ) from error
+        raise DatasetError(f"max_prompt_tokens needs the package `tokenizers`: {install('orchestrator')}") from error
     directory = Path(path).expanduser()
     try:
         file = str(directory / "tokenizer.json") if directory.is_dir() else hf_hub_download(path, "tokenizer.json")

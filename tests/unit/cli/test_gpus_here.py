@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from services.cli.check.launch import gpu_problems, gpus_here, launch_problems
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
+from services.common.installing import COMPLETE
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -84,3 +86,35 @@ def test_an_interpreter_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("services.cli.check.launch.gpus_here", lambda: [80.0] * 8)
     lines = launch_problems(recipe("inference.a.sglang.python=/nowhere/bin/python"))
     assert "inference.a: sglang.python: there is no interpreter /nowhere/bin/python" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_an_environment_of_servers_that_cannot_be_used_is_told_with_the_target_that_makes_it(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interpreters whose packages are files of a test: none, a torch that does not load, one for CPUs, one for CUDA."""
+    monkeypatch.setattr("services.cli.check.launch.gpus_here", lambda: [80.0] * 8)
+    monkeypatch.setattr("services.inference.engine.served.environment._REPOSITORY", tmp_path)
+    monkeypatch.delenv(f"ROLLMILL_{engine.upper()}_PYTHON", raising=False)
+    place = tmp_path / f".venv-{engine}"
+    python = place / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    packages = tmp_path / "packages"
+    (packages / engine).mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    torch = packages / "torch.py"
+
+    def told() -> str:
+        lines = launch_problems(recipe(f"inference.a.engine={engine}"))
+        return "\n".join(line for line in lines if line.startswith("inference.a.engine"))
+
+    begins, remedy = f"inference.a.engine is {engine}, but ", f"run `make {engine}-env in {REPOSITORY}`"
+    assert f"{begins}the package {engine} is not installed for {sys.executable}: {remedy}" in told()  # not complete
+    (place / COMPLETE).touch()
+    torch.write_text("raise ImportError('libcudnn.so.9: cannot open shared object file')\n")
+    assert f"{begins}ImportError: libcudnn.so.9: cannot open shared object file: {remedy}" in told()
+    torch.write_text("__version__ = '2.13.0+cpu'\nclass version: cuda = None\n")
+    assert f"{begins}torch 2.13.0+cpu of {sys.executable} is built for CPUs: {remedy}" in told()
+    torch.write_text("class version: cuda = '13.0'\n")
+    assert told() == ""

@@ -12,6 +12,7 @@ import pytest
 from services.cli.check.worlds import mcp_problems
 from services.common.config.reading.loading import validate
 from services.common.config.recipe import Recipe
+from services.common.installing import install
 
 RAW = str(Path(__file__).parents[2] / "integration" / "envgateway" / "mcp" / "raw_server.py")
 
@@ -54,4 +55,4 @@ def test_a_missing_package_is_told_with_its_command(monkeypatch: pytest.MonkeyPa
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mcp" else found(name))
     (problem,) = mcp_problems(recipe(["mcp:raw"]))
-    assert "pip install 'rollmill[mcp]'" in problem
+    assert install("mcp") in problem

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.common.config.processes.envgateway import EnvGatewayConfig
+from services.common.installing import install
 from services.envgateway.envs.worlds import make_worlds
 
 
@@ -27,5 +28,5 @@ def test_a_world_that_cannot_be_offered_is_a_reason_that_names_the_setting(tmp_p
 def test_an_engine_that_is_not_installed_is_a_reason_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     worlds = make_worlds(EnvGatewayConfig())
-    assert "rollmill[alfworld]" in str(worlds["alfworld"])
-    assert "rollmill[textworld]" in str(worlds["textworld"])
+    assert install("alfworld") in str(worlds["alfworld"])
+    assert install("textworld") in str(worlds["textworld"])

@@ -23,7 +23,7 @@ class ServersConfig(Section):
     """Requests that one engine decodes at once; left out, as many as the service has slots and its KV cache holds."""
     python: str | None = None
     """Interpreter of the environment that holds the engine's package. Variable: ROLLMILL_SGLANG_PYTHON,
-    ROLLMILL_VLLM_PYTHON. Left out: `.venv-sglang` or `.venv-vllm` beside the sources if it is there, else the service's own."""
+    ROLLMILL_VLLM_PYTHON. Left out: that of `make sglang-env` or `make vllm-env` (on a CPU `-cpu-env`), else the service's own."""
     stage_directory: str | None = None
     """Where the file of weights lies that the engines read; left out, /dev/shm if the model fits there, else the run directory."""
     ready_timeout_s: float = Field(default=600.0, gt=0)

@@ -6,6 +6,8 @@ import enum
 import importlib.util
 from collections.abc import Iterable
 
+from services.common.installing import install
+
 
 class Tracker(enum.StrEnum):
     TENSORBOARD = "tensorboard"
@@ -30,8 +32,7 @@ _MODULES = {
 def missing_packages(trackers: Iterable[Tracker]) -> list[str]:
     """One line for each tracker whose package is not installed, with the command that installs it."""
     return [
-        f"run.trackers has {tracker}, whose package is not installed here: pip install 'rollmill[{tracker}]', or leave "
-        f"{tracker} out"
+        f"run.trackers has {tracker}, whose package is not installed here: {install(tracker)}, or leave {tracker} out"
         for tracker in trackers
         if tracker.module is not None and not _is_installed(tracker.module)
     ]

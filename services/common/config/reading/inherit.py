@@ -54,9 +54,10 @@ def is_name(text: str) -> bool:
 
 
 def shipped_recipe(name: str) -> Path | None:
-    """The file of the recipe ``name`` that comes with Rollmill, such as ``quickstart``; None if there is none."""
+    """The file of the recipe ``name`` that comes with Rollmill, such as ``quickstart`` or ``one-card/qwen3-0.6b-full``; None if
+    there is none."""
     places = (RECIPES / f"{name}.yaml", RECIPES / name / "recipe.yaml")
-    return next((place for place in places if place.is_file()), None)
+    return next((place for place in places if place.is_file() and place.resolve().is_relative_to(RECIPES)), None)
 
 
 def names() -> list[str]:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from services.common.config.reading.defaults import spread_defaults, with_own_workflows
 from services.common.config.reading.explain import explain
-from services.common.config.reading.inherit import inherit, is_name, parent_of, shipped_recipe, whole_names
+from services.common.config.reading.inherit import inherit, parent_of, shipped_recipe, whole_names
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.importing import look_in
@@ -133,9 +133,10 @@ def _recipe_file(path: Path) -> Path:
     file = path / "recipe.yaml" if path.is_dir() else path
     if file.is_file():
         return file
-    if is_name(str(path)) and (shipped := shipped_recipe(str(path))) is not None:
+    if (shipped := shipped_recipe(str(path))) is not None:
         return shipped
-    near = get_close_matches(file.stem, whole_names(), n=1)
+    named = str(path).removeprefix("recipes/")  # its place in a checkout, which is not here
+    near = [named] if shipped_recipe(named) else get_close_matches(file.stem, whole_names(), n=1)
     raise ConfigError(
         f"no recipe at {file}{f'; did you mean {near[0]}?' if near else ''}: name a recipe.yaml, a directory that holds one, or "
         f"a recipe that comes with Rollmill: {', '.join(whole_names())}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ConfigError
+from services.common.installing import install
 
 PLACES = (
     "ArmChair",
@@ -37,7 +38,7 @@ def package_data() -> Path:
     """
     spec = importlib.util.find_spec("alfworld")
     if spec is None or spec.origin is None:
-        raise ConfigError("ALFWorld's engine is not installed: pip install 'rollmill[alfworld]'")
+        raise ConfigError(f"ALFWorld's engine is not installed: {install('alfworld')}")
     return Path(spec.origin).parent / "data"
 
 

@@ -15,9 +15,10 @@ from typing import Any
 from services.common.config.processes.environments import GymnasiumConfig
 from services.common.errors import ConfigError, InvalidRequestError, UserError
 from services.common.importing import load_object
+from services.common.installing import install
 from services.envgateway.envs.base import EndStatus, Environment, Observation, StepResult
 
-MISSING = "the package gymnasium is not installed here: pip install 'rollmill[gymnasium]'"
+MISSING = f"the package gymnasium is not installed here: {install('gymnasium')}"
 _SEEDS = 2**31
 
 Reader = Callable[[str], Any]  # None: no action

@@ -16,6 +16,7 @@ from rapidfuzz.utils import default_process
 
 from services.common.config.processes.environments import WebshopConfig
 from services.common.errors import ConfigError
+from services.common.installing import install
 from services.envgateway.envs.webshop.catalogue import Product
 from services.envgateway.envs.webshop.goals import Goal, Option
 
@@ -37,9 +38,7 @@ def spacy_tagger(model: str) -> Tagger:
     try:
         import spacy
     except ImportError as error:
-        raise ConfigError(
-            "envgateway.webshop.tagger: spacy needs the extra webshop: pip install rollmill[webshop]"
-        ) from error
+        raise ConfigError(f"envgateway.webshop.tagger: spacy needs the package spacy: {install('webshop')}") from error
     try:
         parse: Any = spacy.load(model)
     except OSError as error:

@@ -21,6 +21,7 @@ import structlog
 from services.common.config.processes.envgateway import ToolConfig
 from services.common.config.processes.mcp import MCP, McpServerConfig, split_name
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError
+from services.common.installing import install
 from services.common.text.tool_calls import ToolStatus
 from services.common.tools import ToolResult
 from services.envgateway.calls import take_place
@@ -179,7 +180,7 @@ class McpServer:
             self._listed = listed
 
 
-PACKAGE_MISSING = "the package mcp is not installed here: pip install 'rollmill[mcp]'"
+PACKAGE_MISSING = f"the package mcp is not installed here: {install('mcp')}"
 
 
 class McpSession:

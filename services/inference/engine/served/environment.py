@@ -6,16 +6,14 @@ import os
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
-import services
 from services.common.config.processes.services import InferenceConfig
 from services.common.errors import ConfigError
+from services.common.installing import COMPLETE
+from services.common.installing import ROOT as _REPOSITORY
 from services.common.system.devices import mapped_gpus, visible_gpus
 
 Argument = str | int | float | bool
-
-_REPOSITORY = Path(services.__file__).resolve().parents[1]
 
 
 def python_variable(engine: str) -> str:
@@ -27,13 +25,17 @@ def python_variable(engine: str) -> str:
     return f"ROLLMILL_{engine.upper()}_PYTHON"
 
 
-def interpreter(engine: str, setting: str | None, environment: Mapping[str, str] = os.environ) -> str:
-    """The interpreter that has the package of an engine (``sglang`` or ``vllm``): the setting, the variable, the environment beside the sources, or our own.
+def interpreter(
+    engine: str, setting: str | None, environment: Mapping[str, str] = os.environ, *, on_cpu: bool = False
+) -> str:
+    """The interpreter that has the package of an engine (``sglang`` or ``vllm``): the setting, the variable, the
+    environment for this device beside the sources if its install came to its end, or our own.
 
     ``ConfigError`` if the named interpreter does not exist.
     """
-    beside = _REPOSITORY / f".venv-{engine}" / "bin" / "python"
-    found = setting or environment.get(python_variable(engine)) or (str(beside) if beside.exists() else sys.executable)
+    beside = _REPOSITORY / f".venv-{engine}{'-cpu' if on_cpu else ''}"
+    made = str(beside / "bin" / "python") if (beside / COMPLETE).exists() else sys.executable
+    found = setting or environment.get(python_variable(engine)) or made
     if shutil.which(found) is None:
         where = f"{engine}.python" if setting else python_variable(engine)
         raise ConfigError(

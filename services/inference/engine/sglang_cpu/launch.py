@@ -1,8 +1,8 @@
 """Start the true SGLang server on a machine without a GPU. Takes SGLang's own command line arguments.
 
-A script, run by the interpreter of an environment that holds SGLang and not this project (``make sglang-env``):
+A script, run by the interpreter of an environment that holds SGLang and not this project (``make sglang-cpu-env``):
 
-    .venv-sglang/bin/python services/inference/engine/sglang_cpu/launch.py --model-path DIR --device cpu ...
+    .venv-sglang-cpu/bin/python services/inference/engine/sglang_cpu/launch.py --model-path DIR --device cpu ...
 
 The module ``sgl_kernel`` beside this file is found because Python puts a script's folder first on the path.
 """
@@ -13,13 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 # Before torchvision, so before sglang: torchvision's public wheel is linked to CUDA, its operators do not load beside a
-# torch for the CPU, and its import fails where it describes two undeclared operators. At module level, because
+# torch built for CPUs, and its import fails where it describes two undeclared operators. At module level, because
 # SGLang spawns its workers, and a spawned process imports its parent's main module again.
 import torch
 
-_declared = torch.library.Library("torchvision", "DEF")  # kept: the declarations live as long as the library object
-_declared.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-_declared.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+if torch.version.cuda is None:
+    _declared = torch.library.Library("torchvision", "DEF")  # kept: the declarations live as long as the library object
+    _declared.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _declared.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 

@@ -55,7 +55,7 @@ HINTS = (
     ),
     (
         r"No module named ['\"]?vllm",
-        "this interpreter has no vLLM: name one that has with vllm.python or ROLLMILL_VLLM_PYTHON",
+        "this interpreter has no vLLM: run `make vllm-env`, or name one that has it with vllm.python or ROLLMILL_VLLM_PYTHON",
     ),
     (
         r"unrecognized arguments?:? .*|invalid choice: .*|argument --\S+: .*",
@@ -153,7 +153,7 @@ def server_commands(
         arguments["hf_overrides"] = json.dumps({"head_dtype": "float32"})
     arguments |= own_arguments("vllm", settings.extra_arguments, OURS)
     argv = (
-        interpreter("vllm", settings.python, environment),
+        interpreter("vllm", settings.python, environment, on_cpu=on_cpu),
         str(LAUNCHER),
         *spelled(arguments, negated=True),
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.common.config.processes.services import InferenceConfig
 from services.common.errors import ConfigError
+from services.common.installing import COMPLETE
 from services.common.weights.manifest import AdapterIdentity
 from services.inference.engine.served.environment import interpreter, own_gpus
 from services.inference.engine.served.process import ServerCommand
@@ -119,6 +121,20 @@ def test_the_interpreter_is_the_setting_then_the_variable_and_must_be_there() ->
     assert interpreter("sglang", None, PYTHON) == sys.executable
     with pytest.raises(ConfigError, match="ROLLMILL_SGLANG_PYTHON: there is no interpreter /nowhere"):
         interpreter("sglang", None, {"ROLLMILL_SGLANG_PYTHON": "/nowhere"})
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_an_environment_beside_the_sources_is_taken_where_its_install_ended_and_for_its_device(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.inference.engine.served.environment._REPOSITORY", tmp_path)
+    for on_cpu, name in ((False, f".venv-{engine}"), (True, f".venv-{engine}-cpu")):
+        python = tmp_path / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.symlink_to(sys.executable)
+        assert interpreter(engine, None, {}, on_cpu=on_cpu) == sys.executable, "the install has not ended"
+        (tmp_path / name / COMPLETE).touch()
+        assert interpreter(engine, None, {}, on_cpu=on_cpu) == str(python)
 
 
 def test_a_services_gpus_are_its_own_or_what_it_is_shown() -> None:
