@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,13 +19,44 @@ from services.cli.check.memory.gpus import misfits
 from services.cli.check.memory.host import embedded_estimates, host_problems, small_caches
 from services.cli.check.model_files import model_problems
 from services.cli.check.worlds import index_problems, mcp_problems, world_problems
-from services.common.config.processes.placement import gpu_claims
+from services.common.config.processes.placement import SHARED_ENGINES, Placement, gpu_claims
+from services.common.config.processes.services import InferenceConfig
 from services.common.config.processes.trackers import missing_packages
 from services.common.config.recipe import Recipe
+from services.common.config.training.policy import TrainerConfig
 from services.common.errors import ConfigError
+from services.common.system.children import how_ended
 from services.common.system.devices import visible_gpus
 
 _ASK_TIMEOUT_S = 30.0  # for another interpreter
+_TORCH_TIMEOUT_S = 120.0  # to import torch and initialise a GPU
+_OTHER_FILES = 512  # open files of a replica beside one connection for each slot
+
+
+def on_this_machine(recipe: Recipe) -> Recipe:
+    """The recipe as node 0 runs it here: devices, types and placement that are `auto`, and the memory of the GPU that sections
+    take which name none."""
+    gpus = gpus_here()
+    found = recipe.with_devices(has_gpu=bool(gpus), node=0)
+    sections = _computing(found).values()
+    unnamed = [section for section in sections if section.device == "cuda" and not section.gpus]
+    placement, launch = found.placement, found.launch
+    if placement is Placement.AUTO:
+        can_free = all(each.engine in SHARED_ENGINES and each.node == 0 for each in found.inference.values())
+        all_on_one = len(gpus) == 1 and len(unnamed) == len(sections) and found.run.steps
+        placement = Placement.SHARED if all_on_one and can_free else Placement.APART
+    if gpus and unnamed:
+        written = [launch.gpu_memory_gib] if "gpu_memory_gib" in recipe.launch.model_fields_set else []
+        launch = launch.model_copy(update={"gpu_memory_gib": min([float(int(min(gpus))), *written])})
+    return found.model_copy(update={"placement": placement, "launch": launch})
+
+
+def _computing(recipe: Recipe) -> dict[str, InferenceConfig | TrainerConfig]:
+    """The sections of node 0 that compute with a model, by their keys."""
+    services = {f"inference.{name}": each for name, each in recipe.inference.items() if each.node == 0}
+    trained = recipe.trained_policies if recipe.run.steps else {}
+    trainers = {f"policies.{name}.trainer": policy.trainer for name, policy in trained.items()}
+    return {where: each for where, each in services.items() if each.engine != "scripted"} | trainers
 
 
 def check_launch(recipe: Recipe) -> None:
@@ -57,7 +90,8 @@ def launch_problems(recipe: Recipe) -> list[str]:
         *gpu_problems(recipe, gpus),
         *(misfits(smaller, embedded_estimates(smaller)) if (smaller := smaller_cards(recipe, gpus)) else ()),
         *host_problems(recipe, has_gpus=bool(gpus)),
-        *_missing_packages(recipe),
+        *_file_problems(recipe),
+        *_interpreter_problems(recipe, has_gpus=bool(gpus)),
         *(problem.text for problem in hub_problems(recipe) if problem.of_machine),
         *missing_packages(recipe.run.trackers),
         *(
@@ -83,26 +117,58 @@ def missing_data(recipe: Recipe) -> list[str]:
     return [problem for problem in found if problem]
 
 
-def _missing_packages(recipe: Recipe) -> list[str]:
-    """Engines of this node without an installed package in the interpreter that starts them."""
+def _interpreter_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
+    """Sections of this node whose interpreter lacks the engine's package, or has a PyTorch that cannot use the GPU there is."""
     from services.inference.engine.served.environment import interpreter, python_variable
 
-    problems = []
-    for name, service in recipe.inference.items():
-        if service.servers is None or service.node != 0:
-            continue
-        try:
-            python = interpreter(service.engine, service.servers.python)
-        except ConfigError as error:
-            problems.append(f"inference.{name}: {error.message}")
-            continue
-        if not _has_package(service.engine, python):
+    problems: list[str] = []
+    told: set[str] = set()
+    for where, section in _computing(recipe).items():
+        python = sys.executable
+        if isinstance(section, InferenceConfig) and section.servers is not None:
+            engine = section.engine
+            try:
+                python = interpreter(engine, section.servers.python)
+            except ConfigError as error:
+                problems.append(f"{where}: {error.message}")
+                continue
+            if not _has_package(engine, python):
+                problems.append(
+                    f"{where}.engine is {engine}, but the package {engine} is not installed for {python}: run this on a "
+                    f"GPU machine after `pip install 'rollmill[{engine}]'`, name the interpreter that has it with "
+                    f"{where}.{engine}.python or {python_variable(engine)}, or try the recipe with --profile tiny"
+                )
+                continue
+        if has_gpus and section.device == "cuda" and python not in told and (why := _why_no_gpu(python)):
+            told.add(python)
             problems.append(
-                f"inference.{name}.engine is {service.engine}, but the package {service.engine} is not installed for {python}: run this on a "
-                f"GPU machine after `pip install 'rollmill[{service.engine}]'`, name the interpreter that has it with "
-                f"inference.{name}.{service.engine}.python or {python_variable(service.engine)}, or try the recipe with --profile tiny"
+                f"{where}.device is cuda, but the PyTorch of {python} cannot use the GPU ({why}): install a CUDA build that the "
+                "driver supports (`nvidia-smi` shows its CUDA version), or leave gpus out and write device: cpu"
             )
     return problems
+
+
+@functools.cache
+def _why_no_gpu(python: str) -> str:
+    """The error of an interpreter's PyTorch when it takes a GPU; empty without one."""
+    asking = [python, "-c", "import torch; torch.cuda.init()"]
+    try:
+        answer = subprocess.run(asking, check=False, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return (answer.stderr.strip() or how_ended(answer.returncode)).splitlines()[-1] if answer.returncode else ""
+
+
+def _file_problems(recipe: Recipe) -> list[str]:
+    """One line for each service of node 0 with more connections than its process may open files."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return [
+        f"inference.{name}.num_slots is {service.num_slots}, each of which has a connection, and a process may open {most} files "
+        f"here (`ulimit -Hn`): raise the hard limit to {2 * service.num_slots + _OTHER_FILES} (limits.conf, LimitNOFILE, --ulimit "
+        f"nofile), or write at most {max(1, most - _OTHER_FILES)} slots"
+        for name, service in recipe.inference.items()
+        if service.node == 0 and service.servers and 0 <= most < service.num_slots + _OTHER_FILES  # -1: no limit
+    ]
 
 
 def _has_package(package: str, python: str) -> bool:
@@ -187,19 +253,9 @@ def smaller_cards(recipe: Recipe, memory_gib: Sequence[float]) -> Recipe | None:
 
 def _devices_without_a_gpu(recipe: Recipe) -> list[str]:
     """Sections of node 0 that say cuda and name no GPUs. ``gpu_problems`` reports sections that name GPUs."""
-    sections = {
-        f"inference.{name}.device": service.device
-        for name, service in recipe.inference.items()
-        if service.node == 0 and service.engine in ("torch", "forced") and not service.gpus
-    }
-    sections |= {
-        f"policies.{name}.trainer.device": policy.trainer.device
-        for name, policy in recipe.trained_policies.items()
-        if recipe.run.steps and not policy.trainer.gpus
-    }
     return [
-        f"{where} is cuda, but this machine has no NVIDIA GPU (`nvidia-smi -L` finds none): write cpu or auto, or run this "
+        f"{where}.device is cuda, but this machine has no NVIDIA GPU (`nvidia-smi -L` finds none): write cpu or auto, or run this "
         "on a GPU machine"
-        for where, device in sections.items()
-        if device == "cuda"
+        for where, section in _computing(recipe).items()
+        if section.device == "cuda" and not section.gpus
     ]

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import structlog
+
 from services.common.errors import ConfigError
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -30,9 +32,24 @@ def chosen_device(wanted: str, where: str) -> str:
         if torch.version.cuda is None:
             why = f"PyTorch {torch.__version__} was built without CUDA: install a CUDA build"
         else:
-            why = "PyTorch sees no GPU: look at `nvidia-smi -L` and at CUDA_VISIBLE_DEVICES"
-        raise ConfigError(f"{where} is cuda, but {why}, or write cpu")
+            try:
+                torch.cuda.init()
+                told = "no reason told"
+            except (AssertionError, RuntimeError) as error:  # such as a driver that is too old
+                told = str(error)
+            why = (
+                f"PyTorch {torch.__version__} sees no GPU ({told}): look at `nvidia-smi -L` and at CUDA_VISIBLE_DEVICES"
+            )
+        raise ConfigError(f"{where} is cuda, but {why}, or leave gpus out and write device: cpu")
     return wanted
+
+
+def log_device(device: str, dtype: str, *, here: bool = True) -> None:
+    """Log the device of this process, or of its servers (not ``here``: asking for a name would take GPU memory)."""
+    import torch
+
+    name = torch.cuda.get_device_name(device) if here and device.startswith("cuda") else ""
+    structlog.get_logger().info("device.chosen", device=device, name=name, dtype=dtype)
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
