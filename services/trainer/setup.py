@@ -113,7 +113,7 @@ def _trained_model(
         path,
         ranks,
         dtype=master if adapter is None else compute or master,  # a frozen base needs no master copy
-        gradient_checkpointing=config.trainer.gradient_checkpointing,
+        gradient_checkpointing=config.trainer.gradient_checkpointing is True,
         compute_dtype=compute,
         attention=config.trainer.attention,
         logprob_chunk_tokens=config.trainer.logprob_chunk_tokens,

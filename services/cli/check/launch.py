@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -19,17 +20,15 @@ from services.cli.check.memory.gpus import misfits
 from services.cli.check.memory.host import embedded_estimates, host_problems, small_caches
 from services.cli.check.model_files import model_problems
 from services.cli.check.worlds import index_problems, mcp_problems, world_problems
-from services.common.config.processes.placement import SHARED_ENGINES, Placement, gpu_claims
-from services.common.config.processes.services import InferenceConfig
+from services.common.config.processes.placement import Placement, check_placement, gpu_claims
+from services.common.config.processes.services import ENGINES, InferenceConfig
 from services.common.config.processes.trackers import missing_packages
 from services.common.config.recipe import Recipe
 from services.common.config.training.policy import TrainerConfig
 from services.common.errors import ConfigError
-from services.common.system.children import how_ended
 from services.common.system.devices import visible_gpus
 
-_ASK_TIMEOUT_S = 30.0  # for another interpreter
-_TORCH_TIMEOUT_S = 120.0  # to import torch and initialise a GPU
+_ASK_TIMEOUT_S = 120.0  # for another interpreter, to import torch and initialise a GPU
 _OTHER_FILES = 512  # open files of a replica beside one connection for each slot
 
 
@@ -42,9 +41,11 @@ def on_this_machine(recipe: Recipe) -> Recipe:
     unnamed = [section for section in sections if section.device == "cuda" and not section.gpus]
     placement, launch = found.placement, found.launch
     if placement is Placement.AUTO:
-        can_free = all(each.engine in SHARED_ENGINES and each.node == 0 for each in found.inference.values())
-        all_on_one = len(gpus) == 1 and len(unnamed) == len(sections) and found.run.steps
-        placement = Placement.SHARED if all_on_one and can_free else Placement.APART
+        placement = Placement.APART
+        if len(gpus) == 1 and len(unnamed) == len(sections) and len({type(section) for section in unnamed}) == 2:
+            with contextlib.suppress(ValueError):  # engines that do not free their memory, processes of other nodes
+                check_placement(found.inference, found.policies, Placement.SHARED)
+                placement = Placement.SHARED
     if gpus and unnamed:
         written = [launch.gpu_memory_gib] if "gpu_memory_gib" in recipe.launch.model_fields_set else []
         launch = launch.model_copy(update={"gpu_memory_gib": min([float(int(min(gpus))), *written])})
@@ -53,10 +54,13 @@ def on_this_machine(recipe: Recipe) -> Recipe:
 
 def _computing(recipe: Recipe) -> dict[str, InferenceConfig | TrainerConfig]:
     """The sections of node 0 that compute with a model, by their keys."""
-    services = {f"inference.{name}": each for name, each in recipe.inference.items() if each.node == 0}
-    trained = recipe.trained_policies if recipe.run.steps else {}
-    trainers = {f"policies.{name}.trainer": policy.trainer for name, policy in trained.items()}
-    return {where: each for where, each in services.items() if each.engine != "scripted"} | trainers
+    found: dict[str, InferenceConfig | TrainerConfig] = {}
+    for name, service in recipe.inference.items():
+        if service.node == 0 and service.engine != "scripted":
+            found[f"inference.{name}"] = service
+    for name, policy in recipe.trained_policies.items() if recipe.run.steps else ():
+        found[f"policies.{name}.trainer"] = policy.trainer
+    return found
 
 
 def check_launch(recipe: Recipe) -> None:
@@ -122,11 +126,9 @@ def _interpreter_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
     from services.inference.engine.served.environment import interpreter, python_variable
 
     problems: list[str] = []
-    told: set[str] = set()
     for where, section in _computing(recipe).items():
-        python = sys.executable
+        python, engine = sys.executable, section.engine if isinstance(section, InferenceConfig) else "torch"
         if isinstance(section, InferenceConfig) and section.servers is not None:
-            engine = section.engine
             try:
                 python = interpreter(engine, section.servers.python)
             except ConfigError as error:
@@ -139,8 +141,8 @@ def _interpreter_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
                     f"{where}.{engine}.python or {python_variable(engine)}, or try the recipe with --profile tiny"
                 )
                 continue
-        if has_gpus and section.device == "cuda" and python not in told and (why := _why_no_gpu(python)):
-            told.add(python)
+        asks_torch = has_gpus and section.device == "cuda" and engine in ENGINES
+        if asks_torch and (why := _error_of(python, "import torch; torch.cuda.init()")):
             problems.append(
                 f"{where}.device is cuda, but the PyTorch of {python} cannot use the GPU ({why}): install a CUDA build that the "
                 "driver supports (`nvidia-smi` shows its CUDA version), or leave gpus out and write device: cpu"
@@ -148,15 +150,21 @@ def _interpreter_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
     return problems
 
 
+def _has_package(package: str, python: str) -> bool:
+    if python == sys.executable:
+        return importlib.util.find_spec(package) is not None
+    return not _error_of(python, f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)")
+
+
 @functools.cache
-def _why_no_gpu(python: str) -> str:
-    """The error of an interpreter's PyTorch when it takes a GPU; empty without one."""
-    asking = [python, "-c", "import torch; torch.cuda.init()"]
+def _error_of(python: str, program: str) -> str:
+    """The last line of the error with which a program of another interpreter ends; empty when it ends well."""
+    asked = [python, "-c", program]
     try:
-        answer = subprocess.run(asking, check=False, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S)
+        answer = subprocess.run(asked, check=False, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
-    return (answer.stderr.strip() or how_ended(answer.returncode)).splitlines()[-1] if answer.returncode else ""
+    return (answer.stderr.strip() or f"exit code {answer.returncode}").splitlines()[-1] if answer.returncode else ""
 
 
 def _file_problems(recipe: Recipe) -> list[str]:
@@ -169,16 +177,6 @@ def _file_problems(recipe: Recipe) -> list[str]:
         for name, service in recipe.inference.items()
         if service.node == 0 and service.servers and 0 <= most < service.num_slots + _OTHER_FILES  # -1: no limit
     ]
-
-
-def _has_package(package: str, python: str) -> bool:
-    if python == sys.executable:
-        return importlib.util.find_spec(package) is not None
-    asked = [python, "-c", f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"]
-    try:
-        return subprocess.run(asked, check=False, capture_output=True, timeout=_ASK_TIMEOUT_S).returncode == 0
-    except (OSError, subprocess.SubprocessError):
-        return False
 
 
 _ASK = ("nvidia-smi", "--query-gpu=memory.total,uuid", "--format=csv,noheader,nounits")  # a line for each, in MiB
@@ -209,15 +207,17 @@ def gpus_here() -> list[float]:
 def gpu_problems(recipe: Recipe, memory_gib: Sequence[float]) -> list[str]:
     """One line for each section of node 0 whose GPUs are missing on this machine or have less memory than the recipe
     says."""
-    problems = [] if memory_gib else _devices_without_a_gpu(recipe)
+    if not memory_gib:
+        lacking = {where: section for where, section in _computing(recipe).items() if section.device == "cuda"}
+        return [
+            f"{where}.{f'gpus is {section.gpus}' if section.gpus else 'device is cuda'}, but this machine has no NVIDIA GPU "
+            "(`nvidia-smi -L` finds none): run this on a GPU machine, "
+            f"{'or try the recipe with --profile tiny' if section.gpus else 'or write cpu or auto'}"
+            for where, section in lacking.items()
+        ]
+    problems = []
     for claim in gpu_claims(recipe.inference, recipe.policies):
         if claim.node != 0:
-            continue
-        if not memory_gib:
-            problems.append(
-                f"{claim.where} is {list(claim.gpus)}, but this machine has no NVIDIA GPU (`nvidia-smi -L` finds none): run "
-                "this on a GPU machine, or try the recipe with --profile tiny"
-            )
             continue
         missing = [gpu for gpu in claim.gpus if gpu >= len(memory_gib)]
         if missing:
@@ -238,24 +238,9 @@ def gpu_problems(recipe: Recipe, memory_gib: Sequence[float]) -> list[str]:
 
 def smaller_cards(recipe: Recipe, memory_gib: Sequence[float]) -> Recipe | None:
     """The recipe with the memory of this machine's smallest GPU of node 0, to be estimated again; None if that is enough."""
-    claimed = [
-        memory_gib[gpu]
-        for claim in gpu_claims(recipe.inference, recipe.policies)
-        if claim.node == 0
-        for gpu in claim.gpus
-        if gpu < len(memory_gib)
-    ]
+    claims = [claim for claim in gpu_claims(recipe.inference, recipe.policies) if claim.node == 0]
+    claimed = [memory_gib[gpu] for claim in claims for gpu in claim.gpus if gpu < len(memory_gib)]
     if not claimed or min(claimed) >= _TOLD_SHARE * recipe.launch.gpu_memory_gib:
         return None
     launch = recipe.launch.model_copy(update={"gpu_memory_gib": float(int(min(claimed)))})
     return recipe.model_copy(update={"launch": launch})
-
-
-def _devices_without_a_gpu(recipe: Recipe) -> list[str]:
-    """Sections of node 0 that say cuda and name no GPUs. ``gpu_problems`` reports sections that name GPUs."""
-    return [
-        f"{where}.device is cuda, but this machine has no NVIDIA GPU (`nvidia-smi -L` finds none): write cpu or auto, or run this "
-        "on a GPU machine"
-        for where, section in _computing(recipe).items()
-        if section.device == "cuda" and not section.gpus
-    ]

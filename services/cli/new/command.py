@@ -25,8 +25,7 @@ _NUM_HELD_OUT = 120  # of the demo
 _HOLD_OUT, _MOST_HELD_OUT, _LEAST_ROWS = 20, 200, 100  # every 20th row, at most 200 rows, of at least 100
 _CONTEXT = 4096  # of a model that has as many positions or does not say
 _CPU_CONTEXTS = (1024, 512, 256)  # on a machine without a GPU: the first that fits into its memory
-_CPU_BATCH = 32
-_CPU_MEMORY_SHARE = 0.75
+_CPU_BATCH, _CPU_MEMORY_SHARE = 32, 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

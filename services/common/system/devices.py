@@ -29,18 +29,14 @@ def chosen_device(wanted: str, where: str) -> str:
     if wanted == "auto":
         return "cuda" if is_there else "cpu"
     if wanted == "cuda" and not is_there:
-        if torch.version.cuda is None:
-            why = f"PyTorch {torch.__version__} was built without CUDA: install a CUDA build"
-        else:
-            try:
-                torch.cuda.init()
-                told = "no reason told"
-            except (AssertionError, RuntimeError) as error:  # such as a driver that is too old
-                told = str(error)
-            why = (
-                f"PyTorch {torch.__version__} sees no GPU ({told}): look at `nvidia-smi -L` and at CUDA_VISIBLE_DEVICES"
-            )
-        raise ConfigError(f"{where} is cuda, but {why}, or leave gpus out and write device: cpu")
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (AssertionError, RuntimeError) as error:  # which says so of a driver that is too old
+            why = "was built without CUDA" if torch.version.cuda is None else f"sees no GPU ({error})"
+            raise ConfigError(
+                f"{where} is cuda, but PyTorch {torch.__version__} {why}: install a CUDA build that the driver supports, look at "
+                "`nvidia-smi` and at CUDA_VISIBLE_DEVICES, or leave gpus out and write device: cpu"
+            ) from None
     return wanted
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.cli.check.model_files import file_of
 from services.common.config.processes.services import InferenceConfig
 from services.common.config.training.adapter import ALL_LINEAR, AdapterConfig
 from services.common.config.training.policy import OFFLOAD_BUCKET_BYTES, PolicyConfig
@@ -49,13 +50,11 @@ class ModelShape:
 
     @classmethod
     def of(cls, path: str | None) -> ModelShape | None:
-        """From ``config.json`` in a local directory, else from the name; None where neither says."""
+        """From ``config.json`` in a directory or in the hub's cache, else from the name; None where neither says."""
         if path is None:
             return None
-        config = Path(path).expanduser() / "config.json"
-        if config.is_file():
-            return cls.from_config(config)
-        return cls.by_name(path)
+        config = file_of(path, "config.json")
+        return cls.by_name(path) if config is None else cls.from_config(config)
 
     @classmethod
     def from_config(cls, file: Path) -> ModelShape | None:
@@ -127,10 +126,6 @@ KNOWN_SHAPES = {
     ),
     "Qwen3-8B": ModelShape(
         num_parameters=8_190_735_360, num_layers=36, hidden=4096, intermediate=12288, kv_width=1024, vocabulary=151_936
-    ),
-    "Qwen3-30B-A3B": ModelShape(  # 8 of 128 experts
-        num_parameters=30_532_122_624, num_layers=48, hidden=2048, intermediate=6144, kv_width=512, vocabulary=151_936,
-        query_width=4096,
     ),
     "Qwen2.5-1.5B": ModelShape(
         num_parameters=1_543_714_304, num_layers=28, hidden=1536, intermediate=8960, kv_width=256, vocabulary=151_936,
@@ -237,9 +232,10 @@ def _moments(shape: ModelShape, policy: PolicyConfig) -> list[dict[str, float]]:
 
     and in the update, with the optimizer offloaded, three buckets of moments.
     saved is layers x hidden x c per token with gradient checkpointing, else layers x S. 4 is the type in which gradients
-    are reduced over ranks. T is the token budget, or the context length if that is more, for one sequence is never cut; and
-    never more than the sequences of a minibatch can hold. A single rank in its own precision gathers and reduces nothing. Below an adapter no weight has a gradient, and the peak is
-    where the last layer is computed again, before the weights of the layer below are gathered: (B + E) c.
+    are reduced over ranks. T is the token budget, or the context length if that is more, for one sequence is never cut, and
+    at most what the sequences of a minibatch can hold. A single rank in its own precision gathers and reduces nothing. Below
+    an adapter no weight has a gradient, and the peak is where the last layer is computed again, before the weights of the
+    layer below are gathered: (B + E) c.
     """  # fmt: skip
     trainer, hidden, wide = policy.trainer, shape.hidden, shape.intermediate
     master, compute = DTYPE_BYTES[trainer.master_dtype], DTYPE_BYTES[trainer.compute_dtype]

@@ -80,14 +80,18 @@ def estimates(recipe: Recipe) -> Iterator[GpuEstimate]:
         gpus = trainer.gpus or range(trainer.num_ranks // len(trainer.nodes) if trainer.device == "cuda" else 0)
         if shape is None or not gpus:
             continue
+        parts = trainer_rank_parts(shape, policy)
+        less = [
+            (sum(trainer_rank_parts(shape, other).values()), f"policies.{name}.{key}") for key, other in changes(policy)
+        ]
         for node in policy.trainer.nodes:
             yield GpuEstimate(
                 process=trainer_name(name, node),
                 node=node,
                 gpus=tuple(gpus),
-                parts=trainer_rank_parts(shape, policy),
+                parts=parts,
                 limit=memory,
-                remedy=f"{smaller_settings(f'policies.{name}', shape, policy)}, or more GPUs in policies.{name}.trainer.gpus",
+                remedy=f"{smaller_settings(sum(parts.values()), less)}more GPUs in policies.{name}.trainer.gpus",
             )
     for name, service in recipe.inference.items():
         if service.servers is not None and (service.gpus or service.device == "cuda"):
@@ -131,16 +135,11 @@ def misfits(recipe: Recipe, more: Iterable[GpuEstimate] = ()) -> list[str]:
     return lines
 
 
-def smaller_settings(where: str, shape: ModelShape, policy: PolicyConfig) -> str:
-    """The three changes of one setting each that save most, with the GiB that are then needed; empty without any."""
-    now = _total(shape, policy)
-    found = sorted((_total(shape, changed), key) for key, changed in changes(policy))
-    named = [f"{where}.{key} ({total / GIB:.1f} GiB)" for total, key in found if total < now]
-    return ", ".join(named[:MOST_NAMED])
-
-
-def _total(shape: ModelShape, policy: PolicyConfig) -> float:
-    return sum(trainer_rank_parts(shape, policy).values())
+def smaller_settings(now: float, found: Iterable[tuple[float, str]]) -> str:
+    """The three changes of one setting each that save most, with the GiB that are then needed; empty without any.
+    ``found``: the bytes that are needed with each, and how it is written."""
+    named = [f"{key} ({total / GIB:.1f} GiB)" for total, key in sorted(found) if total < now]
+    return f"{', '.join(named[:MOST_NAMED])}, or " if named else ""
 
 
 def changes(policy: PolicyConfig) -> Iterator[tuple[str, PolicyConfig]]:

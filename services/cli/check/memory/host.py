@@ -23,7 +23,7 @@ from services.cli.check.memory.estimate import (
     published_parameters,
     trainer_rank_parts,
 )
-from services.cli.check.memory.gpus import MOST_NAMED, changes, with_trainer
+from services.cli.check.memory.gpus import changes, smaller_settings, with_trainer
 from services.common.config.processes.kv_cache import cache_bytes, too_small
 from services.common.config.processes.services import InferenceConfig
 from services.common.config.recipe import Recipe
@@ -223,10 +223,11 @@ def host_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
     problems = []
     memory = host_memory_bytes()
     if estimate.total_bytes > memory:
+        less = [(host_estimates(other, has_gpus=has_gpus)[0].total_bytes, key) for key, other in _levers(recipe)]
         no_gpu = "" if has_gpus else " and no NVIDIA GPU: run on one that has, try the recipe with --profile tiny, or"
         problems.append(
             f"node 0 needs about {estimate.total_bytes / GIB:.1f} GiB of memory ({_shown(estimate.parts)}), but this machine has "
-            f"{memory / GIB:.1f}{no_gpu or ':'} write {_smaller_settings(recipe, estimate.total_bytes, has_gpus=has_gpus)}, or use more nodes"
+            f"{memory / GIB:.1f}{no_gpu or ':'} write {smaller_settings(estimate.total_bytes, less)}use more nodes"
         )
     shared = shared_memory_here()
     spills = {name for name, policy in recipe.trained_policies.items() if policy.weights.spill_directory is not None}
@@ -240,18 +241,14 @@ def host_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
     return problems
 
 
-def host_line(recipe: Recipe) -> str:
-    """The estimate of node 0 beside the memory of this machine; empty where no policy has a known size."""
-    estimate = host_estimates(recipe, has_gpus=False).get(0)
-    if estimate is None:
-        return ""
-    return f"memory of node 0: about {estimate.total_bytes / GIB:.1f} of {host_memory_bytes() / GIB:.1f} GiB ({_shown(estimate.parts)})"
-
-
-def _smaller_settings(recipe: Recipe, now: float, *, has_gpus: bool) -> str:
-    """The settings that save most, one each, with the GiB that node 0 then needs."""
-    found = sorted((host_estimates(less, has_gpus=has_gpus)[0].total_bytes, key) for key, less in _levers(recipe))
-    return ", ".join([f"{key} ({total / GIB:.1f} GiB)" for total, key in found if total < now][:MOST_NAMED])
+def host_lines(recipe: Recipe) -> list[str]:
+    """The estimate of node 0 beside the memory of this machine, in one line; none where no policy has a known size."""
+    total = host_memory_bytes() / GIB
+    return [
+        f"memory of node 0, estimated: {found.total_bytes / GIB:.1f} of {total:.1f} GiB ({_shown(found.parts)})"
+        for node, found in host_estimates(recipe, has_gpus=False).items()
+        if node == 0
+    ]
 
 
 def _levers(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
