@@ -19,9 +19,8 @@ ROOT = str(Path(__file__).resolve().parents[1])
 def raise_open_files() -> None:
     """Let this process and its children open as many files as the hard limit allows: each slot of a replica has a connection,
     and shells begin with 1,024."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):  # a hard limit above the kernel's own
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 
 
 def main(module: str, arguments: list[str]) -> None:

@@ -94,9 +94,8 @@ def _on_device(policy: str, settings: RunSettings, config: InferenceConfig) -> t
     from services.inference.engine.served.environment import runs_on_cpu
 
     embedded = config.engine in ("torch", "forced")
-    device = "cpu" if runs_on_cpu(config) else "cuda"
-    if embedded:
-        device = chosen_device(config.device, f"the device of the inference service of {policy}")
+    where = f"the device of the inference service of {policy}"
+    device = chosen_device(config.device, where) if embedded else "cpu" if runs_on_cpu(config) else "cuda"
     config = InferenceConfig.model_validate({**config.model_dump(), "device": device})
     log_device(device, config.dtype, here=embedded)
     return replace(settings, recipe=settings.recipe.with_devices(has_gpu=device == "cuda")), config

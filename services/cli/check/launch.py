@@ -36,6 +36,9 @@ def on_this_machine(recipe: Recipe) -> Recipe:
     """The recipe as node 0 runs it here: devices, types and placement that are `auto`, and the memory of the GPU that sections
     take which name none."""
     gpus = gpus_here()
+    # A part of a GPU, or no `nvidia-smi`: each process looks for itself.
+    if not gpus and os.path.exists("/proc/driver/nvidia/gpus"):
+        return recipe
     found = recipe.with_devices(has_gpu=bool(gpus), node=0)
     sections = _computing(found).values()
     unnamed = [section for section in sections if section.device == "cuda" and not section.gpus]
@@ -157,9 +160,9 @@ def _has_package(package: str, python: str) -> bool:
 
 
 @functools.cache
-def _error_of(python: str, program: str) -> str:
-    """The last line of the error with which a program of another interpreter ends; empty when it ends well."""
-    asked = [python, "-c", program]
+def _error_of(python: str, code: str) -> str:
+    """The last line of the error with which code of another interpreter ends; empty when it ends well."""
+    asked = [python, "-c", code]
     try:
         answer = subprocess.run(asked, check=False, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:

@@ -24,8 +24,8 @@ REWARDS = "rewards"
 _NUM_HELD_OUT = 120  # of the demo
 _HOLD_OUT, _MOST_HELD_OUT, _LEAST_ROWS = 20, 200, 100  # every 20th row, at most 200 rows, of at least 100
 _CONTEXT = 4096  # of a model that has as many positions or does not say
-_CPU_CONTEXTS = (1024, 512, 256)  # on a machine without a GPU: the first that fits into its memory
-_CPU_BATCH, _CPU_MEMORY_SHARE = 32, 0.75
+# On a machine without a GPU: contexts, of which the first is taken that fits into a share of the memory.
+_CPU_CONTEXTS, _CPU_BATCH, _CPU_MEMORY_SHARE = (1024, 512, 256), 32, 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +77,7 @@ def _files(folder: Path, name: str, wanted: Wanted) -> dict[str, str]:
     every = None if demo_rows else hold_out_of(wanted)
     context = min(_CONTEXT, positions(wanted.model or "") or _CONTEXT)
     on_cpu = not demo_model and not gpus_here()
-    if on_cpu:
-        context = min(context, _cpu_context(_from(folder, wanted.model or "")))
+    context = min(context, _cpu_context(_from(folder, wanted.model or ""))) if on_cpu else context
     values = {
         "NAME": name,
         "HERE": shlex.quote(str(folder)),

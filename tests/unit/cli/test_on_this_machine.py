@@ -171,8 +171,8 @@ def test_an_engine_that_cannot_share_a_card_is_told(tmp_path: Path, machine: Mac
     machine(24576)
     recipe = loaded(written(tmp_path), "inference.a.engine=sglang")
     lines = launch.misfits(recipe, launch.embedded_estimates(recipe))
-    assert lines and all("sglang frees no memory between turns" in line for line in lines)
-    assert all("inference.a.engine: torch" in line for line in lines)
+    told = "placement: shared, so that they take turns (engine: torch; sglang and vllm free no memory between turns)"
+    assert lines and all(told in line for line in lines)
 
 
 def test_explicit_values_win(tmp_path: Path, machine: Machine) -> None:
@@ -198,6 +198,17 @@ def test_without_a_gpu_all_is_as_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     assert {spec.forked for spec in plan(recipe, tmp_path) if spec.name in ("inference-a", "trainer-model0")} == {
         "always"
     }
+
+
+def test_a_gpu_that_nvidia_smi_does_not_tell_is_left_to_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a GPU (MIG), or a container without `nvidia-smi`: the driver is there, and torch may see a device."""
+    monkeypatch.setattr(launch, "gpus_here", list)
+    monkeypatch.setattr(launch.os.path, "exists", lambda place: place == "/proc/driver/nvidia/gpus")
+    recipe = loaded(written(tmp_path))
+    assert (recipe.inference["a"].device, recipe.policies["model0"].trainer.device) == ("auto", "auto")
+    assert not [line for line in launch_problems(recipe) if "NVIDIA" in line and "memory" not in line]
 
 
 def test_a_section_that_names_gpus_is_on_cuda_on_any_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

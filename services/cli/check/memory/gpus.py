@@ -19,12 +19,13 @@ from services.cli.check.memory.estimate import (
     trainer_rank_parts,
 )
 from services.cli.plan.specs import trainer_name
-from services.common.config.processes.placement import SHARED_ENGINES, Placement, engine_numbers
+from services.common.config.processes.placement import Placement, engine_numbers
 from services.common.config.recipe import Recipe
 from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.policy import PolicyConfig
 
 KEPT_BY_OTHERS, OTHERS = "kept by others", "other processes"
+_TURNS = "placement: shared, so that they take turns (engine: torch; sglang and vllm free no memory between turns)"
 
 
 def with_others(recipe: Recipe, estimates: Iterable[GpuEstimate]) -> list[GpuEstimate]:
@@ -38,17 +39,12 @@ def with_others(recipe: Recipe, estimates: Iterable[GpuEstimate]) -> list[GpuEst
 
 
 def _beside(recipe: Recipe, own: GpuEstimate, others: Sequence[GpuEstimate]) -> GpuEstimate:
-    if not others:
+    shared = recipe.placement is Placement.SHARED
+    if not others or not (shared or own.fits):
         return own
-    if recipe.placement is Placement.SHARED:
+    if shared:
         return replace(own, parts={**own.parts, KEPT_BY_OTHERS: sum(_kept(recipe, other) for other in others)})
-    if not own.fits:
-        return own
-    turns = "placement: shared, so that they take turns"
-    for name, service in recipe.inference.items():
-        if service.engine not in SHARED_ENGINES:
-            turns += f" (with inference.{name}.engine: torch, for {service.engine} frees no memory between turns)"
-    remedy = f"GPUs of its own in inference.*.gpus and policies.*.trainer.gpus ({own.total / GIB:.1f} GiB), or {turns}"
+    remedy = f"GPUs of its own in inference.*.gpus and policies.*.trainer.gpus ({own.total / GIB:.1f} GiB), or {_TURNS}"
     limit = recipe.launch.gpu_memory_gib * GIB
     return replace(own, parts={**own.parts, OTHERS: sum(other.total for other in others)}, limit=limit, remedy=remedy)
 

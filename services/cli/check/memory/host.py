@@ -243,9 +243,8 @@ def host_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
 
 def host_lines(recipe: Recipe) -> list[str]:
     """The estimate of node 0 beside the memory of this machine, in one line; none where no policy has a known size."""
-    total = host_memory_bytes() / GIB
     return [
-        f"memory of node 0, estimated: {found.total_bytes / GIB:.1f} of {total:.1f} GiB ({_shown(found.parts)})"
+        f"memory of node 0, estimated: {found.total_bytes / GIB:.1f} of {host_memory_bytes() / GIB:.1f} GiB ({_shown(found.parts)})"
         for node, found in host_estimates(recipe, has_gpus=False).items()
         if node == 0
     ]
