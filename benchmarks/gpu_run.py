@@ -82,7 +82,7 @@ def recipe(directory: Path, name: str, device: str, steps: int, size: dict[str, 
                 "optimizer": {"lr": 1.0e-5},
                 "batch": {"size": size["batch"], "max_staleness": 1, "dynamic_sampling": False},
                 "trainer": {"port": 0, "device": device, "compute_dtype": dtype, "checkpoint_every": 1000,
-                            "export_final": False, **gpus},
+                            "gradient_checkpointing": False, "export_final": False, **gpus},
                 "weights": {"publish_dtype": dtype, "port": 0, "keep_versions": 1},
             }
         },

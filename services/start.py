@@ -6,7 +6,9 @@ takes the package that holds it, with any current directory and any PYTHONPATH. 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import resource
 import runpy
 import sys
 from pathlib import Path
@@ -14,8 +16,16 @@ from pathlib import Path
 ROOT = str(Path(__file__).resolve().parents[1])
 
 
+def raise_open_files() -> None:
+    """Let this process and its children open as many files as the hard limit allows: each slot of a replica has a connection,
+    and shells begin with 1,024."""
+    with contextlib.suppress(OSError, ValueError):  # a hard limit above the kernel's own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+
+
 def main(module: str, arguments: list[str]) -> None:
     """Run ``module`` with these arguments. Modules of the user are found as before: ``services`` alone is fixed."""
+    raise_open_files()
     installed = ROOT in sys.path
     sys.path.insert(0, ROOT)
     importlib.import_module("services")

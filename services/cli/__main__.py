@@ -21,6 +21,7 @@ from services.cli.inspect.journal.command import journal_app
 from services.cli.keys.command import keys_app
 from services.common.errors import RollmillError
 from services.common.telemetry.logs import quiet_grpc
+from services.start import raise_open_files
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -55,6 +56,7 @@ def rollmill(
 def main() -> None:
     """Entry point. Prints errors of the project as sentences; exits with 2 for errors of the user and 1 for others."""
     quiet_grpc()
+    raise_open_files()
     # Commands print their own messages; `run` configures its own logs.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     stderr = Console(stderr=True)

@@ -80,11 +80,25 @@ def load_policy(
     """
     if config.engine == "scripted":
         return _load_scripted(policy, settings, config, on_tokens)
+    settings, config = _on_device(policy, settings, config)
     if config.engine in ("torch", "forced"):
         return _load_torch(policy, settings, config, on_tokens, bases or BaseModels())
     if config.servers is not None:
         return _load_served(policy, settings, config, on_tokens, owner or "replica")
     return _load_by_path(policy, settings, config, on_tokens)
+
+
+def _on_device(policy: str, settings: RunSettings, config: InferenceConfig) -> tuple[RunSettings, InferenceConfig]:
+    """The settings with the device of this service, and the types that follow from it. Raises ``ConfigError`` without it."""
+    from services.common.system.devices import chosen_device, log_device
+    from services.inference.engine.served.environment import runs_on_cpu
+
+    embedded = config.engine in ("torch", "forced")
+    where = f"the device of the inference service of {policy}"
+    device = chosen_device(config.device, where) if embedded else "cpu" if runs_on_cpu(config) else "cuda"
+    config = InferenceConfig.model_validate({**config.model_dump(), "device": device})
+    log_device(device, config.dtype, here=embedded)
+    return replace(settings, recipe=settings.recipe.with_devices(has_gpu=device == "cuda")), config
 
 
 def _load_scripted(policy: str, settings: RunSettings, config: InferenceConfig, on_tokens: OnTokens) -> LoadedPolicy:
@@ -150,7 +164,6 @@ def _load_torch(
 ) -> LoadedPolicy:
     import torch
 
-    from services.common.system.devices import chosen_device
     from services.common.text.huggingface import check_model_matches, check_same_vocabulary, load_tokenizer
     from services.inference.engine.torch.engine import TorchEngine
     from services.inference.engine.torch.replay import ReplayEngine
@@ -158,7 +171,6 @@ def _load_torch(
     script = None
     if config.engine == "forced":  # before the model: a wrong setting fails within a second
         script = load_scripts(config.forced, settings.recipe)
-    device = chosen_device(config.device, f"the device of the inference service of {policy}")  # likewise
     torch.set_num_threads(config.threads)
     section = settings.recipe.policies[policy]
     context_length = section.model.context_length
@@ -174,12 +186,12 @@ def _load_torch(
         num_slots=1 if settings.recipe.run.deterministic else config.engine_slots or config.num_slots,
         context_length=context_length,
         kv_policy=KvPolicy(config.kv_policy),
-        device=device,
+        device=config.device,
         on_tokens=on_tokens,
         alone=settings.recipe.run.deterministic,
         adapter=adapter,
         kv_bytes=int(config.kv_cache_gib * (1 << 30)),
-        stepping=config.stepping if device == "cuda" else "eager",
+        stepping=config.stepping if config.device == "cuda" else "eager",
     )
     served = ServedPolicy(
         name=policy, engine=engine, chat=Chat(tokenizer), context_length=context_length, script=script

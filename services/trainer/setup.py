@@ -12,7 +12,7 @@ import torch
 from services.common.checkpoints.directory import checkpoints_directory
 from services.common.config.recipe import Recipe
 from services.common.lora import identity_of
-from services.common.system.devices import chosen_device
+from services.common.system.devices import chosen_device, log_device
 from services.common.text.huggingface import check_model_matches, check_same_vocabulary, load_tokenizer
 from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.model.adapter import AdapterSetup, WithoutAdapter, digest_base
@@ -29,13 +29,16 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 
 def join_ranks(recipe: Recipe, policy: str) -> Ranks:
     """Join the ranks of the trainer, with the recipe's threads and device."""
-    config = recipe.policies[policy].trainer
+    device = chosen_device(recipe.policies[policy].trainer.device, f"policies.{policy}.trainer.device")
+    config = recipe.with_devices(has_gpu=device == "cuda").policies[policy].trainer
     torch.set_num_threads(config.threads)
-    return init_ranks(
+    ranks = init_ranks(
         timeout_s=COLLECTIVE_TIMEOUT_S,
-        device=chosen_device(config.device, f"policies.{policy}.trainer.device"),
+        device=device,
         always_group=config.compute_dtype != config.master_dtype or "reference" in config.offload,
     )
+    log_device(str(ranks.device), config.compute_dtype)
+    return ranks
 
 
 def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[TrainStep, Any]:
@@ -45,6 +48,7 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
         ConfigError: no model or no tokenizer at ``path``.
         ModelMismatchError: the tokenizer has ids that the model lacks, or a teacher has another tokenizer.
     """
+    recipe = recipe.with_devices(has_gpu=ranks.device.type == "cuda")
     config = recipe.policies[policy]
     tokenizer = load_tokenizer(path)
     master: torch.dtype = getattr(torch, config.trainer.master_dtype)
@@ -109,7 +113,7 @@ def _trained_model(
         path,
         ranks,
         dtype=master if adapter is None else compute or master,  # a frozen base needs no master copy
-        gradient_checkpointing=config.trainer.gradient_checkpointing,
+        gradient_checkpointing=config.trainer.gradient_checkpointing is True,
         compute_dtype=compute,
         attention=config.trainer.attention,
         logprob_chunk_tokens=config.trainer.logprob_chunk_tokens,

@@ -28,6 +28,7 @@ from services.common.config.training.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, DatasetError, RollmillError, UserError
 from services.common.importing import load_object
 from services.common.system.child import die_with_parent_if_asked
+from services.common.system.devices import log_device
 from services.common.system.memory import keep_freed_memory
 from services.common.telemetry.logs import configure
 from services.common.telemetry.metrics import MetricsWriter, RowKind
@@ -90,6 +91,7 @@ def _train(recipe: Recipe, policy_name: str, config: WarmStartConfig, directory:
     torch.manual_seed(recipe.run.seed)
     torch.set_num_threads(policy.trainer.threads)
     ranks = Ranks.single()
+    log_device(str(ranks.device), "float32")
     tokenizer = load_tokenizer(directory)
     model = load_policy_model(directory, ranks)
     check_model_matches(model.causal_lm, tokenizer=tokenizer)

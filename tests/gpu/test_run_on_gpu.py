@@ -22,7 +22,9 @@ SETTINGS = [
     "evaluation.every=0",
     "data.evaluation.held_out.limit=128",
     "policies.model0.trainer.device=cuda",
+    "policies.model0.trainer.compute_dtype=float32",
     "inference.a.device=cuda",
+    "inference.a.dtype=float32",
 ]
 
 

@@ -75,8 +75,10 @@ def test_ten_steps_of_the_quickstart_learn_by_sglang_on_a_card(tmp_path: Path) -
         tmp_path,
         [
             "inference.a.device=cuda",
+            "inference.a.dtype=float32",
             "inference.a.sglang.memory_share=0.1",
             f"inference.a.sglang.extra_arguments={kernels}",
             "policies.model0.trainer.device=cuda",
+            "policies.model0.trainer.compute_dtype=float32",
         ],
     )

@@ -6,8 +6,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import resource
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,14 +21,51 @@ from services.cli.check.memory.host import embedded_estimates, host_problems, sm
 from services.cli.check.model_files import model_problems
 from services.cli.check.worlds import index_problems, mcp_problems, world_problems
 from services.cli.plan.specs import plan
-from services.common.config.processes.placement import gpu_claims
+from services.common.config.processes.placement import Placement, check_placement, gpu_claims
+from services.common.config.processes.services import ENGINES, InferenceConfig
 from services.common.config.processes.trackers import missing_packages
 from services.common.config.recipe import Recipe
+from services.common.config.training.policy import TrainerConfig
 from services.common.errors import ConfigError
 from services.common.installing import install, make_server_environment, missing
 from services.common.system.devices import visible_gpus
 
-_ASK_TIMEOUT_S = 60.0  # for another interpreter, which imports torch
+_ASK_TIMEOUT_S = 120.0  # for another interpreter, to import torch and initialise a GPU
+_OTHER_FILES = 512  # open files of a replica beside one connection for each slot
+
+
+def on_this_machine(recipe: Recipe) -> Recipe:
+    """The recipe as node 0 runs it here: devices, types and placement that are `auto`, and the memory of the GPU that sections
+    take which name none."""
+    gpus = gpus_here()
+    # A part of a GPU, or no `nvidia-smi`: each process looks for itself.
+    if not gpus and os.path.exists("/proc/driver/nvidia/gpus"):
+        return recipe
+    found = recipe.with_devices(has_gpu=bool(gpus), node=0)
+    sections = _computing(found).values()
+    unnamed = [section for section in sections if section.device == "cuda" and not section.gpus]
+    placement, launch = found.placement, found.launch
+    if placement is Placement.AUTO:
+        placement = Placement.APART
+        if len(gpus) == 1 and len(unnamed) == len(sections) and len({type(section) for section in unnamed}) == 2:
+            with contextlib.suppress(ValueError):  # engines that do not free their memory, processes of other nodes
+                check_placement(found.inference, found.policies, Placement.SHARED)
+                placement = Placement.SHARED
+    if gpus and unnamed:
+        written = [launch.gpu_memory_gib] if "gpu_memory_gib" in recipe.launch.model_fields_set else []
+        launch = launch.model_copy(update={"gpu_memory_gib": min([float(int(min(gpus))), *written])})
+    return found.model_copy(update={"placement": placement, "launch": launch})
+
+
+def _computing(recipe: Recipe) -> dict[str, InferenceConfig | TrainerConfig]:
+    """The sections of node 0 that compute with a model, by their keys."""
+    found: dict[str, InferenceConfig | TrainerConfig] = {}
+    for name, service in recipe.inference.items():
+        if service.node == 0 and service.engine != "scripted":
+            found[f"inference.{name}"] = service
+    for name, policy in recipe.trained_policies.items() if recipe.run.steps else ():
+        found[f"policies.{name}.trainer"] = policy.trainer
+    return found
 
 
 def check_launch(recipe: Recipe) -> None:
@@ -58,7 +99,8 @@ def launch_problems(recipe: Recipe) -> list[str]:
         *gpu_problems(recipe, gpus),
         *(misfits(smaller, embedded_estimates(smaller)) if (smaller := smaller_cards(recipe, gpus)) else ()),
         *host_problems(recipe, has_gpus=bool(gpus)),
-        *_missing_packages(recipe),
+        *_file_problems(recipe),
+        *_interpreter_problems(recipe, has_gpus=bool(gpus)),
         *(problem.text for problem in hub_problems(recipe) if problem.of_machine),
         *missing_packages(recipe.run.trackers),
         *(
@@ -84,48 +126,68 @@ def missing_data(recipe: Recipe) -> list[str]:
     return [problem for problem in found if problem]
 
 
-def _missing_packages(recipe: Recipe) -> list[str]:
-    """Services of this node without their packages, and engines without one in the interpreter that starts them."""
+def _interpreter_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
+    """Services of this node without their packages, and sections whose interpreter lacks the engine's package or has a PyTorch
+    that cannot use the GPU there is."""
     from services.inference.engine.served.environment import interpreter, python_variable, runs_on_cpu
 
     extras = {process.name.partition("-")[0] for process in plan(recipe, Path(), 0)}
     lacking = sorted({package for extra in extras for package in missing(extra)})
     problems = [f"its services need {', '.join(lacking)}, not installed here: {install('all')}"] if lacking else []
-    for name, service in recipe.inference.items():
-        if service.servers is None or service.node != 0:
-            continue
-        on_cpu = runs_on_cpu(service) and not service.gpus
-        try:
-            python = interpreter(service.engine, service.servers.python, on_cpu=on_cpu)
-        except ConfigError as error:
-            problems.append(f"inference.{name}: {error.message}")
-            continue
-        if why := _why_unusable(service.engine, python, on_cpu):
+    for where, section in _computing(recipe).items():
+        python, engine = sys.executable, section.engine if isinstance(section, InferenceConfig) else "torch"
+        if isinstance(section, InferenceConfig) and section.servers is not None:
+            on_cpu = runs_on_cpu(section) and not section.gpus
+            try:
+                python = interpreter(engine, section.servers.python, on_cpu=on_cpu)
+            except ConfigError as error:
+                problems.append(f"{where}: {error.message}")
+                continue
+            if why := _error_of(python, _IMPORT.format(engine)):
+                problems.append(
+                    f"{where}.engine is {engine}, but {why}: run `{make_server_environment(engine, on_cpu=on_cpu)}`, name the "
+                    f"interpreter that has it with {where}.{engine}.python or {python_variable(engine)}, or try the recipe with "
+                    "--profile tiny"
+                )
+                continue
+        asks_torch = has_gpus and section.device == "cuda" and engine in ENGINES
+        if asks_torch and (why := _error_of(python, "import torch; torch.cuda.init()")):
             problems.append(
-                f"inference.{name}.engine is {service.engine}, but {why}: run "
-                f"`{make_server_environment(service.engine, on_cpu=on_cpu)}`, name the interpreter that has it with "
-                f"inference.{name}.{service.engine}.python or {python_variable(service.engine)}, or try the recipe with --profile tiny"
+                f"{where}.device is cuda, but the PyTorch of {python} cannot use the GPU ({why}): install a CUDA build that the "
+                "driver supports (`nvidia-smi` shows its CUDA version), or leave gpus out and write device: cpu"
             )
     return problems
 
 
-_ASK_PACKAGE = """
+# An engine's own import takes many seconds; an install that did not end shows in the import of torch.
+_IMPORT = """
 import importlib.util, sys
-if importlib.util.find_spec(sys.argv[1]) is None: sys.exit(f"the package {sys.argv[1]} is not installed for {sys.executable}")
+importlib.util.find_spec("{0}") or sys.exit(f"the package {0} is not installed for {{sys.executable}}")
 import torch
-if sys.argv[2] == "cuda" and torch.version.cuda is None: sys.exit(f"torch {torch.__version__} of {sys.executable} is built for CPUs")
 """
 
 
-def _why_unusable(package: str, python: str, on_cpu: bool) -> str:
-    """Why an interpreter cannot run an engine's servers, as far as an import of torch there tells; empty if it can."""
-    command = [python, "-c", _ASK_PACKAGE, package, "cpu" if on_cpu else "cuda"]
+@functools.cache
+def _error_of(python: str, code: str) -> str:
+    """The last line of the error with which code of another interpreter ends; empty when it ends well."""
+    asked = [python, "-c", code]
     try:
-        asked = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S)
+        answer = subprocess.run(asked, check=False, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
-    last = asked.stderr.strip().splitlines()[-1:] or [f"{python} ends with {asked.returncode}"]
-    return last[0] if asked.returncode else ""
+    return (answer.stderr.strip() or f"exit code {answer.returncode}").splitlines()[-1] if answer.returncode else ""
+
+
+def _file_problems(recipe: Recipe) -> list[str]:
+    """One line for each service of node 0 with more connections than its process may open files."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return [
+        f"inference.{name}.num_slots is {service.num_slots}, each of which has a connection, and a process may open {most} files "
+        f"here (`ulimit -Hn`): raise the hard limit to {2 * service.num_slots + _OTHER_FILES} (limits.conf, LimitNOFILE, --ulimit "
+        f"nofile), or write at most {max(1, most - _OTHER_FILES)} slots"
+        for name, service in recipe.inference.items()
+        if service.node == 0 and service.servers and 0 <= most < service.num_slots + _OTHER_FILES  # -1: no limit
+    ]
 
 
 _ASK = ("nvidia-smi", "--query-gpu=memory.total,uuid", "--format=csv,noheader,nounits")  # a line for each, in MiB
@@ -156,15 +218,17 @@ def gpus_here() -> list[float]:
 def gpu_problems(recipe: Recipe, memory_gib: Sequence[float]) -> list[str]:
     """One line for each section of node 0 whose GPUs are missing on this machine or have less memory than the recipe
     says."""
-    problems = [] if memory_gib else _devices_without_a_gpu(recipe)
+    if not memory_gib:
+        lacking = {where: section for where, section in _computing(recipe).items() if section.device == "cuda"}
+        return [
+            f"{where}.{f'gpus is {section.gpus}' if section.gpus else 'device is cuda'}, but this machine has no NVIDIA GPU "
+            "(`nvidia-smi -L` finds none): run this on a GPU machine, "
+            f"{'or try the recipe with --profile tiny' if section.gpus else 'or write cpu or auto'}"
+            for where, section in lacking.items()
+        ]
+    problems = []
     for claim in gpu_claims(recipe.inference, recipe.policies):
         if claim.node != 0:
-            continue
-        if not memory_gib:
-            problems.append(
-                f"{claim.where} is {list(claim.gpus)}, but this machine has no NVIDIA GPU (`nvidia-smi -L` finds none): run "
-                "this on a GPU machine, or try the recipe with --profile tiny"
-            )
             continue
         missing = [gpu for gpu in claim.gpus if gpu >= len(memory_gib)]
         if missing:
@@ -185,34 +249,9 @@ def gpu_problems(recipe: Recipe, memory_gib: Sequence[float]) -> list[str]:
 
 def smaller_cards(recipe: Recipe, memory_gib: Sequence[float]) -> Recipe | None:
     """The recipe with the memory of this machine's smallest GPU of node 0, to be estimated again; None if that is enough."""
-    claimed = [
-        memory_gib[gpu]
-        for claim in gpu_claims(recipe.inference, recipe.policies)
-        if claim.node == 0
-        for gpu in claim.gpus
-        if gpu < len(memory_gib)
-    ]
+    claims = [claim for claim in gpu_claims(recipe.inference, recipe.policies) if claim.node == 0]
+    claimed = [memory_gib[gpu] for claim in claims for gpu in claim.gpus if gpu < len(memory_gib)]
     if not claimed or min(claimed) >= _TOLD_SHARE * recipe.launch.gpu_memory_gib:
         return None
     launch = recipe.launch.model_copy(update={"gpu_memory_gib": float(int(min(claimed)))})
     return recipe.model_copy(update={"launch": launch})
-
-
-def _devices_without_a_gpu(recipe: Recipe) -> list[str]:
-    """Sections of node 0 that say cuda and name no GPUs. ``gpu_problems`` reports sections that name GPUs."""
-    sections = {
-        f"inference.{name}.device": service.device
-        for name, service in recipe.inference.items()
-        if service.node == 0 and service.engine in ("torch", "forced") and not service.gpus
-    }
-    sections |= {
-        f"policies.{name}.trainer.device": policy.trainer.device
-        for name, policy in recipe.trained_policies.items()
-        if recipe.run.steps and not policy.trainer.gpus
-    }
-    return [
-        f"{where} is cuda, but this machine has no NVIDIA GPU (`nvidia-smi -L` finds none): write cpu or auto, or run this "
-        "on a GPU machine"
-        for where, device in sections.items()
-        if device == "cuda"
-    ]

@@ -19,7 +19,7 @@ from rich.text import Text
 from services.cli.check.launch import launch_problems, problems_anywhere, refuse
 from services.cli.check.memory.estimate import GIB
 from services.cli.check.memory.gpus import estimates, with_others
-from services.cli.check.memory.host import embedded_estimates
+from services.cli.check.memory.host import embedded_estimates, host_lines
 from services.cli.check.one_row import FIRST_ROW, Tried, try_rows
 from services.cli.check.sizes import size_notes, size_problems
 from services.cli.plan.specs import orchestrator_address, plan, ports_in_use
@@ -150,6 +150,7 @@ def describe(recipe: Recipe, left_out: Sequence[str] = ()) -> RenderableType:
         *(Text(f"  {line}", style="" if line.startswith(FIRST_ROW) else "yellow") for line in (*lacking, *left_out)),
         policies,
         *_memory(recipe),
+        *(Text(line, style="dim") for line in host_lines(recipe)),
         processes,
     )
 

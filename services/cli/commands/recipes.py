@@ -118,10 +118,11 @@ def check(
     ] = 0,
 ) -> None:
     """Validate a recipe and all files and modules that the recipe names. Only --solutions starts processes."""
+    from services.cli.check.launch import on_this_machine
     from services.cli.check.recipe import check_recipe, describe
     from services.cli.plan.profiles import load_with_profile
 
-    resolved = load_with_profile(recipe, set_ or (), profile)
+    resolved = on_this_machine(load_with_profile(recipe, set_ or (), profile))
     left_out = check_recipe(resolved, solutions)
     if show:
         import yaml
@@ -160,7 +161,7 @@ def evaluate(
     For example `rollmill eval recipes/quickstart --checkpoint runs/quickstart-20260101-120000`. No policy is trained.
     Failed tasks count as wrong and are listed.
     """
-    from services.cli.check.launch import check_launch
+    from services.cli.check.launch import check_launch, on_this_machine
     from services.cli.console.drawing import drawn
     from services.cli.plan.profiles import load_with_profile
     from services.cli.run.evaluate import (
@@ -174,7 +175,7 @@ def evaluate(
     from services.cli.run.launch import run as run_recipe
     from services.cli.run.run_directory import prepare
 
-    resolved = evaluation_recipe(load_with_profile(recipe, set_ or (), profile), checkpoint or ())
+    resolved = on_this_machine(evaluation_recipe(load_with_profile(recipe, set_ or (), profile), checkpoint or ()))
     check_launch(resolved)
     base = comparable(against) if against is not None else None
     resolved, run_dir = prepare(resolved)

@@ -11,10 +11,12 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.cli.check.launch import gpus_here
+from services.cli.check.memory.host import host_estimates, host_memory_bytes
 from services.cli.check.model_files import positions
 from services.cli.new import templates
 from services.common.config.data import DatasetConfig
-from services.common.config.reading.loading import load_recipe
+from services.common.config.reading.loading import load_recipe, validate
 from services.common.errors import ConfigError, DatasetError
 from services.common.records.dataset_rows import prompt_in
 
@@ -22,6 +24,8 @@ REWARDS = "rewards"
 _NUM_HELD_OUT = 120  # of the demo
 _HOLD_OUT, _MOST_HELD_OUT, _LEAST_ROWS = 20, 200, 100  # every 20th row, at most 200 rows, of at least 100
 _CONTEXT = 4096  # of a model that has as many positions or does not say
+# On a machine without a GPU: contexts, of which the first is taken that fits into a share of the memory.
+_CPU_CONTEXTS, _CPU_BATCH, _CPU_MEMORY_SHARE = (1024, 512, 256), 32, 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +76,15 @@ def _files(folder: Path, name: str, wanted: Wanted) -> dict[str, str]:
         raise ConfigError("--data needs --model: the demo's model knows the demo's rows only")
     every = None if demo_rows else hold_out_of(wanted)
     context = min(_CONTEXT, positions(wanted.model or "") or _CONTEXT)
+    on_cpu = not demo_model and not gpus_here()
+    context = min(context, _cpu_context(_from(folder, wanted.model or ""))) if on_cpu else context
     values = {
         "NAME": name,
         "HERE": shlex.quote(str(folder)),
         "REWARDS": REWARDS,
-        "STEPS": "20" if demo_model else "200",
+        "STEPS": "20" if demo_model else "50" if on_cpu else "200",
+        "BATCH": str(_CPU_BATCH) if on_cpu else "128",
+        "TRAINER": f"{{port: 0, token_budget: {context}}} # tokens computed at once" if on_cpu else "{port: 0}",
         "MODEL": templates.DEMO_MODEL if demo_model else templates.OWN_MODEL,
         "MODEL_PATH": _quoted(_from(folder, wanted.model or "")),
         "CONTEXT": str(context),
@@ -85,7 +93,7 @@ def _files(folder: Path, name: str, wanted: Wanted) -> dict[str, str]:
         "EVERY": str(every),
         "HELD_OUT": f"every {_ordinal(every or 0)} row",
         "EVALUATION": _evaluation(demo_rows, every),
-        "NEW_TOKENS": "4" if demo_model else str(min(1024, context // 2)),
+        "NEW_TOKENS": "4" if demo_model else str(min(256 if on_cpu else 1024, context // 2)),
         "INFERENCE": "{port: 0, device: cpu}" if demo_model else "{port: 0} # engine: sglang for models of 1B and more",
         "WARM_START": templates.WARM_START if demo_model else "",
         "ROWS": templates.DEMO_ROWS if demo_rows and demo_model else "",
@@ -97,6 +105,18 @@ def _files(folder: Path, name: str, wanted: Wanted) -> dict[str, str]:
         files["demo.py"] = templates.DEMO
     files = {file: _filled(text, values) for file, text in files.items()}
     return files | (_rows() if demo_rows else {})
+
+
+def _cpu_context(model: str) -> int:
+    """The context with which a model can be trained in this machine's memory; the smallest where none fits."""
+    for context in _CPU_CONTEXTS:
+        policy = {"model": {"path": model, "context_length": context}, "trainer": {"token_budget": context}}
+        tree = {"name": "new", "policies": {"model0": {**policy, "batch": {"size": _CPU_BATCH}}}}
+        tree |= {"data": {"train": {"path": "rows"}}, "evaluation": {"at_start": False, "at_end": False}}
+        found = host_estimates(validate(tree, source="new"), has_gpus=False).get(0)
+        if found is None or found.total_bytes < _CPU_MEMORY_SHARE * host_memory_bytes():
+            break
+    return context
 
 
 def hold_out_of(wanted: Wanted) -> int | None:

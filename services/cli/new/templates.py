@@ -44,8 +44,8 @@ DEMO_MODEL = """\
 OWN_MODEL = """\
     model: {path: @MODEL_PATH@, context_length: @CONTEXT@} # longest prompt and answer together, in tokens
     optimizer: {lr: 1.0e-6}
-    batch: {size: 128, max_staleness: 2} # sequences of one training step
-    trainer: {port: 0}
+    batch: {size: @BATCH@, max_staleness: 2} # sequences of one training step
+    trainer: @TRAINER@
     weights: {port: 0}"""
 
 DEMO_DATA = """\

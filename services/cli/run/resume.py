@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from services.cli.check.launch import check_launch
+from services.cli.check.launch import check_launch, on_this_machine
 from services.cli.check.recipe import check_named
 from services.cli.console.plain import say
 from services.cli.inspect.run_state import ended
@@ -131,7 +131,7 @@ def opened(
             for setting, (former, new) in changes.items():
                 say(console, f"{setting}: {former} -> {new}")
         return resolved, run_dir
-    loaded = load_with_profile(recipe, overrides, profile)
+    loaded = on_this_machine(load_with_profile(recipe, overrides, profile))
     choice = choose(loaded, asked=resume == AUTO)
     if choice.told:
         say(console, choice.told)

@@ -135,9 +135,10 @@ class Recipe(Section):
     """The orchestrator."""
     inference: dict[str, InferenceConfig] = Field(default={"a": InferenceConfig()}, min_length=1)
     """The inference services of the run, by name. Others may join at any time."""
-    placement: Placement = Placement.APART
+    placement: Placement = Placement.AUTO
     """`apart`: rollouts and training have devices of their own. `shared`: they take turns on one device, and each frees its
-    memory before the other's turn; gpus of trainers and inference services may then be the same (docs/one-card.md)."""
+    memory before the other's turn; gpus of trainers and inference services may then be the same (docs/one-card.md). `auto`:
+    `rollmill run` takes `shared` where this machine has one GPU, which trainers and engines take without naming it."""
     envgateway: EnvGatewayConfig | None = EnvGatewayConfig()
     """The environment gateway; null when the workflow needs none."""
     warm_start: dict[str, WarmStartConfig] = {}
@@ -283,6 +284,16 @@ class Recipe(Section):
         if self.rollout.policies == "apart":
             return [(policy,) for policy in chosen or self.trained_policies]
         return [chosen]
+
+    def with_devices(self, *, has_gpu: bool, node: int | None = None) -> Recipe:
+        """The same recipe with `auto` replaced in each device of the node (None: of all), and in the types that follow from
+        it. Trainers belong to node 0."""
+        tree = self.model_dump(mode="json")
+        services = [service for service in tree["inference"].values() if node in (None, service["node"])]
+        for section in (*services, *(policy["trainer"] for policy in tree["policies"].values())):
+            if section["device"] == "auto":
+                section["device"] = "cuda" if has_gpu else "cpu"
+        return Recipe.model_validate(tree)
 
     def nodes(self) -> list[int]:
         """The nodes of the recipe, 0 first."""

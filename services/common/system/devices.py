@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import structlog
+
 from services.common.errors import ConfigError
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -27,12 +29,23 @@ def chosen_device(wanted: str, where: str) -> str:
     if wanted == "auto":
         return "cuda" if is_there else "cpu"
     if wanted == "cuda" and not is_there:
-        if torch.version.cuda is None:
-            why = f"PyTorch {torch.__version__} was built without CUDA: install a CUDA build"
-        else:
-            why = "PyTorch sees no GPU: look at `nvidia-smi -L` and at CUDA_VISIBLE_DEVICES"
-        raise ConfigError(f"{where} is cuda, but {why}, or write cpu")
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (AssertionError, RuntimeError) as error:  # which says so of a driver that is too old
+            why = "was built without CUDA" if torch.version.cuda is None else f"sees no GPU ({error})"
+            raise ConfigError(
+                f"{where} is cuda, but PyTorch {torch.__version__} {why}: install a CUDA build that the driver supports, look at "
+                "`nvidia-smi` and at CUDA_VISIBLE_DEVICES, or leave gpus out and write device: cpu"
+            ) from None
     return wanted
+
+
+def log_device(device: str, dtype: str, *, here: bool = True) -> None:
+    """Log the device of this process, or of its servers (not ``here``: asking for a name would take GPU memory)."""
+    import torch
+
+    name = torch.cuda.get_device_name(device) if here and device.startswith("cuda") else ""
+    structlog.get_logger().info("device.chosen", device=device, name=name, dtype=dtype)
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:

@@ -12,7 +12,7 @@ from benchmarks._rehearsal_memory import layouts, measured_and_estimated  # type
 from services.cli.check.memory.estimate import ModelShape
 from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.losses import M2po
-from services.common.config.training.policy import ModelConfig, PolicyConfig, TrainerConfig
+from services.common.config.training.policy import BatchConfig, ModelConfig, PolicyConfig, TrainerConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
@@ -33,6 +33,7 @@ def policy(*, kl: float = 0.0, tokens: int = 8192, **trainer: Any) -> PolicyConf
     section = {"num_ranks": 2, "compute_dtype": "bfloat16", "gradient_checkpointing": True, "token_budget": tokens}
     return PolicyConfig(
         model=ModelConfig(context_length=64),
+        batch=BatchConfig(size=tokens // 64),
         algorithm=M2po(kl_coefficient=kl),
         trainer=TrainerConfig.model_validate({**section, **trainer}),
     )

@@ -115,7 +115,7 @@ def test_a_machine_without_a_gpu_is_told_to_try_the_tiny_profile(
 ) -> None:
     monkeypatch.setattr(host, "host_memory_bytes", lambda: 20 * GIB)
     monkeypatch.setattr(host, "shared_memory_here", lambda: 200 * GIB)
-    told = "this machine has 20.0 and no NVIDIA GPU: run on one that has, try the recipe with --profile tiny, or write fewer"
+    told = "this machine has 20.0 and no NVIDIA GPU: run on one that has, try the recipe with --profile tiny, or write policies."
     assert [told in problem for problem in host_problems(recipe(tmp_path), has_gpus=False)] == [True]
     assert not any("tiny" in problem for problem in host_problems(recipe(tmp_path), has_gpus=True))
 

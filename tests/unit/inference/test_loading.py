@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from services.common.config.reading.loading import validate
 from services.common.errors import ConfigError, ModelMismatchError
@@ -59,6 +60,28 @@ def test_the_engine_starts_with_the_published_values(
         held = own._core.decoder.weights[name]
         assert held.dtype == types[-1] and torch.equal(held, expected), name
     assert loaded.weights.held().number == 0
+
+
+def test_a_replica_logs_its_device_and_never_leaves_the_gpus_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = {"path": str(save_model(tmp_path / "model")), "context_length": 64}
+
+    def load(**engine: Any) -> Any:
+        recipe = scripted_recipe(
+            policies={"model0": {"model": model}},
+            inference={"a": {"engine": "torch", "port": 0, "num_slots": 1, **engine}},
+        )
+        settings = RunSettings("r", tmp_path, validate(recipe, source="test"))
+        with capture_logs() as logs:
+            loading.load_policy("model0", settings, replica_config(settings.recipe, "a"), lambda count, at: None)
+        return [(each["device"], each["dtype"]) for each in logs if each["event"] == "device.chosen"]
+
+    assert load() == [("cpu", "float32")]
+    assert load(dtype="bfloat16") == [("cpu", "bfloat16")]
+    with pytest.raises(ConfigError, match="the device of the inference service of model0 is cuda, but PyTorch"):
+        load(gpus=[0])
 
 
 def test_a_teacher_with_another_vocabulary_is_refused_before_any_weights_are_loaded(tmp_path: Path) -> None:

@@ -57,8 +57,10 @@ def test_a_card_too_small_is_told_with_the_figure_and_three_settings() -> None:
     recipe = load(RECIPES[0], "launch.gpu_memory_gib=10", "inference.a.num_slots=8")
     (line,) = misfits(recipe, embedded_estimates(recipe))
     assert "trainer-model0 needs 1" in line and "launch.gpu_memory_gib: 10" in line
-    settings = line.partition("or policies.")[2]
+    settings = line.partition("write policies.")[2]
     assert settings.count("GiB)") == 3
+    needed = [float(part.rpartition("(")[2]) for part in settings.split(" GiB)")[:3]]
+    assert needed == sorted(needed), "the one that helps most comes first"
     assert "policies.model0.adapter: {rank: 16" in line and "trainer.offload: [optimizer, reference]" in line
 
 

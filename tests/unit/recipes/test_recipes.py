@@ -200,6 +200,7 @@ def test_without_its_world_nothing_starts_unless_a_server_plays_it(
     name: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.cli.check.launch.gpus_here", lambda: [80.0] * 8)
+    monkeypatch.setattr("services.cli.check.launch._error_of", lambda python, program: "")  # torch sees them
     monkeypatch.setattr("services.cli.check.launch.hub_problems", lambda recipe: [])
     monkeypatch.setattr("services.cli.check.memory.host.host_memory_bytes", lambda: 1e12)
     monkeypatch.setattr("services.cli.check.memory.host.shared_memory_here", lambda: 1e12)

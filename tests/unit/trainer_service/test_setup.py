@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from structlog.testing import capture_logs
 
+from services.common.errors import ConfigError
 from services.trainer.model.moments_on_host import MomentsOnHost
 from services.trainer.model.policy_model import PolicyModel, build_policy_model
 from services.trainer.ranks.sharding import Ranks
@@ -51,6 +53,25 @@ def test_the_settings_of_the_model_reach_policy_and_reference(model: Path, group
         assert built_model.causal_lm.config._attn_implementation == "rollmill_documents_sdpa"
     assert step._max_tokens == 40
     assert step.model.causal_lm.is_gradient_checkpointing and not reference.causal_lm.is_gradient_checkpointing
+
+
+def test_a_trainer_logs_its_device_and_type_and_auto_follows_from_the_device(model: Path, group: None) -> None:
+    with capture_logs() as logs:
+        step, _ = built(model, device="auto")
+    on_gpu = torch.cuda.is_available()
+    (told,) = [each for each in logs if each["event"] == "device.chosen"]
+    assert told["dtype"] == ("bfloat16" if on_gpu else "float32") and told["device"].startswith(
+        "cuda" if on_gpu else "cpu"
+    )
+    assert step.model.causal_lm.is_gradient_checkpointing is on_gpu
+
+
+def test_a_trainer_that_names_gpus_does_not_fall_back_to_the_cpu(
+    model: Path, monkeypatch: pytest.MonkeyPatch, group: None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"policies\.model0\.trainer\.device is cuda, but PyTorch"):
+        built(model, gpus=[0], device="auto")
 
 
 def test_precision_and_places_reach_weights_moments_and_reference(model: Path, group: None) -> None:

@@ -10,13 +10,15 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from services.cli.check.model_files import file_of
 from services.common.config.processes.services import InferenceConfig
 from services.common.config.training.adapter import ALL_LINEAR, AdapterConfig
 from services.common.config.training.policy import OFFLOAD_BUCKET_BYTES, PolicyConfig
 
 GIB = 1 << 30
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 4}  # auto: of a device that is not known yet
 ALLOWANCE = 1.05  # fragmentation and buffers of collectives
 _HEAD_BLOCK = 8192  # CHUNK_VOCAB of the trainer
 BUCKETS_IN_FLIGHT = 3  # one fetched, one updated, one on its way back
@@ -48,17 +50,16 @@ class ModelShape:
 
     @classmethod
     def of(cls, path: str | None) -> ModelShape | None:
-        """From ``config.json`` in a local directory, else from the name; None where neither says."""
+        """From ``config.json`` in a directory or in the hub's cache, else from the name; None where neither says."""
         if path is None:
             return None
-        config = Path(path).expanduser() / "config.json"
-        if config.is_file():
-            return cls.from_config(config)
-        return cls.by_name(path)
+        config = file_of(path, "config.json")
+        return cls.by_name(path) if config is None else cls.from_config(config)
 
     @classmethod
     def from_config(cls, file: Path) -> ModelShape | None:
-        """Of a dense decoder with gated MLP, counted from its dimensions; None when they are not all there."""
+        """Of a decoder with gated MLPs, dense or with experts, counted from its dimensions; None when they are not all there.
+        ``intermediate`` is then the width that a token passes through."""
         try:
             config = json.loads(file.read_text())
             hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
@@ -70,9 +71,11 @@ class ModelShape:
         kv_width = int(config.get("num_key_value_heads") or heads) * head_dim
         attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_width
         tied = bool(config.get("tie_word_embeddings", False))
-        parameters = layers * (attention + 3 * hidden * intermediate) + vocabulary * hidden * (1 if tied else 2)
+        sparse, experts, width, active = _experts(config, layers, intermediate)
+        mlps = (layers - sparse) * 3 * hidden * intermediate + sparse * hidden * (3 * width + experts)
+        parameters = layers * attention + mlps + vocabulary * hidden * (1 if tied else 2)
         return cls(
-            num_parameters=parameters, num_layers=layers, hidden=hidden, intermediate=intermediate,
+            num_parameters=parameters, num_layers=layers, hidden=hidden, intermediate=active if sparse else intermediate,
             kv_width=kv_width, vocabulary=vocabulary, query_width=heads * head_dim, tied=tied,
             head_norms=config.get("model_type") not in _WITHOUT_HEAD_NORMS,
         )  # fmt: skip
@@ -96,50 +99,43 @@ class ModelShape:
         )  # fmt: skip
 
 
+def _experts(config: dict[str, Any], layers: int, intermediate: int) -> tuple[int, int, int, int]:
+    """(layers with experts, experts of one, the width of all its MLPs, that of those a token passes through), by the names
+    that Qwen, Mixtral, DeepSeek and GPT-OSS give them."""
+    experts = next((int(config[key]) for key in _EXPERTS if config.get(key)), 0)
+    if not experts:
+        return 0, 0, 0, 0
+    one = int(config.get("moe_intermediate_size") or intermediate)
+    common = int(config.get("shared_expert_intermediate_size") or one * int(config.get("n_shared_experts") or 0))
+    every, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    dense |= set(range(int(config.get("first_k_dense_replace") or 0)))
+    sparse = sum((layer + 1) % every == 0 and layer not in dense for layer in range(layers))
+    return sparse, experts, experts * one + common, int(config.get("num_experts_per_tok") or 1) * one + common
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WITHOUT_HEAD_NORMS = ("qwen2", "llama", "mistral")
 KNOWN_SHAPES = {
     "Qwen3-0.6B": ModelShape(
-        num_parameters=596_049_920,
-        num_layers=28,
-        hidden=1024,
-        intermediate=3072,
-        kv_width=1024,
-        vocabulary=151_936,
-        query_width=2048,
-        tied=True,
+        num_parameters=596_049_920, num_layers=28, hidden=1024, intermediate=3072, kv_width=1024, vocabulary=151_936,
+        query_width=2048, tied=True,
     ),
     "Qwen3-1.7B": ModelShape(
-        num_parameters=1_720_574_976,
-        num_layers=28,
-        hidden=2048,
-        intermediate=6144,
-        kv_width=1024,
-        vocabulary=151_936,
+        num_parameters=1_720_574_976, num_layers=28, hidden=2048, intermediate=6144, kv_width=1024, vocabulary=151_936,
         tied=True,
     ),
     "Qwen3-8B": ModelShape(
         num_parameters=8_190_735_360, num_layers=36, hidden=4096, intermediate=12288, kv_width=1024, vocabulary=151_936
     ),
     "Qwen2.5-1.5B": ModelShape(
-        num_parameters=1_543_714_304,
-        num_layers=28,
-        hidden=1536,
-        intermediate=8960,
-        kv_width=256,
-        vocabulary=151_936,
-        tied=True,
-        head_norms=False,
+        num_parameters=1_543_714_304, num_layers=28, hidden=1536, intermediate=8960, kv_width=256, vocabulary=151_936,
+        tied=True, head_norms=False,
     ),
     "Qwen2.5-7B": ModelShape(
-        num_parameters=7_615_616_512,
-        num_layers=28,
-        hidden=3584,
-        intermediate=18944,
-        kv_width=512,
-        vocabulary=152_064,
+        num_parameters=7_615_616_512, num_layers=28, hidden=3584, intermediate=18944, kv_width=512, vocabulary=152_064,
         head_norms=False,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +232,10 @@ def _moments(shape: ModelShape, policy: PolicyConfig) -> list[dict[str, float]]:
 
     and in the update, with the optimizer offloaded, three buckets of moments.
     saved is layers x hidden x c per token with gradient checkpointing, else layers x S. 4 is the type in which gradients
-    are reduced over ranks. T is the token budget, or the context length if that is more: one sequence is never cut. A
-    single rank in its own precision gathers and reduces nothing. Below an adapter no weight has a gradient, and the peak is
-    where the last layer is computed again, before the weights of the layer below are gathered: (B + E) c.
+    are reduced over ranks. T is the token budget, or the context length if that is more, for one sequence is never cut, and
+    at most what the sequences of a minibatch can hold. A single rank in its own precision gathers and reduces nothing. Below
+    an adapter no weight has a gradient, and the peak is where the last layer is computed again, before the weights of the
+    layer below are gathered: (B + E) c.
     """  # fmt: skip
     trainer, hidden, wide = policy.trainer, shape.hidden, shape.intermediate
     master, compute = DTYPE_BYTES[trainer.master_dtype], DTYPE_BYTES[trainer.compute_dtype]
@@ -246,11 +243,12 @@ def _moments(shape: ModelShape, policy: PolicyConfig) -> list[dict[str, float]]:
     head = shape.vocabulary * hidden
     ends = head * (1 if shape.tied else 2)
     layer = (shape.num_parameters - ends) / shape.num_layers
-    tokens = max(trainer.token_budget, policy.model.context_length)
+    tokens = min(max(trainer.token_budget, policy.model.context_length), minibatch_tokens(policy))
     copies = 5 if shape.head_norms else 2
     saved = (7 * hidden + shape.queries + 4 * wide + copies * (shape.queries + shape.kv_width)) * compute
-    kept = shape.num_layers * (hidden * compute if trainer.gradient_checkpointing else saved)
-    again = 2 * wide * compute + (saved if trainer.gradient_checkpointing else 0)
+    recomputed = trainer.gradient_checkpointing is True
+    kept = shape.num_layers * (hidden * compute if recomputed else saved)
+    again = 2 * wide * compute + (saved if recomputed else 0)
     blocks = 4.0 * min(trainer.logprob_chunk_tokens, tokens) * min(_HEAD_BLOCK, shape.vocabulary) * 4
     gradients = policy.adapter is None  # of the model's own weights
     in_head = {
@@ -271,6 +269,11 @@ def _moments(shape: ModelShape, policy: PolicyConfig) -> list[dict[str, float]]:
     buckets = 2.0 * min(BUCKETS_IN_FLIGHT * OFFLOAD_BUCKET_BYTES, shape.num_parameters * master / trainer.num_ranks)
     in_update = {"update": buckets if "optimizer" in trainer.offload else 0.0}
     return [in_head, in_layer, in_embedding, in_update]
+
+
+def minibatch_tokens(policy: PolicyConfig) -> int:
+    """The most tokens of a minibatch, each of whose sequences fills the context."""
+    return -(-policy.batch.size // policy.batch.minibatches) * policy.model.context_length
 
 
 def engine_parts(

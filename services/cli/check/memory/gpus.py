@@ -1,11 +1,12 @@
 """One estimate for each process of a recipe that has GPUs, and one line for each that does not fit.
 
-Where a trainer does not fit, the settings that make it fit are estimated one by one, and the best three are named.
+A process on CUDA that names no GPU takes the first one. Where a trainer does not fit, the settings that make it fit are
+estimated one by one, and the best three are named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from services.cli.check.memory.estimate import (
@@ -14,6 +15,7 @@ from services.cli.check.memory.estimate import (
     GpuEstimate,
     ModelShape,
     engine_parts,
+    minibatch_tokens,
     trainer_rank_parts,
 )
 from services.cli.plan.specs import trainer_name
@@ -22,23 +24,29 @@ from services.common.config.recipe import Recipe
 from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.policy import PolicyConfig
 
-KEPT_BY_OTHERS = "kept by others"
+KEPT_BY_OTHERS, OTHERS = "kept by others", "other processes"
+_TURNS = "placement: shared, so that they take turns (engine: torch; sglang and vllm free no memory between turns)"
 
 
 def with_others(recipe: Recipe, estimates: Iterable[GpuEstimate]) -> list[GpuEstimate]:
-    """On a shared device each process also has what the others keep there during its turn: the context of CUDA, which
-    lives as long as the process, and the base of engines with an adapter. The rest is in host memory, or gone.
+    """The estimates of all processes of a recipe, each with the part of the others on its GPUs.
 
-    The estimates of all processes of a recipe, each with the part of the others on its GPUs."""
+    With `placement: shared` that is what the others keep there during its turn: the context of CUDA, which lives as long
+    as the process, and the base of engines with an adapter. The rest is in host memory, or gone. Otherwise it is all that
+    the others take."""
     found = list(estimates)
-    if recipe.placement is not Placement.SHARED:
-        return found
-    return [
-        replace(own, parts={**own.parts, KEPT_BY_OTHERS: kept})
-        if (kept := sum(_kept(recipe, other) for other in found if other is not own and _meet(own, other)))
-        else own
-        for own in found
-    ]
+    return [_beside(recipe, own, [other for other in found if other is not own and _meet(own, other)]) for own in found]
+
+
+def _beside(recipe: Recipe, own: GpuEstimate, others: Sequence[GpuEstimate]) -> GpuEstimate:
+    shared = recipe.placement is Placement.SHARED
+    if not others or not (shared or own.fits):
+        return own
+    if shared:
+        return replace(own, parts={**own.parts, KEPT_BY_OTHERS: sum(_kept(recipe, other) for other in others)})
+    remedy = f"GPUs of its own in inference.*.gpus and policies.*.trainer.gpus ({own.total / GIB:.1f} GiB), or {_TURNS}"
+    limit = recipe.launch.gpu_memory_gib * GIB
+    return replace(own, parts={**own.parts, OTHERS: sum(other.total for other in others)}, limit=limit, remedy=remedy)
 
 
 def _meet(one: GpuEstimate, other: GpuEstimate) -> bool:
@@ -63,21 +71,26 @@ def estimates(recipe: Recipe) -> Iterator[GpuEstimate]:
     """One estimate for each process that has GPUs of its own, except for policies of unknown size."""
     memory = recipe.launch.gpu_memory_gib * GIB
     shapes = {name: ModelShape.of(policy.model.path) for name, policy in recipe.policies.items()}
-    for name, policy in recipe.trained_policies.items():
-        shape = shapes[name]
-        if shape is None or not policy.trainer.gpus:
+    for name, policy in recipe.trained_policies.items() if recipe.run.steps else ():
+        shape, trainer = shapes[name], policy.trainer
+        gpus = trainer.gpus or range(trainer.num_ranks // len(trainer.nodes) if trainer.device == "cuda" else 0)
+        if shape is None or not gpus:
             continue
+        parts = trainer_rank_parts(shape, policy)
+        less = [
+            (sum(trainer_rank_parts(shape, other).values()), f"policies.{name}.{key}") for key, other in changes(policy)
+        ]
         for node in policy.trainer.nodes:
             yield GpuEstimate(
                 process=trainer_name(name, node),
                 node=node,
-                gpus=tuple(policy.trainer.gpus),
-                parts=trainer_rank_parts(shape, policy),
+                gpus=tuple(gpus),
+                parts=parts,
                 limit=memory,
-                remedy=f"more GPUs in policies.{name}.trainer.gpus, or {smaller_settings(f'policies.{name}', shape, policy)}",
+                remedy=f"{smaller_settings(sum(parts.values()), less)}more GPUs in policies.{name}.trainer.gpus",
             )
     for name, service in recipe.inference.items():
-        if service.servers is not None and service.gpus:
+        if service.servers is not None and (service.gpus or service.device == "cuda"):
             yield from _engines(recipe, name, shapes, memory)
 
 
@@ -86,8 +99,9 @@ def _engines(recipe: Recipe, name: str, shapes: dict[str, ModelShape | None], me
     service = recipe.inference[name]
     settings = service.servers
     assert settings is not None
-    gpus = list(service.gpus)
-    for policy, number in engine_numbers(service, service.policies or list(recipe.policies)).items():
+    numbers = engine_numbers(service, service.policies or list(recipe.policies))
+    gpus = list(service.gpus or range(sum(numbers.values()) * settings.tensor_parallel))
+    for policy, number in numbers.items():
         own = [gpus.pop(0) for _ in range(number * settings.tensor_parallel)]
         shape = shapes[policy]
         if shape is not None:
@@ -117,43 +131,41 @@ def misfits(recipe: Recipe, more: Iterable[GpuEstimate] = ()) -> list[str]:
     return lines
 
 
-def smaller_settings(where: str, shape: ModelShape, policy: PolicyConfig) -> str:
-    """The three changes of one setting each that save most, with the GiB that are then needed; empty without any."""
-    now = _total(shape, policy)
-    found = sorted((_total(shape, changed), key) for key, changed in _changes(policy))
-    named = [f"{where}.{key} ({total / GIB:.1f} GiB)" for total, key in found if total < now]
-    return ", ".join(named[:MOST_NAMED])
+def smaller_settings(now: float, found: Iterable[tuple[float, str]]) -> str:
+    """The three changes of one setting each that save most, with the GiB that are then needed; empty without any.
+    ``found``: the bytes that are needed with each, and how it is written."""
+    named = [f"{key} ({total / GIB:.1f} GiB)" for total, key in sorted(found) if total < now]
+    return f"{', '.join(named[:MOST_NAMED])}, or " if named else ""
 
 
-def _total(shape: ModelShape, policy: PolicyConfig) -> float:
-    return sum(trainer_rank_parts(shape, policy).values())
-
-
-def _changes(policy: PolicyConfig) -> Iterator[tuple[str, PolicyConfig]]:
-    """Key and value as they are written, and the policy with it."""
+def changes(policy: PolicyConfig) -> Iterator[tuple[str, PolicyConfig]]:
+    """Settings of a policy that take less memory of a GPU or a host: key and value as they are written, and the policy."""
     trainer = policy.trainer
     for offload in (["optimizer"], ["optimizer", "reference"], ["reference"]):
         allowed = policy.adapter is None and set(offload) > set(trainer.offload)
         if allowed and ("reference" not in offload or policy.algorithm.needs_reference):
-            yield f"trainer.offload: [{', '.join(offload)}]", _with(policy, offload=offload)
-    if not trainer.gradient_checkpointing:
-        yield "trainer.gradient_checkpointing: true", _with(policy, gradient_checkpointing=True)
-    if trainer.compute_dtype == "float32":
-        yield "trainer.compute_dtype: bfloat16", _with(policy, compute_dtype="bfloat16")
-    budget, context = max(trainer.token_budget, policy.model.context_length), policy.model.context_length
-    if budget > context:
-        yield f"trainer.token_budget: {context}", _with(policy, token_budget=context)
+            yield f"trainer.offload: [{', '.join(offload)}]", with_trainer(policy, offload=offload)
+    if trainer.gradient_checkpointing is not True:
+        yield "trainer.gradient_checkpointing: true", with_trainer(policy, gradient_checkpointing=True)
+    if trainer.compute_dtype != "bfloat16" and trainer.device != "cpu":  # a CPU computes it slowly
+        yield "trainer.compute_dtype: bfloat16", with_trainer(policy, compute_dtype="bfloat16")
+    yield "trainer.offload: []", with_trainer(policy, offload=[])  # of the host's memory, as is the next
+    weights = policy.weights.model_copy(update={"keep_versions": 1})
+    yield "weights.keep_versions: 1", policy.model_copy(update={"weights": weights})
+    context = policy.model.context_length
+    if min(trainer.token_budget, minibatch_tokens(policy)) > context:
+        yield f"trainer.token_budget: {context}", with_trainer(policy, token_budget=context)
     elif context > 1024:
         model = policy.model.model_copy(update={"context_length": context // 2})
         yield (
             f"model.context_length: {context // 2}",
-            _with(policy, token_budget=context // 2).model_copy(update={"model": model}),
+            with_trainer(policy, token_budget=context // 2).model_copy(update={"model": model}),
         )
     if policy.adapter is None:
         adapter = AdapterConfig(rank=_RANK, alpha=2 * _RANK)
-        plain = _with(policy, offload=[name for name in trainer.offload if name != "optimizer"])
+        plain = with_trainer(policy, offload=[name for name in trainer.offload if name != "optimizer"])
         yield f"adapter: {{rank: {_RANK}, alpha: {2 * _RANK}}}", plain.model_copy(update={"adapter": adapter})
 
 
-def _with(policy: PolicyConfig, **changes: object) -> PolicyConfig:
+def with_trainer(policy: PolicyConfig, **changes: object) -> PolicyConfig:
     return policy.model_copy(update={"trainer": policy.trainer.model_copy(update=changes)})

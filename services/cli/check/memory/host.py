@@ -23,6 +23,7 @@ from services.cli.check.memory.estimate import (
     published_parameters,
     trainer_rank_parts,
 )
+from services.cli.check.memory.gpus import changes, smaller_settings, with_trainer
 from services.common.config.processes.kv_cache import cache_bytes, too_small
 from services.common.config.processes.services import InferenceConfig
 from services.common.config.recipe import Recipe
@@ -48,8 +49,12 @@ class HostEstimate:
         return sum(self.shared.values())
 
     @property
+    def parts(self) -> dict[str, float]:
+        return {**self.memory, "files in /dev/shm": self.shared_bytes}
+
+    @property
     def total_bytes(self) -> float:
-        return sum(self.memory.values()) + self.shared_bytes
+        return sum(self.parts.values())
 
 
 def host_estimates(recipe: Recipe, *, has_gpus: bool) -> dict[int, HostEstimate]:
@@ -109,7 +114,7 @@ def _add_trainer(
     for node in trainer.nodes:
         memory = found[node].memory
         if on_cpu:
-            parts = trainer_rank_parts(shape, policy)
+            parts = trainer_rank_parts(shape, with_trainer(policy, offload=[]))  # to the same memory
             states = sum(size for part, size in parts.items() if part != "allowance") * trainer.num_ranks
             memory[f"trainer {name}"] += states * share
             continue
@@ -202,7 +207,7 @@ def embedded_estimates(recipe: Recipe) -> Iterator[GpuEstimate]:
             yield GpuEstimate(
                 process=f"inference-{name}",
                 node=service.node,
-                gpus=tuple(service.gpus),
+                gpus=tuple(service.gpus or (0,)),
                 parts=dict(parts),
                 limit=memory,
                 remedy=f"a smaller inference.{name}.kv_cache_gib, a smaller policies.*.model.context_length, or "
@@ -218,12 +223,11 @@ def host_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
     problems = []
     memory = host_memory_bytes()
     if estimate.total_bytes > memory:
-        parts = {**estimate.memory, "files in /dev/shm": estimate.shared_bytes}
+        less = [(host_estimates(other, has_gpus=has_gpus)[0].total_bytes, key) for key, other in _levers(recipe)]
         no_gpu = "" if has_gpus else " and no NVIDIA GPU: run on one that has, try the recipe with --profile tiny, or"
         problems.append(
-            f"node 0 needs about {estimate.total_bytes / GIB:.1f} GiB of memory ({_shown(parts)}), but this machine has "
-            f"{memory / GIB:.1f}{no_gpu or ':'} write fewer policies.*.weights.keep_versions, leave offloaded parts on the GPUs "
-            "(trainer.offload), a smaller kv_cache_gib of engines on the CPU, or use more nodes"
+            f"node 0 needs about {estimate.total_bytes / GIB:.1f} GiB of memory ({_shown(estimate.parts)}), but this machine has "
+            f"{memory / GIB:.1f}{no_gpu or ':'} write {smaller_settings(estimate.total_bytes, less)}use more nodes"
         )
     shared = shared_memory_here()
     spills = {name for name, policy in recipe.trained_policies.items() if policy.weights.spill_directory is not None}
@@ -235,6 +239,27 @@ def host_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
             "or name a directory on a fast disk in policies.*.weights.spill_directory and in stage_directory of the engine (sglang, vllm)"
         )
     return problems
+
+
+def host_lines(recipe: Recipe) -> list[str]:
+    """The estimate of node 0 beside the memory of this machine, in one line; none where no policy has a known size."""
+    return [
+        f"memory of node 0, estimated: {found.total_bytes / GIB:.1f} of {host_memory_bytes() / GIB:.1f} GiB ({_shown(found.parts)})"
+        for node, found in host_estimates(recipe, has_gpus=False).items()
+        if node == 0
+    ]
+
+
+def _levers(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Settings that take less memory of a host, as they are written, and the recipe with each."""
+    for name, policy in recipe.policies.items():
+        for key, changed in changes(policy) if policy.trained else ():
+            yield f"policies.{name}.{key}", recipe.model_copy(update={"policies": {**recipe.policies, name: changed}})
+    for name, service in recipe.inference.items():
+        smaller = service.model_copy(update={"kv_cache_gib": service.kv_cache_gib / 4})
+        with_less = recipe.model_copy(update={"inference": {**recipe.inference, name: smaller}})
+        if service.engine in _EMBEDDED and not small_caches(with_less):
+            yield f"inference.{name}.kv_cache_gib: {smaller.kv_cache_gib:g}", with_less
 
 
 def host_memory_bytes() -> float:

@@ -20,6 +20,7 @@ SHARED_ENGINES = ("torch", "forced", "scripted")  # which free their memory on r
 class Placement(enum.StrEnum):
     """Devices of rollouts and training."""
 
+    AUTO = "auto"  # ``shared`` on a machine with one GPU where no section names GPUs, else ``apart``
     APART = "apart"  # each has its own, and both compute at the same time
     SHARED = "shared"  # both have the same, and take turns
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from services.common.config.base import Section
+from services.common.config.base import Section, with_device
 from services.common.config.processes.servers import ServersConfig, SglangConfig, VllmConfig
 
 OutcomeRule = Literal["penalise", "mask", "as_scored"]  # what a rollout is that was not played to its end
@@ -154,9 +154,9 @@ class InferenceConfig(Section):
     """Memory for the KV cache of each embedded engine (`torch`, `forced`), of which it takes as much as its slots can fill.
     Where that is less than all slots at the full context, requests wait for memory, and the longest sequence must fit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU when there is one."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type in which the engine computes."""
+    """`auto` takes a GPU when there is one. With `gpus` it is `cuda`: such a service never falls back to the CPU."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type in which the engine computes. `auto` is bfloat16 on a GPU, and float32 on a CPU."""
     threads: int = Field(default=1, ge=1)
     """Threads on a CPU: of torch's operations, and of the compiled step of a small model, which share its rows."""
     stepping: Literal["eager", "graph", "compiled"] = "graph"
@@ -179,6 +179,11 @@ class InferenceConfig(Section):
     """Settings of the vLLM engines."""
     endpoint: EndpointConfig = EndpointConfig()
     """The OpenAI-compatible endpoint, for the workflow `external_agent`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_device(cls, written: Any) -> Any:
+        return with_device(written, {"dtype": "bfloat16"}, {"dtype": "float32"})
 
     @property
     def servers(self) -> ServersConfig | None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from services.common.config.base import Section
+from services.common.config.base import Section, with_device
 from services.common.config.training.adapter import AdapterConfig, check_adapter, with_adapter_transfer
 from services.common.config.training.losses import LossConfig, M2po
 from services.common.config.training.optimizer import OptimizerConfig
@@ -164,15 +164,15 @@ class TrainerConfig(Section):
     NCCL_SOCKET_IFNAME). Gradients cross this interface without encryption or authentication: NCCL and gloo have none.
     So the interface must be of a private network, and there is no default."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU when there is one."""
+    """`auto` takes a GPU when there is one. With `gpus` it is `cuda`: such a trainer never falls back to the CPU."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that the optimizer updates. `bfloat16` halves their memory and loses updates smaller than 1/256
     of a weight: at a learning rate of 5e-6 about 9 of 10 weights never move (`benchmarks/update_share.py`). Prefer float32
     with `offload: [optimizer]`."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of forward and backward."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of forward and backward. `auto` is bfloat16 on a GPU, and float32 on a CPU."""
+    gradient_checkpointing: Literal["auto"] | bool = "auto"
+    """Recompute activations in the backward pass: less memory, more time. `auto` does so on a GPU."""
     offload: list[Literal["optimizer", "reference"]] = []
     """The parts kept in host memory: `optimizer`, AdamW's moments, brought over for each update; `reference`, the
     models of the KL term and of a `teacher_model`, brought over layer by layer for each forward pass. Frees GPU memory,
@@ -197,6 +197,12 @@ class TrainerConfig(Section):
     """Write a Hugging Face safetensors export when the run ends."""
     threads: int = Field(default=1, ge=1)
     """OpenMP threads per rank on a CPU."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_device(cls, written: Any) -> Any:
+        on_gpu = {"compute_dtype": "bfloat16", "gradient_checkpointing": True}
+        return with_device(written, on_gpu, {"compute_dtype": "float32", "gradient_checkpointing": False})
 
     @property
     def frozen_dtype(self) -> Literal["float32", "bfloat16"]:

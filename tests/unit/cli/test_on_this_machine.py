@@ -1,0 +1,341 @@
+"""Settings that are `auto` follow from the GPUs of the machine, and `check` counts the GPUs that no section names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from services.cli.__main__ import app
+from services.cli.check import launch
+from services.cli.check.launch import launch_problems, on_this_machine
+from services.cli.check.memory.host import host_estimates, host_problems
+from services.cli.plan.specs import plan
+from services.common.config.processes.placement import Placement
+from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved
+from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError
+from tests.documented import files
+
+GIB = 1 << 30
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
+    "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+SMOL_135M = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30,
+    "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+    "tie_word_embeddings": True, "max_position_embeddings": 8192,
+}  # fmt: skip
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Give the machine GPUs of so many MiB, by an `nvidia-smi` of its own; torch can use them unless ``torch_error``."""
+
+    def make(*mib: int, torch_error: str = "") -> None:
+        folder = tmp_path / "driver"
+        folder.mkdir(exist_ok=True)
+        tool = folder / "nvidia-smi"
+        tool.write_text("#!/bin/sh\n" + "".join(f"echo {size}, GPU-{n}\n" for n, size in enumerate(mib)))
+        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(launch, "_error_of", lambda python, program: torch_error)
+        monkeypatch.setattr("services.cli.check.memory.host.host_memory_bytes", lambda: 200 * GIB)
+
+    return make
+
+
+@pytest.fixture
+def guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The recipe of docs/train-my-model.md, as its reader writes it."""
+    for name, text in files("train-my-model.md").items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    runpy.run_path(str(tmp_path / "mine/make_data.py"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "mine" / "recipe.yaml"
+
+
+def rollmill(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, list(arguments))
+
+
+def loaded(path: Path, *settings: str) -> Recipe:
+    return on_this_machine(load_recipe(path, settings, {}))
+
+
+def written(folder: Path, **sections: Any) -> Path:
+    """A recipe without GPUs and without other settings than these."""
+    tree = {
+        "extends": "base",
+        "policies": {"model0": {"model": {"path": "Qwen/Qwen3-0.6B"}, **sections.pop("policy", {})}},
+        "data": {"train": {"path": "rows.jsonl"}},
+        "evaluation": {"at_start": False, "at_end": False},
+        **sections,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("cards", "placement"), [([24576], "shared"), ([24564], "shared"), ([81559], "shared"), ([81559] * 8, "apart")]
+)
+def test_the_recipe_of_the_guide_fits_the_card_and_check_shows_how(
+    guide: Path, machine: Machine, cards: list[int], placement: str
+) -> None:
+    machine(*cards)
+    shown = rollmill("check", str(guide), "--show")
+    assert shown.exit_code == 0, shown.output
+    needed = [float(total) for total in re.findall(rf"([\d.]+) of {cards[0] // 1024}\b", shown.stdout)]
+    assert len(needed) == 2 and all(5 < total < cards[0] / 1024 for total in needed)
+    assert "GPU 0" in shown.stdout and "KV cache" in shown.stdout and "activations" in shown.stdout
+    resolved = yaml.safe_load(shown.stdout.partition("my-model is")[0])
+    assert resolved["placement"] == placement
+    trainer, engine = resolved["policies"]["model0"]["trainer"], resolved["inference"]["a"]
+    assert (trainer["device"], trainer["compute_dtype"], trainer["master_dtype"]) == ("cuda", "bfloat16", "float32")
+    assert trainer["gradient_checkpointing"] is True
+    assert (engine["device"], engine["dtype"]) == ("cuda", "bfloat16")
+
+
+@pytest.mark.parametrize("cards", [[24576], [81559], [81559] * 8])
+def test_new_with_a_model_of_the_user_fits_the_card(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, cards: list[int]
+) -> None:
+    machine(*cards)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3_06B))
+    rows = "".join(f"What is {n} + 1?,{n + 1}\n" for n in range(200))
+    (tmp_path / "rows.csv").write_text(f"question,solution\n{rows}")
+    columns = ("--prompt", "question", "--answer", "solution")
+    made = rollmill("new", "mine", "--model", "model", "--data", "rows.csv", *columns)
+    assert made.exit_code == 0, made.output
+    recipe = loaded(tmp_path / "mine")
+    assert recipe.policies["model0"].model.context_length == 4096 and recipe.policies["model0"].batch.size == 128
+    assert not launch.misfits(recipe, launch.embedded_estimates(recipe))
+    assert recipe.placement is (Placement.SHARED if len(cards) == 1 else Placement.APART)
+
+
+def test_what_shares_a_card_is_added_up_and_refused_with_the_remedy(guide: Path, machine: Machine) -> None:
+    machine(*[24576] * 8)
+    refused = rollmill("check", str(guide))
+    assert isinstance(refused.exception, ConfigError)
+    text = str(refused.exception)
+    parts = re.findall(r"(\S+) needs ([\d.]+) GiB on each GPU of node 0 \(.*other processes ([\d.]+)\)", text)
+    assert [process for process, _, _ in parts] == ["trainer-model0", "inference-a"]
+    assert len({total for _, total, _ in parts}) == 1, "both have the sum"
+    assert (
+        "write GPUs of its own in inference.*.gpus and policies.*.trainer.gpus" in text and "placement: shared" in text
+    )
+    apart = ("--set", "inference.a.gpus=[0]", "--set", "policies.model0.trainer.gpus=[1]")
+    assert rollmill("check", str(guide), *apart).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((), Placement.SHARED),
+        (("placement=apart",), Placement.APART),
+        (("inference.a.gpus=[0]",), Placement.APART),
+        (("inference.a.device=cpu",), Placement.APART),
+        (("policies.model0.trainer.device=cpu",), Placement.APART),
+        (("inference.a.engine=sglang",), Placement.APART),
+        (("inference.a.engine=scripted",), Placement.APART),
+        (("inference.a.node=1",), Placement.APART),
+        (("run.steps=0", "placement=auto"), Placement.APART),
+    ],
+)
+def test_one_card_is_shared_where_both_halves_take_it_unnamed(
+    tmp_path: Path, machine: Machine, settings: tuple[str, ...], expected: Placement
+) -> None:
+    machine(24576)
+    assert loaded(written(tmp_path, run={"steps": 3}), *settings).placement is expected
+
+
+def test_an_engine_that_cannot_share_a_card_is_told(tmp_path: Path, machine: Machine) -> None:
+    machine(24576)
+    recipe = loaded(written(tmp_path), "inference.a.engine=sglang")
+    lines = launch.misfits(recipe, launch.embedded_estimates(recipe))
+    told = "placement: shared, so that they take turns (engine: torch; sglang and vllm free no memory between turns)"
+    assert lines and all(told in line for line in lines)
+
+
+def test_explicit_values_win(tmp_path: Path, machine: Machine) -> None:
+    machine(24576)
+    path = written(tmp_path, launch={"gpu_memory_gib": 20.0})
+    recipe = loaded(
+        path, "policies.model0.trainer.compute_dtype=float32", "policies.model0.trainer.gradient_checkpointing=false",
+        "inference.a.dtype=float16",
+    )  # fmt: skip
+    trainer = recipe.policies["model0"].trainer
+    assert (trainer.compute_dtype, trainer.gradient_checkpointing) == ("float32", False)
+    assert recipe.inference["a"].dtype == "float16"
+    assert recipe.launch.gpu_memory_gib == 20.0
+
+
+def test_without_a_gpu_all_is_as_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "gpus_here", list)
+    recipe = loaded(written(tmp_path))
+    trainer, service = recipe.policies["model0"].trainer, recipe.inference["a"]
+    assert (trainer.device, trainer.compute_dtype, trainer.gradient_checkpointing) == ("cpu", "float32", False)
+    assert (service.device, service.dtype, recipe.placement) == ("cpu", "float32", Placement.APART)
+    assert recipe.launch.gpu_memory_gib == 80.0
+    assert {spec.forked for spec in plan(recipe, tmp_path) if spec.name in ("inference-a", "trainer-model0")} == {
+        "always"
+    }
+
+
+def test_a_gpu_that_nvidia_smi_does_not_tell_is_left_to_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a GPU (MIG), or a container without `nvidia-smi`: the driver is there, and torch may see a device."""
+    monkeypatch.setattr(launch, "gpus_here", list)
+    monkeypatch.setattr(launch.os.path, "exists", lambda place: place == "/proc/driver/nvidia/gpus")
+    recipe = loaded(written(tmp_path))
+    assert (recipe.inference["a"].device, recipe.policies["model0"].trainer.device) == ("auto", "auto")
+    assert not [line for line in launch_problems(recipe) if "NVIDIA" in line and "memory" not in line]
+
+
+def test_a_section_that_names_gpus_is_on_cuda_on_any_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "gpus_here", list)
+    path = written(tmp_path, policy={"trainer": {"gpus": [1]}}, inference={"a": {"gpus": [0]}, "b": {"port": 0}})
+    recipe = loaded(path)
+    trainer, service = recipe.policies["model0"].trainer, recipe.inference["a"]
+    assert (trainer.device, trainer.compute_dtype, trainer.gradient_checkpointing) == ("cuda", "bfloat16", True)
+    assert (service.device, service.dtype) == ("cuda", "bfloat16")
+    assert (recipe.inference["b"].device, recipe.inference["b"].dtype) == ("cpu", "float32")
+
+
+def test_a_resolved_recipe_keeps_its_values(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a run that goes on computes as it began."""
+    machine(24576)
+    recipe = loaded(written(tmp_path))
+    save_resolved(recipe, tmp_path / "run")
+    monkeypatch.setattr(launch, "gpus_here", list)
+    again = on_this_machine(load_resolved(tmp_path / "run"))
+    assert again.model_dump() == recipe.model_dump()
+
+
+CPU_BUILD = "AssertionError: Torch not compiled with CUDA enabled"
+OLD_DRIVER = (
+    "RuntimeError: The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver"
+)
+
+
+@pytest.mark.parametrize("error", [CPU_BUILD, OLD_DRIVER])
+@pytest.mark.parametrize("settings", [(), ("inference.a.gpus=[0]", "policies.model0.trainer.gpus=[1]")])
+def test_a_torch_that_cannot_use_the_gpu_is_told_before_the_run(
+    tmp_path: Path, machine: Machine, error: str, settings: tuple[str, ...]
+) -> None:
+    machine(81559, 81559, torch_error=error)
+    told = [line for line in launch_problems(loaded(written(tmp_path), *settings)) if "cannot use the GPU" in line]
+    assert [line.partition(" ")[0] for line in told] == ["inference.a.device", "policies.model0.trainer.device"]
+    assert all(error in line and "device: cpu" in line for line in told)
+    on_cpu = ("inference.a.device=cpu", "policies.model0.trainer.device=cpu")
+    assert "cannot use the GPU" not in str(launch_problems(loaded(written(tmp_path), *on_cpu)))
+
+
+def test_the_torch_of_this_interpreter_is_asked() -> None:
+    """And a question that fails gives its reason, in one line."""
+    assert launch._error_of("/nowhere/python", "") != ""
+    assert launch._error_of("/bin/sh", "exit 3") == "exit code 3"
+    assert launch._error_of("/bin/sh", "exit 0") == ""
+
+
+def small_model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SMOL_135M))
+    return str(folder)
+
+
+def on_cpu(tmp_path: Path, **policy: Any) -> Recipe:
+    model = {"path": small_model(tmp_path), "context_length": policy.pop("context", 128)}
+    path = written(tmp_path, policy={"model": model, "trainer": {"device": "cpu"}, **policy})
+    return load_recipe(path, ["inference.a.device=cpu", "rollout.group_size=8"], {})
+
+
+def test_activations_are_of_no_more_tokens_than_a_minibatch_can_hold(tmp_path: Path) -> None:
+    """A small model with 32 sequences of 128 tokens fits on a laptop, whatever the token budget is."""
+    needed = {
+        (size, minibatches): host_estimates(
+            on_cpu(tmp_path, batch={"size": size, "minibatches": minibatches}), has_gpus=False
+        )[0].memory["trainer model0"]
+        for size, minibatches in ((32, 1), (32, 4), (4096, 1))
+    }
+    assert needed[32, 4] < needed[32, 1] < 10 * GIB < 20 * GIB < needed[4096, 1]
+
+
+def test_the_setting_that_saves_most_is_named_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.cli.check.memory.host.host_memory_bytes", lambda: 8 * GIB)
+    (line,) = host_problems(on_cpu(tmp_path, batch={"size": 512}, context=512), has_gpus=False)
+    named = re.findall(r"(\S+?): (.+?) \(([\d.]+) GiB\),", line.partition("or write ")[2])
+    totals = [float(total) for _, _, total in named]
+    assert len(named) == 3 and totals == sorted(totals)
+    assert ("policies.model0.trainer.token_budget", "512") in [(path, value) for path, value, _ in named]
+    for path, value, total in named:
+        changed = load_recipe(tmp_path / "recipe.yaml", [f"{path}={value}", "inference.a.device=cpu"], {})
+        assert host_estimates(changed, has_gpus=False)[0].total_bytes / GIB == pytest.approx(float(total), abs=0.06)
+
+
+def test_what_a_trainer_on_a_cpu_offloads_stays_in_the_same_memory(tmp_path: Path) -> None:
+    kept, moved = (
+        host_estimates(on_cpu(tmp_path, trainer={"device": "cpu", "offload": offload}), has_gpus=False)[0].total_bytes
+        for offload in ([], ["optimizer"])
+    )
+    assert kept == moved
+
+
+def test_check_shows_the_memory_of_the_host_when_it_fits(guide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "gpus_here", list)
+    monkeypatch.setattr("services.cli.check.memory.host.host_memory_bytes", lambda: 200 * GIB)
+    shown = rollmill("check", str(guide))
+    assert shown.exit_code == 0 and "node 0 needs" not in shown.stdout
+    assert re.search(r"memory of node 0, estimated: [\d.]+ of 200.0 GiB \(trainer model0", shown.stdout)
+
+
+@pytest.mark.parametrize("memory", [4, 8, 16, 64])
+def test_new_fits_the_memory_of_a_machine_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int
+) -> None:
+    monkeypatch.setattr("services.cli.new.command.gpus_here", list)
+    for place in ("services.cli.new.command", "services.cli.check.memory.host"):
+        monkeypatch.setattr(f"{place}.host_memory_bytes", lambda: memory * GIB)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"problem": "{n}?", "answer": "{n}"}}\n' for n in range(200)))
+    made = rollmill(
+        "new", str(tmp_path / "mine"), "--model", small_model(tmp_path), "--data", str(tmp_path / "rows.jsonl")
+    )
+    assert made.exit_code == 0, made.output
+    recipe = load_recipe(tmp_path / "mine", (), {})
+    policy = recipe.policies["model0"]
+    assert policy.trainer.token_budget == policy.model.context_length <= 1024 and policy.batch.size == 32
+    assert recipe.sampling.max_new_tokens <= policy.model.context_length // 2
+    total = host_estimates(recipe, has_gpus=False)[0].total_bytes
+    assert total < memory * GIB or policy.model.context_length == 256, "the least that is written"
+
+
+def test_too_few_open_files_for_the_slots_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(written(tmp_path), ["inference.a.engine=sglang", "inference.a.num_slots=8192"], {})
+    for most, told in ((4096, True), (65536, False), (-1, False)):
+        monkeypatch.setattr(launch.resource, "getrlimit", lambda which, most=most: (1024, most))
+        lines = [line for line in launch_problems(recipe) if "ulimit -Hn" in line]
+        assert bool(lines) is told
+        assert all("inference.a.num_slots is 8192" in line and "at most 3584 slots" in line for line in lines)
+    monkeypatch.setattr(launch.resource, "getrlimit", lambda which: (1024, 4096))
+    embedded = load_recipe(written(tmp_path), ["inference.a.num_slots=8192"], {})
+    assert "ulimit" not in str(launch_problems(embedded)), "requests to an engine within the service take no file"
