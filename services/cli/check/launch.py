@@ -143,7 +143,7 @@ def _interpreter_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
             except ConfigError as error:
                 problems.append(f"{where}: {error.message}")
                 continue
-            if why := _error_of(python, _IMPORT.format(engine)):
+            if why := _error_of(python, _IMPORT.format(engine=engine, on_cpu=on_cpu)):
                 problems.append(
                     f"{where}.engine is {engine}, but {why}: run `{make_server_environment(engine, on_cpu=on_cpu)}`, name the "
                     f"interpreter that has it with {where}.{engine}.python or {python_variable(engine)}, or try the recipe with "
@@ -162,8 +162,9 @@ def _interpreter_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
 # An engine's own import takes many seconds; an install that did not end shows in the import of torch.
 _IMPORT = """
 import importlib.util, sys
-importlib.util.find_spec("{0}") or sys.exit(f"the package {0} is not installed for {{sys.executable}}")
+importlib.util.find_spec("{engine}") or sys.exit(f"the package {engine} is not installed for {{sys.executable}}")
 import torch
+{on_cpu} or torch.version.cuda or sys.exit(f"torch {{torch.__version__}} of {{sys.executable}} is built for CPUs")
 """
 
 
