@@ -51,7 +51,7 @@ class ModelShape:
         """From ``config.json`` in a local directory, else from the name; None where neither says."""
         if path is None:
             return None
-        config = Path(path).expanduser() / "config.json"
+        config = Path(path) / "config.json"
         if config.is_file():
             return cls.from_config(config)
         return cls.by_name(path)
@@ -60,7 +60,7 @@ class ModelShape:
     def from_config(cls, file: Path) -> ModelShape | None:
         """Of a dense decoder with gated MLP, counted from its dimensions; None when they are not all there."""
         try:
-            config = json.loads(file.read_text())
+            config = json.loads(file.read_text(encoding="utf-8"))
             hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
             intermediate, heads = int(config["intermediate_size"]), int(config["num_attention_heads"])
             vocabulary = int(config["vocab_size"])
