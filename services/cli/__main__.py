@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import sys
 from importlib.metadata import version
 from typing import Annotated
 
@@ -19,7 +22,8 @@ from services.cli.console.errors import Interrupted, exit_code, tell
 from services.cli.console.plain import say
 from services.cli.inspect.journal.command import journal_app
 from services.cli.keys.command import keys_app
-from services.common.errors import RollmillError
+from services.common.errors import InfrastructureError, RollmillError
+from services.common.system.surroundings import settle
 from services.common.telemetry.logs import quiet_grpc
 from services.start import raise_open_files
 
@@ -55,6 +59,11 @@ def rollmill(
 
 def main() -> None:
     """Entry point. Prints errors of the project as sentences; exits with 2 for errors of the user and 1 for others."""
+    if sys.getfilesystemencoding() != "utf-8":  # arguments, names and texts are UTF-8 under every locale
+        shown = {"PYTHONIOENCODING": os.device_encoding(1) or "utf-8", **os.environ, "PYTHONUTF8": "1"}
+        os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], shown)
+    # Of these the run, its directory or the page is the result, and not what they print.
+    settle(outlives_output=sys.argv[1:2] in (["run"], ["eval"], ["start"], ["page"]))
     quiet_grpc()
     raise_open_files()
     # Commands print their own messages; `run` configures its own logs.
@@ -68,6 +77,12 @@ def main() -> None:
     except Interrupted as interruption:
         say(stderr, str(interruption))
         raise SystemExit(130) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        tell(InfrastructureError(f"cannot write: {error}"), stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where the interpreter leaves what is left of the output
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Every message begins with ``FILE:LINE``, where Python knows them.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ConfigError
+
+# Of code of the user outside an event loop. KeyboardInterrupt is left out: there it is a Ctrl-C.
+RAISED = (Exception, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 _SERVICES = f"{Path(__file__).resolve().parents[1]}/"
 

@@ -16,6 +16,7 @@ from services.common.security import identity
 from services.common.security.identity import check_keys_are_there
 from services.common.security.roles import Role
 from services.common.system.child import START_AGAIN, die_with_parent_if_asked
+from services.common.system.surroundings import settle
 from services.common.telemetry import logs
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.variables import VARIABLES, port_variables, with_variables
@@ -53,6 +54,7 @@ def main() -> None:
                         help="other gateways on this host serve the same HTTP port (envgateway.http.reuse_port)")  # fmt: skip
     arguments = parser.parse_args()
     die_with_parent_if_asked()
+    settle()
     try:
         settings = _settings(arguments)
         logs.configure("envgateway", arguments.run_dir)

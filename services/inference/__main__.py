@@ -10,6 +10,7 @@ from pathlib import Path
 
 from services.common.errors import DeadlineError, InfrastructureError, RollmillError
 from services.common.system.child import START_AGAIN, die_with_parent_if_asked
+from services.common.system.surroundings import settle
 from services.common.telemetry.logs import quiet_grpc
 
 
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--num-slots", type=int, default=None, help="rollouts at once instead of the recipe's number")
     arguments = parser.parse_args()
     die_with_parent_if_asked()
+    settle()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     quiet_grpc()
     from services.common.security import identity

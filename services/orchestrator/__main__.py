@@ -18,9 +18,11 @@ def run() -> int:
     from services.common.security.roles import Role
     from services.common.system.child import START_AGAIN, die_with_parent_if_asked
     from services.common.system.disk import says_full
+    from services.common.system.surroundings import settle
     from services.orchestrator.app import main
 
     die_with_parent_if_asked()
+    settle()
     try:
         identity.configure(Role.ORCHESTRATOR)
         asyncio.run(main(settings))

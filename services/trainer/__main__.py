@@ -8,6 +8,7 @@ import sys
 
 from services.common.errors import DeadlineError, InfrastructureError, RollmillError, UserError
 from services.common.system.child import START_AGAIN, die_with_parent_if_asked, run_and_leave
+from services.common.system.surroundings import settle
 from services.common.telemetry.logs import quiet_grpc
 from services.trainer.config import parse, set_defaults
 
@@ -15,8 +16,9 @@ from services.trainer.config import parse, set_defaults
 def main() -> int:
     settings = parse()
     # A launcher that was killed is started again, and its ranks need our ports and files: leave without finishing a step.
-    die_with_parent_if_asked(signal.SIGKILL if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIGTERM)
-    set_defaults(os.environ)
+    die_with_parent_if_asked(signal.SIGKILL if settings.ranked else signal.SIGTERM)
+    settle()
+    set_defaults(os.environ, ranked=settings.ranked)
     quiet_grpc()
     from services.common.security import identity
     from services.common.security.roles import Role

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import socket
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,11 @@ checkpoint cannot be used (the message says why), 75 another rank was lost (star
 # The allocator's name since torch 2.9, and its name before, which people still set.
 ALLOCATOR, EARLIER_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+RANKED = "--ranked"
+# Of a rank in its group, and the options of torchrun itself.
+_GROUP = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|PET)_\w+")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -30,6 +37,7 @@ class Settings:
     orchestrator: str
     run_dir: Path | None = None
     host: str | None = None
+    ranked: bool = False
 
 
 def parse(arguments: Sequence[str] | None = None) -> Settings:
@@ -51,18 +59,24 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         "--host",
         help="bind address of the weight publisher, from which other machines fetch versions; overrides the recipe",
     )
-    options = parser.parse_args(arguments)
-    return Settings(
-        policy=options.policy, orchestrator=options.orchestrator, run_dir=options.run_dir, host=options.host
-    )
+    parser.add_argument(RANKED, action="store_true", help="the rank is that of torchrun's variables, for launch_ranks")
+    return Settings(**vars(parser.parse_args(arguments)))
 
 
-def set_defaults(environment: MutableMapping[str, str]) -> None:
-    """Set what is not set. Call before the import of torch.
+def set_defaults(environment: MutableMapping[str, str], *, ranked: bool = False) -> None:
+    """Set what is not set, and unless ``ranked`` remove what another launcher says of ranks. Call before the import of torch.
+
+    A job of Slurm or Kubernetes, or a torchrun around a command, leaves such variables, and they name another group. A
+    network interface that this machine does not have goes too: no group could be joined, not even that of one rank.
 
     Packed micro-batches differ in size, so blocks of a GPU's memory are cut into pieces that fit no later micro-batch.
     Expandable segments map free pages together instead; without a GPU the setting has no effect.
     """
+    here = ("", *(name for _, name in socket.if_nameindex()))
+    for name in () if ranked else list(environment):
+        wanted = tuple(environment[name].lstrip("^=").split(",")) if name in INTERFACES else ""
+        if _GROUP.fullmatch(name) or not any(one.startswith(wanted) for one in here):
+            del environment[name]
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     if EARLIER_ALLOCATOR not in environment:

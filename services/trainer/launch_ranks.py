@@ -17,7 +17,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from services.common.system.child import DIE_WITH_PARENT, START_AGAIN, die_with_parent_if_asked, module_command
-from services.trainer.config import DESCRIPTION
+from services.trainer.config import DESCRIPTION, INTERFACES, RANKED, set_defaults
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -29,9 +29,9 @@ def main() -> int:
     options, arguments = _parser().parse_known_args()
     die_with_parent_if_asked()
     os.environ[DIE_WITH_PARENT] = str(os.getpid())  # the parent of the ranks
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns when it has to choose
+    set_defaults(os.environ)
     if options.interface:
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for variable in INTERFACES:
             os.environ.setdefault(variable, options.interface)  # interface names may differ between nodes
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -51,7 +51,7 @@ def main() -> int:
         )
         watch.start()
     try:
-        program = module_command("services.trainer", *arguments)
+        program = module_command("services.trainer", RANKED, *arguments)
         run.main([*_meeting(options), f"--nproc-per-node={options.num_ranks}", "--no-python", *program])
     except ChildFailedError as error:
         if watch is not None:

@@ -21,6 +21,7 @@ from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, InvalidRequestError, RollmillError, UnknownPolicyError, UserError
 from services.common.records.types import RankBatch
 from services.common.system.child import run_and_leave
+from services.trainer.config import set_defaults
 
 if TYPE_CHECKING:
     from services.trainer.step.metrics import StepMetrics
@@ -106,7 +107,7 @@ def _digest(recipe: Recipe, policy: str, version: int, model: object, ranks: obj
 
 def main() -> int:
     arguments = _parser().parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    set_defaults(os.environ)
     from services.common.config.reading.loading import load_resolved
     from services.common.telemetry.logs import configure
 

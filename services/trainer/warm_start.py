@@ -30,6 +30,7 @@ from services.common.importing import load_object
 from services.common.system.child import die_with_parent_if_asked
 from services.common.system.devices import log_device
 from services.common.system.memory import keep_freed_memory
+from services.common.system.surroundings import settle
 from services.common.telemetry.logs import configure
 from services.common.telemetry.metrics import MetricsWriter, RowKind
 
@@ -199,6 +200,7 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True, help="the run directory, which holds recipe.json")
     arguments = parser.parse_args()
     die_with_parent_if_asked()
+    settle()
     keep_freed_memory()
     try:
         recipe = load_resolved(arguments.run_dir)

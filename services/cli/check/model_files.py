@@ -20,7 +20,7 @@ _STRETCHED = ("yarn", "linear", "dynamic")  # kinds of rope scaling whose positi
 
 def file_of(model: str, name: str) -> Path | None:
     """A file of a model, in its directory or in the hub's cache; None where neither has it."""
-    folder = Path(model).expanduser()
+    folder = Path(model)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
     if not model or model.startswith(("/", ".", "~")):
@@ -124,9 +124,7 @@ def model_problems(recipe: Recipe) -> list[str]:
         named = {f"policies.{name}.model.path": policy.model.path}
         of_teacher, teacher = _teacher(recipe, name)
         named |= {of_teacher: teacher} if of_teacher else {}
-        folders = {
-            where: Path(path).expanduser() for where, path in named.items() if path is not None and is_local(path)
-        }
+        folders = {where: Path(path) for where, path in named.items() if path is not None and is_local(path)}
         found = [
             f"{where}: {problem}"
             for where, folder in folders.items()
@@ -153,7 +151,7 @@ def _teacher(recipe: Recipe, policy: str) -> tuple[str, str | None]:
 
 def is_local(path: str) -> bool:
     """Whether a path is a directory, or can only be one: no name of the hub begins so."""
-    return Path(path).expanduser().is_dir() or path.startswith(("/", ".", "~"))
+    return Path(path).is_dir() or path.startswith(("/", ".", "~"))
 
 
 def _other_vocabulary(own: Path, teacher: Path, where: str) -> list[str]:

@@ -12,7 +12,6 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.cli.check.model_files import config_of, file_of
@@ -23,7 +22,7 @@ from services.common.importing import load_object
 from services.common.records.dataset_rows import truth_in
 from services.common.records.types import Task
 from services.common.system.threads import DaemonThreads
-from services.common.user_code import place_of, place_of_error
+from services.common.user_code import RAISED, place_of, place_of_error
 
 if TYPE_CHECKING:
     from services.common.text.chat import Chat
@@ -69,7 +68,7 @@ def _chat(recipe: Recipe, tried: Tried) -> Chat | None:
     from services.common.text.huggingface import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(Path(path).expanduser() if Path(path).expanduser().is_dir() else path)
+        tokenizer = load_tokenizer(path)
         _check_vocabulary(f"policies.{name}.model.path", path, tokenizer, tried)
         return Chat(tokenizer)
     except RollmillError as error:
@@ -211,7 +210,7 @@ def _reward_of(path: str, task: Task, answer: str) -> float:
         raise ConfigError(
             f"reward {path} took longer than {REWARD_TIMEOUT_S:g} s, and would fail its rollout"
         ) from None
-    except Exception as error:  # the user's code runs here, and can raise anything
+    except RAISED as error:  # the user's code runs here, and can raise anything
         raise ConfigError(
             f"{place_of_error(error)}reward {path} raised {type(error).__name__}: {error}; the row has "
             f"{', '.join(map(str, task.data))}"

@@ -130,7 +130,7 @@ def _plan_problems(recipe: Recipe) -> Iterator[str]:
     if not recipe.run.steps and not plays:
         yield "run.steps is 0 and no evaluation is played, so the run has nothing to do: write steps, or data.evaluation"
     for place in recipe.modules:
-        if not Path(place).expanduser().is_dir():
+        if not Path(place).is_dir():
             yield f"modules names {place}, which is no directory: correct it, or leave it out"
     smallest = min(policy.model.context_length for policy in recipe.policies.values())
     for name, sampling in evaluation.samplings.items():
@@ -187,7 +187,7 @@ def _environment_problems(recipe: Recipe, where: str, workflow: WorkflowConfig) 
 
 
 def _directory_problems(recipe: Recipe) -> Iterator[str]:
-    place = Path(recipe.run.dir).expanduser().absolute()
+    place = Path(recipe.run.dir).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
     if not place.is_dir():

@@ -48,7 +48,7 @@ def deploy(
     paths = []
     for name, text in files.items():
         paths.append(output / name)
-        paths[-1].write_text(text)
+        paths[-1].write_text(text, encoding="utf-8")
         if name.endswith((".sh", ".sbatch")):
             paths[-1].chmod(0o755)
     return paths

@@ -58,6 +58,7 @@ def _by_policy(recipe: Recipe, checkpoints: Sequence[str]) -> dict[str, str]:
     playing = recipe.evaluation.policies or recipe.playing_policies
     for checkpoint in checkpoints:
         policy, equals, path = checkpoint.partition("=")
+        path = str(Path(path).expanduser()) if path.startswith("~/") else path
         if equals and policy in recipe.policies:
             found[policy] = _of_run(Path(path), policy) if _is_run(path) else _checked(path)
         elif _is_run(checkpoint):

@@ -173,7 +173,7 @@ def _open_base(directory: Path) -> dict[str, _Stored]:
         index = directory / _INDEX
         names = {"model.safetensors"}
         if index.is_file():
-            names = set(json.loads(index.read_text())["weight_map"].values())
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         found: dict[str, _Stored] = {}
         for name in sorted(names):
             found |= _header(directory / name)

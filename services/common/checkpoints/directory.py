@@ -97,7 +97,7 @@ def set_aside(path: Path, reason: str) -> Path:
     os.rename(path, target)
     sync_directory(path.parent)
     with contextlib.suppress(OSError):  # a full disk, say: the log has the reason, too
-        (target / REASON).write_text(f"{reason}\n")
+        (target / REASON).write_text(f"{reason}\n", encoding="utf-8")
     return target
 
 

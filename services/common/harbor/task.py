@@ -70,8 +70,8 @@ def read_task(directory: Path) -> HarborTask:
     if missing:
         raise DatasetError(f"task {name}: missing {', '.join(missing)} in {directory}")
     try:
-        settings = tomllib.loads((directory / "task.toml").read_text())
-        instruction = (directory / "instruction.md").read_text()
+        settings = tomllib.loads((directory / "task.toml").read_text(encoding="utf-8"))
+        instruction = (directory / "instruction.md").read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise DatasetError(f"task {name}: cannot be read: {error}") from None
     if not instruction.strip():
@@ -108,7 +108,7 @@ def _dockerfile(name: str, directory: Path, environment: Mapping[str, Any]) -> t
     if not path.is_file() and image is None:
         raise DatasetError(f"task {name}: missing environment/Dockerfile in {directory}")
     try:
-        read = read_dockerfile(path.read_text(), f"task {name}: Dockerfile") if path.is_file() else Dockerfile()
+        read = read_dockerfile(path.read_text("utf-8"), f"task {name}: Dockerfile") if path.is_file() else Dockerfile()
     except (OSError, ValueError) as error:
         raise DatasetError(f"task {name}: cannot be read: {error}") from None
     if image is not None:

@@ -12,6 +12,9 @@ from services.common.security.bundle import Bundle
 from services.common.security.identity import Identity
 from services.common.security.roles import Peer
 
+# Services reach each other at their own addresses; a proxy of the environment is for the outside.
+DIRECT = ("grpc.enable_http_proxy", 0)
+
 
 def server_credentials(identity: Identity) -> grpc.ServerCredentials:
     """The identity's certificate; a renewed one is used from the next handshake on."""
@@ -51,8 +54,8 @@ def sync_channel(address: str, peer: Peer = Peer.MEMBER) -> grpc.Channel:
     """Like ``services.common.rpc.client.channel.channel``, without asyncio and without retries."""
     who = identity.current()
     if who is None:
-        return grpc.insecure_channel(address)
+        return grpc.insecure_channel(address, options=[DIRECT])
     credentials = grpc.composite_channel_credentials(
         channel_credentials(who), grpc.access_token_call_credentials(who.bundle.token)
     )
-    return grpc.secure_channel(address, credentials, options=channel_options(peer))
+    return grpc.secure_channel(address, credentials, options=[DIRECT, *channel_options(peer)])

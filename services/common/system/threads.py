@@ -143,8 +143,8 @@ def _name_of(function: Callable[..., Any]) -> str:
 def _answer(answer: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if answer.cancelled():
         return
-    if isinstance(error, StopIteration):
-        error = RuntimeError(f"StopIteration: {error}")  # a future refuses it
+    if isinstance(error, StopIteration | GeneratorExit):  # of a future or a coroutine they mean something else
+        error = RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
     if error is None:
         answer.set_result(result)
     else:

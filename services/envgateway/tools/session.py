@@ -142,7 +142,7 @@ class ToolSession:
                 raise InfrastructureError(error.message) from error
             except RollmillError:
                 raise
-            except Exception as error:  # a user's tool may raise anything: told, counted, and never a reward
+            except (Exception, SystemExit) as error:  # a user's tool may raise anything: told, and never a reward
                 if isinstance(error, TimeoutError) and scope.expired():
                     limit = f"TimeoutError: stopped after {tool.timeout_s:g} s"
                     return ToolResult(status=ToolStatus.TIME_LIMIT, text=limit)

@@ -24,6 +24,7 @@ from services.common.errors import InvalidRequestError, PermissionDeniedError, R
 from services.common.http.listener import Listener
 from services.common.http.origin import json_answer
 from services.common.security import identity
+from services.common.system.surroundings import reach_directly
 from services.inference.endpoint.access import (
     SESSION_HEADER,
     agent_of,
@@ -88,6 +89,7 @@ class EndpointServer:
         """Start serving; returns the port."""
         if self._who is not None:
             trust(self._who)
+        reach_directly(self._host.strip("[]"))
         return await self._listener.start()
 
     async def stop(self) -> None:

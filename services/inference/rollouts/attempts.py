@@ -13,6 +13,7 @@ import asyncio
 import math
 import random
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -185,7 +186,8 @@ class Attempts:
             endpoint=self._endpoint,
         )
         workflow = part_for(self._workflows, order.purpose, order.source)
-        outcome = await workflow.run(order.task, context)
+        # A copy: code of the user may change its row.
+        outcome = await workflow.run(replace(order.task, data=deepcopy(order.task.data)), context)
         if not isinstance(outcome, Outcome):
             said = f"{type(workflow).__name__}.run returned {type(outcome).__name__}, and no Outcome"
             raise TypeError(f"{place_of(workflow.run)}{said}: write `return chat.outcome(reward)`")

@@ -205,7 +205,10 @@ class RolloutPlayer:
             if not all(p.engine.health().ok for p in self._policies.values()):
                 return None  # no record: another replica plays the slot after this process has left
             return self._failure(order.task_group_id, index, error.reason, error.message, clock)
-        except Exception as error:  # a bug in a workflow, tool or reward of the user: this slot fails, others go on
+        except BaseException as error:  # a bug in a workflow, tool or reward of the user: this slot fails, others go on
+            playing = self._groups.get(order.task_group_id, {}).get(index)
+            if isinstance(error, asyncio.CancelledError) and playing is not asyncio.current_task():
+                raise  # `cancel` asked for it; one that the user's code raises, as cancel scopes do, is a failure
             log.exception(LogEvent.ROLLOUT_CRASHED, task_group=order.task_group_id, index=index)
             return self._failure(
                 order.task_group_id, index, type(error).__name__, f"{place_of_error(error)}{error}", clock

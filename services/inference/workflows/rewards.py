@@ -100,6 +100,8 @@ def finite_reward(given: Any, reward: str, where: str) -> float:
         number = float(given) if not isinstance(given, str | bytes | None) else math.nan
     except (TypeError, ValueError):
         number = math.nan
+    except OverflowError:
+        given = number = math.inf  # its digits may be too many to show
     if not math.isfinite(number):
         shown = given if isinstance(given, float) else repr(given)[:60]
         raise ValueError(f"reward {reward} returned {shown} for {where}; must be a finite number{hint}")

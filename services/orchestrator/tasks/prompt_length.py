@@ -96,10 +96,10 @@ def open_tokenizer(path: str, setting: str) -> CountTokens:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise DatasetError(f"max_prompt_tokens needs the package `tokenizers`: {install('orchestrator')}") from error
-    directory = Path(path).expanduser()
+    directory = Path(path)
     try:
         file = str(directory / "tokenizer.json") if directory.is_dir() else hf_hub_download(path, "tokenizer.json")
-        text = Path(file).read_text()
+        text = Path(file).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise DatasetError(
             f"max_prompt_tokens: no tokenizer.json of {path} ({setting}): {error}; "

@@ -46,7 +46,7 @@ def vocab_size(model: str) -> int | None:
 
 
 def _config_file(model: str) -> Path | None:
-    directory = Path(model).expanduser()
+    directory = Path(model)
     if directory.is_dir():
         return directory / CONFIG if (directory / CONFIG).is_file() else None
     if model.count("/") != 1 or model.startswith(("/", ".", "~")):

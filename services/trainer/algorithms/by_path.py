@@ -22,7 +22,10 @@ def loss_by_path(path: str) -> LossFunction:
     check_call(function, f"algorithm.name: {path}", LOSS, "tokens", "settings")
 
     def loss(tokens: TokenBatch, config: LossByPath) -> PolicyLoss:
-        result: PolicyLoss = function(tokens, config.settings)
+        try:
+            result: PolicyLoss = function(tokens, config.settings)
+        except SystemExit as error:  # the rank would leave as at the end of a run
+            raise RuntimeError(f"algorithm.name: {path} raised SystemExit: {error}") from error
         return result
 
     return loss

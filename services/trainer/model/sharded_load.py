@@ -201,7 +201,7 @@ def _files(directory: Path) -> dict[str, Path]:
 
     try:
         if (directory / _INDEX).is_file():
-            index = json.loads((directory / _INDEX).read_text())
+            index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
             return {name: directory / file for name, file in index["weight_map"].items()}
         with safe_open(directory / _SINGLE, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), directory / _SINGLE)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.cli.check import launch
 from services.cli.check.launch import gpu_problems, gpus_here, launch_problems
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
@@ -106,6 +107,7 @@ def test_an_environment_of_servers_that_cannot_be_used_is_told_with_the_target_t
     torch = packages / "torch.py"
 
     def told() -> str:
+        launch._error_of.cache_clear()
         lines = launch_problems(recipe(f"inference.a.engine={engine}"))
         return "\n".join(line for line in lines if line.startswith("inference.a.engine"))
 

@@ -56,6 +56,22 @@ def test_a_recipe_merges_over_its_base_key_by_key(tmp_path: Path) -> None:
     assert recipe.policies["model0"].model.path == "some/model"
 
 
+def test_paths_in_a_home_and_relative_ones_of_overrides_are_absolute_for_all_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "my home"))
+    monkeypatch.chdir(tmp_path)
+    text = MINIMAL.replace("tasks.jsonl", "~/tasks.jsonl").replace("some/model", "~no-such-user/model")
+    recipe = load_recipe(write(tmp_path, text), ["run.dir=~/runs", "policies.model0.model.path=../~/m ü"])
+    assert recipe.data.train.path == f"{tmp_path}/my home/tasks.jsonl"  # type: ignore[union-attr]
+    assert recipe.run.dir == f"{tmp_path}/my home/runs"
+    assert recipe.policies["model0"].model.path == f"{tmp_path.parent}/~/m ü"
+    unknown = load_recipe(write(tmp_path, text)).policies["model0"].model.path
+    assert unknown == "~no-such-user/model"  # and `check` says that there is none
+    save_resolved(recipe, tmp_path / "run")
+    assert load_resolved(tmp_path / "run") == recipe
+
+
 def test_paths_with_a_leading_dot_are_relative_to_their_file(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, MINIMAL.replace("tasks.jsonl", "./tasks.jsonl")))
     assert recipe.data.train.path == str(tmp_path / "tasks.jsonl")

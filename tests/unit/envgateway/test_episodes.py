@@ -66,11 +66,31 @@ class PlainCounter(Counter):
         self.closed += 1
 
 
+class Leaving(Counter):
+    """Ends the process, or cancels the task, where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+        if where == "build":
+            raise SystemExit(where)
+
+    async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
+        if self._where == "reset":
+            raise asyncio.CancelledError(self._where)
+        return await super().reset(task, seed)
+
+    def step(self, action: str) -> StepResult:  # type: ignore[override]
+        raise {"exit": SystemExit, "interrupt": KeyboardInterrupt, "close": GeneratorExit}[action](self._where)
+
+
 class Worlds:
     def __init__(self) -> None:
         self.built: list[Counter] = []
 
     def build(self, name: str) -> Environment:
+        if name.startswith("leaves in "):
+            return Leaving(name.removeprefix("leaves in "))
         if name not in ("counter", "plain"):
             raise UnknownEnvironmentError(f"no environment {name!r}")
         self.built.append(Counter() if name == "counter" else PlainCounter())
@@ -102,6 +122,23 @@ async def test_plain_methods_are_fine() -> None:
     assert (await manager.step(start.episode_id, 1, "go")).observation == "1"
     await manager.close(start.episode_id)
     assert worlds.built[0].closed == 1
+
+
+@pytest.mark.parametrize("where", ["build", "reset"])
+async def test_an_environment_that_leaves_at_its_start_fails_its_episode_alone(where: str) -> None:
+    manager, _, _ = _manager()
+    with pytest.raises(InfrastructureError, match=f"(SystemExit|CancelledError): {where}"):
+        await manager.create("r", f"leaves in {where}", {}, 0)
+    assert (await manager.create("s", "counter", {}, 7)).observation.text == "seed 7"
+
+
+@pytest.mark.parametrize(("action", "name"), [("exit", "SystemExit"), ("interrupt", "KeyboardInterrupt"), ("close", "GeneratorExit")])  # fmt: skip
+async def test_an_environment_that_leaves_in_a_step_loses_its_episode_alone(action: str, name: str) -> None:
+    manager, _, _ = _manager()
+    start = await manager.create("r", "leaves in step", {}, 0)
+    with pytest.raises(InfrastructureError, match=f"{name}: step"):
+        await manager.step(start.episode_id, 1, action)
+    assert (await manager.create("s", "counter", {}, 7)).observation.text == "seed 7"
 
 
 async def test_a_repeated_create_gives_the_same_episode_even_while_it_begins() -> None:

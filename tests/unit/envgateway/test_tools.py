@@ -163,6 +163,16 @@ async def test_machinery_that_failed_is_no_result_and_not_counted_against_the_po
     assert session.metrics()["tool_calls"] == 0 and box.counts == {"infrastructure": 1}
 
 
+class Leaving(Counter):
+    def open(self) -> Count:
+        raise SystemExit("no licence")
+
+
+async def test_a_tool_that_leaves_is_told_and_ends_no_process() -> None:
+    with pytest.raises(InfrastructureError, match="count raised SystemExit: no licence"):
+        await _session(Leaving()).call("count", {})
+
+
 async def test_concurrency_is_bounded_per_tool_and_a_long_queue_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     tool = Echo()
     session = _session(tool, echo=ToolConfig(concurrency=2))

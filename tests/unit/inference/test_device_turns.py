@@ -11,7 +11,7 @@ import pytest
 
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError
 from services.common.records.device_turn import DeviceTurn
-from services.common.records.types import Purpose
+from services.common.records.types import Purpose, Task
 from services.inference.device_turns import EngineTurns
 from services.inference.engine.base import sharing
 from services.inference.rollouts.attempts import Attempts
@@ -112,7 +112,7 @@ class Waiting:
     policies: tuple[str, ...] = ()
     purpose: Purpose = Purpose.TRAIN
     seed: int = 1
-    task: Any = None
+    task: Task = field(default_factory=lambda: Task(task_id="7", data={}))
     sampling: Any = None
     source: str = ""
 

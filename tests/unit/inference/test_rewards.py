@@ -38,6 +38,18 @@ def not_a_number(task: Any, completion: str) -> float:
     return float("nan")
 
 
+def too_large(task: Any, completion: str) -> int:
+    return 10 ** int(completion)
+
+
+def leaves(task: Any, completion: str) -> float:
+    raise {"exit": SystemExit, "cancel": asyncio.CancelledError, "close": GeneratorExit}[completion](completion)
+
+
+async def leaves_later(task: Any, completion: str) -> float:
+    return leaves(task, completion)
+
+
 def raises(task: Any, completion: str) -> float:
     raise KeyError("no such column")
 
@@ -57,6 +69,18 @@ async def test_a_function_scores_the_completion(name: str) -> None:
 async def test_what_is_no_number_is_no_reward() -> None:
     with pytest.raises(ValueError, match="must be a finite number"):
         await build_grader(f"{HERE}:not_a_number")(NOWHERE, TASK, "42")
+    for digits in ("400", "5000"):  # more than Python writes in decimal
+        with pytest.raises(ValueError, match="must be a finite number"):
+            await build_grader(f"{HERE}:too_large")(NOWHERE, TASK, digits)
+
+
+@pytest.mark.parametrize("name", ["leaves", "leaves_later"])
+async def test_a_function_that_leaves_or_cancels_ends_its_own_call_alone(name: str) -> None:
+    grade = build_grader(f"{HERE}:{name}")
+    for completion in ("exit", "cancel", "close"):
+        with pytest.raises(BaseException, match=completion):
+            await grade(NOWHERE, TASK, completion)
+    assert (await build_grader(f"{HERE}:exact")(NOWHERE, TASK, "42")).value == 1.0
 
 
 async def test_what_a_function_raises_reaches_the_rollout() -> None:

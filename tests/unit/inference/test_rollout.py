@@ -71,7 +71,7 @@ async def make_player(
     return player, records, workflow, policy
 
 
-def raises(error: Exception, times: int = 1_000_000) -> Behaviour:
+def raises(error: BaseException, times: int = 1_000_000) -> Behaviour:
     left = [times]
 
     async def before(context: WorkflowContext) -> None:
@@ -179,6 +179,53 @@ async def test_a_bug_in_a_workflow_fails_its_slot_and_no_other() -> None:
     await player.wait_until_idle()
     assert [f.reason for f in records.failures] == ["KeyError"]
     assert len(records.trajectories) == 2
+
+
+async def cancels_itself(context: WorkflowContext) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel("as a cancel scope does")
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        (raises(asyncio.CancelledError("a scope")), "CancelledError"),
+        (cancels_itself, "CancelledError"),
+        (raises(SystemExit(0)), "SystemExit"),
+        (raises(KeyboardInterrupt()), "KeyboardInterrupt"),
+        (raises(GeneratorExit()), "GeneratorExit"),
+    ],
+)
+async def test_a_workflow_that_leaves_or_cancels_fails_its_slots_by_name(before: Behaviour, reason: str) -> None:
+    player, records, workflow, _ = await make_player(before)
+    player.play(make_order(indices=range(2)))  # type: ignore[arg-type]
+    await player.wait_until_idle()
+    assert [failure.reason for failure in records.failures] == [reason] * 2
+    workflow._before = None
+    player.play(make_order(task_group_id="g1", indices=range(2)))  # type: ignore[arg-type]
+    await player.wait_until_idle()
+    assert len(records.trajectories) == 2
+
+
+async def test_every_rollout_has_a_row_of_its_own() -> None:
+    seen: list[object] = []
+
+    class Counting(Told):
+        async def run(self, task: Task, context: WorkflowContext) -> Outcome:
+            seen.append((task.data.get("count", 0), list(task.data.setdefault("places", []))))  # type: ignore[attr-defined]
+            task.data["count"] = 1  # type: ignore[index]
+            task.data["places"].append(1)
+            return await super().run(task, context)
+
+    player, records, _, _ = await make_player(kind=Counting)
+    order = make_order()
+    order.task.data["places"] = []  # type: ignore[index]
+    player.play(order)
+    await player.wait_until_idle()
+    assert len(records.trajectories) == 4
+    assert seen == [(0, [])] * 4
 
 
 async def test_a_rollout_beyond_its_time_is_a_failure_that_names_the_wait() -> None:

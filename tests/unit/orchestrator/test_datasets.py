@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ import structlog
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
 from services.orchestrator.tasks.datasets import log_opened, open_source
+
+LEAVING: tuple[type[BaseException], ...] = (SystemExit, asyncio.CancelledError, GeneratorExit, ValueError)
 
 
 def rows(seed: int, count: int = 3) -> Iterator[dict[str, Any]]:
@@ -25,6 +28,11 @@ def endless(seed: int) -> Iterator[dict[str, Any]]:
 
 def no_json(seed: int) -> Iterator[dict[str, Any]]:
     yield {"question": {1, 2}}
+
+
+def leaving(seed: int, kind: str) -> Iterator[dict[str, Any]]:
+    yield {"question": "q"}
+    raise {each.__name__: each for each in LEAVING}[kind](3)
 
 
 def jsonl(path: Path, *lines: str) -> DatasetConfig:
@@ -110,6 +118,13 @@ def test_a_generator_gets_seed_and_settings() -> None:
     config = DatasetConfig(generator=f"{__name__}:rows", settings={"count": 2}, id_field="id")
     source = open_source(config, seed=7)
     assert [source[i].task_id for i in range(len(source))] == ["7-0", "7-1"]
+
+
+@pytest.mark.parametrize("kind", LEAVING)
+def test_a_generator_that_leaves_is_named_as_one_that_raises(kind: type[BaseException]) -> None:
+    config = DatasetConfig(generator=f"{__name__}:leaving", settings={"kind": kind.__name__})
+    with pytest.raises(DatasetError, match=rf"leaving raised {kind.__name__}: 3"):
+        open_source(config, seed=7)
 
 
 def test_faulty_generators_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ def returned(tokens: TokenBatch, settings: Mapping[str, Any]) -> object:
     """The policy gradient, spoilt as the settings ask."""
     loss = -tokens.advantages * tokens.logprobs
     match settings["as"]:
+        case "an exit":
+            raise SystemExit(0)
         case "nan":
             return PolicyLoss(per_token=loss.where(torch.arange(len(loss)) != 1, torch.nan))
         case "infinity":
@@ -95,6 +97,11 @@ def test_a_loss_that_cannot_be_trained_on_ends_the_step_before_the_optimizer(
     assert "expected" in caught.value.message
     assert step.optimizer.num_updates == 0
     assert all(torch.equal(weight, before[name]) for name, weight in step.model.named_parameters())
+
+
+def test_a_loss_that_leaves_is_an_error_with_its_name_and_no_end_of_the_trainer() -> None:
+    with pytest.raises(RuntimeError, match=f"{__name__}:returned raised SystemExit: 0"):
+        train_step(by_path("an exit")).run(rank_batch(training_sequences(8)))
 
 
 def test_a_model_that_gives_nan_is_not_blamed_on_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:

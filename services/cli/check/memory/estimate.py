@@ -61,7 +61,7 @@ class ModelShape:
         """Of a decoder with gated MLPs, dense or with experts, counted from its dimensions; None when they are not all there.
         ``intermediate`` is then the width that a token passes through."""
         try:
-            config = json.loads(file.read_text())
+            config = json.loads(file.read_text(encoding="utf-8"))
             hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
             intermediate, heads = int(config["intermediate_size"]), int(config["num_attention_heads"])
             vocabulary = int(config["vocab_size"])

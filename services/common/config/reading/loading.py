@@ -3,7 +3,8 @@
 Order, later wins: the files named by ``extends``, the recipe itself, ``--set a.b=c`` overrides, environment variables for
 GPUs, a ``--profile``, the overrides again, environment variables for ports. ``defaults`` go below all of these (``config.defaults``).
 Mappings are merged key by key; lists and scalars replace. A string that begins with ``./`` or
-``../`` is a path relative to the file that holds it.
+``../`` is a path relative to the file that holds it, in an override to the current directory; one that begins with ``~`` is
+in a home. Both become absolute here, for all readers.
 
 Imports neither torch nor grpc: a typo costs a second, not a night.
 """
@@ -82,7 +83,7 @@ def save_resolved(recipe: Recipe, run_dir: Path) -> None:
     """Write the resolved recipe into the run directory, as JSON for processes and as YAML for people."""
     run_dir.mkdir(parents=True, exist_ok=True)
     tree = recipe.model_dump(mode="json")
-    (run_dir / "recipe.yaml").write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+    (run_dir / "recipe.yaml").write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
     # Several processes of a split launch may write it at once.
     partial = run_dir / f"{RESOLVED}.{os.getpid()}-{threading.get_ident()}.partial"
     partial.write_text(json.dumps(tree, indent=1))
@@ -169,7 +170,7 @@ def _absolute(value: Any, directory: Path) -> Any:
         return [_absolute(item, directory) for item in value]
     if isinstance(value, str) and value.startswith(("./", "../")):
         return str((directory / value).resolve())
-    return value
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -182,7 +183,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise ConfigError(f"--set {override!r}: write it as a.b=value, for example --set run.steps=20")
     try:
-        value = yaml.safe_load(text)
+        value = _absolute(yaml.safe_load(text), Path.cwd())
     except yaml.YAMLError:
         raise ConfigError(f"--set {override!r}: {text!r} is not valid YAML") from None
     path = key.strip().split(".")
@@ -320,7 +321,7 @@ def read_yaml(file: Path, *, own_paths: bool = False) -> Any:
         ConfigError: no YAML, a key twice in one mapping, or an import path into ``services``; each with its line.
     """
     try:
-        loader = yaml.SafeLoader(file.read_text())
+        loader = yaml.SafeLoader(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:

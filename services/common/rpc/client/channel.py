@@ -22,7 +22,7 @@ import grpc
 import structlog
 
 from services.common.errors import InfrastructureError
-from services.common.rpc.credentials import channel_credentials, channel_options
+from services.common.rpc.credentials import DIRECT, channel_credentials, channel_options
 from services.common.rpc.statuses import from_call
 from services.common.security import identity
 from services.common.security.roles import Peer
@@ -299,6 +299,7 @@ def _service_config() -> str:
 
 
 _OPTIONS: list[tuple[str, Any]] = [
+    DIRECT,
     *KEEPALIVE,
     ("grpc.service_config", _service_config()),
     ("grpc.enable_retries", 1),

@@ -56,7 +56,7 @@ You work in a shell without a network, in the directory {workdir}. To run a comm
 and its output comes back; one command in each reply. A reply without a command ends the task."""
 _LATE_S = 3600.0  # of a policy that answers slowly after the agent's time: never the reason of a reward
 _SPARE_S = 5.0  # between the time of a command and that of its turn
-_INSIDE = resources.files(__package__).joinpath("inside.py").read_text() if __package__ else ""
+_INSIDE = resources.files(__package__).joinpath("inside.py").read_text(encoding="utf-8") if __package__ else ""
 
 
 class HarborEpisode:

@@ -89,7 +89,7 @@ def read_model_config(model_path: str) -> Mapping[str, Any]:
     if not path.is_absolute() and not path.is_dir():
         return {}
     try:
-        read = json.loads((path / "config.json").read_text())
+        read = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model_path}: no model that can be read there: {error}") from error
     return {**read.get("text_config", {}), **read}

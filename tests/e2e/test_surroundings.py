@@ -1,0 +1,98 @@
+"""``rollmill run`` trains to its end whatever its parent left it: proxies, another job's ranks, encodings, closed output."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import REPOSITORY, RUN_TIMEOUT_S
+from tests.e2e.test_first_run import SHORT, rollmill
+
+pytestmark = pytest.mark.slow
+PROXIES = dict.fromkeys(
+    ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
+)
+JOB = {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "1",
+       "TORCHELASTIC_RUN_ID": "x", "PET_NNODES": "3", "PET_NODE_RANK": "1", "SLURM_PROCID": "3",
+       "GLOO_SOCKET_IFNAME": "absent0", "NCCL_SOCKET_IFNAME": "absent0"}  # fmt: skip
+ASCII = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+
+REWARDS = """
+import asyncio, itertools
+
+calls = itertools.count()
+
+
+def leaves(task, completion):
+    number = next(calls)
+    if number % 3 == 1:
+        raise [asyncio.CancelledError, SystemExit, KeyboardInterrupt][number // 3 % 3](0)
+    print("reward \\u2264 1 \\U0001f389")
+    return float(number % 2)
+
+
+async def leaves_later(task, completion):
+    return leaves(task, completion)
+"""
+
+
+def run(here: Path, shell: str, variables: Mapping[str, str], *settings: str) -> Path:
+    """The directory of a run that a shell starts as ``"$@"``; it must exit with 0."""
+    command = [sys.executable, "-m", "services.cli", "run", "mine", *SHORT, *settings]
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {shell}", "shell", *command],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr).decode(errors="replace")
+    (run_dir,) = here.glob("*/mine-*")
+    assert json.loads((run_dir / "summary.json").read_text())["state"] == "finished"
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("shell", "variables", "settings"),
+    [
+        ('"$@"', {**PROXIES, **JOB}, ()),
+        ('"$@"', JOB, ("policies.model0.trainer.num_ranks=2",)),
+        ('"$@"', ASCII, ("description=reward ≤ 1 🎉", "run.dir=./ü ≤")),
+        ('"$@" | head -1', {}, ()),
+        ('"$@" <&- >&- 2>&-', {}, ()),
+        ('"$@" >/dev/full 2>&1', {}, ()),
+        ("trap '' CHLD HUP PIPE; exec \"$@\"", {}, ()),
+    ],
+    ids=[
+        "proxies and a job",
+        "two ranks in a job",
+        "ascii",
+        "a reader that leaves",
+        "closed",
+        "full",
+        "ignored signals",
+    ],
+)
+def test_a_run_trains_to_its_end(
+    shell: str, variables: Mapping[str, str], settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    rollmill(tmp_path, "new", "mine")
+    run(tmp_path, shell, variables, *(part for setting in settings for part in ("--set", setting)))
+
+
+@pytest.mark.parametrize("reward", ["leaves", "leaves_later"])
+def test_a_reward_that_leaves_or_cancels_fails_its_rollouts_by_name(reward: str, tmp_path: Path) -> None:
+    rollmill(tmp_path, "new", "mine")
+    (tmp_path / "mine" / "wild.py").write_text(REWARDS)
+    run_dir = run(tmp_path, '"$@"', {"PYTHONIOENCODING": "ascii"}, "--set", f"workflow.settings.reward=wild:{reward}")
+    events = [json.loads(line) for line in (run_dir / "logs" / "inference-a.jsonl").read_text().splitlines()]
+    failed = Counter(event["reason"] for event in events if event["event"] == "rollout.failed")
+    assert {"CancelledError", "SystemExit", "KeyboardInterrupt"} <= failed.keys()

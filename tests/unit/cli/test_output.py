@@ -1,0 +1,61 @@
+"""What a command prints, on terminals that lack signs, under other locales, and where it cannot be written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import WAIT_S
+
+RECIPE = """
+description: höchstens ≤ 1 🎉
+extends: quickstart
+data: {train: {path: ./ü ≤.jsonl}}
+"""
+
+
+def rollmill(shell: str, here: Path, variables: Mapping[str, str]) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {shell}", "shell", sys.executable, "-m", "services.cli"],
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), **variables},
+        capture_output=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONIOENCODING": "latin-1:strict"},
+        {"LC_ALL": "C"},
+        {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"LC_ALL": "xx_YY.nonsense", "PYTHONUTF8": "0"},
+    ],
+    ids=str,
+)
+def test_any_encoding_and_locale_shows_a_recipe_with_any_signs(variables: Mapping[str, str], tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    (tmp_path / "ü ≤.jsonl").write_text('{"prompt": "ü", "answer": "≤"}\n' * 8, encoding="utf-8")
+    shown = rollmill('"$@" check --show recipe.yaml --set name=ü', tmp_path, variables)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert b"chstens" in shown.stdout and b"Traceback" not in shown.stderr
+    assert rollmill('"$@" --help', tmp_path, variables).returncode == 0
+
+
+def test_a_command_whose_output_cannot_be_written_says_so_and_ends_quietly_when_its_reader_leaves(
+    tmp_path: Path,
+) -> None:
+    full = rollmill('"$@" --help >/dev/full', tmp_path, {})
+    assert full.returncode == 1
+    assert full.stderr.decode().splitlines() == ["error: cannot write: [Errno 28] No space left on device"]
+    left = rollmill('"$@" --help | true', tmp_path, {})
+    assert left.stderr == b""
+    assert rollmill('"$@" --help >&- 2>&-', tmp_path, {}).returncode == 0
