@@ -49,7 +49,7 @@ from services.orchestrator.members.trainers import TrainerLeases
 from services.orchestrator.metrics.run_metrics import RunMetrics
 from services.orchestrator.policy_view import PolicyView
 from services.orchestrator.stalls.detector import StallState
-from services.orchestrator.stalls.facts import Hold
+from services.orchestrator.stalls.facts import PAUSED_ITSELF, Hold
 from services.orchestrator.state.disk_forecast import DiskForecast
 from services.orchestrator.state.groups import Outcome, TaskGroup
 from services.orchestrator.state.run_control import RunControl
@@ -389,7 +389,8 @@ class OrchestratorCore:
         """Journal values that no other record holds."""
         state = {
             "phase": self.control.phase.value,
-            "paused": self.control.paused,
+            # Another process has other code or settings, and tries again after a pause of the run's own.
+            "paused": self.control.paused and PAUSED_ITSELF.isdisjoint(self.dispatcher.holds),
             "counters": records.pairs(self.counters),
             "timeline": records.pairs(self.timeline.totals()),
         }

@@ -169,6 +169,7 @@ def _failure_pause(core: OrchestratorCore) -> FailurePause:
         core.pool,
         core.counters,
         group_size=core.recipe.rollout.group_size,
+        run_dir=core.run_dir,
         pause=core.pause,
         resume=core.resume,
     )

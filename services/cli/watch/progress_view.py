@@ -18,6 +18,7 @@ from services.cli.watch.warnings import failed_rollouts, journal_and_disk, maske
 from services.common.pb import account_pb2, run_pb2
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.metrics import StepKey, TrainerKey, sources_in
+from services.orchestrator.stalls.facts import Cause
 
 STATE_WORDS = {
     run_pb2.RUN_STATE_STARTING: "waiting for weights and replicas",
@@ -244,6 +245,13 @@ class ProgressView:
         del known.stalls[:]
         known.stalls.append(stall)
         self._show(known)
+
+    @property
+    def paused_itself(self) -> str:
+        """The reason of a pause that the run made by itself and that a person ends; else empty."""
+        if self._last is None or self._last.state != run_pb2.RUN_STATE_PAUSED:
+            return ""
+        return next((s.detail for s in self._last.stalls if s.cause in (Cause.ALL_FAIL, Cause.MASKED)), "")
 
     def show(self, progress: run_pb2.RunProgress) -> None:
         self._last = progress

@@ -6,17 +6,21 @@ An engine calls ``on_tokens`` in its thread once per decoding step, so the metho
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 from services.common.records.types import Interval
 
 JOIN_GAP_S = 0.05  # pauses shorter than this belong to the interval: a decoding step of a busy machine
+STEP_TIMES = 4.0  # and those shorter than so many decoding steps: one of a large model on a CPU takes seconds
+_GAPS = 16  # the lower quartile of so many is the duration of a step: most gaps are one, some are pauses
 
 
 class EmissionLog:
     """The intervals in which tokens came."""
 
     def __init__(self, join_gap_s: float = JOIN_GAP_S) -> None:
-        self._join_gap_s = join_gap_s
+        self._least_gap_s = join_gap_s
+        self._gaps: deque[float] = deque(maxlen=_GAPS)
         self._lock = threading.Lock()
         self._closed: list[Interval] = []
         self._begin: float | None = None
@@ -25,13 +29,22 @@ class EmissionLog:
     def on_tokens(self, num_tokens: int, at: float) -> None:
         """Record that ``num_tokens`` were sampled at the time ``at``."""
         with self._lock:
+            gap = at - self._end
+            joined = gap < max(self._least_gap_s, STEP_TIMES * self._step_s)
             if self._begin is None:
                 # An interval that goes on after a report begins where the reported part ended.
-                self._begin = self._end if 0 <= at - self._end < self._join_gap_s else at
-            elif at - self._end >= self._join_gap_s:
+                self._begin = self._end if 0 <= gap and joined else at
+            elif not joined:
                 self._closed.append((self._begin, self._end))
                 self._begin = at
+            if self._end:
+                self._gaps.append(gap)
             self._end = max(self._end, at)
+
+    @property
+    def _step_s(self) -> float:
+        """Duration of a decoding step; 0 until enough are known."""
+        return sorted(self._gaps)[_GAPS // 4] if len(self._gaps) > _GAPS // 4 else 0.0
 
     def take(self) -> list[Interval]:
         """The intervals since the last call, in order."""

@@ -40,8 +40,7 @@ class Cause(enum.StrEnum):
 
 
 _CODE_CHANGES = (
-    "changed Python code is loaded by new processes only: interrupt the run, then `rollmill run --resume RUN`, and "
-    "`rollmill resume` where it was paused"
+    "changed Python code is loaded by new processes only: interrupt the run, then `rollmill run --resume RUN`"
 )
 ADVICE = {
     Cause.SILENT: "check that its process and machine run and reach the orchestrator (stopped or frozen process, cut or half-open "
