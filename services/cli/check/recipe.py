@@ -145,10 +145,12 @@ def describe(recipe: Recipe, left_out: Sequence[str] = ()) -> RenderableType:
     lacking = launch_problems(recipe)
     steps = f"{recipe.run.steps} training steps{'' if recipe.run.until is None else ' at most (run.until)'}"
     verdict = f"is valid ({steps}), and cannot be run here yet:" if lacking else f"is ready to run: {steps}"
+    allowed = [f"{name}: {policy.batch.lateness}" for name, policy in recipe.trained_policies.items()]
     return Group(
         Text(f"{recipe.name} {verdict}", style="bold green"),
         *(Text(f"  {line}", style="" if line.startswith(FIRST_ROW) else "yellow") for line in (*lacking, *left_out)),
         policies,
+        *(Text(f"  {line}") for line in allowed),
         *_memory(recipe),
         processes,
     )

@@ -196,7 +196,7 @@ def _follow(
                         finished_at = None if goes_on else time.monotonic()
                     if view.paused_itself and not console.is_terminal:  # and so no person to end the pause
                         raise InfrastructureError(
-                            f"{view.paused_itself}. Without a terminal the run ends here; go on with it: rollmill run "
+                            f"{view.paused_itself}. Without a terminal the run ends here instead; go on with it: rollmill run "
                             f"--resume {run_dir}"
                         )
                     if goes_on:  # and did so after they had left: it was not the end of the run that they left for

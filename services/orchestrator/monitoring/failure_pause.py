@@ -76,7 +76,6 @@ class FailurePause:
         never = all_fail and not self._counters[RunCount.TOKENS_RECORDED.value] and not self._unreachable
         if never or self._ingest.last_failure.startswith(LASTING):
             before = "no rollout of this run has succeeded: " if never else ""
-            log.error("run.hopeless", reason=f"{before}{why}, {newest}")
             raise ConfigError(
                 f"{before}{why}, {newest}; `rollmill fate {self._run_dir}` counts the failures, and the log of the replica in "
                 f"{run_files.logs(self._run_dir)} has the tracebacks. Fix the cause, then go on: `rollmill run --resume "

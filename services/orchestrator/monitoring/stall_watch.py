@@ -187,6 +187,7 @@ def _policy(policy: PolicyView) -> PolicyFacts:
         policy=policy.name,
         batch_size=policy.config.fresh_size,
         num_kept=policy.num_kept,
+        num_filtered=policy.experience.num_filtered[policy.name],
         num_filtered_in_a_row=policy.num_filtered_in_a_row,
         quota_full=policy.quota_full,
     )

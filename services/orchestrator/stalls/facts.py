@@ -131,6 +131,7 @@ class PolicyFacts:
     policy: str
     batch_size: int = 1
     num_kept: int = 0  # sequences that were kept for training
+    num_filtered: int = 0  # sequences dropped because a group's rewards were equal
     num_filtered_in_a_row: int = 0  # sequences dropped because a group's rewards were equal, since one was kept
     quota_full: bool = False
 
