@@ -119,7 +119,7 @@ def _policies(progress: run_pb2.RunProgress) -> RenderableType:
         loss = policy.metrics.get(TrainerKey.LOSS.in_row)
         table.add_row(
             *(Text(policy.policy), f"{step}/{policy.num_steps}", _bar(step, policy.num_steps), _reward(policy)),
-            *("-" if loss is None else f"{loss:.3g}", f"≤ {policy.staleness_max}", str(policy.num_buffered)),
+            *("-" if loss is None else f"{loss:.3g}", f"max {policy.staleness_max}", str(policy.num_buffered)),
             *(str(policy.num_expected), Text(policy.trainer_state.replace("_", " "))),
         )
     return table
@@ -194,6 +194,9 @@ def _versions(result: run_pb2.EvaluationResult) -> str:
     return " ".join(parts)
 
 
+WAITS_EVERY_S = 10.0  # lines of an evaluation's progress, where nothing else changes
+
+
 class StallsTold:
     """Reports each stall once, and its end."""
 
@@ -222,6 +225,7 @@ class ProgressView:
         self._last_line = ""
         self._num_evaluations = 0
         self._last_waits: list[str] = []
+        self._waits_due_at = 0.0
         self._warned: set[str] = set()
         self._stalls = StallsTold(console)
         self._last: run_pb2.RunProgress | None = None
@@ -284,8 +288,11 @@ class ProgressView:
             if subject not in self._warned:
                 self._warned.add(subject)
                 say(self._console, line, "bold yellow")
-        if progress.state == run_pb2.RUN_STATE_PAUSED and list(progress.waits) != self._last_waits:
+        evaluates = progress.state in (run_pb2.RUN_STATE_EVALUATING_START, run_pb2.RUN_STATE_EVALUATING_END)
+        due = evaluates and time.monotonic() >= self._waits_due_at
+        if (progress.state == run_pb2.RUN_STATE_PAUSED or due) and list(progress.waits) != self._last_waits:
             self._last_waits = list(progress.waits)
+            self._waits_due_at = time.monotonic() + WAITS_EVERY_S
             say(self._console, "\n".join(progress.waits), "yellow")
         line = " | ".join(_line(policy) for policy in progress.policies) or state_word(progress.state)
         if line != self._last_line:
@@ -297,7 +304,7 @@ class ProgressView:
 def _line(policy: run_pb2.PolicyProgress) -> str:
     # Only what changes with a step: one line per step, not one per poll.
     step = f"{policy.policy} step {max(0, policy.version)}/{policy.num_steps}"
-    return f"{step} rollout reward {_reward(policy)} staleness ≤ {policy.staleness_max}"
+    return f"{step} rollout reward {_reward(policy)} largest staleness {policy.staleness_max}"
 
 
 def _reward(policy: run_pb2.PolicyProgress) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ class EvaluationPass:
     rewards: dict[int, list[float | None]] = field(default_factory=dict)  # by row; None where no number is given
     failed: dict[int, list[float | None]] = field(default_factory=dict)  # the same of samples that failed
     num_issued: int = 0
+    begun: tuple[float, int] | None = None  # when this process issued the first group, and the samples resolved by then
     num_resolved: int = 0
     num_failed: int = 0
     oldest: dict[str, int] = field(default_factory=dict)  # versions seen in the outcomes
@@ -52,6 +54,19 @@ class EvaluationPass:
     @property
     def num_trajectories(self) -> int:
         return sum(self.samples)
+
+    @property
+    def standing(self) -> str:
+        """How far the pass is, with the time left at its pace so far.
+
+        >>> EvaluationPass(name="start/greedy", evaluation_id="start", wanted={}, sampling=Sampling(), samples=(1,) * 50).standing
+        'evaluation start/greedy: 0 of 50'
+        """
+        told = f"evaluation {self.name}: {self.num_resolved} of {self.num_trajectories}"
+        if self.begun is None or self.num_resolved <= self.begun[1]:
+            return told
+        each_s = (time.monotonic() - self.begun[0]) / (self.num_resolved - self.begun[1])
+        return f"{told}, about {each_s * (self.num_trajectories - self.num_resolved):.0f} s left"
 
     @property
     def finished(self) -> bool:
@@ -79,6 +94,7 @@ class EvaluationPass:
 
     def issue(self, group_id: str, row: int) -> None:
         """Count the trajectories of a group of the pass, once."""
+        self.begun = self.begun or (time.monotonic(), self.num_resolved)
         if group_id not in self.group_ids:
             self.group_ids.add(group_id)
             self.num_issued += self.samples[row]
