@@ -51,7 +51,7 @@ def status(run: RunningArgument = None, address: AddressOption = None, named: Ru
             raise
         found = standing(run)
         for line in found.lines():
-            say(console, line, wrap=not line.startswith(COMMAND))
+            say(console, line, wrap=line.startswith("  ") and not line.startswith(COMMAND))
         if found.held_by:
             say(console, f"  its orchestrator does not answer: {error.message}", "yellow")
         return

@@ -12,7 +12,10 @@ from services.common.records.types import Interval
 
 JOIN_GAP_S = 0.05  # pauses shorter than this belong to the interval: a decoding step of a busy machine
 STEP_TIMES = 4.0  # and those shorter than so many decoding steps: one of a large model on a CPU takes seconds
-_GAPS = 16  # the lower quartile of so many is the duration of a step: most gaps are one, some are pauses
+_LEAST_GAPS, _GAPS = (
+    4,
+    16,
+)  # the lower quartile of so many is the duration of a step: most gaps are one, some are pauses
 
 
 class EmissionLog:
@@ -33,7 +36,7 @@ class EmissionLog:
             joined = gap < max(self._least_gap_s, STEP_TIMES * self._step_s)
             if self._begin is None:
                 # An interval that goes on after a report begins where the reported part ended.
-                self._begin = self._end if 0 <= gap and joined else at
+                self._begin = self._end if gap >= 0 and joined else at
             elif not joined:
                 self._closed.append((self._begin, self._end))
                 self._begin = at
@@ -44,7 +47,7 @@ class EmissionLog:
     @property
     def _step_s(self) -> float:
         """Duration of a decoding step; 0 until enough are known."""
-        return sorted(self._gaps)[_GAPS // 4] if len(self._gaps) > _GAPS // 4 else 0.0
+        return sorted(self._gaps)[len(self._gaps) // 4] if len(self._gaps) >= _LEAST_GAPS else 0.0
 
     def take(self) -> list[Interval]:
         """The intervals since the last call, in order."""

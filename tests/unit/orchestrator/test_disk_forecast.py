@@ -18,12 +18,17 @@ from services.orchestrator.state.disk_forecast import (
     bytes_below,
 )
 
-
 GIB = 1 << 30
 
 
 def after(
-    forecast: DiskForecast, seconds: float, used: float, *, begin: float = 0.0, free: float = 10**9, shrinks: float = 0.0
+    forecast: DiskForecast,
+    seconds: float,
+    used: float,
+    *,
+    begin: float = 0.0,
+    free: float = 10**9,
+    shrinks: float = 0.0,
 ) -> DiskOutlook:
     """Samples while the run grows and the free bytes shrink, both per second."""
     now = begin

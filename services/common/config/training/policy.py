@@ -112,7 +112,11 @@ class BatchConfig(Section):
     def lateness(self) -> str:
         """What `max_staleness` and `late` together allow, as a sentence for people."""
         if not self.max_staleness:
-            what = "token of an older version is" if self.late == "mask" else "sequence with a token of an older version is"
+            what = (
+                "token of an older version is"
+                if self.late == "mask"
+                else "sequence with a token of an older version is"
+            )
             return f"training is on-policy: no {what} trained (max_staleness: 0)"
         capped = "" if self.max_token_age is None else f", tokens older than {self.max_token_age} versions are masked"
         older = {

@@ -167,7 +167,9 @@ async def test_a_run_in_which_no_rollout_ever_succeeded_ends_with_the_reason_and
     await world.publish(0)
     world.train()
     num_failed = 0
-    with pytest.raises(ConfigError, match="no rollout of this run has succeeded") as ended:
+
+    async def play() -> None:
+        nonlocal num_failed
         while num_failed < 1000:
             for order in await world.orders(replica):
                 for index in order.indices:
@@ -176,6 +178,9 @@ async def test_a_run_in_which_no_rollout_ever_succeeded_ends_with_the_reason_and
                 num_failed += len(order.indices)
             world.clock.now += 2
             await watch.tick()
+
+    with pytest.raises(ConfigError, match="no rollout of this run has succeeded") as ended:
+        await play()
     assert 256 <= num_failed < 1000
     told = ended.value.message
     assert "the newest with KeyError: /mine/reward.py:7: 'answer'" in told
