@@ -170,7 +170,6 @@ def _failure_pause(core: OrchestratorCore) -> FailurePause:
         core.pool,
         core.counters,
         group_size=core.recipe.rollout.group_size,
-        run_dir=core.run_dir,
         pause=core.pause,
         resume=core.resume,
     )

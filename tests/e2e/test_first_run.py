@@ -79,7 +79,7 @@ def test_a_run_whose_rollouts_all_fail_ends_with_the_reason_and_goes_on_once_rep
     (run_dir,) = (tmp_path / "runs").iterdir()
     said = " ".join((done.stdout + done.stderr).split())
     assert told in said and "KeyError" in said and f"{flow}:11: 'lookup'" in said
-    assert f"rollmill run --resume {run_dir}" in said and not (run_dir / "summary.json").exists()
+    assert "rollmill run --resume" in said and str(run_dir) in said and not (run_dir / "summary.json").exists()
     assert "interrupted" in rollmill(tmp_path, "status")
     flow.write_text(FLOW.replace("LIMIT", "1000000"))
     rollmill(tmp_path, "run", "--resume", str(run_dir), "--set", "run.steps=2")

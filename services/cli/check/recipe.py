@@ -125,7 +125,7 @@ def describe(recipe: Recipe, left_out: Sequence[str] = ()) -> RenderableType:
             gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "")
             processes.add_row(spec.name, str(node), address, gpus, spec.shown.replace(dialled, known))
     policies = Table(box=None, header_style="dim")
-    for column in ("policy", "model", "loss", "batch", "staleness (late)", "ranks"):
+    for column in ("policy", "model", "loss", "batch", "ranks"):
         policies.add_column(column, overflow="fold")
     for name, policy in recipe.policies.items():
         policies.add_row(
@@ -135,11 +135,10 @@ def describe(recipe: Recipe, left_out: Sequence[str] = ()) -> RenderableType:
                 (
                     policy.algorithm.name,
                     f"{policy.batch.size} sequences in {policy.batch.minibatches}",
-                    f"{policy.batch.max_staleness} ({policy.batch.late})",
                     str(policy.trainer.num_ranks),
                 )
                 if policy.trained
-                else ("not trained", "", "", "")
+                else ("not trained", "", "")
             ),
         )
     lacking = launch_problems(recipe)

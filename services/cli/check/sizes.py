@@ -23,8 +23,6 @@ from services.common.records.dataset_rows import BuiltInReward, BuiltInWorkflow
 from services.inference.workflows.registry import load_workflow, workflow_settings
 
 HIGHEST_LR = 0.1
-# Where no reward is named.
-_GRADED_AS_MATH = (BuiltInWorkflow.SINGLE_TURN, BuiltInWorkflow.TOOL_USE, BuiltInWorkflow.TOOL_MATH)
 _RUNS_PROGRAMS = (BuiltInWorkflow.CODEGEN_VERIFIER, BuiltInWorkflow.TOOL_USE, BuiltInWorkflow.TOOL_MATH)
 BUILT_IN_ENVIRONMENTS = ("textworld", "alfworld", "harbor", "webshop")  # the first is agent_env's default
 
@@ -152,18 +150,13 @@ def _gateway_problems(recipe: Recipe) -> Iterator[str]:
     for where, workflow in recipe.workflows().items():
         if workflow.name == BuiltInWorkflow.AGENT_ENV:
             yield from _environment_problems(recipe, where, workflow)
-        if recipe.envgateway is not None:
-            continue
-        if workflow.name in _RUNS_PROGRAMS:
-            yield (
-                f"{where}.name is {workflow.name}, which runs programs in the environment gateway, and envgateway is null: leave "
-                "envgateway out"
-            )
-        elif (reward := _reward_of(where, workflow)) in tuple(BuiltInReward):
+        runs, reward = workflow.name in _RUNS_PROGRAMS, _reward_of(where, workflow)
+        if recipe.envgateway is None and (runs or reward in tuple(BuiltInReward)):
             default = "" if "reward" in workflow.settings else ", its default"
+            asks = f"name is {workflow.name}" if runs else f"settings.reward is {reward!r}{default}"
             yield (
-                f"{where}.settings.reward is {reward!r}{default}, which the environment gateway computes, and envgateway is null: leave "
-                "envgateway out, or name a function of yours (package.module:function)"
+                f"{where}.{asks}, which the environment gateway computes, and envgateway is null: leave envgateway out, or name a "
+                "function of yours (package.module:function)"
             )
 
 
@@ -171,10 +164,9 @@ def _reward_of(where: str, workflow: WorkflowConfig) -> str | None:
     """The reward that a workflow names. The default of a user's workflow counts where its module calls ``grade``."""
     with suppress(ConfigError, OSError):  # told by the check of the workflow; a module without source
         reward: str | None = getattr(workflow_settings(workflow, where), "reward", None)
-        if "reward" in workflow.settings or workflow.name in tuple(BuiltInWorkflow):
+        asks = "reward" in workflow.settings or workflow.name in tuple(BuiltInWorkflow)
+        if asks or ".grade(" in inspect.getsource(sys.modules[load_workflow(workflow.name).__module__]):
             return reward
-        module = sys.modules[load_workflow(workflow.name).__module__]
-        return reward if ".grade(" in inspect.getsource(module) else None
     return None
 
 
@@ -187,7 +179,7 @@ def _unscored_problems(recipe: Recipe) -> Iterator[str]:
             where, workflow = f"{section}.workflow", config.workflow
         elif not is_training(section) and own is not None:
             where, workflow = "evaluation.workflow", own
-        if config.reasoning_gym is None or workflow.name not in _GRADED_AS_MATH or "reward" in workflow.settings:
+        if config.reasoning_gym is None or "reward" in workflow.settings or _reward_of(where, workflow) is None:
             continue
         yield (
             f"{section}.reasoning_gym is {config.reasoning_gym}, and {where}.settings has no reward, which is math then: write "

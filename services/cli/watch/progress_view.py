@@ -194,7 +194,8 @@ def _versions(result: run_pb2.EvaluationResult) -> str:
     return " ".join(parts)
 
 
-WAITS_EVERY_S = 10.0  # lines of an evaluation's progress, where nothing else changes
+WAITS_EVERY_S = 10.0  # lines of progress while the steps stand still
+_WAITING = (run_pb2.RUN_STATE_PAUSED, run_pb2.RUN_STATE_EVALUATING_START, run_pb2.RUN_STATE_EVALUATING_END)
 
 
 class StallsTold:
@@ -229,7 +230,6 @@ class ProgressView:
         self._warned: set[str] = set()
         self._stalls = StallsTold(console)
         self._last: run_pb2.RunProgress | None = None
-        self._warned_of: set[str] = set()
         self._told_threshold = False
 
     def __enter__(self) -> ProgressView:
@@ -266,9 +266,9 @@ class ProgressView:
             self._live.update(render(progress, self._title, self._console.size.height - 1), refresh=True)
             return
         self._stalls.tell(progress.stalls)
-        for warning in warnings_of(progress):
-            if (subject := warning.partition(":")[0]) not in self._warned_of:
-                self._warned_of.add(subject)  # once: the counters say how many there are by now
+        for warning in [*warnings_of(progress), *journal_and_disk(progress)]:
+            if (subject := warning.split(maxsplit=1)[0]) not in self._warned:
+                self._warned.add(subject)  # once: the numbers behind it change
                 say(self._console, warning, "bold yellow")
         for result in progress.evaluations[self._num_evaluations :]:
             change = _change(result.difference if result.HasField("difference") else None)
@@ -283,14 +283,8 @@ class ProgressView:
         if progress.threshold.reached and not self._told_threshold:
             self._told_threshold = True
             say(self._console, threshold_words(progress.threshold))
-        for line in journal_and_disk(progress):
-            subject = line.partition(" ")[0] if line.startswith("disk") else line
-            if subject not in self._warned:
-                self._warned.add(subject)
-                say(self._console, line, "bold yellow")
-        evaluates = progress.state in (run_pb2.RUN_STATE_EVALUATING_START, run_pb2.RUN_STATE_EVALUATING_END)
-        due = evaluates and time.monotonic() >= self._waits_due_at
-        if (progress.state == run_pb2.RUN_STATE_PAUSED or due) and list(progress.waits) != self._last_waits:
+        due = progress.state in _WAITING and time.monotonic() >= self._waits_due_at
+        if due and list(progress.waits) != self._last_waits:
             self._last_waits = list(progress.waits)
             self._waits_due_at = time.monotonic() + WAITS_EVERY_S
             say(self._console, "\n".join(progress.waits), "yellow")

@@ -17,7 +17,7 @@ DISK_WARNING_S = 48 * 3600.0  # a disk that fills up sooner causes a warning
 
 
 def warnings_of(progress: run_pb2.RunProgress) -> list[str]:
-    """Warnings that need attention, one line each, with its subject before the colon."""
+    """Warnings that need attention, one line each; the first word is its subject."""
     counters = progress.counters
     found = (refusal_warning(counters), checkpoint_warning(counters), rare_groups_warning(counters))
     return [warning for warning in found if warning]
@@ -56,18 +56,15 @@ def rare_groups_warning(counters: Mapping[str, int]) -> str:
     """One line with the share of sequences that passed dynamic sampling, where it is small; may be empty.
 
     >>> rare_groups_warning({"sequences_kept": 12, "sequences_filtered_equal_rewards": 588})
-    'few groups can be trained: 12 of 600 sequences (2%), the others came in groups of equal rewards. Rare success is normal at \
-the start; else use easier or harder tasks, a finer reward or a larger rollout.group_size'
+    'few groups can be trained: 12 of 600 sequences (2%), the others have equal rewards in their groups: normal at the start, \
+else try easier or harder tasks or a larger rollout.group_size'
     """
     kept = counters.get(RunCount.SEQUENCES_KEPT, 0)
     judged = kept + counters.get(RunCount.SEQUENCES_EQUAL_REWARDS, 0)
     if judged < RARE_AFTER or kept >= RARE_SHARE * judged:
         return ""
-    return (
-        f"few groups can be trained: {kept} of {judged} sequences ({kept / judged:.0%}), the others came in groups of equal "
-        "rewards. Rare success is normal at the start; else use easier or harder tasks, a finer reward or a larger "
-        "rollout.group_size"
-    )
+    told = f"few groups can be trained: {kept} of {judged} sequences ({kept / judged:.0%}), the others have equal rewards in"
+    return f"{told} their groups: normal at the start, else try easier or harder tasks or a larger rollout.group_size"
 
 
 def failed_rollouts(num_failed: int, counters: Mapping[str, int]) -> str:

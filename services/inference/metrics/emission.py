@@ -12,18 +12,15 @@ from services.common.records.types import Interval
 
 JOIN_GAP_S = 0.05  # pauses shorter than this belong to the interval: a decoding step of a busy machine
 STEP_TIMES = 4.0  # and those shorter than so many decoding steps: one of a large model on a CPU takes seconds
-_LEAST_GAPS, _GAPS = (
-    4,
-    16,
-)  # the lower quartile of so many is the duration of a step: most gaps are one, some are pauses
+_GAPS = 16  # their lower quartile is the duration of a step: most gaps are one, some are pauses
 
 
 class EmissionLog:
     """The intervals in which tokens came."""
 
     def __init__(self, join_gap_s: float = JOIN_GAP_S) -> None:
-        self._least_gap_s = join_gap_s
-        self._gaps: deque[float] = deque(maxlen=_GAPS)
+        self._join_gap_s = join_gap_s
+        self._gaps: deque[float] = deque([0.0] * _GAPS, maxlen=_GAPS)
         self._lock = threading.Lock()
         self._closed: list[Interval] = []
         self._begin: float | None = None
@@ -33,21 +30,15 @@ class EmissionLog:
         """Record that ``num_tokens`` were sampled at the time ``at``."""
         with self._lock:
             gap = at - self._end
-            joined = gap < max(self._least_gap_s, STEP_TIMES * self._step_s)
+            joined = gap < max(self._join_gap_s, STEP_TIMES * sorted(self._gaps)[_GAPS // 4])
             if self._begin is None:
                 # An interval that goes on after a report begins where the reported part ended.
                 self._begin = self._end if gap >= 0 and joined else at
             elif not joined:
                 self._closed.append((self._begin, self._end))
                 self._begin = at
-            if self._end:
-                self._gaps.append(gap)
+            self._gaps.append(gap)
             self._end = max(self._end, at)
-
-    @property
-    def _step_s(self) -> float:
-        """Duration of a decoding step; 0 until enough are known."""
-        return sorted(self._gaps)[len(self._gaps) // 4] if len(self._gaps) >= _LEAST_GAPS else 0.0
 
     def take(self) -> list[Interval]:
         """The intervals since the last call, in order."""

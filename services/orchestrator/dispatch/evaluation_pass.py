@@ -63,9 +63,10 @@ class EvaluationPass:
         'evaluation start/greedy: 0 of 50'
         """
         told = f"evaluation {self.name}: {self.num_resolved} of {self.num_trajectories}"
-        if self.begun is None or self.num_resolved <= self.begun[1]:
+        begun_at, before = self.begun or (0.0, self.num_resolved)
+        if before == self.num_resolved:
             return told
-        each_s = (time.monotonic() - self.begun[0]) / (self.num_resolved - self.begun[1])
+        each_s = (time.monotonic() - begun_at) / (self.num_resolved - before)
         return f"{told}, about {each_s * (self.num_trajectories - self.num_resolved):.0f} s left"
 
     @property

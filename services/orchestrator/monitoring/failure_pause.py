@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import structlog
 
-from services.common import run_files
 from services.common.errors import ConfigError, ModelMismatchError, UnknownPolicyError
 from services.common.records.fates import RunCount
 from services.orchestrator.dispatch.dispatcher import Dispatcher
@@ -42,7 +40,6 @@ class FailurePause:
         counters: Counter[str],
         *,
         group_size: int,
-        run_dir: Path,
         pause: Callable[[], None],
         resume: Callable[[], None],
     ) -> None:
@@ -53,7 +50,6 @@ class FailurePause:
         self._pool = pool
         self._counters = counters
         self._limit = max(LEAST_FAILURES, FAILED_GROUPS * group_size)  # failures in a row
-        self._run_dir = run_dir
         self._pause = pause
         self._resume = resume
         self._paused = False
@@ -68,7 +64,8 @@ class FailurePause:
             self._resume_if_reached()
             return
         all_fail = self._ingest.failures_in_a_row >= self._limit
-        why = self._all_failed() if all_fail else self._masked.too_many()
+        streak = f"the last {self._ingest.failures_in_a_row} rollouts all failed"
+        why = streak if all_fail else self._masked.too_many()
         if not why or self._control.paused or self._control.ended:
             return
         self._unreachable = self._peers(silent=True)
@@ -77,9 +74,8 @@ class FailurePause:
         if never or self._ingest.last_failure.startswith(LASTING):
             before = "no rollout of this run has succeeded: " if never else ""
             raise ConfigError(
-                f"{before}{why}, {newest}; `rollmill fate {self._run_dir}` counts the failures, and the log of the replica in "
-                f"{run_files.logs(self._run_dir)} has the tracebacks. Fix the cause, then go on: `rollmill run --resume "
-                f"{self._run_dir}`"
+                f"{before}{why}, {newest}; `rollmill fate RUN` counts the failures, and RUN/logs has the tracebacks. Fix the cause, "
+                "then go on: `rollmill run --resume RUN`"
             )
         self._paused = True
         self._counters[RunCount.PAUSES_FOR_FAILURES.value] += 1
@@ -102,9 +98,6 @@ class FailurePause:
         self._paused = False
         for held in PAUSED_ITSELF:
             self._dispatcher.hold(held, "")
-
-    def _all_failed(self) -> str:
-        return f"the last {self._ingest.failures_in_a_row} rollouts all failed"
 
     def _peers(self, *, silent: bool) -> frozenset[str]:
         """Dependencies of replicas: unreachable for some of the replicas, or for all replicas that report on them."""

@@ -72,8 +72,7 @@ class Timeline:
     def computed(self, policy: str, intervals: Iterable[Interval]) -> None:
         found = clip(intervals, self._settled_until, float("inf"))
         _add(self._compute, policy, found)
-        newest = max((end for _, end in found), default=0.0)
-        self._computed_until[policy] = max(self._computed_until.get(policy, 0.0), newest)
+        self._computed_until[policy] = max([self._computed_until.get(policy, 0.0), *(end for _, end in found)])
 
     def emitted(self, replica_id: str, intervals: Iterable[Interval]) -> None:
         _add(self._emission, replica_id, clip(intervals, self._settled_until, float("inf")))

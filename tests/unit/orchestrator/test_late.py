@@ -442,9 +442,12 @@ async def test_on_policy_training_of_equal_groups_wastes_none(worlds: Callable[.
         ({"max_staleness": 0}, "no sequence with a token of an older version is trained"),
         ({"max_staleness": 0, "late": "wait"}, "on-policy"),
         ({"max_staleness": 0, "late": "mask"}, "no token of an older version is trained"),
-        ({"max_staleness": 2}, "at most 2 versions old (max_staleness), but for slow rollouts: these are trained with"),
-        ({"max_staleness": 2, "max_token_age": 5}, "tokens older than 5 versions are masked"),
-        ({"max_staleness": 3, "late": "drop"}, "these are dropped (late: drop)"),
+        (
+            {"max_staleness": 2},
+            "at most 2 versions old (max_staleness), but for slow rollouts: these are trained with their true age",
+        ),
+        ({"max_staleness": 2, "max_token_age": 5}, "without tokens older than 5 versions"),
+        ({"max_staleness": 3, "late": "drop"}, "these are trained not at all (late: drop)"),
         ({"max_staleness": 3, "late": "mask"}, "trained without their older tokens"),
     ],
 )

@@ -112,22 +112,13 @@ class BatchConfig(Section):
     def lateness(self) -> str:
         """What `max_staleness` and `late` together allow, as a sentence for people."""
         if not self.max_staleness:
-            what = (
-                "token of an older version is"
-                if self.late == "mask"
-                else "sequence with a token of an older version is"
-            )
-            return f"training is on-policy: no {what} trained (max_staleness: 0)"
-        capped = "" if self.max_token_age is None else f", tokens older than {self.max_token_age} versions are masked"
-        older = {
-            "keep": f"trained with their true age{capped}",
-            "wait": f"waited for once, then trained with their true age{capped}",
-            "mask": "trained without their older tokens",
-            "drop": "dropped",
-        }
+            older = "token" if self.late == "mask" else "sequence with a token"
+            return f"training is on-policy: no {older} of an older version is trained (max_staleness: 0)"
+        older = {"mask": "without their older tokens", "drop": "not at all"}.get(self.late, "with their true age")
+        capped = "" if self.max_token_age is None else f", without tokens older than {self.max_token_age} versions"
         return (
-            f"sequences of a batch are at most {self.max_staleness} versions old (max_staleness), but for slow rollouts: these "
-            f"are {older[self.late]} (late: {self.late})"
+            f"sequences are trained at most {self.max_staleness} versions old (max_staleness), but for slow rollouts: these are "
+            f"trained {older}{capped} (late: {self.late})"
         )
 
     @model_validator(mode="after")
