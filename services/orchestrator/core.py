@@ -95,8 +95,8 @@ class OrchestratorCore:
         self.timeline = Timeline()
         self.stall_state = StallState(clock)
         self.metrics = RunMetrics(run_dir, tensorboard=Tracker.TENSORBOARD in recipe.run.trackers)
-        keeps = [policy.trainer.keep_checkpoints for policy in recipe.trained_policies.values()]
-        self.disk = DiskForecast(recipe.orchestrator.min_free_bytes, max(keeps, default=0))
+        kept = sum(policy.trainer.keep_checkpoints for policy in recipe.trained_policies.values())
+        self.disk = DiskForecast(recipe.orchestrator.min_free_bytes, kept)
         self.control = RunControl(self._control_changed)
         self.judged_before: set[str] = set()  # task groups with journaled verdicts of an earlier process
         self._changed = asyncio.Event()

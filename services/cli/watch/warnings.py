@@ -11,8 +11,7 @@ from services.common.records.fates import FAILURES_PREFIX, RunCount
 from services.common.records.masked import MaskedCount
 from services.common.records.refusals import RefusalReason, counter_of
 
-RARE_SHARE = 0.1  # of the sequences: fewer in groups that can be trained cause a warning
-RARE_AFTER = 128  # sequences
+RARE_AFTER = 128  # sequences; a smaller share than a tenth of them in groups that can be trained causes a warning
 DISK_WARNING_S = 48 * 3600.0  # a disk that fills up sooner causes a warning
 
 
@@ -61,7 +60,7 @@ else try easier or harder tasks or a larger rollout.group_size'
     """
     kept = counters.get(RunCount.SEQUENCES_KEPT, 0)
     judged = kept + counters.get(RunCount.SEQUENCES_EQUAL_REWARDS, 0)
-    if judged < RARE_AFTER or kept >= RARE_SHARE * judged:
+    if judged < RARE_AFTER or kept >= 0.1 * judged:
         return ""
     told = f"few groups can be trained: {kept} of {judged} sequences ({kept / judged:.0%}), the others have equal rewards in"
     return f"{told} their groups: normal at the start, else try easier or harder tasks or a larger rollout.group_size"

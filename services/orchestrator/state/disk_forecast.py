@@ -35,7 +35,7 @@ class DiskOutlook:
 class DiskForecast:
     def __init__(self, reserve_bytes: int, checkpoints: int = LEAST_CHECKPOINTS) -> None:
         """``reserve_bytes``: with less free space the run issues no task groups, so this counts as full.
-        ``checkpoints``: that the run keeps."""
+        ``checkpoints``: that the run keeps, of all policies."""
         self._reserve_bytes = reserve_bytes
         self._awaited = max(LEAST_CHECKPOINTS, checkpoints)
         self._checkpoint: int | None = None  # the newest
@@ -62,12 +62,8 @@ class DiskForecast:
         if now - times[0] < LEAST_S or (self._awaited and left > max(LITTLE_BYTES, run_bytes)):
             return DiskOutlook(free_bytes=free_bytes, run_bytes=run_bytes)
         rate = max(slope(times, [used for _, used in self._samples]), 0.0)
-        return DiskOutlook(
-            free_bytes=free_bytes,
-            run_bytes=run_bytes,
-            bytes_per_s=rate,
-            full_in_s=left / rate if rate > 0 else None if left else 0.0,
-        )
+        full_in_s = left / rate if rate > 0 else None if left else 0.0
+        return DiskOutlook(free_bytes=free_bytes, run_bytes=run_bytes, bytes_per_s=rate, full_in_s=full_in_s)
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> float:
