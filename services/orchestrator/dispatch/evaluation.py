@@ -241,7 +241,7 @@ class Evaluations:
 
     def progress(self) -> list[str]:
         """How far the unfinished passes are, in words."""
-        return [current.standing for current in self._passes.values()]
+        return [current.standing() for current in self._passes.values()]
 
     def is_running(self, name: str) -> bool:
         """Whether a pass of this name is queued or running."""

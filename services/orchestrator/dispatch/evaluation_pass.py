@@ -42,7 +42,7 @@ class EvaluationPass:
     rewards: dict[int, list[float | None]] = field(default_factory=dict)  # by row; None where no number is given
     failed: dict[int, list[float | None]] = field(default_factory=dict)  # the same of samples that failed
     num_issued: int = 0
-    begun: tuple[float, int] | None = None  # when this process issued the first group, and the samples resolved by then
+    begun: tuple[float, int] | None = field(default=None, repr=False)  # first look, and the samples resolved by then
     num_resolved: int = 0
     num_failed: int = 0
     oldest: dict[str, int] = field(default_factory=dict)  # versions seen in the outcomes
@@ -55,14 +55,15 @@ class EvaluationPass:
     def num_trajectories(self) -> int:
         return sum(self.samples)
 
-    @property
     def standing(self) -> str:
-        """How far the pass is, with the time left at its pace so far.
+        """How far the pass is, with the time left at its pace since the first call.
 
-        >>> EvaluationPass(name="start/greedy", evaluation_id="start", wanted={}, sampling=Sampling(), samples=(1,) * 50).standing
+        >>> EvaluationPass(name="start/greedy", evaluation_id="start", wanted={}, sampling=Sampling(), samples=(1,) * 50).standing()
         'evaluation start/greedy: 0 of 50'
         """
         told = f"evaluation {self.name}: {self.num_resolved} of {self.num_trajectories}"
+        if self.begun is None and self.num_issued:
+            self.begun = time.monotonic(), self.num_resolved
         begun_at, before = self.begun or (0.0, self.num_resolved)
         if before == self.num_resolved:
             return told
@@ -95,7 +96,6 @@ class EvaluationPass:
 
     def issue(self, group_id: str, row: int) -> None:
         """Count the trajectories of a group of the pass, once."""
-        self.begun = self.begun or (time.monotonic(), self.num_resolved)
         if group_id not in self.group_ids:
             self.group_ids.add(group_id)
             self.num_issued += self.samples[row]
