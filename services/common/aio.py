@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from services.common.errors import DeadlineError
+from services.common.errors import DeadlineError, UserError
 
 log = structlog.get_logger()
 
@@ -143,7 +143,8 @@ class TaskOwner:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
-        log.error("task.failed", task=task.get_name(), exc_info=error)
+        told = isinstance(error, UserError)  # in full by its message
+        log.error("task.failed", task=task.get_name(), error=str(error), exc_info=None if told else error)
         if self._failure is None:
             self._failure = task.get_loop().create_future()
         if not self._failure.done():

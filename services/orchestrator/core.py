@@ -49,7 +49,7 @@ from services.orchestrator.members.trainers import TrainerLeases
 from services.orchestrator.metrics.run_metrics import RunMetrics
 from services.orchestrator.policy_view import PolicyView
 from services.orchestrator.stalls.detector import StallState
-from services.orchestrator.stalls.facts import Hold
+from services.orchestrator.stalls.facts import PAUSED_ITSELF, Hold
 from services.orchestrator.state.disk_forecast import DiskForecast
 from services.orchestrator.state.groups import Outcome, TaskGroup
 from services.orchestrator.state.run_control import RunControl
@@ -95,7 +95,8 @@ class OrchestratorCore:
         self.timeline = Timeline()
         self.stall_state = StallState(clock)
         self.metrics = RunMetrics(run_dir, tensorboard=Tracker.TENSORBOARD in recipe.run.trackers)
-        self.disk = DiskForecast(recipe.orchestrator.min_free_bytes)
+        kept = sum(policy.trainer.keep_checkpoints for policy in recipe.trained_policies.values())
+        self.disk = DiskForecast(recipe.orchestrator.min_free_bytes, kept)
         self.control = RunControl(self._control_changed)
         self.judged_before: set[str] = set()  # task groups with journaled verdicts of an earlier process
         self._changed = asyncio.Event()
@@ -389,7 +390,8 @@ class OrchestratorCore:
         """Journal values that no other record holds."""
         state = {
             "phase": self.control.phase.value,
-            "paused": self.control.paused,
+            # Another process has other code or settings, and tries again after a pause of the run's own.
+            "paused": self.control.paused and PAUSED_ITSELF.isdisjoint(self.dispatcher.holds),
             "counters": records.pairs(self.counters),
             "timeline": records.pairs(self.timeline.totals()),
         }

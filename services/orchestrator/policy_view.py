@@ -52,13 +52,3 @@ class PolicyView:
     def exhausted(self) -> dict[str, int]:
         """Sources that batches do not wait for, and how many of their task groups in a row gave nothing to train."""
         return self.experience.mixtures[self.name].exhausted
-
-    @property
-    def num_kept(self) -> int:
-        """Sequences of the run that were kept for training."""
-        return self.experience.num_kept[self.name]
-
-    @property
-    def num_filtered_in_a_row(self) -> int:
-        """Sequences dropped for equal rewards since the last kept one."""
-        return self.experience.num_filtered_in_a_row[self.name]

@@ -151,6 +151,7 @@ def watch(core: OrchestratorCore) -> Watch:
         pool=core.pool,
         run_dir=core.run_dir,
         timeline=core.timeline,
+        trainers=core.trainers,
         write_state=core.write_state,
         clock=core.clock,
     )

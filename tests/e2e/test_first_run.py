@@ -17,8 +17,8 @@ SHORT = ["--set", "run.steps=2", "--set", "warm_start.model0.steps=2", "--set", 
          "--set", "policies.model0.batch.dynamic_sampling=false", "--set", "evaluation.at_start=false", "--set", "evaluation.at_end=false", "--set", "policies.model0.batch.size=16"]  # fmt: skip
 
 
-def rollmill(here: Path, *arguments: str) -> str:
-    done = subprocess.run(
+def ended(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-m", "services.cli", *arguments],
         cwd=here,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
@@ -27,6 +27,10 @@ def rollmill(here: Path, *arguments: str) -> str:
         timeout=RUN_TIMEOUT_S,
         check=False,
     )
+
+
+def rollmill(here: Path, *arguments: str) -> str:
+    done = ended(here, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -42,3 +46,41 @@ def test_a_new_folder_runs_at_once_and_commands_find_its_run(tmp_path: Path) -> 
     rollmill(tmp_path, "export", "-o", "weights")
     files = list((tmp_path / "weights").glob("*.safetensors")) + list(run_dir.glob("warm_start/*/*.safetensors"))
     assert len(files) == 2 and all(file.stat().st_mode & 0o777 == 0o644 for file in files)
+
+
+FLOW = """
+import rollmill
+PLAYED = 0
+class Flow(rollmill.Workflow):
+    async def run(self, task, context):
+        global PLAYED
+        PLAYED += 1
+        chat = self.converse(task, context)
+        await chat.respond()
+        if PLAYED > LIMIT:
+            raise KeyError("lookup")
+        return chat.outcome(float(PLAYED % 2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [(0, "no rollout of this run has succeeded"), (24, "Without a terminal the run ends here")],
+    ids=["never succeeded", "succeeded before"],
+)
+def test_a_run_whose_rollouts_all_fail_ends_with_the_reason_and_goes_on_once_repaired(
+    tmp_path: Path, limit: int, told: str
+) -> None:
+    rollmill(tmp_path, "new", "mine")
+    flow = tmp_path / "mine" / "flow.py"
+    flow.write_text(FLOW.replace("LIMIT", str(limit)))
+    done = ended(tmp_path, "run", "mine", *SHORT, "--set", "workflow.name=flow:Flow", "--set", "run.steps=9")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    said = " ".join((done.stdout + done.stderr).split())
+    assert told in said and "KeyError" in said and f"{flow}:11: 'lookup'" in said
+    assert "rollmill run --resume" in said and str(run_dir) in said and not (run_dir / "summary.json").exists()
+    assert "interrupted" in rollmill(tmp_path, "status")
+    flow.write_text(FLOW.replace("LIMIT", "1000000"))
+    rollmill(tmp_path, "run", "--resume", str(run_dir), "--set", "run.steps=2")
+    assert json.loads((run_dir / "summary.json").read_text())["state"] == "finished"

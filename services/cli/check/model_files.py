@@ -6,6 +6,7 @@ Reads names, ``config.json`` and the headers of safetensors files, so a model of
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -150,8 +151,8 @@ def _teacher(recipe: Recipe, policy: str) -> tuple[str, str | None]:
 
 
 def is_local(path: str) -> bool:
-    """Whether a path is a directory, or can only be one: no name of the hub begins so."""
-    return Path(path).is_dir() or path.startswith(("/", ".", "~"))
+    """Whether a path is on this machine, or can only be: no name of the hub begins or ends so."""
+    return Path(path).exists() or path.startswith(("/", ".", "~")) or path.endswith(".gguf")
 
 
 def _other_vocabulary(own: Path, teacher: Path, where: str) -> list[str]:
@@ -172,6 +173,9 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def _problem(folder: Path) -> str | None:
+    quantised = [folder] if folder.is_file() and folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
+    if quantised and not (folder / "config.json").is_file():
+        return _convert(quantised[0])
     if not folder.is_dir():
         return (
             f"{folder} is no directory, so it holds no config.json; write a Hugging Face model directory or a hub name"
@@ -196,6 +200,20 @@ def _problem(folder: Path) -> str | None:
         if (broken := _broken(file)) is not None:
             return f"{file} {broken}: copy it again from where the model came from"
     return None
+
+
+def _convert(file: Path) -> str:
+    """The refusal of a GGUF file, with the commands that make a model directory of it."""
+    source, target = f"{str(file.parent)!r}, gguf_file={file.name!r}", str(file.with_suffix(""))
+    code = (
+        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T, GgufConfig as C; "
+        f"M.from_pretrained({source}, quantization_config=C(dequantize=True)).save_pretrained({target!r}); "
+        f"T.from_pretrained({source}).save_pretrained({target!r})"
+    )
+    return (
+        f"{file} is a GGUF file, and training needs weights in safetensors: write {target}, after `pip install gguf "
+        f"accelerate` and `python -c {shlex.quote(code)}`"
+    )
 
 
 def _broken(file: Path) -> str | None:

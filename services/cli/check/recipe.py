@@ -125,7 +125,7 @@ def describe(recipe: Recipe, left_out: Sequence[str] = ()) -> RenderableType:
             gpus = spec.env.get("CUDA_VISIBLE_DEVICES", "")
             processes.add_row(spec.name, str(node), address, gpus, spec.shown.replace(dialled, known))
     policies = Table(box=None, header_style="dim")
-    for column in ("policy", "model", "loss", "batch", "staleness (late)", "ranks"):
+    for column in ("policy", "model", "loss", "batch", "ranks"):
         policies.add_column(column, overflow="fold")
     for name, policy in recipe.policies.items():
         policies.add_row(
@@ -135,20 +135,21 @@ def describe(recipe: Recipe, left_out: Sequence[str] = ()) -> RenderableType:
                 (
                     policy.algorithm.name,
                     f"{policy.batch.size} sequences in {policy.batch.minibatches}",
-                    f"{policy.batch.max_staleness} ({policy.batch.late})",
                     str(policy.trainer.num_ranks),
                 )
                 if policy.trained
-                else ("not trained", "", "", "")
+                else ("not trained", "", "")
             ),
         )
     lacking = launch_problems(recipe)
     steps = f"{recipe.run.steps} training steps{'' if recipe.run.until is None else ' at most (run.until)'}"
     verdict = f"is valid ({steps}), and cannot be run here yet:" if lacking else f"is ready to run: {steps}"
+    allowed = [f"{name}: {policy.batch.lateness}" for name, policy in recipe.trained_policies.items()]
     return Group(
         Text(f"{recipe.name} {verdict}", style="bold green"),
         *(Text(f"  {line}", style="" if line.startswith(FIRST_ROW) else "yellow") for line in (*lacking, *left_out)),
         policies,
+        *(Text(f"  {line}") for line in allowed),
         *_memory(recipe),
         *(Text(line, style="dim") for line in host_lines(recipe)),
         processes,

@@ -5,8 +5,11 @@ Each problem names both keys with their values. The checks read no weights and n
 
 from __future__ import annotations
 
+import inspect
+import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from services.cli.check.model_files import lacks_chat_template, other_architecture, positions, weight_names
@@ -15,11 +18,12 @@ from services.common.config.data import WorkflowConfig, is_training
 from services.common.config.recipe import Recipe
 from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.policy import PolicyConfig
+from services.common.errors import ConfigError
 from services.common.records.dataset_rows import BuiltInReward, BuiltInWorkflow
+from services.inference.workflows.registry import load_workflow, workflow_settings
 
 HIGHEST_LR = 0.1
-# Where no reward is named.
-_GRADED_AS_MATH = (BuiltInWorkflow.SINGLE_TURN, BuiltInWorkflow.TOOL_USE, BuiltInWorkflow.TOOL_MATH)
+_RUNS_PROGRAMS = (BuiltInWorkflow.CODEGEN_VERIFIER, BuiltInWorkflow.TOOL_USE, BuiltInWorkflow.TOOL_MATH)
 BUILT_IN_ENVIRONMENTS = ("textworld", "alfworld", "harbor", "webshop")  # the first is agent_env's default
 
 
@@ -146,12 +150,24 @@ def _gateway_problems(recipe: Recipe) -> Iterator[str]:
     for where, workflow in recipe.workflows().items():
         if workflow.name == BuiltInWorkflow.AGENT_ENV:
             yield from _environment_problems(recipe, where, workflow)
-        reward = workflow.settings.get("reward")
-        if recipe.envgateway is None and isinstance(reward, str) and reward in tuple(BuiltInReward):
+        runs, reward = workflow.name in _RUNS_PROGRAMS, _reward_of(where, workflow)
+        if recipe.envgateway is None and (runs or reward in tuple(BuiltInReward)):
+            default = "" if "reward" in workflow.settings else ", its default"
+            asks = f"name is {workflow.name}" if runs else f"settings.reward is {reward!r}{default}"
             yield (
-                f"{where}.settings.reward is {reward!r}, which the environment gateway computes, and envgateway is null: leave "
-                "envgateway out, or name a function of yours (package.module:function)"
+                f"{where}.{asks}, which the environment gateway computes, and envgateway is null: leave envgateway out, or name a "
+                "function of yours (package.module:function)"
             )
+
+
+def _reward_of(where: str, workflow: WorkflowConfig) -> str | None:
+    """The reward that a workflow names. The default of a user's workflow counts where its module calls ``grade``."""
+    with suppress(ConfigError, OSError):  # told by the check of the workflow; a module without source
+        reward: str | None = getattr(workflow_settings(workflow, where), "reward", None)
+        asks = "reward" in workflow.settings or workflow.name in tuple(BuiltInWorkflow)
+        if asks or ".grade(" in inspect.getsource(sys.modules[load_workflow(workflow.name).__module__]):
+            return reward
+    return None
 
 
 def _unscored_problems(recipe: Recipe) -> Iterator[str]:
@@ -163,7 +179,7 @@ def _unscored_problems(recipe: Recipe) -> Iterator[str]:
             where, workflow = f"{section}.workflow", config.workflow
         elif not is_training(section) and own is not None:
             where, workflow = "evaluation.workflow", own
-        if config.reasoning_gym is None or workflow.name not in _GRADED_AS_MATH or "reward" in workflow.settings:
+        if config.reasoning_gym is None or "reward" in workflow.settings or _reward_of(where, workflow) is None:
             continue
         yield (
             f"{section}.reasoning_gym is {config.reasoning_gym}, and {where}.settings has no reward, which is math then: write "

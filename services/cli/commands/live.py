@@ -37,7 +37,7 @@ AddressOption = Annotated[
 @live_app.command()
 def status(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
     """Show the state of a run (running, finished, stopped or interrupted) and the command that goes on with the run."""
-    from services.cli.inspect.standing import standing
+    from services.cli.inspect.standing import COMMAND, standing
     from services.cli.watch.orchestrator_client import check_answers, chosen, reach
     from services.cli.watch.progress_view import render
     from services.common.errors import InfrastructureError
@@ -51,7 +51,7 @@ def status(run: RunningArgument = None, address: AddressOption = None, named: Ru
             raise
         found = standing(run)
         for line in found.lines():
-            say(console, line)
+            say(console, line, wrap=line.startswith("  ") and not line.startswith(COMMAND))
         if found.held_by:
             say(console, f"  its orchestrator does not answer: {error.message}", "yellow")
         return
@@ -101,8 +101,7 @@ def stop(run: RunningArgument = None, address: AddressOption = None, named: RunO
     except InfrastructureError:
         if run is None or (found := standing(run)).state == RUNNING:
             raise
-        say(console, f"nothing to stop: {found.lines()[0]}")
-        say(console, found.lines()[-1].strip())
+        say(console, "nothing to stop: " + "\n".join(found.lines()))
         return
     console.print("stopping")
 

@@ -65,10 +65,11 @@ def learning(policy: str, steps: Sequence[Row], evaluations: Sequence[Row]) -> L
 
     A greedy evaluation may be perfect before training, and the tasks of training rollouts change with a curriculum, so no
     single measure decides. But where every evaluation falls, training rollouts prove no gain: their reward may
-    measure another ability.
+    measure another ability. With few steps only an evaluation with a certain gain decides.
     """
-    enough = len(steps) >= LEAST_POINTS
-    evaluated = max(_of_evaluations(policy, evaluations) if enough else (), key=_order, default=None)
+    evaluated = max(_of_evaluations(policy, evaluations), key=_order, default=None)
+    if evaluated is not None and len(steps) < LEAST_POINTS and evaluated[1].low <= 0:
+        evaluated = None
     rewards = [row[StepKey.ROLLOUT_REWARD_MEAN] for row in steps if row.get(StepKey.ROLLOUT_REWARD_MEAN) is not None]
     trained = change(rewards)
     measures = [evaluated] if evaluated is not None else []
@@ -117,11 +118,11 @@ def examine(run_dir: Path) -> Verdict:
 def tell(verdict: Verdict, console: Console) -> None:
     """Print whether each policy has learned, and each finding with its evidence and remedy."""
     for learning in verdict.learning:
-        say(console, _learning(learning), "green" if learning.learned else "bold yellow")
+        say(console, _learning(learning), "green" if learning.learned else "bold yellow", wrap=True)
     for finding in verdict.findings:
         say(console, f"{finding.policy}: {finding.failure}", "bold red")
-        say(console, f"  seen: {finding.evidence}")
-        say(console, f"  try:  {finding.remedy}")
+        say(console, f"  seen: {finding.evidence}", wrap=True)
+        say(console, f"  try:  {finding.remedy}", wrap=True)
 
 
 def as_object(verdict: Verdict) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from services.orchestrator.lock import RunLock
 
 INTERRUPTED, NOT_BEGUN, RUNNING = "interrupted", "not begun", "running"
 
+COMMAND = "    rollmill "
+
 
 @dataclass(slots=True, kw_only=True)
 class Standing:
@@ -40,7 +42,7 @@ class Standing:
     quiet_s: float | None = None  # since the newest row of the metrics
 
     def lines(self) -> list[str]:
-        """What `rollmill status` prints."""
+        """What `rollmill status` prints; a command has a line of its own, which begins with ``COMMAND``."""
         steps = ", ".join(f"{policy} step {step}/{self.wanted_steps}" for policy, step in self.steps.items())
         told = [f"{self.run_dir}: {self.state}{f' ({self.held_by})' if self.held_by else ''}"]
         told += [
@@ -51,13 +53,13 @@ class Standing:
         told += [f"  evaluation {line}" for line in self.evaluations]
         if self.checkpoints:
             kept = ", ".join(f"{policy} at step {step}" for policy, step in self.checkpoints.items())
-            told.append(f"  newest checkpoint: {kept} (rollmill export {self.run_dir})")
+            told += [f"  newest checkpoint: {kept}", f"{COMMAND}export {self.run_dir}"]
         if self.quiet_s is not None and self.state != RUNNING:
             told.append(f"  newest entry: {timedelta(seconds=int(self.quiet_s))} ago")
         if self.state in (INTERRUPTED, NOT_BEGUN):
-            told.append(f"  no process of it runs; go on with it: rollmill run --resume {self.run_dir}")
+            told += ["  no process of it runs; go on with it:", f"{COMMAND}run --resume {self.run_dir}"]
         elif self.state != RUNNING:
-            told.append(f"  read it: rollmill trajectories {self.run_dir}, rollmill plot {self.run_dir}")
+            told += ["  read it:", f"{COMMAND}plot {self.run_dir}", f"{COMMAND}trajectories {self.run_dir}"]
         return told
 
 

@@ -194,6 +194,11 @@ def _follow(
                     with suppress(InfrastructureError):  # shown by the view
                         goes_on = not show_now(client, view, liveness)
                         finished_at = None if goes_on else time.monotonic()
+                    if view.paused_itself and not console.is_terminal:  # and so no person to end the pause
+                        raise InfrastructureError(
+                            f"{view.paused_itself}. Without a terminal the run ends here instead; go on with it: rollmill run "
+                            f"--resume {run_dir}"
+                        )
                     if goes_on:  # and did so after they had left: it was not the end of the run that they left for
                         processes.bring_back(name for name in gone if name.startswith(_NEEDED))
                 elif time.monotonic() - finished_at > FINISH_TIMEOUT_S:

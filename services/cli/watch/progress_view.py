@@ -18,6 +18,7 @@ from services.cli.watch.warnings import failed_rollouts, journal_and_disk, maske
 from services.common.pb import account_pb2, run_pb2
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.metrics import StepKey, TrainerKey, sources_in
+from services.orchestrator.stalls.facts import Cause
 
 STATE_WORDS = {
     run_pb2.RUN_STATE_STARTING: "waiting for weights and replicas",
@@ -118,7 +119,7 @@ def _policies(progress: run_pb2.RunProgress) -> RenderableType:
         loss = policy.metrics.get(TrainerKey.LOSS.in_row)
         table.add_row(
             *(Text(policy.policy), f"{step}/{policy.num_steps}", _bar(step, policy.num_steps), _reward(policy)),
-            *("-" if loss is None else f"{loss:.3g}", f"≤ {policy.staleness_max}", str(policy.num_buffered)),
+            *("-" if loss is None else f"{loss:.3g}", f"max {policy.staleness_max}", str(policy.num_buffered)),
             *(str(policy.num_expected), Text(policy.trainer_state.replace("_", " "))),
         )
     return table
@@ -193,6 +194,10 @@ def _versions(result: run_pb2.EvaluationResult) -> str:
     return " ".join(parts)
 
 
+WAITS_EVERY_S = 10.0  # lines of progress while the steps stand still
+_WAITING = (run_pb2.RUN_STATE_PAUSED, run_pb2.RUN_STATE_EVALUATING_START, run_pb2.RUN_STATE_EVALUATING_END)
+
+
 class StallsTold:
     """Reports each stall once, and its end."""
 
@@ -221,10 +226,10 @@ class ProgressView:
         self._last_line = ""
         self._num_evaluations = 0
         self._last_waits: list[str] = []
+        self._waits_due_at = 0.0
         self._warned: set[str] = set()
         self._stalls = StallsTold(console)
         self._last: run_pb2.RunProgress | None = None
-        self._warned_of: set[str] = set()
         self._told_threshold = False
 
     def __enter__(self) -> ProgressView:
@@ -245,6 +250,13 @@ class ProgressView:
         known.stalls.append(stall)
         self._show(known)
 
+    @property
+    def paused_itself(self) -> str:
+        """The reason of a pause that the run made by itself and that a person ends; else empty."""
+        if self._last is None or self._last.state != run_pb2.RUN_STATE_PAUSED:
+            return ""
+        return next((s.detail for s in self._last.stalls if s.cause in (Cause.ALL_FAIL, Cause.MASKED)), "")
+
     def show(self, progress: run_pb2.RunProgress) -> None:
         self._last = progress
         self._show(progress)
@@ -254,9 +266,9 @@ class ProgressView:
             self._live.update(render(progress, self._title, self._console.size.height - 1), refresh=True)
             return
         self._stalls.tell(progress.stalls)
-        for warning in warnings_of(progress):
-            if (subject := warning.partition(":")[0]) not in self._warned_of:
-                self._warned_of.add(subject)  # once: the counters say how many there are by now
+        for warning in [*warnings_of(progress), *journal_and_disk(progress)]:
+            if (subject := warning.split(maxsplit=1)[0]) not in self._warned:
+                self._warned.add(subject)  # once: the numbers behind it change
                 say(self._console, warning, "bold yellow")
         for result in progress.evaluations[self._num_evaluations :]:
             change = _change(result.difference if result.HasField("difference") else None)
@@ -271,13 +283,10 @@ class ProgressView:
         if progress.threshold.reached and not self._told_threshold:
             self._told_threshold = True
             say(self._console, threshold_words(progress.threshold))
-        for line in journal_and_disk(progress):
-            subject = line.partition(" ")[0] if line.startswith("disk") else line
-            if subject not in self._warned:
-                self._warned.add(subject)
-                say(self._console, line, "bold yellow")
-        if progress.state == run_pb2.RUN_STATE_PAUSED and list(progress.waits) != self._last_waits:
+        due = progress.state in _WAITING and time.monotonic() >= self._waits_due_at
+        if due and list(progress.waits) != self._last_waits:
             self._last_waits = list(progress.waits)
+            self._waits_due_at = time.monotonic() + WAITS_EVERY_S
             say(self._console, "\n".join(progress.waits), "yellow")
         line = " | ".join(_line(policy) for policy in progress.policies) or state_word(progress.state)
         if line != self._last_line:
@@ -289,7 +298,7 @@ class ProgressView:
 def _line(policy: run_pb2.PolicyProgress) -> str:
     # Only what changes with a step: one line per step, not one per poll.
     step = f"{policy.policy} step {max(0, policy.version)}/{policy.num_steps}"
-    return f"{step} rollout reward {_reward(policy)} staleness ≤ {policy.staleness_max}"
+    return f"{step} rollout reward {_reward(policy)} largest staleness {policy.staleness_max}"
 
 
 def _reward(policy: run_pb2.PolicyProgress) -> str:

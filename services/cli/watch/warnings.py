@@ -7,16 +7,18 @@ from collections.abc import Mapping
 from services.cli.console.units import format_bytes, format_span
 from services.common.checkpoints.gauges import CheckpointGauge
 from services.common.pb import run_pb2
-from services.common.records.fates import FAILURES_PREFIX
+from services.common.records.fates import FAILURES_PREFIX, RunCount
 from services.common.records.masked import MaskedCount
 from services.common.records.refusals import RefusalReason, counter_of
 
+RARE_AFTER = 128  # sequences; a smaller share than a tenth of them in groups that can be trained causes a warning
 DISK_WARNING_S = 48 * 3600.0  # a disk that fills up sooner causes a warning
 
 
 def warnings_of(progress: run_pb2.RunProgress) -> list[str]:
-    """Warnings that need attention, one line each, with its subject before the colon."""
-    found = (refusal_warning(progress.counters), checkpoint_warning(progress.counters))
+    """Warnings that need attention, one line each; the first word is its subject."""
+    counters = progress.counters
+    found = (refusal_warning(counters), checkpoint_warning(counters), rare_groups_warning(counters))
     return [warning for warning in found if warning]
 
 
@@ -47,6 +49,21 @@ def checkpoint_warning(counters: Mapping[str, int]) -> str:
     if failed := counters.get(CheckpointGauge.FAILED, 0):
         told.append(f"{failed} could not be written (checkpoint.failed in the trainer's log; is the disk full?)")
     return f"checkpoints: {'; '.join(told)}" if told else ""
+
+
+def rare_groups_warning(counters: Mapping[str, int]) -> str:
+    """One line with the share of sequences that passed dynamic sampling, where it is small; may be empty.
+
+    >>> rare_groups_warning({"sequences_kept": 12, "sequences_filtered_equal_rewards": 588})
+    'few groups can be trained: 12 of 600 sequences (2%), the others have equal rewards in their groups: normal at the start, \
+else try easier or harder tasks or a larger rollout.group_size'
+    """
+    kept = counters.get(RunCount.SEQUENCES_KEPT, 0)
+    judged = kept + counters.get(RunCount.SEQUENCES_EQUAL_REWARDS, 0)
+    if judged < RARE_AFTER or kept >= 0.1 * judged:
+        return ""
+    told = f"few groups can be trained: {kept} of {judged} sequences ({kept / judged:.0%}), the others have equal rewards in"
+    return f"{told} their groups: normal at the start, else try easier or harder tasks or a larger rollout.group_size"
 
 
 def failed_rollouts(num_failed: int, counters: Mapping[str, int]) -> str:

@@ -80,6 +80,7 @@ class RunCount(enum.StrEnum):
     SLOTS_REISSUED = "slots_reissued"  # their replica was lost
     TOKENS_SAMPLED = "tokens_sampled"  # as replicas report them
     TOKENS_RECORDED = "tokens_recorded"  # in trajectories
+    SEQUENCES_KEPT = "sequences_kept"  # for training, by dynamic sampling and resampling
     SEQUENCES_EQUAL_REWARDS = "sequences_filtered_equal_rewards"
     SEQUENCES_RESAMPLED_AWAY = "sequences_resampled_away"
     SEQUENCES_SURPLUS = "sequences_surplus"

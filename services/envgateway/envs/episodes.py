@@ -30,6 +30,7 @@ from services.common.errors import (
     RollmillError,
     StateError,
 )
+from services.common.user_code import place_of_error
 from services.envgateway.calls import call_plain_or_async
 from services.envgateway.envs.base import Environment, EpisodeLostError, Observation, StepResult
 from services.envgateway.envs.failures import short_text, trace_of
@@ -193,7 +194,7 @@ class EpisodeManager:
         await asyncio.gather(*(end_in_turn() for _ in range(min(_CLOSED_AT_ONCE, len(episodes)))))
 
     async def _begin(self, key: str, name: str, task: Mapping[str, Any], seed: int) -> EpisodeStart:
-        environment = await self._within_deadline(self._built(name), name)
+        environment = await self._within_deadline(self._built(name), f"environment {name}")
         try:
             observation = await self._within_deadline(_reset(environment, task, seed), f"{name}.reset")
         except BaseException:
@@ -239,7 +240,7 @@ class EpisodeManager:
             raise _EnvironmentFailed(f"{what} took longer than {self._step_timeout_s:g} s") from error
         except (Exception, SystemExit) as error:  # a user's environment may raise any error: never a reward
             log.warning("environment.failed", what=what, error=short_text(error), trace=trace_of(error))
-            raise _EnvironmentFailed(f"{what} raised {short_text(error)}") from error
+            raise _EnvironmentFailed(f"{place_of_error(error)}{what} raised {short_text(error)}") from error
 
     async def _end(self, episode: _Episode, why: str) -> None:
         if self._episodes.pop(episode.id, None) is None:

@@ -6,10 +6,13 @@ An engine calls ``on_tokens`` in its thread once per decoding step, so the metho
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 from services.common.records.types import Interval
 
 JOIN_GAP_S = 0.05  # pauses shorter than this belong to the interval: a decoding step of a busy machine
+STEP_TIMES = 4.0  # and those shorter than so many decoding steps: one of a large model on a CPU takes seconds
+_GAPS = 16  # their lower quartile is the duration of a step: most gaps are one, some are pauses
 
 
 class EmissionLog:
@@ -17,6 +20,7 @@ class EmissionLog:
 
     def __init__(self, join_gap_s: float = JOIN_GAP_S) -> None:
         self._join_gap_s = join_gap_s
+        self._gaps: deque[float] = deque([0.0] * _GAPS, maxlen=_GAPS)
         self._lock = threading.Lock()
         self._closed: list[Interval] = []
         self._begin: float | None = None
@@ -25,12 +29,15 @@ class EmissionLog:
     def on_tokens(self, num_tokens: int, at: float) -> None:
         """Record that ``num_tokens`` were sampled at the time ``at``."""
         with self._lock:
+            gap = at - self._end
+            joined = gap < max(self._join_gap_s, STEP_TIMES * sorted(self._gaps)[_GAPS // 4])
             if self._begin is None:
                 # An interval that goes on after a report begins where the reported part ended.
-                self._begin = self._end if 0 <= at - self._end < self._join_gap_s else at
-            elif at - self._end >= self._join_gap_s:
+                self._begin = self._end if gap >= 0 and joined else at
+            elif not joined:
                 self._closed.append((self._begin, self._end))
                 self._begin = at
+            self._gaps.append(gap)
             self._end = max(self._end, at)
 
     def take(self) -> list[Interval]:

@@ -60,7 +60,7 @@ class LateGroups:
     ) -> None:
         """``cancel`` ends the open slots of groups; the calls repeat until the groups are finished."""
         self._policy = policy
-        self._late = config.late
+        self._late = config.late_rule
         self._wait_share = config.late_wait_share or WAIT_SHARE
         self._experience = experience
         self._cancel = cancel

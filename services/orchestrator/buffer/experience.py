@@ -105,9 +105,9 @@ class LateRule:
 
     @classmethod
     def of(cls, config: BatchConfig) -> LateRule:
-        if config.late == "drop":
+        if config.late_rule == "drop":
             return cls(True, config.max_staleness)
-        return cls(False, config.max_staleness if config.late == "mask" else config.max_token_age)
+        return cls(False, config.max_staleness if config.late_rule == "mask" else config.max_token_age)
 
     def is_too_old(self, sequence: Sequence, version: int) -> bool:
         """Whether the sequence has policy tokens and none of them may be trained, now or later."""

@@ -87,7 +87,7 @@ class ExperiencePipeline:
                     batch_size=batch.fresh_size,
                     max_staleness=batch.max_staleness,
                     num_steps=num_steps,
-                    counts_unfinished=batch.late in ("mask", "drop"),
+                    counts_unfinished=batch.late_rule in ("mask", "drop"),
                     exact=deterministic,
                 )
                 for name, batch in policies.items()
@@ -100,6 +100,7 @@ class ExperiencePipeline:
         self._of_sources = {(name, source): StepStatistics() for name in policies for source in sources}
         self._in_training: dict[tuple[str, int], int] = {}  # (policy, step) -> sequences the trainer holds
         self.num_kept: Counter[str] = Counter()  # sequences that were kept for training, by policy
+        self.num_filtered: Counter[str] = Counter()  # dropped for equal rewards
         self.num_filtered_in_a_row: Counter[str] = Counter()  # dropped for equal rewards since one was kept
         self._buffered: Counter[str] = Counter()  # task group -> advantage groups in buffers
         self.unfinished = UnfinishedGroups()
@@ -152,7 +153,7 @@ class ExperiencePipeline:
         """The same for every policy of the group with remaining steps and a trainer, if all of these drop late tokens:
         with another ``batch.late`` a policy can still train the results of its open slots."""
         return all(
-            self._policies[policy].late == "drop"
+            self._policies[policy].late_rule == "drop"
             and group.born.get(policy, self._oldest_allowed(policy) + 1) <= self._oldest_allowed(policy)
             for policy in self.policies_of(group)
             if self.admission.accounts[policy].steps_left > 0 and policy not in self.admission.absent
@@ -254,6 +255,7 @@ class ExperiencePipeline:
         if dropped:
             for statistics in self._statistics(policy, group.source):
                 statistics.num_groups_equal += 1
+            self.num_filtered[policy] += group.size
             self.num_filtered_in_a_row[policy] += group.size
             self._drop(group, fates.RunCount.SEQUENCES_EQUAL_REWARDS)
             return fates.GroupFate.EQUAL_REWARDS, None, 0
@@ -285,6 +287,7 @@ class ExperiencePipeline:
             return fates.GroupFate.EXPIRED, None, len(old)
         self._buffered[group.task_group_id] += 1
         self.num_kept[policy] += kept.size
+        self._counters[fates.RunCount.SEQUENCES_KEPT.value] += kept.size
         self.num_filtered_in_a_row[policy] = 0
         return fates.GroupFate.KEPT, kept, len(old)
 

@@ -239,9 +239,9 @@ class Evaluations:
         self._passes.pop(result.name, None)
         self.results[result.name] = result
 
-    def progress(self) -> list[tuple[str, int, int]]:
-        """(name, resolved, all) of the unfinished passes."""
-        return [(p.name, p.num_resolved, p.num_trajectories) for p in self._passes.values()]
+    def progress(self) -> list[str]:
+        """How far the unfinished passes are, in words."""
+        return [current.standing() for current in self._passes.values()]
 
     def is_running(self, name: str) -> bool:
         """Whether a pass of this name is queued or running."""

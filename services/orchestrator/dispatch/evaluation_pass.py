@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ class EvaluationPass:
     rewards: dict[int, list[float | None]] = field(default_factory=dict)  # by row; None where no number is given
     failed: dict[int, list[float | None]] = field(default_factory=dict)  # the same of samples that failed
     num_issued: int = 0
+    begun: tuple[float, int] | None = field(default=None, repr=False)  # first look, and the samples resolved by then
     num_resolved: int = 0
     num_failed: int = 0
     oldest: dict[str, int] = field(default_factory=dict)  # versions seen in the outcomes
@@ -52,6 +54,21 @@ class EvaluationPass:
     @property
     def num_trajectories(self) -> int:
         return sum(self.samples)
+
+    def standing(self) -> str:
+        """How far the pass is, with the time left at its pace since the first call.
+
+        >>> EvaluationPass(name="start/greedy", evaluation_id="start", wanted={}, sampling=Sampling(), samples=(1,) * 50).standing()
+        'evaluation start/greedy: 0 of 50'
+        """
+        told = f"evaluation {self.name}: {self.num_resolved} of {self.num_trajectories}"
+        if self.begun is None and self.num_issued:
+            self.begun = time.monotonic(), self.num_resolved
+        begun_at, before = self.begun or (0.0, self.num_resolved)
+        if before == self.num_resolved:
+            return told
+        each_s = (time.monotonic() - begun_at) / (self.num_resolved - before)
+        return f"{told}, about {each_s * (self.num_trajectories - self.num_resolved):.0f} s left"
 
     @property
     def finished(self) -> bool:

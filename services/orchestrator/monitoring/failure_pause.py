@@ -1,5 +1,7 @@
 """Pauses the run when a broken reward, a lost gateway or failing machinery would use up the dataset.
 
+Ends the run instead when no rollout has ever succeeded, or the recipe itself is wrong: no resume repairs that. The journal
+does not record such an end, so `rollmill run --resume` continues the run with a repaired workflow, reward or setting.
 After the loss of a peer that replicas could not reach, such as a gateway on a restarted machine, the run resumes by itself
 when the replicas reach the peer again.
 """
@@ -11,6 +13,7 @@ from collections.abc import Callable
 
 import structlog
 
+from services.common.errors import ConfigError, ModelMismatchError, UnknownPolicyError
 from services.common.records.fates import RunCount
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.ingest.ingest import Ingest
@@ -23,6 +26,7 @@ log = structlog.get_logger()
 
 LEAST_FAILURES = 256
 FAILED_GROUPS = 16
+LASTING = tuple(f"{error.reason}: " for error in (ConfigError, ModelMismatchError, UnknownPolicyError))
 
 
 class FailurePause:
@@ -52,18 +56,30 @@ class FailurePause:
         self._unreachable: frozenset[str] = frozenset()  # peers that were silent at the pause
 
     def check(self) -> None:
-        """Pause or resume the run if needed; the caller repeats this every second."""
+        """Pause or resume the run if needed; the caller repeats this every second.
+
+        Raises ``ConfigError`` to end a run in which no rollout can succeed.
+        """
         if self._paused:
             self._resume_if_reached()
             return
         all_fail = self._ingest.failures_in_a_row >= self._limit
-        why = self._all_failed() if all_fail else self._masked.too_many()
+        streak = f"the last {self._ingest.failures_in_a_row} rollouts all failed"
+        why = streak if all_fail else self._masked.too_many()
         if not why or self._control.paused or self._control.ended:
             return
-        self._paused = True
         self._unreachable = self._peers(silent=True)
+        newest = f"the newest with {self._ingest.last_failure}"
+        never = all_fail and not self._counters[RunCount.TOKENS_RECORDED.value] and not self._unreachable
+        if never or self._ingest.last_failure.startswith(LASTING):
+            before = "no rollout of this run has succeeded: " if never else ""
+            raise ConfigError(
+                f"{before}{why}, {newest}; `rollmill fate RUN` counts the failures, and RUN/logs has the tracebacks. Fix the cause, "
+                "then go on: `rollmill run --resume RUN`"
+            )
+        self._paused = True
         self._counters[RunCount.PAUSES_FOR_FAILURES.value] += 1
-        reason = f"{why}, the newest with {self._ingest.last_failure}; fix the cause, then run `rollmill resume`"
+        reason = f"{why}, {newest}; fix the cause, then run `rollmill resume`"
         if self._unreachable:
             reason += f" (by itself once replicas hear of {', '.join(sorted(self._unreachable))} again)"
         log.error("run.paused", reason=reason)
@@ -82,9 +98,6 @@ class FailurePause:
         self._paused = False
         for held in PAUSED_ITSELF:
             self._dispatcher.hold(held, "")
-
-    def _all_failed(self) -> str:
-        return f"the last {self._ingest.failures_in_a_row} rollouts all failed"
 
     def _peers(self, *, silent: bool) -> frozenset[str]:
         """Dependencies of replicas: unreachable for some of the replicas, or for all replicas that report on them."""

@@ -129,8 +129,7 @@ def waits(view: ProgressView) -> list[str]:
             found.append(
                 f"batches of {policy} do without source {source}: its last {count} task groups gave nothing to train"
             )
-    for name, resolved, total in view.evaluations.progress():
-        found.append(f"evaluation {name}: {resolved} of {total}")
+    found += view.evaluations.progress()
     if view.dispatcher.waits_for:
         found.append(f"dispatcher waits: {view.dispatcher.waits_for}")
     return found

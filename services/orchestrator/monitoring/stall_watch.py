@@ -186,8 +186,9 @@ def _policy(policy: PolicyView) -> PolicyFacts:
     return PolicyFacts(
         policy=policy.name,
         batch_size=policy.config.fresh_size,
-        num_kept=policy.num_kept,
-        num_filtered_in_a_row=policy.num_filtered_in_a_row,
+        num_kept=policy.experience.num_kept[policy.name],
+        num_filtered=policy.experience.num_filtered[policy.name],
+        num_filtered_in_a_row=policy.experience.num_filtered_in_a_row[policy.name],
         quota_full=policy.quota_full,
     )
 

@@ -135,6 +135,7 @@ class Watch:
         pool: ReplicaPool,
         run_dir: Path,
         timeline: Timeline,
+        trainers: TrainerLeases,
         write_state: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
@@ -156,6 +157,7 @@ class Watch:
         self._pool = pool
         self._run_dir = run_dir
         self._timeline = timeline
+        self._trainers = trainers
         self._write_state = write_state
         self._clock = clock
         self._due: dict[str, float] = {}
@@ -178,7 +180,8 @@ class Watch:
             self._dispatcher.schedule()  # decisions that depend on time alone
         if self._is_due("forecast", forecast.SAMPLE_S):
             used = await asyncio.to_thread(forecast.bytes_below, self._run_dir)
-            self._disk.note(self._clock(), self._journal.free_bytes(), used)
+            newest = sum(trainer.checkpoint_step for trainer in self._trainers)
+            self._disk.note(self._clock(), self._journal.free_bytes(), used, newest)
         pace = self._pool.report_every_s / REPORT_S  # longer interval for values that replicas report seldom
         if self._is_due("stalls", STALLS_S * pace):
             self._stalls.look()

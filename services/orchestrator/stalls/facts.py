@@ -40,8 +40,7 @@ class Cause(enum.StrEnum):
 
 
 _CODE_CHANGES = (
-    "changed Python code is loaded by new processes only: interrupt the run, then `rollmill run --resume RUN`, and "
-    "`rollmill resume` where it was paused"
+    "changed Python code is loaded by new processes only: interrupt the run, then `rollmill run --resume RUN`"
 )
 ADVICE = {
     Cause.SILENT: "check that its process and machine run and reach the orchestrator (stopped or frozen process, cut or half-open "
@@ -132,6 +131,7 @@ class PolicyFacts:
     policy: str
     batch_size: int = 1
     num_kept: int = 0  # sequences that were kept for training
+    num_filtered: int = 0  # sequences dropped because a group's rewards were equal
     num_filtered_in_a_row: int = 0  # sequences dropped because a group's rewards were equal, since one was kept
     quota_full: bool = False
 

@@ -13,6 +13,8 @@ from services.orchestrator.stalls.facts import Cause, Facts, Finding, Hold
 from services.orchestrator.stalls.graph import WaitGraph
 
 FILTERED_BATCHES = 2  # so many batches' sequences were dropped and none was kept
+RARE_TIMES = 10.0  # and so many times the groups that one kept group usually takes: hardly ever by chance
+PRIOR_GROUPS = 10  # that one kept group takes, as far as the run has not shown it: rare success is normal at the start
 LAST_RESORT_TIMES = 2.0  # the other rules know better, and get their time
 FAILED_GROUPS = 2  # so many groups' rollouts failed in a row
 REFUSED_RECORDS = 8  # of one sender in a row
@@ -25,12 +27,15 @@ def nothing_is_learnt(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Find
         since = timeouts.overdue(
             ("kept", policy.policy), policy.num_kept, facts.now, due=facts.training, unknown_s=LEAST_S
         )
-        if since is not None and policy.num_filtered_in_a_row >= FILTERED_BATCHES * policy.batch_size:
+        group, judged = facts.group_size, policy.num_kept + max(0, policy.num_filtered - policy.num_filtered_in_a_row)
+        usual = group * (judged + PRIOR_GROUPS * group) / (policy.num_kept + group)  # sequences
+        least = max(FILTERED_BATCHES * policy.batch_size, RARE_TIMES * usual)
+        if since is not None and policy.num_filtered_in_a_row >= least:
             yield Finding(
                 component=WORKFLOW,
                 cause=Cause.ALL_FILTERED,
                 detail=f"the last {policy.num_filtered_in_a_row} sequences came in groups of equal rewards: {policy.policy} "
-                "has no trainable group",
+                f"has no trainable group (before: {policy.num_kept} of {judged} sequences)",
                 since=since,
             )
 

@@ -1,7 +1,8 @@
 """Overlap of trainers' compute time and replicas' token generation.
 
 Works on intervals of wall-clock time from the reports of peers. Intervals older than ``LIVE_S`` are folded into totals,
-so a long run keeps little. Pure; the caller passes the time in.
+so a long run keeps little. A trainer reports a step at its end: the time since the last reported step of each policy stays,
+up to ``LONGEST_STEP_S``. Pure; the caller passes the time in.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from services.common.records.types import Interval
 
 LIVE_S = 120.0
+LONGEST_STEP_S = 3600.0
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
@@ -53,6 +55,7 @@ class Timeline:
     def __init__(self) -> None:
         self._compute: dict[str, list[Interval]] = {}  # by policy
         self._emission: dict[str, list[Interval]] = {}  # by replica
+        self._computed_until: dict[str, float] = {}  # by policy
         self._settled_until = 0.0
         self._compute_s = 0.0  # settled
         self._overlap_s = 0.0
@@ -67,7 +70,9 @@ class Timeline:
         self._overlap_s = totals.get("overlap_s", 0.0)
 
     def computed(self, policy: str, intervals: Iterable[Interval]) -> None:
-        _add(self._compute, policy, clip(intervals, self._settled_until, float("inf")))
+        found = clip(intervals, self._settled_until, float("inf"))
+        _add(self._compute, policy, found)
+        self._computed_until[policy] = max([self._computed_until.get(policy, 0.0), *(end for _, end in found)])
 
     def emitted(self, replica_id: str, intervals: Iterable[Interval]) -> None:
         _add(self._emission, replica_id, clip(intervals, self._settled_until, float("inf")))
@@ -79,8 +84,9 @@ class Timeline:
         return totals["overlap_s"] / totals["compute_s"] if totals["compute_s"] else 0.0
 
     def settle(self, now: float) -> None:
-        """Fold intervals older than ``LIVE_S`` into the totals; later reports about that time do not count."""
-        until = now - LIVE_S
+        """Fold old intervals into the totals; later reports about that time do not count."""
+        reported = min(self._computed_until.values(), default=0.0)
+        until = max(min(now - LIVE_S, reported), now - LONGEST_STEP_S)
         if until <= self._settled_until:
             return
         compute, both = self._live(until)

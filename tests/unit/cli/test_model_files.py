@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +99,33 @@ def test_weights_that_cannot_be_read_are_no_reason_to_refuse_a_target(tmp_path: 
     (model / "model.safetensors").write_bytes(content)
     given = adapted(model, ["q_proj"])
     assert not [problem for problem in size_problems(given) if "adapter" in problem]
+
+
+@pytest.mark.parametrize("named", ["file", "folder", "relative file"])
+def test_a_gguf_model_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "it's a model"
+    folder.mkdir()
+    file = folder / "small.Q4_1.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.chdir(folder)
+    path = {"file": str(file), "folder": str(folder), "relative file": file.name}[named]
+    (problem,) = model_problems(recipe(Path(path)))
+    assert problem.startswith("policies.model0.model.path: ") and "is a GGUF file" in problem
+    command = shlex.split(re.findall("`(.*?)`", problem)[1])
+    assert command[:2] == ["python", "-c"]
+    calls = [node for node in ast.walk(ast.parse(command[2])) if isinstance(node, ast.Call)]
+    saved = {call.args[0].value for call in calls if getattr(call.func, "attr", "") == "save_pretrained"}  # type: ignore[attr-defined]
+    (target,) = saved
+    assert (folder / target) == file.with_suffix("") and f"write {target}" in problem
+    import transformers
+
+    imported = next(node for node in ast.walk(ast.parse(command[2])) if isinstance(node, ast.ImportFrom))
+    assert all(hasattr(transformers, alias.name) for alias in imported.names)
+
+
+def test_a_model_directory_that_holds_a_gguf_too_is_taken(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    (model / "model.gguf").write_bytes(b"GGUF")
+    assert model_problems(recipe(model)) == []

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from io import StringIO
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from services.cli.watch.progress_view import ProgressView, render, time_words
+from services.cli.watch.warnings import RARE_AFTER, rare_groups_warning
 from services.common.pb import run_pb2
+from services.common.records.fates import RunCount
 
 
 def told(policy: run_pb2.PolicyProgress) -> str:
@@ -135,3 +138,53 @@ def test_with_a_threshold_the_time_left_is_a_bound() -> None:
     progress = busy()
     progress.threshold.wanted = WANTED
     assert "at most about 12:20 left" in time_words(progress)
+
+
+def test_an_evaluation_is_followed_line_by_line_where_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("services.cli.watch.progress_view.time.monotonic", lambda: now)
+    plain = StringIO()
+    with ProgressView(Console(file=plain, width=200), "run") as view:
+        for second in range(180):
+            now = 1000.0 + second
+            told = f"evaluation start/greedy: {second // 4} of 50, about {180 - second} s left"
+            view.show(run_pb2.RunProgress(state=run_pb2.RUN_STATE_EVALUATING_START, waits=[told]))
+    lines = plain.getvalue().splitlines()
+    assert 15 <= sum("evaluation start/greedy: " in line for line in lines) <= 20
+    assert "evaluation start/greedy: 5 of 50, about 160 s left" in lines
+
+
+def test_an_evaluation_is_shown_on_a_terminal() -> None:
+    told = "evaluation start/greedy: 48 of 50, about 7 s left"
+    console = Console(record=True, width=80)
+    console.print(render(run_pb2.RunProgress(state=run_pb2.RUN_STATE_EVALUATING_START, waits=[told]), "run", 24))
+    assert told in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("kept", "equal", "warns"),
+    [(0, RARE_AFTER - 8, False), (0, RARE_AFTER, True), (12, 588, True), (200, 400, False), (0, 0, False)],
+)
+def test_rare_success_is_told_with_its_share(kept: int, equal: int, warns: bool) -> None:
+    told = rare_groups_warning({RunCount.SEQUENCES_KEPT: kept, RunCount.SEQUENCES_EQUAL_REWARDS: equal})
+    assert bool(told) is warns
+    assert not warns or f"{kept} of {kept + equal} sequences ({kept / (kept + equal):.0%})" in told
+
+
+@pytest.mark.parametrize(
+    ("state", "cause", "itself"),
+    [
+        (run_pb2.RUN_STATE_PAUSED, "all_fail", True),
+        (run_pb2.RUN_STATE_PAUSED, "masked", True),
+        (run_pb2.RUN_STATE_PAUSED, "no_free_disk", False),
+        (run_pb2.RUN_STATE_TRAINING, "all_fail", False),
+    ],
+)
+def test_a_pause_that_a_run_makes_itself_is_told_apart_from_that_of_a_person(
+    state: run_pb2.RunState.ValueType, cause: str, itself: bool
+) -> None:
+    with ProgressView(Console(file=StringIO()), "run") as view:
+        view.show(run_pb2.RunProgress(state=state))
+        assert view.paused_itself == ""
+        view.show(run_pb2.RunProgress(state=state, stalls=[run_pb2.Stall(cause=cause, detail="the reason")]))
+        assert view.paused_itself == ("the reason" if itself else "")

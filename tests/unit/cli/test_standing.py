@@ -141,6 +141,29 @@ def test_status_of_a_run_without_processes_is_no_error(run_dir: Path, state: str
     assert told in done.stdout and ("(the newest)" in done.stderr) is not named
 
 
+@pytest.mark.parametrize("width", [80, 60])
+@pytest.mark.parametrize("state", ["", "finished", "stopped"])
+@pytest.mark.parametrize("command", ["status", "doctor", "fate", "weights", "checkpoints"])
+def test_what_commands_say_about_a_run_fits_the_terminal(
+    run_dir: Path, state: str, command: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(run_dir, 9)
+    if state:
+        end(run_dir, state)
+    monkeypatch.setenv("COLUMNS", str(width))
+    done = rollmill(command, f"runs/{run_dir.name}")
+    assert all(len(line) <= width for line in done.stdout.splitlines()), done.stdout
+
+
+def test_status_of_a_long_name_keeps_each_command_whole(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    train(run_dir, 4)
+    end(run_dir, "finished")
+    long = run_dir.rename(run_dir.parent / f"{'long-' * 20}name")
+    lines = rollmill("status", str(long)).stdout.splitlines()
+    assert f"    rollmill trajectories {long}" in lines and f"    rollmill plot {long}" in lines
+
+
 @pytest.mark.parametrize("state", ["", "finished", "stopped"])
 def test_stop_of_a_run_without_processes_says_that_there_is_nothing_to_stop(run_dir: Path, state: str) -> None:
     train(run_dir, 4)

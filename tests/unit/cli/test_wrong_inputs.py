@@ -21,7 +21,7 @@ from services.cli.check import hub
 from services.cli.check.recipe import check_recipe, describe
 from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError
-from tests.unit.cli.wrong_inputs import WRONG, Wrong, write_good
+from tests.unit.cli.wrong_inputs import GRADED, WRONG, Wrong, write_good
 from tests.unit.cli.wrong_mixtures import MIXTURES
 
 ALL = [*WRONG, *MIXTURES]
@@ -151,6 +151,17 @@ def number(task, completion): return float(int(completion or 0) > 10**9)
     shown = checked(folder, Wrong("reward", ()))
     assert f"first row scored by my_rewards:{reward}: {scored}\n" in re.sub(" +\n", "\n", shown)
     assert ("no more than an empty one: call the function" in shown) is is_told
+
+
+def test_a_workflow_with_a_reward_of_its_own_needs_no_gateway(folder: Path) -> None:
+    own = Wrong(
+        "own reward",
+        (),
+        {"workflow": {"name": "own_flow:Graded", "settings": {}}, "envgateway": None},
+        {"own_flow.py": GRADED.replace("await chat.grade()", "1.0")},
+    )
+    apply(folder, own)
+    assert "mine is ready to run" in checked(folder, own)
 
 
 @pytest.mark.needs("textworld")

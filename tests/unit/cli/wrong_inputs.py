@@ -38,6 +38,15 @@ class NoFlow: pass
 def words(task, completion): return float(len(completion.split()))
 """
 
+GRADED = """
+import rollmill
+class Graded(rollmill.Workflow):
+    async def run(self, task, context):
+        chat = self.converse(task, context)
+        await chat.respond()
+        return chat.outcome(await chat.grade())
+"""
+
 
 @dataclass(frozen=True)
 class Wrong:
@@ -227,6 +236,12 @@ WRONG = [
     reward("a syntax error", "broken_syntax:f", "broken_syntax.py:2", "SyntaxError", files={"broken_syntax.py": "\ndef f(:\n"}),
     reward("an import that is missing", "needs_other:f", "needs_other.py:1", "'no_such_package'", "not installed",
            files={"needs_other.py": "import no_such_package\n"}),
+    Wrong("the default reward without a gateway", (REWARD, "'math', its default", "envgateway is null"),
+          {"workflow": {"name": "single_turn", "settings": {}}, "envgateway": None}),
+    Wrong("a workflow of mine with the default reward and no gateway", (REWARD, "'math', its default", "envgateway"),
+          {"workflow": {"name": "graded_flow:Graded", "settings": {}}, "envgateway": None}, {"graded_flow.py": GRADED}),
+    Wrong("a workflow that runs programs without a gateway", ("workflow.name", "tool_math", "envgateway is null"),
+          {"workflow": {"name": "tool_math", "settings": {"reward": "rewards:exact"}}, "envgateway": None}),
     Wrong("math without a gateway", (REWARD, "'math'", "envgateway is null"), {REWARD: "math", "envgateway": None}),
     Wrong("code without tests", (TRAIN, "no tests with a kind"), {REWARD: "code"}),
     # -- the workflow

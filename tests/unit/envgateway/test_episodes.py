@@ -219,6 +219,24 @@ async def test_a_broken_environment_is_an_infrastructure_failure_and_its_episode
     assert (manager.num_live, worlds.built[0].closed, manager.counts["failed"]) == (0, 1, 1)
 
 
+async def test_an_environment_that_cannot_be_built_is_an_infrastructure_failure_with_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager, worlds, _ = _manager(max_episodes=1)
+
+    def build(name: str) -> Environment:
+        raise OSError("no such world")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(worlds, "build", build)
+        with pytest.raises(
+            InfrastructureError, match=r"test_episodes\.py:\d+: environment counter raised .*no such world"
+        ):
+            await manager.create("r", "counter", {}, 0)
+    await manager.create("r", "counter", {}, 0)
+    assert manager.num_live == 1
+
+
 async def test_a_failed_reset_holds_no_place_and_may_be_repeated() -> None:
     manager, worlds, _ = _manager(max_episodes=1)
     with pytest.raises(InfrastructureError, match="cannot begin"):

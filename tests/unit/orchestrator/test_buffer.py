@@ -166,7 +166,7 @@ def test_no_token_beyond_max_token_age_is_trained_and_what_has_no_other_leaves()
     versions=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=5),
     version=st.integers(0, 9),
     max_staleness=st.integers(0, 4),
-    late=st.sampled_from(["keep", "mask", "drop"]),
+    late=st.sampled_from(["keep", "mask", "drop", "wait"]),
 )
 def test_of_every_token_it_is_certain_whether_it_is_trained(
     versions: list[list[int]], version: int, max_staleness: int, late: Any
@@ -181,9 +181,9 @@ def test_of_every_token_it_is_certain_whether_it_is_trained(
     by_name = {m.sequence_id: m for m in taken}
     for member, found in zip(whole.members, versions, strict=True):
         ages = [version - v for v in found]
-        if late == "keep":
+        if late in ("keep", "wait") and max_staleness:
             trained = list(found)
-        elif late == "drop":
+        elif late != "mask":  # on-policy training drops, too
             trained = found if max(ages) <= max_staleness else []
         else:
             trained = [v for v in found if version - v <= max_staleness]

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from services.common.errors import ConfigError
-from services.common.records.types import Purpose
+from services.common.records.types import Purpose, Sampling
+from services.orchestrator.dispatch.evaluation_pass import EvaluationPass
 from services.orchestrator.journal.records import EvaluationResult, evaluation_from_json, evaluation_to_json
 from services.orchestrator.members.commands import AnnounceVersion, CancelGroup
 from services.orchestrator.members.replica import Held, Hello, Replica
@@ -337,3 +338,20 @@ def test_an_evaluation_of_a_journal_without_items_is_read_and_compared_with_noth
     [old] = evaluation_from_json(record).datasets
     assert (old.mean_reward, old.item_rewards) == (found.mean_reward, ())
     assert difference(old, found) is None
+
+
+def test_a_pass_tells_how_far_it_is_and_the_time_left_at_its_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("services.orchestrator.dispatch.evaluation_pass.time.monotonic", lambda: now)
+    current = EvaluationPass(
+        name="start/greedy", evaluation_id="start", wanted={}, sampling=Sampling(), samples=(1,) * 50
+    )
+    assert current.standing() == "evaluation start/greedy: 0 of 50"
+    now += 60.0  # nothing is issued yet
+    current.issue("g", 0)
+    current.num_resolved = 10  # by the process before
+    assert current.standing() == "evaluation start/greedy: 10 of 50"
+    now, current.num_resolved = now + 20.0, 20
+    assert current.standing() == "evaluation start/greedy: 20 of 50, about 60 s left"
+    current.num_resolved = 50
+    assert current.standing().endswith("50 of 50, about 0 s left")

@@ -381,3 +381,75 @@ async def test_sampled_tokens_that_reached_no_record_can_be_counted(worlds: Call
 def test_settings_that_contradict_each_other_are_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         BatchConfig(**config)
+
+
+@pytest.mark.parametrize("late", MODES)
+async def test_on_policy_training_trains_no_token_of_an_older_version(worlds: Callable[..., World], late: str) -> None:
+    """Rollouts leave more sequences than admission expects, and some outlive a step: batches have version n - 1 alone."""
+    world = worlds(run={"steps": 9}, late=late, max_staleness=0, size=12)
+    replica, left = await begin(world)
+    num_late = 0
+    for number in range(1, 7):
+        version = number - 1
+        late_group, *others = left
+        for index in late_group.indices[:-1]:
+            await finish(world, late_group, index, version)
+        while not world.parts.experience.buffers["model0"].ready:
+            others = others or await world.orders(replica)
+            if not others:  # the batch needs the open slot, too
+                await finish(world, late_group, late_group.indices[-1], version)
+                continue
+            order = others.pop()
+            for index in order.indices:
+                tokens = [spanning(float(index % 2), version) for _ in range(1 + number % 2)]
+                await world.send(trajectory(order.task_group_id, index, *tokens, reward=float(index % 2)))
+        batch = await world.trainer_api.pull_batch("model0", number, WAIT_S)
+        ages = [
+            number - 1 - segment.weight_version
+            for item in batch.share(0, 1).sequences
+            for segment in item.sequence.segments
+            if segment.is_policy
+        ]
+        assert ages and set(ages) == {0}
+        assert {entry.staleness for entry in batch.record.entries} == {0}
+        await world.publish(number)
+        hold(world, replica, number)
+        for group in [*world.parts.groups.values()]:  # begun on the version before
+            num_late += 1
+            for index in group.unresolved:
+                await finish(world, group.order, index, version, number)
+        left = await world.orders(replica)
+    assert num_late or world.parts.counters["slots_cancelled"], "some outlived their step"
+
+
+@pytest.mark.parametrize("late", ["keep", "wait", "drop"])
+async def test_on_policy_training_of_equal_groups_wastes_none(worlds: Callable[..., World], late: str) -> None:
+    world = worlds(run={"steps": 9}, late=late, max_staleness=0, size=10)
+    replica, orders = await begin(world)
+    for number in range(1, 5):
+        for order in orders:
+            for index in order.indices:
+                await finish(world, order, index, number - 1)
+        assert not await world.orders(replica), "a batch is there"
+        await step(world, replica, number)
+        orders = await world.orders(replica)
+    assert world.parts.counters["sequences_expired"] == world.parts.counters["slots_cancelled"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_staleness": 0}, "no sequence with a token of an older version is trained"),
+        ({"max_staleness": 0, "late": "wait"}, "on-policy"),
+        ({"max_staleness": 0, "late": "mask"}, "no token of an older version is trained"),
+        (
+            {"max_staleness": 2},
+            "at most 2 versions old (max_staleness), but for slow rollouts: these are trained with their true age",
+        ),
+        ({"max_staleness": 2, "max_token_age": 5}, "without tokens older than 5 versions"),
+        ({"max_staleness": 3, "late": "drop"}, "these are trained not at all (late: drop)"),
+        ({"max_staleness": 3, "late": "mask"}, "trained without their older tokens"),
+    ],
+)
+def test_a_sentence_says_what_staleness_and_late_together_allow(settings: dict[str, Any], words: str) -> None:
+    assert words in BatchConfig(**settings).lateness

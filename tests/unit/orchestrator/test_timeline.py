@@ -53,3 +53,32 @@ def test_settling_and_restoring_change_no_total() -> None:
 def test_nothing_computed_overlaps_nothing() -> None:
     assert Timeline().overlap_share == 0.0
     assert clip([(0.0, 5.0)], 6.0, 9.0) == []
+
+
+@given(
+    step_s=st.floats(0.1, 3000.0),
+    idle_s=st.floats(0.0, 600.0),
+    share=st.floats(0.0, 1.0),
+    num_steps=st.integers(1, 12),
+    report_s=st.floats(1.0, 5.0),
+)
+def test_the_overlap_of_steps_of_any_length_is_the_share_in_which_replicas_generated(
+    step_s: float, idle_s: float, share: float, num_steps: int, report_s: float
+) -> None:
+    """A step is reported at its end; replicas report at intervals, and totals are settled every five seconds."""
+    timeline, now = Timeline(), 1000.0
+    for _ in range(num_steps):
+        begin, end, generated = now, now + step_s, now + share * step_s
+        at = begin
+        for _ in range(200):  # reports
+            until = min(at + max(report_s, step_s / 100), generated)
+            timeline.emitted("a", [(at, until)])
+            timeline.settle(until)
+            at = until
+            if at >= generated:
+                break
+        timeline.settle(end)
+        timeline.computed("model0", [(begin, end)])
+        now = end + idle_s
+        timeline.settle(now)
+    assert abs(timeline.overlap_share - share) < 1e-6

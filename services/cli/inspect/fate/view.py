@@ -29,7 +29,7 @@ def show(found: Fates, console: Console, *, policies: Iterable[str], step: int |
         when = "" if step is None else f", issued in step {step}"
         console.print(_fates_table(total, f"{policy}{when}"))
         for reason, count in total.failures.most_common():
-            say(console, f"  {count:,} rollouts ended in a failure: {reason}")
+            say(console, f"  {count:,} rollouts ended in a failure: {reason}", wrap=True)
         _show_lengths(found, console, policy, step, total)
         if step is None:
             _show_steps(found, console, policy, last)
@@ -108,9 +108,10 @@ def _show_lengths(found: Fates, console: Console, policy: str, step: int | None,
         say(
             console,
             f"length bias {trained / played:.3f}: mean length trained {trained:,.1f}, played {played:,.1f} tokens",
+            wrap=True,
         )
     if unfinished := sum(total.rollouts[fate] for fate in _UNFINISHED):
-        say(console, f"{unfinished:,} rollouts were not played to their end and have no length")
+        say(console, f"{unfinished:,} rollouts were not played to their end and have no length", wrap=True)
 
 
 def _show_steps(found: Fates, console: Console, policy: str, last: int) -> None:
@@ -155,6 +156,7 @@ def _show_checks(checks: list[Check], console: Console) -> None:
             f"it adds up ({len(checks)} sums): what was issued and sampled is the sum of its fates, and batches hold what "
             "these rollouts brought",
             "dim",
+            wrap=True,
         )
 
 

@@ -65,7 +65,8 @@ class BatchConfig(Section):
     """Optimizer updates per training step."""
     max_staleness: int = Field(default=2, ge=0)
     """How many batches of task groups are issued ahead: a rollout that takes no longer than they do is at most so many
-    versions old when trained. `late` sets the treatment of an older token."""
+    versions old when trained. `late` sets the treatment of an older token. 0 is on-policy training: a sequence with a token
+    of an older version is not trained, with `late: mask` its older tokens are not."""
     late: Literal["keep", "mask", "wait", "drop"] = "keep"
     """Treatment of tokens that are older than `max_staleness`. `keep`: trained, with their true age. `mask`: they are
     masked, the rest of the sequence is trained. `wait`: before a group becomes too old the trainer waits once for the
@@ -101,6 +102,24 @@ class BatchConfig(Section):
     def fresh_size(self) -> int:
         """Sequences of a batch, at least, that were never trained before."""
         return max(1, self.size - round(self.replay.ratio * self.size))
+
+    @property
+    def late_rule(self) -> Literal["keep", "mask", "wait", "drop"]:
+        """`late`, and `drop` for on-policy training, which trains no older token."""
+        return self.late if self.max_staleness or self.late == "mask" else "drop"
+
+    @property
+    def lateness(self) -> str:
+        """What `max_staleness` and `late` together allow, as a sentence for people."""
+        if not self.max_staleness:
+            older = "token" if self.late == "mask" else "sequence with a token"
+            return f"training is on-policy: no {older} of an older version is trained (max_staleness: 0)"
+        older = {"mask": "without their older tokens", "drop": "not at all"}.get(self.late, "with their true age")
+        capped = "" if self.max_token_age is None else f", without tokens older than {self.max_token_age} versions"
+        return (
+            f"sequences are trained at most {self.max_staleness} versions old (max_staleness), but for slow rollouts: these are "
+            f"trained {older}{capped} (late: {self.late})"
+        )
 
     @model_validator(mode="after")
     def _late_settings_fit(self) -> BatchConfig:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from services.common.errors import ConfigError
+from services.common.records.fates import RunCount
 from services.common.records.types import WeightVersion
 from services.common.telemetry.accounts import PeerState
 from services.orchestrator.members.commands import AnnounceVersion, LeavePool
@@ -130,9 +133,12 @@ async def test_stop_ends_the_run_before_its_last_step(worlds: Callable[..., Worl
     assert world.parts.control.state is RunState.STARTING  # after a restart the run continues
 
 
-async def test_a_run_in_which_every_rollout_fails_pauses_and_says_why(worlds: Callable[..., World]) -> None:
+async def test_a_run_that_had_succeeded_pauses_when_every_rollout_fails_and_says_why(
+    worlds: Callable[..., World],
+) -> None:
     world = worlds()
     parts = world.parts
+    parts.counters[RunCount.TOKENS_RECORDED.value] = 1
     watch = world.watch()
     parts.ingest.failures_in_a_row = 255
     parts.ingest.last_failure = "TypeError: the reward is broken"
@@ -153,11 +159,75 @@ async def test_a_run_in_which_every_rollout_fails_pauses_and_says_why(worlds: Ca
     assert "the reward is broken" not in parts.dispatcher.held_back
 
 
+async def test_a_run_in_which_no_rollout_ever_succeeded_ends_with_the_reason_and_goes_on_when_resumed(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(size=64, max_staleness=8)
+    watch, replica = world.watch(), world.join()
+    await world.publish(0)
+    world.train()
+    num_failed = 0
+
+    async def play() -> None:
+        nonlocal num_failed
+        while num_failed < 1000:
+            for order in await world.orders(replica):
+                for index in order.indices:
+                    failed = failure(order.task_group_id, index, "KeyError")
+                    await world.send(replace(failed, detail="/mine/reward.py:7: 'answer'"))
+                num_failed += len(order.indices)
+            world.clock.now += 2
+            await watch.tick()
+
+    with pytest.raises(ConfigError, match="no rollout of this run has succeeded") as ended:
+        await play()
+    assert 256 <= num_failed < 1000
+    told = ended.value.message
+    assert "the newest with KeyError: /mine/reward.py:7: 'answer'" in told
+    assert "`rollmill run --resume RUN`" in told and "`rollmill fate RUN`" in told
+    assert not (world.run_dir / "summary.json").exists()
+    await world.crash()
+    assert world.parts.control.state is RunState.STARTING
+    replica = world.join()
+    world.train()
+    assert await world.orders(replica)
+
+
+@pytest.mark.parametrize("reason", ["INVALID_CONFIG", "UNKNOWN_POLICY", "MODEL_MISMATCH"])
+async def test_a_wrong_recipe_ends_also_a_run_that_had_succeeded(worlds: Callable[..., World], reason: str) -> None:
+    world = worlds()
+    parts, watch = world.parts, world.watch()
+    parts.counters[RunCount.TOKENS_RECORDED.value] = 1
+    parts.ingest.failures_in_a_row = 256
+    parts.ingest.last_failure = f"{reason}: no such setting"
+    world.clock.now += 2
+    with pytest.raises(ConfigError, match="no such setting"):
+        await watch.tick()
+    assert not parts.control.paused
+
+
+async def test_a_pause_for_failures_ends_with_the_process_and_that_of_a_person_does_not(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds()
+    world.parts.counters[RunCount.TOKENS_RECORDED.value] = 1
+    world.parts.ingest.failures_in_a_row = 256
+    world.clock.now += 2
+    await world.watch().tick()
+    assert world.parts.control.paused
+    await world.crash()
+    assert not world.parts.control.paused
+    world.core.pause()
+    await world.crash()
+    assert world.parts.control.paused
+
+
 async def test_a_run_paused_because_replicas_could_not_reach_a_peer_goes_on_when_they_hear_of_it(
     worlds: Callable[..., World],
 ) -> None:
     world = worlds()
     parts, watch = world.parts, world.watch()
+    parts.counters[RunCount.TOKENS_RECORDED.value] = 1
     replica = world.join()
     await watch.tick()
 
