@@ -185,7 +185,10 @@ class OrchestratorCore:
             evaluation=recipe.evaluation,
             journal=self.journal,
             counters=self.counters,
-            fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
+            fanout=FanOut(
+                {name: policy.weights.max_relays for name, policy in recipe.policies.items()},
+                {name: policy.weights.keep_versions for name, policy in recipe.policies.items()},
+            ),
             clock=self.clock,
         )
 
@@ -296,11 +299,21 @@ class OrchestratorCore:
         for group in [
             g for g in self.groups.values() if g.is_training and over.issuperset(self.experience.policies_of(g))
         ]:
-            del self.groups[group.id]
             self.experience.cancelled(group)
-            self.counters[fates.RunCount.TASK_GROUPS_CANCELLED.value] += 1
-            self.dispatcher.cancel(group.id, reason)
-            records.close_group(self.journal, group.id, reason)
+            self._cancel(group, reason)
+
+    def _cancel(self, group: TaskGroup, reason: fates.ClosedReason) -> None:
+        del self.groups[group.id]
+        self.counters[fates.RunCount.TASK_GROUPS_CANCELLED.value] += 1
+        self.dispatcher.cancel(group.id, reason)
+        records.close_group(self.journal, group.id, reason)
+
+    def skip_evaluations(self) -> None:
+        """After training: skip evaluations of steps that would play the versions of the last evaluation, which comes next."""
+        newest = {policy: ledger.newest_number for policy, ledger in self.ledgers.items()}
+        skipped = self.evaluations.skip(lambda p: not p.pinned or p.versions == {name: newest[name] for name in p.wanted})
+        for group in [group for group in self.groups.values() if group.id in skipped]:
+            self._cancel(group, fates.ClosedReason.STEPS_DONE)
 
     def live_groups(self) -> set[str]:
         """Task groups whose records a batch, a running slot or an evaluation still needs."""

@@ -19,6 +19,7 @@ from services.common.config.reading.loading import RESOLVED, load_resolved
 from services.common.errors import ConfigError
 from services.common.telemetry.metrics import RowKind, StepKey
 from services.orchestrator.config import Settings
+from services.orchestrator.dispatch.evaluation_pass import played_by
 from services.orchestrator.lock import RunLock
 
 INTERRUPTED, NOT_BEGUN, RUNNING = "interrupted", "not begun", "running"
@@ -99,7 +100,8 @@ def _read_metrics(found: Standing, rows: Iterable[Row] | None) -> None:
             found.reward = float(reward) if isinstance(reward, int | float) else found.reward
         elif row.get("kind") == RowKind.EVALUATION and isinstance(row.get("mean_reward"), int | float):
             name = str(row.get("name", ""))
-            scores.setdefault(name.partition("/")[2], []).append(f"{name}: {row['mean_reward']:.3f}")
+            versions = played_by(name, row.get("versions", {}), row.get("newest_versions", {}))
+            scores.setdefault(name.partition("/")[2], []).append(f"{name}{versions}: {row['mean_reward']:.3f}")
     for told in scores.values():
         found.evaluations += [told[0], *([told[-1]] if len(told) > 1 else [])]
     found.quiet_s = max(0.0, time.time() - path.stat().st_mtime)

@@ -12,6 +12,7 @@ from services.cli.inspect.pictures.panels import (
     Panel,
     curves_of,
     throughput_of,
+    versions_of,
 )
 from services.cli.inspect.pictures.seeds import Points, Runs, band, grouped
 from services.cli.inspect.run_state import Row
@@ -95,7 +96,7 @@ def _evaluations(number: int, group: Runs) -> Iterator[Json]:
         yield {
             "group": number,
             "label": row["name"].partition("/")[2] or row["name"],
-            "x": max(row["versions"].values()),
+            "x": versions_of(row)[1],
             "y": row["mean_reward"],
             "low": of_one.get("low"),
             "high": of_one.get("high"),

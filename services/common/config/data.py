@@ -324,11 +324,12 @@ class EvaluationConfig(Section):
     """Tasks of each dataset that they play: at each the next ones of a fixed random order, so that two in a row share none
     while there are enough. Left out, all tasks."""
     engines: int = Field(default=1, ge=1)
-    """Replicas that an evaluation during training takes for itself, with their versions pinned. With no more replicas
-    than these, it is pinned too where all its trajectories fit into `share` of the slots of one replica, which goes on
-    training beside it; else the evaluation uses that share, follows training and is not pinned."""
-    share: float = Field(default=0.25, gt=0, le=1)
-    """That share."""
+    """Replicas that an evaluation during training takes for itself, with their versions pinned, until its last task has
+    begun; training groups begin on the others. With no more replicas than these, no training group begins meanwhile."""
+    share: float | None = Field(default=None, gt=0, le=1)
+    """For an evaluation that would take all replicas: the share of their slots that it uses beside training. It is pinned
+    where all its trajectories fit into that share of one replica; else it follows training, and its versions are a range.
+    Left out, the evaluation is pinned, and training waits."""
     policies: list[str] = []
     """Policies that play in evaluation; empty means all."""
     workflow: WorkflowConfig | None = None

@@ -2,13 +2,14 @@
 
 Invariant: the denominator never shrinks: a failed rollout has a score (``evaluation.failed_reward``) and is reported.
 
-Each pass is on pinned weight versions where that delays no training. ``Evaluators`` chooses its replicas so that training
-continues:
+Each pass is on pinned weight versions, unless ``evaluation.share`` puts training first. ``Evaluators`` chooses its
+replicas:
 
     no training                  -> every replica, pinned to the newest versions
     spare replicas               -> ``evaluation.engines`` whole replicas, pinned to their held versions; training elsewhere
-    none spare, the pass fits    -> a share of one replica's slots, pinned: the whole pass at once, beside training
-    none spare, too large        -> a share of the slots, following training: ``pinned: false``, with the range of versions
+    none spare                   -> the same: training groups begin again after the last task of the pass
+    none spare, with a share     -> a pass that fits into ``evaluation.share`` of one replica: the same; a larger one: that
+                                    share of the slots, following training: ``pinned: false``, with the range of versions
 
 A pinned replica takes no newer version and no new training group until the evaluation has issued its last task; the
 replica finishes its running work. So one replica is held for the duration of its longest rollouts, not for a queue of
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import orjson
+import structlog
 
 from services.common.config.data import EvaluationConfig
 from services.common.config.recipe import Recipe
@@ -38,6 +40,8 @@ from services.orchestrator.state.groups import Outcome, TaskGroup
 from services.orchestrator.state.scores import DatasetScore, score
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, sampling_of
+
+log = structlog.get_logger()
 
 
 class Evaluations:
@@ -154,6 +158,19 @@ class Evaluations:
                     samples=self._samples_of(evaluation_id),
                     policies=policies,
                 )
+
+    def skip(self, is_covered: Callable[[EvaluationPass], bool]) -> set[str]:
+        """Forget unfinished passes of training steps that are ``is_covered``; returns their task groups."""
+        covered = [p for p in self if step_of(p.evaluation_id) and is_covered(p)]
+        for current in covered:
+            log.info("evaluation.skipped", evaluation=current.name, resolved=current.num_resolved)
+            del self._passes[current.name]
+        return {name for current in covered for name in current.group_ids}
+
+    def newest_step(self) -> int:
+        """The newest training step with an evaluation, begun or finished; 0 before the first."""
+        names = [*self.results, *self._passes]
+        return max((step_of(name.partition("/")[0]) or 0 for name in names), default=0)
 
     def finished(self, evaluation_id: str) -> bool:
         return all(name in self.results for name in self.names_of(evaluation_id))
@@ -328,8 +345,9 @@ class Evaluators:
         return None if name is None else self._pool.get(name)
 
     def reserved(self) -> frozenset[str]:
-        """Replicas without training groups, because an evaluation still has tasks for them."""
-        return frozenset().union(*(current.evaluators for current in self._evaluations if current.has_left))
+        """Replicas without training groups, because an evaluation has tasks for them that may begin."""
+        waiting = (current for current in self._evaluations if current.has_left and self._evaluations.has_room(current))
+        return frozenset().union(*(current.evaluators for current in waiting))
 
     def pinned_version(self, replica: Replica, policy: str) -> int | None:
         """The version that the replica keeps for an evaluation, also between two of its tasks."""
@@ -348,7 +366,8 @@ class Evaluators:
     def _choose(self, current: EvaluationPass) -> str:
         able = [shelf for shelf in self._pool.free.shelves() if _serves(shelf.held, current)]
         is_few = sum(len(shelf.places) for shelf in able) <= self._config.engines
-        if is_few and not any(self._fits_at_once(name, current) for shelf in able for _, name in shelf.places):
+        share = self._config.share
+        if is_few and share and not any(self._fits(name, current, share) for shelf in able for _, name in shelf.places):
             current.pinned, current.versions, current.awaited = False, current.wanted, frozenset()
             return ""
         policies = tuple(current.wanted)
@@ -401,11 +420,12 @@ class Evaluators:
         return _serves(held, current) and self._may_play(held, versions, current.policies)
 
     def _within_share(self, alike: ShelfKey, num_slots: int) -> bool:
-        return alike.num_evaluating + num_slots <= max(num_slots, self._config.share * alike.num_slots)
+        share = self._config.share or 1.0  # of a pass that began in a process with a share
+        return alike.num_evaluating + num_slots <= max(num_slots, share * alike.num_slots)
 
-    def _fits_at_once(self, name: str, current: EvaluationPass) -> bool:
+    def _fits(self, name: str, current: EvaluationPass, share: float) -> bool:
         replica = self._pool.get(name)
-        return replica is not None and current.num_trajectories <= self._config.share * replica.num_slots
+        return replica is not None and current.num_trajectories <= share * replica.num_slots
 
 
 def _serves(held: Mapping[str, Held], current: EvaluationPass) -> bool:

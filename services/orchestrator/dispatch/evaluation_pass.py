@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from services.common.finite import finite
 from services.common.records.types import Sampling, Trajectory
 from services.orchestrator.buffer.assembly import MOST_ROLES, OTHER_ROLES
+from services.orchestrator.dispatch.threshold import step_of
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.state.groups import Outcome
 from services.orchestrator.state.scores import DatasetScore, compared, overall, overall_difference
@@ -20,6 +21,22 @@ def kind_of(name: str) -> str:
     'greedy/model0'
     """
     return name.partition("/")[2]
+
+
+def played_by(name: str, versions: Mapping[str, int], newest: Mapping[str, int]) -> str:
+    """The versions of an evaluation in words, where they are not the one of the step that it names; else empty.
+
+    >>> played_by("step-4/greedy", {"a": 4}, {"a": 8}), played_by("step-4/greedy", {"a": 4}, {"a": 4})
+    (' (versions 4 to 8)', '')
+    """
+    step, told = step_of(name.partition("/")[0]), []
+    for policy, oldest in sorted(versions.items()):
+        whose, last = f"{policy} " if len(versions) > 1 else "", newest.get(policy, oldest)
+        if oldest != last:
+            told.append(f"{whose}versions {oldest} to {last}")
+        elif step is not None and oldest not in (0, step):  # 0 also of a policy that is not trained
+            told.append(f"{whose}version {oldest}")
+    return f" ({', '.join(told)})" if told else ""
 
 
 @dataclass(slots=True, kw_only=True)
