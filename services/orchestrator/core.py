@@ -30,6 +30,7 @@ from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.buffer.rewards import RewardRules
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.dispatch.evaluation import Evaluations
+from services.orchestrator.dispatch.evaluation_pass import EvaluationPass
 from services.orchestrator.dispatch.published_versions import FanOut, PublishedVersions
 from services.orchestrator.dispatch.retry_limit import RetryLimit
 from services.orchestrator.dispatch.threshold import Threshold
@@ -311,7 +312,13 @@ class OrchestratorCore:
     def skip_evaluations(self) -> None:
         """After training: skip evaluations of steps that would play the versions of the last evaluation, which comes next."""
         newest = {policy: ledger.newest_number for policy, ledger in self.ledgers.items()}
-        skipped = self.evaluations.skip(lambda p: not p.pinned or p.versions == {name: newest[name] for name in p.wanted})
+
+        def covered(played: EvaluationPass) -> bool:
+            if played.pinned is None:
+                return not self.dispatcher.evaluators.may_come(played)
+            return not played.pinned or played.versions == {policy: newest[policy] for policy in played.wanted}
+
+        skipped = self.evaluations.skip(covered)
         for group in [group for group in self.groups.values() if group.id in skipped]:
             self._cancel(group, fates.ClosedReason.STEPS_DONE)
 

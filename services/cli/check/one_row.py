@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from services.cli.check.model_files import config_of, file_of
 from services.common.config.data import WorkflowConfig, is_training, name_of
 from services.common.config.recipe import Recipe
-from services.common.errors import ConfigError, RollmillError
+from services.common.errors import ConfigError, DatasetError, RollmillError
 from services.common.importing import load_object
 from services.common.records.dataset_rows import truth_in
-from services.common.records.types import Task
+from services.common.records.types import Purpose, Task
 from services.common.system.threads import DaemonThreads
 from services.common.user_code import place_of, place_of_error
 
@@ -53,6 +53,8 @@ def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
         if chat is not None:
             _try_prompts(recipe, where, workflow, source, chat, tried)
         _try_reward(where, workflow, source[0], tried)
+        if any(service.engine == "forced" for service in recipe.inference.values()):
+            _try_script(recipe, where, workflow, source[0], tried)
     return tried
 
 
@@ -192,6 +194,36 @@ def _try_reward(where: str, workflow: WorkflowConfig, task: Task, tried: Tried) 
             tried.told.append(
                 f"{where}: {path} gives the row's own answer no more than an empty one: call the function with an answer that "
                 "should be right"
+            )
+
+
+def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task, tried: Tried) -> None:
+    """Call the script of the replay engine for the first turn of the row, with the messages of the row as its prompt."""
+    from services.inference.scripts.base import Scene
+    from services.inference.scripts.registry import load_scripts
+    from services.inference.workflows.prompts import PromptSettings, build_messages
+    from services.inference.workflows.registry import workflow_settings
+
+    forced = next(service.forced for service in recipe.inference.values() if service.engine == "forced")
+    purpose = Purpose.TRAIN if is_training(where) else Purpose.EVALUATION
+    policy = workflow.settings.get("policy") or next(iter(recipe.playing_policies))
+    try:
+        settings, prompt = workflow_settings(workflow), ""
+        with contextlib.suppress(DatasetError):  # an environment, whose rows need no prompt
+            given = build_messages(settings if isinstance(settings, PromptSettings) else PromptSettings(), task)
+            prompt = "\n".join(str(message.get("content")) for message in given)
+        said = Scene(task, purpose, 0, name_of(where)).text(load_scripts(forced, recipe), policy, prompt)
+    except RollmillError as error:
+        tried.problems.append(f"{where}: {error.message}")
+    except Exception as error:  # noqa: BLE001 - the user's script; its prompt in the run also has what the workflow adds
+        tried.told.append(
+            f"{where}: {place_of_error(error)}the script of the replay engine raised {type(error).__name__}: {error}, for the "
+            f"first turn of task {task.task_id}: such a rollout fails (inference.<name>.forced.script)"
+        )
+    else:
+        if is_training(where):
+            tried.told.append(
+                f"{_first_row(where)} answered by the script of the replay engine: {said[:_SHOWN_CHARS]!r}"
             )
 
 

@@ -33,7 +33,14 @@ from services.inference.endpoint.access import (
     trust,
     with_token,
 )
-from services.inference.endpoint.dialects.base import Dialect, ItemLimits, Refusal, UnknownSessionError, validated
+from services.inference.endpoint.dialects.base import (
+    Dialect,
+    ItemLimits,
+    Refusal,
+    UnknownSessionError,
+    unexpected,
+    validated,
+)
 from services.inference.endpoint.dialects.chat import CHAT
 from services.inference.endpoint.dialects.messages import MESSAGES
 from services.inference.endpoint.dialects.responses import RESPONSES
@@ -216,6 +223,9 @@ async def _refusing(request: web.Request, handler: _Handler) -> web.StreamRespon
             status=error.status, code=error.reason.lower().replace(" ", "_"), message=_told(request, error)
         )
         return json_answer(dialect.refusal(refusal)[1], error.status)
+    except Exception as error:  # noqa: BLE001 - a script of the user's may raise anything, and the agent shows the reason
+        status, body = dialect.refused(unexpected(error))
+        return json_answer(body, status)
 
 
 def _told(request: web.Request, error: web.HTTPException) -> str:

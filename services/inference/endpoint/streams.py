@@ -14,7 +14,7 @@ from aiohttp import web
 from services.common.aio import ended
 from services.common.errors import RollmillError
 from services.common.text.tool_calls import OPEN
-from services.inference.endpoint.dialects.base import AnswerWriter, UnknownSessionError
+from services.inference.endpoint.dialects.base import AnswerWriter, UnknownSessionError, unexpected
 from services.inference.endpoint.sessions import Asked, ServedSession
 from services.inference.workflows.agents.stop_text import IncrementalText, settled
 from services.inference.workflows.agents.turns import CapturedTurn
@@ -55,6 +55,10 @@ class Stream:
             if self._response is None:
                 raise  # an ordinary refusal
             await self._write(self._writer.fail(error))
+        except Exception as error:
+            if self._response is None:
+                raise
+            await self._write(self._writer.fail(unexpected(error)))
         finally:
             await ended(turn_task)
         response = await self._begun()

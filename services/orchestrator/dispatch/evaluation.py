@@ -312,9 +312,10 @@ class Evaluators:
 
     def place(self, current: EvaluationPass, training: bool) -> str:
         """Decide the replicas of an undecided pass; returns the missing condition, empty when decided."""
-        if current.pinned is None and training and not self._adopt_sibling(current):
-            return self._choose(current)
-        if current.pinned is None:  # training is over: possibly no replica holds the requested versions
+        awaits = current.pinned is None and (training or self.may_come(current))
+        if awaits and not self._adopt_sibling(current):
+            return self._choose(current, training)
+        if current.pinned is None:  # training is over, and no replica will hold the requested versions
             newest = {policy: max(number, self._newest(policy)) for policy, number in current.wanted.items()}
             current.versions, current.pinned, current.awaited = newest, True, frozenset()
         if not current.pinned:
@@ -326,6 +327,11 @@ class Evaluators:
             holders = self._workers(current, lambda shelf: self._holds(shelf.held, current, current.versions))
             current.evaluators = frozenset(holders[: self._config.engines])
         return ""
+
+    def may_come(self, current: EvaluationPass) -> bool:
+        """Whether a replica holds the requested versions or older ones, so that they may still be evaluated."""
+        helds = (shelf.held for shelf in self._pool.free.shelves() if _serves(shelf.held, current))
+        return any(all(held[p].number <= number for p, number in current.wanted.items()) for held in helds)
 
     def freest(self, current: EvaluationPass, num_slots: int) -> Replica | None:
         """The replica for the next task group of this pass, with the most free slots of those that can."""
@@ -363,10 +369,10 @@ class Evaluators:
                 return current.wanted.get(policy)
         return None
 
-    def _choose(self, current: EvaluationPass) -> str:
+    def _choose(self, current: EvaluationPass, training: bool) -> str:
         able = [shelf for shelf in self._pool.free.shelves() if _serves(shelf.held, current)]
         is_few = sum(len(shelf.places) for shelf in able) <= self._config.engines
-        share = self._config.share
+        share = self._config.share if training else None
         if is_few and share and not any(self._fits(name, current, share) for shelf in able for _, name in shelf.places):
             current.pinned, current.versions, current.awaited = False, current.wanted, frozenset()
             return ""

@@ -156,9 +156,7 @@ class FanOut:
     versions only.
     """
 
-    def __init__(
-        self, max_relays: Mapping[str, int], keep_versions: Mapping[str, int] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, max_relays: Mapping[str, int], keep_versions: Mapping[str, int] = MappingProxyType({})) -> None:
         """By policy. ``max_relays``: 0 makes every replica fetch from the publisher. ``keep_versions``: the newest versions
         that the publisher serves."""
         self._max_relays = max_relays

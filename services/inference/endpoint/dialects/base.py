@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
+import structlog
 from pydantic import BaseModel, Field, ValidationError
 
 from services.common.errors import (
@@ -29,8 +30,11 @@ from services.common.errors import (
 )
 from services.common.text.chat import Chat, Message
 from services.common.text.tool_calls import cut_text
+from services.common.user_code import place_of_error
 from services.inference.endpoint.dialects.tools import Tools
 from services.inference.workflows.agents.turns import DEFAULT_MODEL, CapturedTurn, TurnRequest
+
+log = structlog.get_logger(__name__)
 
 Fields = TypeVar("Fields", bound=BaseModel)
 
@@ -185,6 +189,12 @@ def refusal_of(error: RollmillError) -> Refusal:
     return Refusal(
         status=status, code=error.metadata.get("code", code), message=error.message, param=error.metadata.get("param")
     )
+
+
+def unexpected(error: Exception) -> RollmillError:
+    """An error of ours or of the user's code as the agent is told of it, with its place."""
+    log.error("endpoint.failed", exc_info=error)
+    return RollmillError(f"{place_of_error(error)}{type(error).__name__}: {error}")
 
 
 def check_stops(stops: Sequence[str]) -> list[str]:
