@@ -24,10 +24,13 @@ def tell(error: RollmillError, console: Console) -> None:
 
 
 class StopSignal:
-    """Ctrl-C and SIGTERM. Raises at once, and remembers: an exception inside a C callback is swallowed there."""
+    """Ctrl-C and SIGTERM. Raises at once, and remembers: an exception inside a C callback is swallowed there.
+
+    While the processes are stopped, it is only remembered: see ``again``.
+    """
 
     def __init__(self) -> None:
-        self._received = False
+        self._received, self._stopping = 0, False
         self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def check(self) -> None:
@@ -35,10 +38,19 @@ class StopSignal:
         if self._received:
             raise KeyboardInterrupt
 
+    def stopping(self) -> None:
+        """From now on a signal raises nothing, and counts for ``again``."""
+        self._received, self._stopping = 0, True
+
+    def again(self) -> bool:
+        """Whether a signal came while the processes are stopped."""
+        return self._received > 0
+
     def restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _receive(self, *_: object) -> None:
-        self._received = True
-        raise KeyboardInterrupt
+        self._received += 1
+        if not self._stopping:
+            raise KeyboardInterrupt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -32,6 +33,7 @@ class Standing:
     run_dir: Path
     state: str
     held_by: str = ""  # the launcher or orchestrator of a run that has processes
+    left: dict[str, int] = field(default_factory=dict)  # pids of processes that outlived their launcher, by name
     steps: dict[str, int] = field(default_factory=dict)  # policy -> newest training step
     wanted_steps: int = 0
     reward: float | None = None  # of rollouts, at the newest step
@@ -56,7 +58,11 @@ class Standing:
         if self.quiet_s is not None and self.state != RUNNING:
             told.append(f"  newest entry: {timedelta(seconds=int(self.quiet_s))} ago")
         if self.state in (INTERRUPTED, NOT_BEGUN):
-            told.append(f"  no process of it runs; go on with it: rollmill run --resume {self.run_dir}")
+            left = ", ".join(f"{name} (pid {pid})" for name, pid in self.left.items())
+            where = (
+                f"its launcher has ended, and {left} still runs; end it (kill PID)" if left else "no process of it runs"
+            )
+            told.append(f"  {where}; go on with it: rollmill run --resume {self.run_dir}")
         elif self.state != RUNNING:
             told.append(f"  read it: rollmill trajectories {self.run_dir}, rollmill plot {self.run_dir}")
         return told
@@ -79,6 +85,22 @@ def standing(run_dir: Path, rows: Iterable[Row] | None = None) -> Standing:
         durable = [step for step, path in places(run_dir, policy) if path == path_of(path.parent, step)]
         if durable:
             found.checkpoints[policy] = durable[-1]
+            # A step whose version was not published any more is trained all the same.
+            found.steps[policy] = max(found.steps.get(policy, 0), durable[-1])
+    if not held and state in (INTERRUPTED, NOT_BEGUN):
+        found.left = _left(run_dir)
+    return found
+
+
+def _left(run_dir: Path) -> dict[str, int]:
+    """Processes that the launcher started last and that still run on this machine."""
+    found: dict[str, int] = {}
+    with suppress(OSError, ValueError):
+        for name, pid in json.loads(run_files.pids(run_dir).read_text()).items():
+            with suppress(OSError):
+                # By now its number may be another process's.
+                if b"services." in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found[name] = pid
     return found
 
 

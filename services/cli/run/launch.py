@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,14 +98,26 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
             _tell_other_nodes(recipe, run_dir, console)
         _follow(recipe, run_dir, keys, processes, console, stop)
     except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; go on with it: rollmill run --resume {run_dir}") from None
+        stop.stopping()
+        _tell_stopping(processes.pids(), recipe.launch.stop_grace_s, console)
+        killed = ", ".join(f"{name} (pid {pid})" for name, pid in processes.stop(stop.again).items())
+        told = f"interrupted; killed before the end of its work: {killed}" if killed else "interrupted"
+        raise Interrupted(f"{told}; go on with it: rollmill run --resume {run_dir}") from None
     finally:
-        stop.restore()
-        processes.stop()
+        stop.stopping()
+        processes.stop(stop.again)
         _sweep(run_dir)
+        stop.restore()
     seconds = time.monotonic() - begun
     summary = _summary(run_dir, seconds, load)
     return Outcome(run_dir, summary, drawn(lambda: _picture(run_dir), console))
+
+
+def _tell_stopping(pids: Mapping[str, int], grace_s: float, console: Console) -> None:
+    trained = [name.removeprefix("trainer-") for name in pids if name.startswith("trainer-")]
+    first = f"writing a checkpoint of {', '.join(trained)}, then " if trained else ""
+    text = f"stopping: {first}ending {', '.join(pids) or 'nothing'} (at most {grace_s:g} s); Ctrl-C again kills them at once"
+    say(console, text)
 
 
 def _tell_other_nodes(recipe: Recipe, run_dir: Path, console: Console) -> None:

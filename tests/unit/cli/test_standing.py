@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,11 +15,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from services.cli.__main__ import app
+from services.cli.inspect.checkpoints.found import checkpoints_directory
 from services.cli.inspect.run_state import launcher_lock
 from services.cli.inspect.standing import INTERRUPTED, NOT_BEGUN, RUNNING, newest_run, standing
+from services.common.checkpoints.directory import path_of
 from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.telemetry.metrics import MetricsWriter, RowKind
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -65,6 +70,28 @@ def test_a_run_without_processes_is_interrupted_and_tells_how_to_go_on(run_dir: 
     assert "model0 step 4/170, rollout reward 0.400" in told
     assert "start/greedy: 0.200" in told and "step-3/greedy: 0.400" in told
     assert f"rollmill run --resume {run_dir}" in told
+
+
+def test_processes_that_outlived_their_launcher_are_named(run_dir: Path) -> None:
+    train(run_dir, 4)
+    module = "import sys, time; time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", module, "services.trainer"]) as trainer:
+        pids = {"trainer-model0": trainer.pid, "orchestrator": os.getpid(), "inference-a": 2**22 + 1}
+        (run_dir / "pids.json").write_text(json.dumps(pids))
+        wait_until(lambda: b"services." in Path(f"/proc/{trainer.pid}/cmdline").read_bytes(), "the command line")
+        told = "\n".join(standing(run_dir).lines())
+        trainer.kill()
+    assert f"trainer-model0 (pid {trainer.pid}) still runs" in told and "no process of it runs" not in told
+    assert "orchestrator (" not in told, "its number belongs to another process by now"
+    assert "no process of it runs" in "\n".join(standing(run_dir).lines())
+
+
+def test_a_checkpoint_beyond_the_last_published_version_counts_as_trained(run_dir: Path) -> None:
+    train(run_dir, 2)
+    path_of(checkpoints_directory(run_dir, "model0"), 3).mkdir(parents=True)
+    found = standing(run_dir)
+    assert (found.steps, found.checkpoints) == ({"model0": 3}, {"model0": 3})
+    assert "model0 step 3/170" in "\n".join(found.lines())
 
 
 def test_a_run_whose_launcher_lives_is_running(run_dir: Path) -> None:
