@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from services.common.checkpoints.adapters import PEFT_CONFIG
+from services.common.config.reading.loading import RESOLVED
 from services.common.config.recipe import Recipe
 from services.common.text.huggingface import vocabulary_difference
 
@@ -173,6 +175,23 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
         return None
 
 
+def model_instead(folder: Path) -> str:
+    """The remedy for a directory that is no model: models that it holds, or the command that makes one."""
+    if (folder / PEFT_CONFIG).is_file():
+        return (
+            "it is an adapter: write a directory into which it is merged, as `rollmill export RUN --merged` writes it"
+        )
+    configs = (config for name in ("*", "export/*") for config in folder.glob(f"{name}/config.json"))
+    if models := sorted(config.parent for config in configs if any(config.parent.glob("*.safetensors"))):
+        return f"write {' or '.join(map(str, models))}"
+    run = next((up for up in (folder, *folder.absolute().parents) if (up / RESOLVED).is_file()), None)
+    if run is not None:
+        return (
+            f"it is of a run: write the directory that `rollmill export {run}` makes of a checkpoint (--policy, --step)"
+        )
+    return "write a Hugging Face model directory or a hub name"
+
+
 def _problem(folder: Path) -> str | None:
     if not folder.is_dir():
         return (
@@ -180,7 +199,7 @@ def _problem(folder: Path) -> str | None:
         )
     for needed in ("config.json", "tokenizer_config.json"):
         if not (folder / needed).is_file():
-            return f"{folder} holds no {needed}; write a Hugging Face model directory or a hub name"
+            return f"{folder} holds no {needed}; {model_instead(folder)}"
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -193,7 +212,7 @@ def _problem(folder: Path) -> str | None:
             f"{folder} holds pickled weights only ({pickled[0].name}), which are not read: convert them to safetensors"
         )
     if not tensors:
-        return f"{folder} holds no weights (*.safetensors): copy the whole model directory"
+        return f"{folder} holds no weights (*.safetensors): copy the whole model directory; {model_instead(folder)}"
     for file in tensors:
         if (broken := _broken(file)) is not None:
             return f"{file} {broken}: copy it again from where the model came from"

@@ -93,13 +93,20 @@ def run(
     say(console, f"read its conversations: rollmill trajectories {run_dir}")
     say(console, f"see where its rollouts went: rollmill fate {run_dir}")
     if not as_json:
-        for key, value in headline(outcome.summary).items():
+        for key, value in headline(outcome.summary, short=True).items():
             say(console, f"  {key:>16}  {value}")
         console.print(time_table(outcome.summary.get("time", {})))
     has_metrics = run_files.metrics(run_dir).exists()  # none when no process began
     verdict = examine(run_dir) if resolved.run.steps and has_metrics else None
     if verdict is not None:
         tell(verdict, console)
+    exports = [run_files.export(run_dir, policy) for policy in resolved.trained_policies]
+    if made := ", ".join(str(export) for export in exports if export.is_dir()):
+        say(console, f"trained model, as model.path of another recipe takes it: {made}")
+    say(console, f"see everything in a browser: rollmill page {run_dir}")
+    if resolved.run.steps:
+        say(console, f"a model of an earlier step: rollmill export {run_dir} --step N")
+        say(console, f"evaluate the model on a recipe's tasks: rollmill eval RECIPE --checkpoint {run_dir}")
     if as_json:
         typer.echo(json.dumps(headline(outcome.summary)))
     if verdict is not None and verdict.nothing_learned and resolved.run.fail_when_nothing_learned:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 from services.cli.console.source_table import source_words
 from services.cli.inspect.checkpoints.found import places, policies_of
 from services.cli.inspect.run_state import Row, check_run_directory, ended, launcher_lock, read_rows
+from services.cli.run.run_directory import processes_left
 from services.common import run_files
 from services.common.checkpoints.directory import path_of
 from services.common.config.reading.loading import RESOLVED, load_resolved
@@ -33,7 +33,7 @@ class Standing:
     run_dir: Path
     state: str
     held_by: str = ""  # the launcher or orchestrator of a run that has processes
-    left: dict[str, int] = field(default_factory=dict)  # pids of processes that outlived their launcher, by name
+    left: list[int] = field(default_factory=list)  # processes that outlived their launcher
     steps: dict[str, int] = field(default_factory=dict)  # policy -> newest training step
     wanted_steps: int = 0
     reward: float | None = None  # of rollouts, at the newest step
@@ -58,9 +58,9 @@ class Standing:
         if self.quiet_s is not None and self.state != RUNNING:
             told.append(f"  newest entry: {timedelta(seconds=int(self.quiet_s))} ago")
         if self.state in (INTERRUPTED, NOT_BEGUN):
-            left = ", ".join(f"{name} (pid {pid})" for name, pid in self.left.items())
+            left = ", ".join(map(str, self.left))
             where = (
-                f"its launcher has ended, and {left} still runs; end it (kill PID)" if left else "no process of it runs"
+                f"its launcher has ended, and processes of it still run: {left}" if left else "no process of it runs"
             )
             told.append(f"  {where}; go on with it: rollmill run --resume {self.run_dir}")
         elif self.state != RUNNING:
@@ -88,19 +88,7 @@ def standing(run_dir: Path, rows: Iterable[Row] | None = None) -> Standing:
             # A step whose version was not published any more is trained all the same.
             found.steps[policy] = max(found.steps.get(policy, 0), durable[-1])
     if not held and state in (INTERRUPTED, NOT_BEGUN):
-        found.left = _left(run_dir)
-    return found
-
-
-def _left(run_dir: Path) -> dict[str, int]:
-    """Processes that the launcher started last and that still run on this machine."""
-    found: dict[str, int] = {}
-    with suppress(OSError, ValueError):
-        for name, pid in json.loads(run_files.pids(run_dir).read_text()).items():
-            with suppress(OSError):
-                # By now its number may be another process's.
-                if b"services." in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found[name] = pid
+        found.left = processes_left(run_dir)
     return found
 
 

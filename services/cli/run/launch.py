@@ -269,16 +269,18 @@ def _summary(run_dir: Path, seconds: float, load: float) -> RunSummary:
     return summary
 
 
-def headline(summary: RunSummary) -> dict[str, Any]:
-    """One flat object: ``<sampling>_before`` and ``_after`` of every evaluation, and the figures people compare."""
+def headline(summary: RunSummary, *, short: bool = False) -> dict[str, Any]:
+    """One flat object: ``<sampling>_before`` and ``_after`` of every evaluation, and the figures people compare. ``short``:
+    with the shortest names of roles that differ, to be read and not to be parsed."""
     flat: dict[str, Any] = {}
     for name, result in summary.get("evaluations", {}).items():
         moment, _, sampling = name.partition("/")
         suffix = {"start": "before", "end": "after"}.get(moment)
         if suffix:
             flat[f"{sampling}_{suffix}"] = round(result["mean_reward"], 4)
-            if len(result["roles"]) > 1:
-                flat |= {f"{sampling}/{role}_{suffix}": round(reward, 4) for role, reward in result["roles"].items()}
+            if len(roles := result["roles"]) > 1:
+                names = {role: _short(role, roles) if short else role for role in roles}
+                flat |= {f"{sampling}/{names[role]}_{suffix}": round(reward, 4) for role, reward in roles.items()}
     if (threshold := summary.get("until")) is not None:
         flat["threshold_reached"] = threshold["reached"]
         if threshold["reached"]:
@@ -293,6 +295,21 @@ def headline(summary: RunSummary) -> dict[str, Any]:
     }
     flat |= {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
     return flat
+
+
+def _short(role: str, roles: Collection[str]) -> str:
+    """The shortest part of ``policy/role/attempt`` that no other one has.
+
+    >>> [_short(role, ["a/a/0", "b/judge/0", "b/judge/1"]) for role in ("a/a/0", "b/judge/1")]
+    ['a', 'b/judge/1']
+    >>> [_short(role, ["a/solver/0", "a/judge/0"]) for role in ("a/solver/0", "a/judge/0")]
+    ['solver', 'judge']
+    """
+
+    def parts(name: str) -> list[str]:
+        return [*name.split("/")[:2], name.rpartition("/")[0], name]
+
+    return next(part for part in parts(role) if part and sum(part in parts(other) for other in roles) == 1)
 
 
 def how_training_ended(summary: RunSummary) -> str:
