@@ -30,7 +30,6 @@ from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.buffer.rewards import RewardRules
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.dispatch.evaluation import Evaluations
-from services.orchestrator.dispatch.evaluation_pass import EvaluationPass
 from services.orchestrator.dispatch.published_versions import FanOut, PublishedVersions
 from services.orchestrator.dispatch.retry_limit import RetryLimit
 from services.orchestrator.dispatch.threshold import Threshold
@@ -186,10 +185,7 @@ class OrchestratorCore:
             evaluation=recipe.evaluation,
             journal=self.journal,
             counters=self.counters,
-            fanout=FanOut(
-                {name: policy.weights.max_relays for name, policy in recipe.policies.items()},
-                {name: policy.weights.keep_versions for name, policy in recipe.policies.items()},
-            ),
+            fanout=FanOut({name: policy.weights.max_relays for name, policy in recipe.policies.items()}),
             clock=self.clock,
         )
 
@@ -311,16 +307,10 @@ class OrchestratorCore:
 
     def skip_evaluations(self) -> None:
         """After training: skip evaluations of steps that would play the versions of the last evaluation, which comes next."""
-        newest = {policy: ledger.newest_number for policy, ledger in self.ledgers.items()}
-
-        def covered(played: EvaluationPass) -> bool:
-            if played.pinned is None:
-                return not self.dispatcher.evaluators.may_come(played)
-            return not played.pinned or played.versions == {policy: newest[policy] for policy in played.wanted}
-
-        skipped = self.evaluations.skip(covered)
-        for group in [group for group in self.groups.values() if group.id in skipped]:
-            self._cancel(group, fates.ClosedReason.STEPS_DONE)
+        for skipped in self.evaluations.skip(self.dispatcher.evaluators.repeats_the_end):
+            log.info("evaluation.skipped", evaluation=skipped.name, resolved=skipped.num_resolved)
+            for name in skipped.group_ids & self.groups.keys():
+                self._cancel(self.groups[name], fates.ClosedReason.STEPS_DONE)
 
     def live_groups(self) -> set[str]:
         """Task groups whose records a batch, a running slot or an evaluation still needs."""

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.checkpoints.adapters import PEFT_CONFIG
 from services.common.config.reading.loading import RESOLVED
 from services.common.config.recipe import Recipe
 from services.common.text.huggingface import vocabulary_difference
@@ -177,19 +176,14 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
 
 def model_instead(folder: Path) -> str:
     """The remedy for a directory that is no model: models that it holds, or the command that makes one."""
-    if (folder / PEFT_CONFIG).is_file():
-        return (
-            "it is an adapter: write a directory into which it is merged, as `rollmill export RUN --merged` writes it"
-        )
     configs = (config for name in ("*", "export/*") for config in folder.glob(f"{name}/config.json"))
     if models := sorted(config.parent for config in configs if any(config.parent.glob("*.safetensors"))):
         return f"write {' or '.join(map(str, models))}"
     run = next((up for up in (folder, *folder.absolute().parents) if (up / RESOLVED).is_file()), None)
-    if run is not None:
-        return (
-            f"it is of a run: write the directory that `rollmill export {run}` makes of a checkpoint (--policy, --step)"
-        )
-    return "write a Hugging Face model directory or a hub name"
+    of_run = (
+        f"it is of a run: write the directory that `rollmill export {run}` makes of a checkpoint (--policy, --step)"
+    )
+    return "write a Hugging Face model directory or a hub name" if run is None else of_run
 
 
 def _problem(folder: Path) -> str | None:

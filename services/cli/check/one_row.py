@@ -202,29 +202,22 @@ def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task
     from services.inference.scripts.base import Scene
     from services.inference.scripts.registry import load_scripts
     from services.inference.workflows.prompts import PromptSettings, build_messages
-    from services.inference.workflows.registry import workflow_settings
 
     forced = next(service.forced for service in recipe.inference.values() if service.engine == "forced")
-    purpose = Purpose.TRAIN if is_training(where) else Purpose.EVALUATION
-    policy = workflow.settings.get("policy") or next(iter(recipe.playing_policies))
+    scene = Scene(task, Purpose.TRAIN if is_training(where) else Purpose.EVALUATION, 0, name_of(where))
+    policy, prompt = workflow.settings.get("policy") or next(iter(recipe.playing_policies)), ""
+    with contextlib.suppress(DatasetError):  # an environment, whose rows need no prompt
+        given = build_messages(PromptSettings(prompt_field=workflow.settings.get("prompt_field")), task)
+        prompt = "\n".join(str(message.get("content")) for message in given)
     try:
-        settings, prompt = workflow_settings(workflow), ""
-        with contextlib.suppress(DatasetError):  # an environment, whose rows need no prompt
-            given = build_messages(settings if isinstance(settings, PromptSettings) else PromptSettings(), task)
-            prompt = "\n".join(str(message.get("content")) for message in given)
-        said = Scene(task, purpose, 0, name_of(where)).text(load_scripts(forced, recipe), policy, prompt)
-    except RollmillError as error:
-        tried.problems.append(f"{where}: {error.message}")
-    except Exception as error:  # noqa: BLE001 - the user's script; its prompt in the run also has what the workflow adds
-        tried.told.append(
-            f"{where}: {place_of_error(error)}the script of the replay engine raised {type(error).__name__}: {error}, for the "
-            f"first turn of task {task.task_id}: such a rollout fails (inference.<name>.forced.script)"
-        )
+        said = scene.text(load_scripts(forced, recipe), policy, prompt)
+    except Exception as error:  # noqa: BLE001 - the user's script may raise anything
+        raised = f"{place_of_error(error)}the script of the replay engine raised {type(error).__name__}: {error}"
+        tried.problems.append(f"{where}, task {task.task_id}: {raised} (inference.<name>.forced.script)")
     else:
         if is_training(where):
-            tried.told.append(
-                f"{_first_row(where)} answered by the script of the replay engine: {said[:_SHOWN_CHARS]!r}"
-            )
+            text = f"{_first_row(where)} answered by the script of the replay engine: {said[:_SHOWN_CHARS]!r}"
+            tried.told.append(text)
 
 
 def _reward_of(path: str, task: Task, answer: str) -> float:

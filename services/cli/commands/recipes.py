@@ -100,13 +100,9 @@ def run(
     verdict = examine(run_dir) if resolved.run.steps and has_metrics else None
     if verdict is not None:
         tell(verdict, console)
-    exports = [run_files.export(run_dir, policy) for policy in resolved.trained_policies]
-    if made := ", ".join(str(export) for export in exports if export.is_dir()):
-        say(console, f"trained model, as model.path of another recipe takes it: {made}")
-    say(console, f"see everything in a browser: rollmill page {run_dir}")
     if resolved.run.steps:
-        say(console, f"a model of an earlier step: rollmill export {run_dir} --step N")
-        say(console, f"evaluate the model on a recipe's tasks: rollmill eval RECIPE --checkpoint {run_dir}")
+        say(console, f"trained model: {run_dir}/export; of an earlier step: rollmill export {run_dir} --step N")
+        say(console, f"evaluate it: rollmill eval RECIPE --checkpoint {run_dir}; see all: rollmill page {run_dir}")
     if as_json:
         typer.echo(json.dumps(headline(outcome.summary)))
     if verdict is not None and verdict.nothing_learned and resolved.run.fail_when_nothing_learned:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from services.cli.console.source_table import source_words
 from services.cli.inspect.checkpoints.found import places, policies_of
-from services.cli.inspect.run_state import Row, check_run_directory, ended, launcher_lock, read_rows
-from services.cli.run.run_directory import processes_left
+from services.cli.inspect.run_state import Row, check_run_directory, ended, launcher_lock, processes_left, read_rows
 from services.common import run_files
 from services.common.checkpoints.directory import path_of
 from services.common.config.reading.loading import RESOLVED, load_resolved
@@ -33,7 +32,6 @@ class Standing:
     run_dir: Path
     state: str
     held_by: str = ""  # the launcher or orchestrator of a run that has processes
-    left: list[int] = field(default_factory=list)  # processes that outlived their launcher
     steps: dict[str, int] = field(default_factory=dict)  # policy -> newest training step
     wanted_steps: int = 0
     reward: float | None = None  # of rollouts, at the newest step
@@ -58,7 +56,7 @@ class Standing:
         if self.quiet_s is not None and self.state != RUNNING:
             told.append(f"  newest entry: {timedelta(seconds=int(self.quiet_s))} ago")
         if self.state in (INTERRUPTED, NOT_BEGUN):
-            left = ", ".join(map(str, self.left))
+            left = ", ".join(map(str, processes_left(self.run_dir)))
             where = (
                 f"its launcher has ended, and processes of it still run: {left}" if left else "no process of it runs"
             )
@@ -87,8 +85,6 @@ def standing(run_dir: Path, rows: Iterable[Row] | None = None) -> Standing:
             found.checkpoints[policy] = durable[-1]
             # A step whose version was not published any more is trained all the same.
             found.steps[policy] = max(found.steps.get(policy, 0), durable[-1])
-    if not held and state in (INTERRUPTED, NOT_BEGUN):
-        found.left = processes_left(run_dir)
     return found
 
 

@@ -11,8 +11,8 @@ from services.cli.inspect.pictures.panels import (
     THROUGHPUT,
     Panel,
     curves_of,
+    newest_version,
     throughput_of,
-    versions_of,
 )
 from services.cli.inspect.pictures.seeds import Points, Runs, band, grouped
 from services.cli.inspect.run_state import Row
@@ -96,7 +96,7 @@ def _evaluations(number: int, group: Runs) -> Iterator[Json]:
         yield {
             "group": number,
             "label": row["name"].partition("/")[2] or row["name"],
-            "x": versions_of(row)[1],
+            "x": newest_version(row),
             "y": row["mean_reward"],
             "low": of_one.get("low"),
             "high": of_one.get("high"),

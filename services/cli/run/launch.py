@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,26 +98,20 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
             _tell_other_nodes(recipe, run_dir, console)
         _follow(recipe, run_dir, keys, processes, console, stop)
     except KeyboardInterrupt:
-        stop.stopping()
-        _tell_stopping(processes.pids(), recipe.launch.stop_grace_s, console)
-        killed = ", ".join(f"{name} (pid {pid})" for name, pid in processes.stop(stop.again).items())
+        trained = ", ".join(name.removeprefix("trainer-") for name in processes.pids() if name.startswith("trainer-"))
+        first = f"writing a checkpoint of {trained}, then " if trained else ""
+        ending = f"ending {', '.join(processes.pids())} (at most {recipe.launch.stop_grace_s:g} s)"
+        say(console, f"stopping: {first}{ending}; Ctrl-C again kills them at once")
+        killed = ", ".join(f"{name} (pid {pid})" for name, pid in processes.stop(stop.again()).items())
         told = f"interrupted; killed before the end of its work: {killed}" if killed else "interrupted"
         raise Interrupted(f"{told}; go on with it: rollmill run --resume {run_dir}") from None
     finally:
-        stop.stopping()
-        processes.stop(stop.again)
+        processes.stop(stop.again())
         _sweep(run_dir)
         stop.restore()
     seconds = time.monotonic() - begun
     summary = _summary(run_dir, seconds, load)
     return Outcome(run_dir, summary, drawn(lambda: _picture(run_dir), console))
-
-
-def _tell_stopping(pids: Mapping[str, int], grace_s: float, console: Console) -> None:
-    trained = [name.removeprefix("trainer-") for name in pids if name.startswith("trainer-")]
-    first = f"writing a checkpoint of {', '.join(trained)}, then " if trained else ""
-    text = f"stopping: {first}ending {', '.join(pids) or 'nothing'} (at most {grace_s:g} s); Ctrl-C again kills them at once"
-    say(console, text)
 
 
 def _tell_other_nodes(recipe: Recipe, run_dir: Path, console: Console) -> None:
@@ -271,16 +265,16 @@ def _summary(run_dir: Path, seconds: float, load: float) -> RunSummary:
 
 def headline(summary: RunSummary, *, short: bool = False) -> dict[str, Any]:
     """One flat object: ``<sampling>_before`` and ``_after`` of every evaluation, and the figures people compare. ``short``:
-    with the shortest names of roles that differ, to be read and not to be parsed."""
+    with short names of roles, to be read and not to be parsed."""
     flat: dict[str, Any] = {}
     for name, result in summary.get("evaluations", {}).items():
         moment, _, sampling = name.partition("/")
         suffix = {"start": "before", "end": "after"}.get(moment)
         if suffix:
             flat[f"{sampling}_{suffix}"] = round(result["mean_reward"], 4)
-            if len(roles := result["roles"]) > 1:
-                names = {role: _short(role, roles) if short else role for role in roles}
-                flat |= {f"{sampling}/{names[role]}_{suffix}": round(reward, 4) for role, reward in roles.items()}
+            for role, reward in result["roles"].items() if len(result["roles"]) > 1 else ():
+                parts = dict.fromkeys(role.removesuffix("/0").split("/"))  # "b/b/0": the first attempt of b as b
+                flat[f"{sampling}/{'/'.join(parts) if short else role}_{suffix}"] = round(reward, 4)
     if (threshold := summary.get("until")) is not None:
         flat["threshold_reached"] = threshold["reached"]
         if threshold["reached"]:
@@ -295,21 +289,6 @@ def headline(summary: RunSummary, *, short: bool = False) -> dict[str, Any]:
     }
     flat |= {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
     return flat
-
-
-def _short(role: str, roles: Collection[str]) -> str:
-    """The shortest part of ``policy/role/attempt`` that no other one has.
-
-    >>> [_short(role, ["a/a/0", "b/judge/0", "b/judge/1"]) for role in ("a/a/0", "b/judge/1")]
-    ['a', 'b/judge/1']
-    >>> [_short(role, ["a/solver/0", "a/judge/0"]) for role in ("a/solver/0", "a/judge/0")]
-    ['solver', 'judge']
-    """
-
-    def parts(name: str) -> list[str]:
-        return [*name.split("/")[:2], name.rpartition("/")[0], name]
-
-    return next(part for part in parts(role) if part and sum(part in parts(other) for other in roles) == 1)
 
 
 def how_training_ended(summary: RunSummary) -> str:

@@ -184,11 +184,8 @@ class Processes:
         for process in self._running.values():
             process.popen.terminate()
         deadline = time.monotonic() + self._stop_grace_s
-        while any(process.popen.poll() is None for process in self._running.values()):
-            if at_once() or time.monotonic() > deadline:
-                break
+        while (killed := self._alive()) and time.monotonic() < deadline and not at_once():
             time.sleep(WATCH_S)
-        killed = {name: process.popen.pid for name, process in self._running.items() if process.popen.poll() is None}
         for name, process in self._running.items():
             if not end(process.popen, own_group=True):
                 log.warning("process.killed", process=name, grace_s=self._stop_grace_s)
@@ -200,6 +197,9 @@ class Processes:
                 self._forks.stop()
             self._forks = None
         return killed
+
+    def _alive(self) -> dict[str, int]:
+        return {name: process.popen.pid for name, process in self._running.items() if process.popen.poll() is None}
 
     def _popen(self, spec: ProcessSpec, again: bool = False) -> ChildProcess:
         environment = {**inside(os.environ, spec.env, spec.name), DIE_WITH_PARENT: str(os.getpid())}

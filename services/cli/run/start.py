@@ -200,8 +200,7 @@ def _make_run(recipe: Recipe, run_dir: Path, console: Console) -> None:
     except KeyboardInterrupt:
         raise Interrupted("stopped during the warm start; start it again and it begins anew") from None
     finally:
-        stop.stopping()
-        processes.stop(stop.again)
+        processes.stop(stop.again())
         stop.restore()
 
 
@@ -245,6 +244,5 @@ def _watch(spec: ProcessSpec, keys: Path | None, recipe: Recipe, directory: Path
     except KeyboardInterrupt:
         raise Interrupted(f"stopped {spec.name}") from None
     finally:
-        stop.stopping()
-        processes.stop(stop.again)
+        processes.stop(stop.again())
         stop.restore()

@@ -127,11 +127,8 @@ def with_default_budgets(tree: Any) -> Any:
     if not isinstance(tree, Mapping):
         return tree
     policies = tree.get("policies")
-    sections = (
-        [policy.get("model") for policy in policies.values() if isinstance(policy, Mapping)]
-        if isinstance(policies, Mapping)
-        else []
-    )
+    named = policies.values() if isinstance(policies, Mapping) else ()
+    sections = [policy.get("model") for policy in named if isinstance(policy, Mapping)]
     contexts = [model.get("context_length") for model in sections if isinstance(model, Mapping)]
     smallest = min((context for context in contexts if type(context) is int and context >= 8), default=None)
 
@@ -144,13 +141,12 @@ def with_default_budgets(tree: Any) -> Any:
         sampling = filled(sampling, smallest // 2)
     if not isinstance(sampling, Mapping) or "max_new_tokens" not in sampling:
         return tree
-    evaluation = tree.get("evaluation", {})
-    samplings = (
-        evaluation.get("samplings", {"greedy": {"temperature": 0.0}}) if isinstance(evaluation, Mapping) else None
-    )
+    evaluation, samplings = tree.get("evaluation", {}), None
+    if isinstance(evaluation, Mapping):
+        samplings = evaluation.get("samplings", {"greedy": {"temperature": 0.0}})
     if isinstance(samplings, Mapping):
-        named = {name: filled(section, sampling["max_new_tokens"]) for name, section in samplings.items()}
-        evaluation = {**evaluation, "samplings": named}
+        inherited = {name: filled(section, sampling["max_new_tokens"]) for name, section in samplings.items()}
+        evaluation = {**evaluation, "samplings": inherited}
     return {**tree, "sampling": sampling, "evaluation": evaluation}
 
 

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import orjson
-import structlog
 
 from services.common.config.data import EvaluationConfig
 from services.common.config.recipe import Recipe
@@ -40,8 +39,6 @@ from services.orchestrator.state.groups import Outcome, TaskGroup
 from services.orchestrator.state.scores import DatasetScore, score
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, sampling_of
-
-log = structlog.get_logger()
 
 
 class Evaluations:
@@ -159,13 +156,9 @@ class Evaluations:
                     policies=policies,
                 )
 
-    def skip(self, is_covered: Callable[[EvaluationPass], bool]) -> set[str]:
-        """Forget unfinished passes of training steps that are ``is_covered``; returns their task groups."""
-        covered = [p for p in self if step_of(p.evaluation_id) and is_covered(p)]
-        for current in covered:
-            log.info("evaluation.skipped", evaluation=current.name, resolved=current.num_resolved)
-            del self._passes[current.name]
-        return {name for current in covered for name in current.group_ids}
+    def skip(self, repeats: Callable[[EvaluationPass], bool]) -> list[EvaluationPass]:
+        """Forget the unfinished passes of training steps that ``repeats`` another one, and return them."""
+        return [self._passes.pop(p.name) for p in self if step_of(p.evaluation_id) and repeats(p)]
 
     def newest_step(self) -> int:
         """The newest training step with an evaluation, begun or finished; 0 before the first."""
@@ -320,13 +313,19 @@ class Evaluators:
             current.versions, current.pinned, current.awaited = newest, True, frozenset()
         if not current.pinned:
             return ""
-        comes_to_all = all(number >= self._newest(policy) for policy, number in current.versions.items())
-        if comes_to_all and not training:
+        if self._is_newest(current) and not training:
             current.evaluators = frozenset()
         elif not any(self._pool.get(name) is not None for name in current.evaluators):
             holders = self._workers(current, lambda shelf: self._holds(shelf.held, current, current.versions))
             current.evaluators = frozenset(holders[: self._config.engines])
         return ""
+
+    def repeats_the_end(self, current: EvaluationPass) -> bool:
+        """Whether a pass, after training, would be played by the newest versions."""
+        return not self.may_come(current) if current.pinned is None else not current.pinned or self._is_newest(current)
+
+    def _is_newest(self, current: EvaluationPass) -> bool:
+        return all(number >= self._newest(policy) for policy, number in current.versions.items())
 
     def may_come(self, current: EvaluationPass) -> bool:
         """Whether a replica holds the requested versions or older ones, so that they may still be evaluated."""

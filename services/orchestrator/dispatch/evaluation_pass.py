@@ -28,14 +28,15 @@ def played_by(name: str, versions: Mapping[str, int], newest: Mapping[str, int])
 
     >>> played_by("step-4/greedy", {"a": 4}, {"a": 8}), played_by("step-4/greedy", {"a": 4}, {"a": 4})
     (' (versions 4 to 8)', '')
+    >>> played_by("step-4/greedy", {"a": 4, "b": 5, "frozen": 0}, {"a": 4, "b": 5, "frozen": 0})
+    ' (b version 5)'
     """
     step, told = step_of(name.partition("/")[0]), []
     for policy, oldest in sorted(versions.items()):
-        whose, last = f"{policy} " if len(versions) > 1 else "", newest.get(policy, oldest)
-        if oldest != last:
-            told.append(f"{whose}versions {oldest} to {last}")
-        elif step is not None and oldest not in (0, step):  # 0 also of a policy that is not trained
-            told.append(f"{whose}version {oldest}")
+        last = newest.get(policy, oldest)
+        if oldest != last or (step is not None and oldest not in (0, step)):  # 0 also of a policy that is not trained
+            words = f"version {oldest}" if oldest == last else f"versions {oldest} to {last}"
+            told.append(f"{policy} {words}" if len(versions) > 1 else words)
     return f" ({', '.join(told)})" if told else ""
 
 

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from types import MappingProxyType
 
 from services.common.records.fates import RunCount
 from services.common.records.types import FetchPlan, WeightVersion
@@ -156,11 +155,9 @@ class FanOut:
     versions only.
     """
 
-    def __init__(self, max_relays: Mapping[str, int], keep_versions: Mapping[str, int] = MappingProxyType({})) -> None:
-        """By policy. ``max_relays``: 0 makes every replica fetch from the publisher. ``keep_versions``: the newest versions
-        that the publisher serves."""
+    def __init__(self, max_relays: Mapping[str, int]) -> None:
+        """``max_relays`` by policy; 0 makes every replica fetch from the publisher."""
         self._max_relays = max_relays
-        self._keep_versions = keep_versions
         self._plans: dict[str, dict[str, FetchPlan]] = {}
         self._named: Counter[str] = Counter()
 
@@ -172,10 +169,6 @@ class FanOut:
         self._plans[policy] = {}
         for members in groups.values():
             self._plans[policy] |= _plan(members, self._max_relays.get(policy, 0))
-
-    def serves(self, policy: str, number: int, newest: int) -> bool:
-        """Whether the publisher keeps a version beside the newest."""
-        return newest - number < self._keep_versions.get(policy, 1)
 
     def is_relay(self, replica_id: str) -> bool:
         """Whether other replicas fetch from this replica, which should then hear of the version early."""
@@ -241,8 +234,7 @@ class Announcer:
             asyncio.get_running_loop().call_later(NEXT_S, self._sync_some, NEXT)
 
     def sync(self, replica: Replica, *, again: bool = False) -> None:
-        """Announce to a replica the newest missing version of each policy, or that which an evaluation awaits there, unless
-        an evaluation pins the current one."""
+        """Announce to a replica the newest missing version of each policy, unless an evaluation pins the current one."""
         now = self._clock()
         for policy, held in replica.held.items():
             newest = self._ledgers[policy].newest if policy in self._ledgers else None
@@ -250,22 +242,20 @@ class Announcer:
                 continue
             told, when = replica.announced.get(policy, (-1, 0.0))
             told_lately = now - when < ANNOUNCE_AGAIN_S
-            awaited = self._evaluators.awaited_version(replica, policy)
-            if awaited is not None and self._fanout.serves(policy, awaited, newest.number):
-                newest = self._ledgers[policy].get(awaited) or newest
             if told == newest.number and told_lately and not again:
                 continue
-            if self._is_kept(replica, policy, held, told_lately, awaited):
+            if self._is_kept(replica, policy, held, told_lately):
                 continue
             if not self._ledgers[policy].knows(held.number, held.digest) and held.number >= 0:
                 self._counters[RunCount.WRONG_DIGEST_HELD.value] += 1
             self._pool.tell(replica, self._announcement(replica, newest))
 
-    def _is_kept(self, replica: Replica, policy: str, held: Held, told_lately: bool, awaited: int | None) -> bool:
+    def _is_kept(self, replica: Replica, policy: str, held: Held, told_lately: bool) -> bool:
         """Whether an evaluation pins the replica to its held or announced version."""
         if self._evaluators.pinned_version(replica, policy) == held.number:
             return True
         # A pending version would become active in the middle of the evaluation that waits for the replica.
+        awaited = self._evaluators.awaited_version(replica, policy)
         is_on_its_way = policy in replica.moving and told_lately
         return awaited is not None and (is_on_its_way or held.number >= awaited)
 
@@ -281,8 +271,7 @@ class Announcer:
         self._fanout.published(policy, receivers)
 
     def _announcement(self, replica: Replica, newest: WeightVersion) -> AnnounceVersion:
-        is_newest = newest.number == self._ledgers[newest.policy].newest_number  # plans are of that one
-        plan = self._fanout.take_plan(newest.policy, replica.replica_id) if is_newest else None
+        plan = self._fanout.take_plan(newest.policy, replica.replica_id)
         if plan is not None:
             return AnnounceVersion(newest, plan)
         sources = self._fanout.sources(newest, replica.weights_address, self._holders(newest))

@@ -119,6 +119,6 @@ def test_a_directory_of_a_run_is_answered_with_its_models_or_the_command_that_ma
     assert both in told(run) and both in told(run / "export")
     (run / "export" / "an-adapter").mkdir()
     (run / "export" / "an-adapter" / "adapter_config.json").write_text("{}")
-    assert "it is an adapter" in told(run / "export" / "an-adapter")
+    assert f"`rollmill export {run}` makes" in told(run / "export" / "an-adapter")
     assert "a Hugging Face model directory or a hub name" in told(tmp_path)
     assert model_problems(recipe(run / "export" / "model0")) == []

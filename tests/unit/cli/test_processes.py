@@ -159,8 +159,8 @@ def test_a_second_signal_kills_all_groups_at_once_and_names_them(tmp_path: Path)
     try:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-        stop.stopping()
-        assert not stop.again()
+        asked_again = stop.again()
+        assert not asked_again()
         processes = Processes(tmp_path, max_restarts=0, stop_grace_s=600.0)
         child = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
         busy = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); {child}; print('up', flush=True); time.sleep(600)"
@@ -176,7 +176,7 @@ def test_a_second_signal_kills_all_groups_at_once_and_names_them(tmp_path: Path)
             polls += 1
             if polls == 20:
                 os.kill(os.getpid(), signal.SIGINT)  # raises nothing by now
-            return stop.again()
+            return asked_again()
 
         assert processes.stop(at_once) == {"busy": pids["busy"]}, "the other one ended by itself"
         wait_until(lambda: not any(map(is_running, [*pids.values(), grandchild])), "the end of all")

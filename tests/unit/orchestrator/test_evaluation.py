@@ -392,28 +392,6 @@ async def test_an_evaluation_after_a_slow_one_is_named_after_the_step_that_it_ev
         assert [current.name for current in world.parts.evaluations] == ["step-6/greedy"]
 
 
-async def test_a_replica_that_is_behind_is_told_of_the_version_to_evaluate_and_not_of_a_newer_one(
-    worlds: Callable[..., World],
-) -> None:
-    world = worlds(run={"steps": 9}, evaluation={"every": 2, "at_start": False}, max_staleness=8)
-    async with living(world):
-        await world.publish(0)
-        await world.publish(1)
-        replica = world.join(number=0, slots=128)  # told of version 1
-        await world.settle()
-        for version in (2, 3):
-            await world.publish(version)
-            await world.settle()
-        await world.commands(replica)
-        world.clock.now += 20.0  # version 2 was announced, and did not come: it is announced again
-        report(world, replica, 1)
-        announced = [c.version.number for c in await world.commands(replica) if isinstance(c, AnnounceVersion)]
-        assert announced == [2], "the publisher still serves it beside version 3"
-        report(world, replica, 2)
-        _, evaluation = split(await world.orders(replica))
-        assert [dict(order.required_versions) for order in evaluation] == [{"model0": 2}] * 3
-
-
 @pytest.mark.parametrize("share", [None, 0.125])
 async def test_an_evaluation_of_a_step_that_would_repeat_the_one_of_the_end_is_skipped(
     worlds: Callable[..., World], share: float | None

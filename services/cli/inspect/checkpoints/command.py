@@ -14,7 +14,7 @@ from rich.text import Text
 from services.cli.console.plain import say
 from services.cli.console.tables import Column, FittingTable
 from services.cli.console.units import format_bytes
-from services.cli.inspect.checkpoints.found import NOTHING_AGAIN, Found, age, find, places, policies_of, total_bytes
+from services.cli.inspect.checkpoints.found import Found, age, find, places, policies_of, total_bytes
 from services.common import run_files
 from services.common.checkpoints.adapters import ExportForm
 from services.common.checkpoints.directory import path_of, read_manifest
@@ -121,8 +121,9 @@ def _table(found: list[Found]) -> FittingTable:
             if manifest
             else ("", "", "")
         )
-        again = "yes" if each.replay == NOTHING_AGAIN else each.replay.replace("yes:", "yes, and trains again")
-        table.add_row(Text(each.policy), str(each.step), words, size, old, ranks, Text(again))
+        table.add_row(
+            Text(each.policy), str(each.step), words, size, old, ranks, Text(each.replay.removesuffix(": 0 steps"))
+        )
     return table
 
 

@@ -26,8 +26,6 @@ from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.state.groups import split_sequence_id
 
-NOTHING_AGAIN = "yes: 0 steps"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
@@ -69,7 +67,7 @@ class Recorded:
         if lost:
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             return f"no: the batch of step {lost[0]}{more} is gone"
-        return f"yes: {self.newest_version - step} steps" if self.newest_version > step else NOTHING_AGAIN
+        return f"yes: {max(self.newest_version - step, 0)} steps"
 
 
 def _is_whole(reader: JournalReader, policy: str, step: int) -> bool:

@@ -197,27 +197,22 @@ def _draw_evaluations(ax: Any, group: Runs, number: int, alone: bool) -> None:
             [mean - span["low"] if span else 0.0 for mean, span in zip(means, spans, strict=True)],
             [span["high"] - mean if span else 0.0 for mean, span in zip(means, spans, strict=True)],
         ]
-        color = f"C{place + 1 if alone else number}"
-        spread = [versions_of(row) for row in rows]
-        ax.hlines(means, [oldest for oldest, _ in spread], [newest for _, newest in spread], color=color, linewidth=0.8)
         ax.errorbar(
-            *([newest for _, newest in spread], means),
+            *([newest_version(row) for row in rows], means),
             yerr=[[max(0.0, bar) for bar in side] for side in bars] if single else None,
             capsize=2,
             elinewidth=0.8,
             markersize=4.5,
             marker="os^D"[place % 4],
             linestyle="none",
-            color=color,
+            color=f"C{place + 1 if alone else number}",
             label=f"evaluation {sampling}" if alone or number == 0 else None,
         )
 
 
-def versions_of(row: Row) -> tuple[int, int]:
-    """The oldest and the newest version that played an evaluation, of the policy with the most training steps."""
-    newest = {policy: row.get("newest_versions", {}).get(policy, oldest) for policy, oldest in row["versions"].items()}
-    policy = max(newest, key=lambda policy: newest[policy])
-    return row["versions"][policy], newest[policy]
+def newest_version(row: Row) -> int:
+    """The newest version that played an evaluation."""
+    return int(max((row.get("newest_versions") or row["versions"]).values()))
 
 
 def _draw_threshold(ax: Any, group: Runs) -> None:

@@ -153,9 +153,9 @@ class Dialect:
     counts: str | None = None
     counted: Callable[[int], dict[str, Any]] = lambda count: {"input_tokens": count}
 
-    def refused(self, error: RollmillError) -> tuple[int, dict[str, Any]]:
+    def refused(self, error: Exception) -> tuple[int, dict[str, Any]]:
         """Status and body of an error."""
-        return self.refusal(refusal_of(error))
+        return self.refusal(refusal_of(known(error)))
 
 
 def validated(kind: type[Fields], given: Any) -> Fields:
@@ -191,8 +191,10 @@ def refusal_of(error: RollmillError) -> Refusal:
     )
 
 
-def unexpected(error: Exception) -> RollmillError:
-    """An error of ours or of the user's code as the agent is told of it, with its place."""
+def known(error: Exception) -> RollmillError:
+    """The error as the agent is told of it: one of the user's code, such as a script, with its place."""
+    if isinstance(error, RollmillError):
+        return error
     log.error("endpoint.failed", exc_info=error)
     return RollmillError(f"{place_of_error(error)}{type(error).__name__}: {error}")
 
