@@ -297,11 +297,21 @@ class OrchestratorCore:
         for group in [
             g for g in self.groups.values() if g.is_training and over.issuperset(self.experience.policies_of(g))
         ]:
-            del self.groups[group.id]
             self.experience.cancelled(group)
-            self.counters[fates.RunCount.TASK_GROUPS_CANCELLED.value] += 1
-            self.dispatcher.cancel(group.id, reason)
-            records.close_group(self.journal, group.id, reason)
+            self._cancel(group, reason)
+
+    def _cancel(self, group: TaskGroup, reason: fates.ClosedReason) -> None:
+        del self.groups[group.id]
+        self.counters[fates.RunCount.TASK_GROUPS_CANCELLED.value] += 1
+        self.dispatcher.cancel(group.id, reason)
+        records.close_group(self.journal, group.id, reason)
+
+    def skip_evaluations(self) -> None:
+        """After training: skip evaluations of steps that would play the versions of the last evaluation, which comes next."""
+        for skipped in self.evaluations.skip(self.dispatcher.evaluators.repeats_the_end):
+            log.info("evaluation.skipped", evaluation=skipped.name, resolved=skipped.num_resolved)
+            for name in skipped.group_ids & self.groups.keys():
+                self._cancel(self.groups[name], fates.ClosedReason.STEPS_DONE)
 
     def live_groups(self) -> set[str]:
         """Task groups whose records a batch, a running slot or an evaluation still needs."""

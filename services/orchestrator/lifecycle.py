@@ -45,6 +45,8 @@ class RunEvents(Protocol):
 
     def cancel_training_groups(self, reason: fates.ClosedReason) -> None: ...
 
+    def skip_evaluations(self) -> None: ...
+
     def save_checkpoints(self) -> None: ...
 
     def dismiss(self, reason: str) -> None: ...
@@ -104,6 +106,8 @@ async def _phases(run: RunParts) -> None:
     run.events.cancel_training_groups(fates.ClosedReason.STEPS_DONE)
     if run.versions.ended_early:
         run.events.save_checkpoints()  # beside the last evaluation, and not when all must leave soon
+    if evaluation.at_end:
+        run.events.skip_evaluations()
     if evaluation.at_end and not run.evaluations.finished(END):
         run.control.enter(RunState.EVALUATING_END)
         await run.events.begin_evaluation(END)
@@ -138,15 +142,14 @@ async def _finish_begun_steps(run: RunParts) -> None:
 
 
 def _due_evaluation(run: RunParts) -> str | None:
-    """The evaluation to begin: one at a time, the newest multiple; skips multiples that passed during a slow
-    evaluation."""
+    """The evaluation to begin, named after the step that it evaluates. One at a time: when a slow one covered the next
+    multiple, the following one is of the step reached by then."""
     every = run.evaluation.every
     reached = min(ledger.newest_number for ledger in run.versions.trained_ledgers.values())
     if not every or run.evaluations.running or reached >= run.versions.num_steps:
         return None
     step = reached // every * every
-    name = evaluation_of(step)
-    return name if step > 0 and not run.evaluations.known(name) else None
+    return evaluation_of(reached) if step > run.evaluations.newest_step() else None
 
 
 def _trained(run: RunParts) -> bool:

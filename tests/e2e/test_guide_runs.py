@@ -1,4 +1,4 @@
-"""docs/my-environment.md followed to its end: its files, its commands, real processes on two cores."""
+"""docs/my-environment.md and the agent with a tool of docs/my-agent.md, followed to their ends: real processes on two cores."""
 
 from __future__ import annotations
 
@@ -32,6 +32,20 @@ def test_the_environment_of_the_guide_is_trained_in(tmp_path: Path) -> None:
     assert summary["state"] == "finished" and summary["evaluations"]["end/greedy"]["mean_reward"] == 0.5
     (shown,) = (command for command in commands if "trajectories" in command)
     assert "drawers. Open one" in follow(tmp_path, shown.replace("runs/my-environment-tiny-*", str(run_dir)))
+
+
+def test_the_agent_with_a_tool_of_the_guide_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
+    for name, text in files("my-agent.md").items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    follow(tmp_path, "rollmill check mine/adder.yaml --profile tiny")
+    follow(tmp_path, "rollmill run mine/adder.yaml --profile tiny")
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["state"] == "finished" and summary["steps"] == {"model0": 3}
+    told = follow(tmp_path, f"rollmill trajectories {run_dir} --last 1")
+    assert '"name": "add"' in " ".join(told.split()) and "tool" in told
 
 
 def follow(directory: Path, command: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from services.common.config.reading.loading import RESOLVED
 from services.common.config.recipe import Recipe
 from services.common.text.huggingface import vocabulary_difference
 
@@ -172,6 +173,18 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
         return None
 
 
+def model_instead(folder: Path) -> str:
+    """The remedy for a directory that is no model: models that it holds, or the command that makes one."""
+    configs = (config for name in ("*", "export/*") for config in folder.glob(f"{name}/config.json"))
+    if models := sorted(config.parent for config in configs if any(config.parent.glob("*.safetensors"))):
+        return f"write {' or '.join(map(str, models))}"
+    run = next((up for up in (folder, *folder.absolute().parents) if (up / RESOLVED).is_file()), None)
+    of_run = (
+        f"it is of a run: write the directory that `rollmill export {run}` makes of a checkpoint (--policy, --step)"
+    )
+    return "write a Hugging Face model directory or a hub name" if run is None else of_run
+
+
 def _problem(folder: Path) -> str | None:
     quantised = [folder] if folder.is_file() and folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
     if quantised and not (folder / "config.json").is_file():
@@ -182,7 +195,7 @@ def _problem(folder: Path) -> str | None:
         )
     for needed in ("config.json", "tokenizer_config.json"):
         if not (folder / needed).is_file():
-            return f"{folder} holds no {needed}; write a Hugging Face model directory or a hub name"
+            return f"{folder} holds no {needed}; {model_instead(folder)}"
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
@@ -195,7 +208,7 @@ def _problem(folder: Path) -> str | None:
             f"{folder} holds pickled weights only ({pickled[0].name}), which are not read: convert them to safetensors"
         )
     if not tensors:
-        return f"{folder} holds no weights (*.safetensors): copy the whole model directory"
+        return f"{folder} holds no weights (*.safetensors): copy the whole model directory; {model_instead(folder)}"
     for file in tensors:
         if (broken := _broken(file)) is not None:
             return f"{file} {broken}: copy it again from where the model came from"

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from services.cli.check.model_files import config_of, file_of
 from services.common.config.data import WorkflowConfig, is_training, name_of
 from services.common.config.recipe import Recipe
-from services.common.errors import ConfigError, RollmillError
+from services.common.errors import ConfigError, DatasetError, RollmillError
 from services.common.importing import load_object
 from services.common.records.dataset_rows import truth_in
-from services.common.records.types import Task
+from services.common.records.types import Purpose, Task
 from services.common.system.threads import DaemonThreads
 from services.common.user_code import RAISED, place_of, place_of_error
 
@@ -52,6 +52,8 @@ def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
         if chat is not None:
             _try_prompts(recipe, where, workflow, source, chat, tried)
         _try_reward(where, workflow, source[0], tried)
+        if any(service.engine == "forced" for service in recipe.inference.values()):
+            _try_script(recipe, where, workflow, source[0], tried)
     return tried
 
 
@@ -192,6 +194,29 @@ def _try_reward(where: str, workflow: WorkflowConfig, task: Task, tried: Tried) 
                 f"{where}: {path} gives the row's own answer no more than an empty one: call the function with an answer that "
                 "should be right"
             )
+
+
+def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task, tried: Tried) -> None:
+    """Call the script of the replay engine for the first turn of the row, with the messages of the row as its prompt."""
+    from services.inference.scripts.base import Scene
+    from services.inference.scripts.registry import load_scripts
+    from services.inference.workflows.prompts import PromptSettings, build_messages
+
+    forced = next(service.forced for service in recipe.inference.values() if service.engine == "forced")
+    scene = Scene(task, Purpose.TRAIN if is_training(where) else Purpose.EVALUATION, 0, name_of(where))
+    policy, prompt = workflow.settings.get("policy") or next(iter(recipe.playing_policies)), ""
+    with contextlib.suppress(DatasetError):  # an environment, whose rows need no prompt
+        given = build_messages(PromptSettings(prompt_field=workflow.settings.get("prompt_field")), task)
+        prompt = "\n".join(str(message.get("content")) for message in given)
+    try:
+        said = scene.text(load_scripts(forced, recipe), policy, prompt)
+    except Exception as error:  # noqa: BLE001 - the user's script may raise anything
+        raised = f"{place_of_error(error)}the script of the replay engine raised {type(error).__name__}: {error}"
+        tried.problems.append(f"{where}, task {task.task_id}: {raised} (inference.<name>.forced.script)")
+    else:
+        if is_training(where):
+            text = f"{_first_row(where)} answered by the script of the replay engine: {said[:_SHOWN_CHARS]!r}"
+            tried.told.append(text)
 
 
 def _reward_of(path: str, task: Task, answer: str) -> float:

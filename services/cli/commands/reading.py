@@ -69,7 +69,8 @@ def trajectories(
 ) -> None:
     """Print conversations of a run with roles, reward and expected answer; turns of the policy are green and have a ».
 
-    Filters may be combined; token ids are decoded with the run's tokenizer.
+    Filters may be combined, and then all of them hold. Token ids are decoded with the run's tokenizer; without its files
+    they are shown as numbers.
 
         rollmill trajectories RUN --step 40 --max-reward 0
         rollmill trajectories RUN --evaluation end --task 'add*'

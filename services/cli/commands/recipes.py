@@ -93,13 +93,16 @@ def run(
     say(console, f"read its conversations: rollmill trajectories {run_dir}")
     say(console, f"see where its rollouts went: rollmill fate {run_dir}")
     if not as_json:
-        for key, value in headline(outcome.summary).items():
+        for key, value in headline(outcome.summary, short=True).items():
             say(console, f"  {key:>16}  {value}")
         console.print(time_table(outcome.summary.get("time", {})))
     has_metrics = run_files.metrics(run_dir).exists()  # none when no process began
     verdict = examine(run_dir) if resolved.run.steps and has_metrics else None
     if verdict is not None:
         tell(verdict, console)
+    if resolved.run.steps:
+        say(console, f"trained model: {run_dir}/export; of an earlier step: rollmill export {run_dir} --step N")
+        say(console, f"evaluate it: rollmill eval RECIPE --checkpoint {run_dir}; see all: rollmill page {run_dir}")
     if as_json:
         typer.echo(json.dumps(headline(outcome.summary)))
     if verdict is not None and verdict.nothing_learned and resolved.run.fail_when_nothing_learned:

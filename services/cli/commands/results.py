@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from services.cli.commands.chosen import RunArgument, chosen_run
 from services.cli.console.options import console
@@ -125,5 +126,5 @@ def replay(
     ledger."""
     from services.cli.inspect.replay import replay_step
 
-    run = chosen_run(run)
-    console.print_json(json.dumps(replay_step(run, policy, step)))
+    run, progress = chosen_run(run), Console(stderr=True)  # the JSON alone goes to standard output
+    console.print_json(json.dumps(replay_step(run, policy, step, lambda text: say(progress, text))))

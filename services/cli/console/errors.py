@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.text import Text
@@ -24,10 +25,13 @@ def tell(error: RollmillError, console: Console) -> None:
 
 
 class StopSignal:
-    """Ctrl-C and SIGTERM. Raises at once, and remembers: an exception inside a C callback is swallowed there."""
+    """Ctrl-C and SIGTERM. Raises at once, and remembers: an exception inside a C callback is swallowed there.
+
+    While processes are stopped it only remembers: see ``again``.
+    """
 
     def __init__(self) -> None:
-        self._received = False
+        self._received = self._stopping = False
         self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def check(self) -> None:
@@ -35,10 +39,16 @@ class StopSignal:
         if self._received:
             raise KeyboardInterrupt
 
+    def again(self) -> Callable[[], bool]:
+        """From now on a signal raises nothing; returns whether one came since."""
+        self._received, self._stopping = False, True
+        return lambda: self._received
+
     def restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _receive(self, *_: object) -> None:
         self._received = True
-        raise KeyboardInterrupt
+        if not self._stopping:
+            raise KeyboardInterrupt

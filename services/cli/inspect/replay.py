@@ -6,6 +6,7 @@ arithmetic is bit-exact, so the digests are equal; on a GPU they may differ, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,19 @@ from typing import Any
 from services.common import run_files
 from services.common.config.reading.loading import load_resolved
 from services.common.errors import ConfigError
+from services.common.records.types import RankBatch
 from services.orchestrator.buffer.recorded import read_batch
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.trainer.replay import replay
 
 
-def replay_step(run_dir: Path, policy: str | None, training_step: int) -> dict[str, Any]:
+def replay_step(
+    run_dir: Path, policy: str | None, training_step: int, told: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
     """Train the steps from the checkpoint before ``training_step`` to ``training_step``, on their recorded batches.
+
+    ``told`` hears of the progress and of the result.
 
     Raises:
         ConfigError: the run has several policies and none was named, or not the one named, or the step was never
@@ -38,9 +44,15 @@ def replay_step(run_dir: Path, policy: str | None, training_step: int) -> dict[s
     name = policy
     with closing(JournalReader(run_files.journal(run_dir))) as reader:
         expected = _published_digest(reader, name, training_step)
-        replayed = replay(
-            recipe, run_dir, name, training_step, lambda step: read_batch(reader, name, step).share(rank=0, num_ranks=1)
-        )
+        told(f"loading {name} from the checkpoint before step {training_step}")
+
+        def share_of(step: int) -> RankBatch:
+            told(f"training step {step} of {training_step} again")
+            return read_batch(reader, name, step).share(rank=0, num_ranks=1)
+
+        replayed = replay(recipe, run_dir, name, training_step, share_of)
+    equal = "the same weights as" if replayed.digest == expected else "other weights than"
+    told(f"step {training_step} of {name}: {equal} the published version")
     return replayed.report(expected)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -19,6 +20,7 @@ from services.common.telemetry.metrics import RowKind
 from services.orchestrator.lock import RunLock
 from services.orchestrator.state.run_control import RunState
 
+_PROC = Path("/proc")
 READ_IT = "`rollmill plot`, `rollmill trajectories` and `rollmill trace` read it"
 
 
@@ -31,6 +33,19 @@ def check_run_directory(run_dir: Path) -> None:
             f"{run_dir} is no run directory: {RESOLVED} is missing; start a run with `rollmill run RECIPE`"
         )
     raise ConfigError(f"there is no directory {run_dir}{_nearest(run_dir)}")
+
+
+def processes_left(run_dir: Path) -> list[int]:
+    """Processes that write their output into the run's logs: those of an earlier launch that have not ended."""
+    logs = f"{run_files.logs(run_dir.resolve())}{os.sep}"
+    found = []
+    for entry in _PROC.glob("[0-9]*"):
+        try:
+            if os.readlink(entry / "fd" / "2").startswith(logs):
+                found.append(int(entry.name))
+        except OSError:
+            continue  # it has ended, or belongs to another user
+    return sorted(found)
 
 
 def launcher_lock(run_dir: Path) -> RunLock:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from services.cli.console.source_table import source_words
 from services.cli.inspect.checkpoints.found import places, policies_of
-from services.cli.inspect.run_state import Row, check_run_directory, ended, launcher_lock, read_rows
+from services.cli.inspect.run_state import Row, check_run_directory, ended, launcher_lock, processes_left, read_rows
 from services.common import run_files
 from services.common.checkpoints.directory import path_of
 from services.common.config.reading.loading import RESOLVED, load_resolved
 from services.common.errors import ConfigError
 from services.common.telemetry.metrics import RowKind, StepKey
 from services.orchestrator.config import Settings
+from services.orchestrator.dispatch.evaluation_pass import played_by
 from services.orchestrator.lock import RunLock
 
 INTERRUPTED, NOT_BEGUN, RUNNING = "interrupted", "not begun", "running"
@@ -57,7 +58,9 @@ class Standing:
         if self.quiet_s is not None and self.state != RUNNING:
             told.append(f"  newest entry: {timedelta(seconds=int(self.quiet_s))} ago")
         if self.state in (INTERRUPTED, NOT_BEGUN):
-            told += ["  no process of it runs; go on with it:", f"{COMMAND}run --resume {self.run_dir}"]
+            left = ", ".join(map(str, processes_left(self.run_dir)))
+            where = f"processes of it still run: {left}" if left else "no process of it runs"
+            told += [f"  {where}; go on with it:", f"{COMMAND}run --resume {self.run_dir}"]
         elif self.state != RUNNING:
             told += ["  read it:", f"{COMMAND}plot {self.run_dir}", f"{COMMAND}trajectories {self.run_dir}"]
         return told
@@ -80,6 +83,8 @@ def standing(run_dir: Path, rows: Iterable[Row] | None = None) -> Standing:
         durable = [step for step, path in places(run_dir, policy) if path == path_of(path.parent, step)]
         if durable:
             found.checkpoints[policy] = durable[-1]
+            # A step whose version was not published any more is trained all the same.
+            found.steps[policy] = max(found.steps.get(policy, 0), durable[-1])
     return found
 
 
@@ -101,7 +106,8 @@ def _read_metrics(found: Standing, rows: Iterable[Row] | None) -> None:
             found.reward = float(reward) if isinstance(reward, int | float) else found.reward
         elif row.get("kind") == RowKind.EVALUATION and isinstance(row.get("mean_reward"), int | float):
             name = str(row.get("name", ""))
-            scores.setdefault(name.partition("/")[2], []).append(f"{name}: {row['mean_reward']:.3f}")
+            versions = played_by(name, row.get("versions", {}), row.get("newest_versions", {}))
+            scores.setdefault(name.partition("/")[2], []).append(f"{name}{versions}: {row['mean_reward']:.3f}")
     for told in scores.values():
         found.evaluations += [told[0], *([told[-1]] if len(told) > 1 else [])]
     found.quiet_s = max(0.0, time.time() - path.stat().st_mtime)

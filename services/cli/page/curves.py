@@ -11,6 +11,7 @@ from services.cli.inspect.pictures.panels import (
     THROUGHPUT,
     Panel,
     curves_of,
+    newest_version,
     throughput_of,
 )
 from services.cli.inspect.pictures.seeds import Points, Runs, band, grouped
@@ -95,7 +96,7 @@ def _evaluations(number: int, group: Runs) -> Iterator[Json]:
         yield {
             "group": number,
             "label": row["name"].partition("/")[2] or row["name"],
-            "x": max(row["versions"].values()),
+            "x": newest_version(row),
             "y": row["mean_reward"],
             "low": of_one.get("low"),
             "high": of_one.get("high"),

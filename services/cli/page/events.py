@@ -12,6 +12,7 @@ from services.cli.inspect.run_state import Row, logged_at, parse_rows, read_rows
 from services.common import run_files
 from services.common.telemetry.metrics import RowKind, StallMoment
 from services.common.telemetry.weight_transfers import ReportedTransfer
+from services.orchestrator.dispatch.evaluation_pass import played_by
 
 LOG_BYTES = 512 * 1024
 """Of the end of each log that is read."""
@@ -78,9 +79,8 @@ def _seconds(row: Row) -> float:
 def _of_metrics(rows: Iterable[Row]) -> Iterator[Json]:
     for row in rows:
         if row["kind"] == RowKind.EVALUATION:
-            told = (
-                f"{row['name']}: mean reward {row['mean_reward']:.3f} over {row.get('num_trajectories')} trajectories"
-            )
+            name = row["name"] + played_by(row["name"], row.get("versions", {}), row.get("newest_versions", {}))
+            told = f"{name}: mean reward {row['mean_reward']:.3f} over {row.get('num_trajectories')} trajectories"
             yield {"at": row["time"], "kind": "evaluation", "who": "orchestrator", "text": told}
         elif row["kind"] == RowKind.THRESHOLD:
             told = f"training ends after step {row['step']}: {row['wanted']}"

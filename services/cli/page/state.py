@@ -22,6 +22,7 @@ from services.common.pb import run_pb2
 from services.common.security import identity
 from services.common.telemetry.components import is_records, is_weights
 from services.common.telemetry.metrics import RowKind, StepKey, ThroughputKey, TrainerKey
+from services.orchestrator.dispatch.evaluation_pass import played_by
 
 Json = dict[str, Any]
 
@@ -109,6 +110,7 @@ def _evaluation(row: Row) -> Json:
     return {
         "name": row["name"],
         "versions": row["versions"],
+        "played_by": played_by(row["name"], row["versions"], row.get("newest_versions", {})),
         "mean_reward": row["mean_reward"],
         "num_trajectories": row.get("num_trajectories"),
         "num_failed": row.get("num_failed"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.check.hub import check_model_name
+from services.cli.check.model_files import model_instead
 from services.cli.console import drawing
 from services.cli.console.tables import Column, FittingTable
 from services.cli.console.units import format_change
@@ -106,7 +107,7 @@ def _checked(path: str) -> str:
     """Local checkpoints must be there; anything else is a hub name, which is looked up at once."""
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
-            raise ConfigError(f"{path} holds no config.json: a checkpoint is a Hugging Face model directory")
+            raise ConfigError(f"{path} holds no config.json: {model_instead(Path(path))}")
         return str(Path(path).resolve())
     if any(Path(path).parent.glob(f"*/{RESOLVED}")):  # a folder of runs, and no owner on the hub
         check_run_directory(Path(path))

@@ -98,11 +98,17 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
             _tell_other_nodes(recipe, run_dir, console)
         _follow(recipe, run_dir, keys, processes, console, stop)
     except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; go on with it: rollmill run --resume {run_dir}") from None
+        trained = ", ".join(name.removeprefix("trainer-") for name in processes.pids() if name.startswith("trainer-"))
+        first = f"writing a checkpoint of {trained}, then " if trained else ""
+        ending = f"ending {', '.join(processes.pids())} (at most {recipe.launch.stop_grace_s:g} s)"
+        say(console, f"stopping: {first}{ending}; Ctrl-C again kills them at once")
+        killed = ", ".join(f"{name} (pid {pid})" for name, pid in processes.stop(stop.again()).items())
+        told = f"interrupted; killed before the end of its work: {killed}" if killed else "interrupted"
+        raise Interrupted(f"{told}; go on with it: rollmill run --resume {run_dir}") from None
     finally:
-        stop.restore()
-        processes.stop()
+        processes.stop(stop.again())
         _sweep(run_dir)
+        stop.restore()
     seconds = time.monotonic() - begun
     summary = _summary(run_dir, seconds, load)
     return Outcome(run_dir, summary, drawn(lambda: _picture(run_dir), console))
@@ -262,16 +268,18 @@ def _summary(run_dir: Path, seconds: float, load: float) -> RunSummary:
     return summary
 
 
-def headline(summary: RunSummary) -> dict[str, Any]:
-    """One flat object: ``<sampling>_before`` and ``_after`` of every evaluation, and the figures people compare."""
+def headline(summary: RunSummary, *, short: bool = False) -> dict[str, Any]:
+    """One flat object: ``<sampling>_before`` and ``_after`` of every evaluation, and the figures people compare. ``short``:
+    with short names of roles, to be read and not to be parsed."""
     flat: dict[str, Any] = {}
     for name, result in summary.get("evaluations", {}).items():
         moment, _, sampling = name.partition("/")
         suffix = {"start": "before", "end": "after"}.get(moment)
         if suffix:
             flat[f"{sampling}_{suffix}"] = round(result["mean_reward"], 4)
-            if len(result["roles"]) > 1:
-                flat |= {f"{sampling}/{role}_{suffix}": round(reward, 4) for role, reward in result["roles"].items()}
+            for role, reward in result["roles"].items() if len(result["roles"]) > 1 else ():
+                parts = dict.fromkeys(role.removesuffix("/0").split("/"))  # "b/b/0": the first attempt of b as b
+                flat[f"{sampling}/{'/'.join(parts) if short else role}_{suffix}"] = round(reward, 4)
     if (threshold := summary.get("until")) is not None:
         flat["threshold_reached"] = threshold["reached"]
         if threshold["reached"]:

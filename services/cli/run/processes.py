@@ -176,13 +176,18 @@ class Processes:
         process.started_at = time.monotonic()
         log.warning("process.restarted", process=process.spec.name, why=why, restart=process.restarts)
 
-    def stop(self) -> None:
-        """SIGTERM to all, wait for the grace, SIGKILL to the process groups of those that stay."""
+    def stop(self, at_once: Callable[[], bool] = lambda: False) -> dict[str, int]:
+        """SIGTERM to all, wait for the grace or until ``at_once``, SIGKILL to the process groups of those that stay.
+
+        Returns the pids of those that were killed, by name.
+        """
         for process in self._running.values():
             process.popen.terminate()
         deadline = time.monotonic() + self._stop_grace_s
+        while (killed := self._alive()) and time.monotonic() < deadline and not at_once():
+            time.sleep(WATCH_S)
         for name, process in self._running.items():
-            if not end(process.popen, max(0.0, deadline - time.monotonic()), own_group=True):
+            if not end(process.popen, own_group=True):
                 log.warning("process.killed", process=name, grace_s=self._stop_grace_s)
             for earlier in process.earlier:
                 signal_group(earlier)
@@ -191,6 +196,10 @@ class Processes:
             if self._own_forks:
                 self._forks.stop()
             self._forks = None
+        return killed
+
+    def _alive(self) -> dict[str, int]:
+        return {name: process.popen.pid for name, process in self._running.items() if process.popen.poll() is None}
 
     def _popen(self, spec: ProcessSpec, again: bool = False) -> ChildProcess:
         environment = {**inside(os.environ, spec.env, spec.name), DIE_WITH_PARENT: str(os.getpid())}

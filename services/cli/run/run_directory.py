@@ -10,19 +10,16 @@ from typing import Any
 from rich.console import Console
 
 from services.cli.console.plain import say
-from services.cli.inspect.run_state import check_can_go_on, launcher_lock
+from services.cli.inspect.run_state import check_can_go_on, launcher_lock, processes_left
 from services.cli.keys.process_keys import operate
 from services.cli.plan.nodes import other_nodes, with_addresses
 from services.cli.plan.specs import ports_in_use, taken_ports, with_free_ports
-from services.common import run_files
 from services.common.config.reading.loading import RESOLVED, load_resolved, save_resolved, set_at, with_run_id
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.security.bundle import VARIABLE
 from services.orchestrator.config import Settings
 from services.orchestrator.lock import RunLock
-
-_PROC = Path("/proc")
 
 
 def replaceable(recipe: Recipe, run_dir: Path) -> set[str]:
@@ -51,19 +48,6 @@ def with_other_ports(recipe: Recipe, run_dir: Path, console: Console) -> Recipe:
     for where, port in taken.items():
         say(console, f"{where}: another program has taken port {port}; the run goes on with port {now[where]}")
     return moved
-
-
-def processes_left(run_dir: Path) -> list[int]:
-    """Processes that write their output into the run's logs: those of an earlier launch that have not ended."""
-    logs = f"{run_files.logs(run_dir.resolve())}{os.sep}"
-    found = []
-    for entry in _PROC.glob("[0-9]*"):
-        try:
-            if os.readlink(entry / "fd" / "2").startswith(logs):
-                found.append(int(entry.name))
-        except OSError:
-            continue  # it has ended, or belongs to another user
-    return sorted(found)
 
 
 RELEASE_S = 5.0  # beyond launch.stop_grace_s: for the processes of a launch that is ending

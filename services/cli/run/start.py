@@ -200,8 +200,8 @@ def _make_run(recipe: Recipe, run_dir: Path, console: Console) -> None:
     except KeyboardInterrupt:
         raise Interrupted("stopped during the warm start; start it again and it begins anew") from None
     finally:
+        processes.stop(stop.again())
         stop.restore()
-        processes.stop()
 
 
 def _save_once(recipe: Recipe, run_dir: Path) -> None:
@@ -244,5 +244,5 @@ def _watch(spec: ProcessSpec, keys: Path | None, recipe: Recipe, directory: Path
     except KeyboardInterrupt:
         raise Interrupted(f"stopped {spec.name}") from None
     finally:
+        processes.stop(stop.again())
         stop.restore()
-        processes.stop()

@@ -18,6 +18,7 @@ from services.cli.watch.warnings import failed_rollouts, journal_and_disk, maske
 from services.common.pb import account_pb2, run_pb2
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.metrics import StepKey, TrainerKey, sources_in
+from services.orchestrator.dispatch.evaluation_pass import played_by
 from services.orchestrator.stalls.facts import Cause
 
 STATE_WORDS = {
@@ -273,10 +274,11 @@ class ProgressView:
         for result in progress.evaluations[self._num_evaluations :]:
             change = _change(result.difference if result.HasField("difference") else None)
             told = f", change {change} since {result.compared_with}" if change else ""
+            named = result.name + played_by(result.name, result.versions, result.newest_versions)
             failed = f"; {failed_rollouts(result.num_failed, progress.counters)}" if result.num_failed else ""
             say(
                 self._console,
-                f"evaluation {result.name}: {result.mean_reward:.3f} over {result.num_trajectories}{told}{failed}",
+                f"evaluation {named}: {result.mean_reward:.3f} over {result.num_trajectories}{told}{failed}",
                 "bold yellow" if failed else None,
             )
         self._num_evaluations = len(progress.evaluations)

@@ -119,33 +119,35 @@ def _check_teacher_is_served(student: str, teacher: str, where: str, inference: 
 
 
 def with_default_budgets(tree: Any) -> Any:
-    """The tree of a recipe with a budget that leaves room for a prompt in each way of sampling that names none.
+    """The tree of a recipe with a budget in each way of sampling that names none.
 
-    A context of up to 2048 tokens gets half of it, because the default of 1024 would leave no room, or little.
+    Training: half of a context of up to 2048 tokens, because the default of 1024 would leave no room for a prompt, or
+    little. Evaluation: the budget of training.
     """
-    policies = tree.get("policies") if isinstance(tree, Mapping) else None
-    sections = (
-        [policy.get("model") for policy in (policies or {}).values() if isinstance(policy, Mapping)]
-        if isinstance(policies, Mapping)
-        else []
-    )
+    if not isinstance(tree, Mapping):
+        return tree
+    policies = tree.get("policies")
+    named = policies.values() if isinstance(policies, Mapping) else ()
+    sections = [policy.get("model") for policy in named if isinstance(policy, Mapping)]
     contexts = [model.get("context_length") for model in sections if isinstance(model, Mapping)]
     smallest = min((context for context in contexts if type(context) is int and context >= 8), default=None)
-    if smallest is None or smallest // 2 >= DEFAULT_NEW_TOKENS:
-        return tree
 
-    def filled(section: Any) -> Any:
+    def filled(section: Any, budget: Any) -> Any:
         known = isinstance(section, Mapping) and "max_new_tokens" not in section
-        return {**section, "max_new_tokens": smallest // 2} if known else section
+        return {**section, "max_new_tokens": budget} if known else section
 
-    filled_tree = {**tree, "sampling": filled(tree.get("sampling", {}))}
-    evaluation = tree.get("evaluation", {})
+    sampling = tree.get("sampling", {})
+    if smallest is not None and smallest // 2 < DEFAULT_NEW_TOKENS:
+        sampling = filled(sampling, smallest // 2)
+    if not isinstance(sampling, Mapping) or "max_new_tokens" not in sampling:
+        return tree
+    evaluation, samplings = tree.get("evaluation", {}), None
     if isinstance(evaluation, Mapping):
         samplings = evaluation.get("samplings", {"greedy": {"temperature": 0.0}})
-        if isinstance(samplings, Mapping):
-            named = {name: filled(section) for name, section in samplings.items()}
-            filled_tree["evaluation"] = {**evaluation, "samplings": named}
-    return filled_tree
+    if isinstance(samplings, Mapping):
+        inherited = {name: filled(section, sampling["max_new_tokens"]) for name, section in samplings.items()}
+        evaluation = {**evaluation, "samplings": inherited}
+    return {**tree, "sampling": sampling, "evaluation": evaluation}
 
 
 def check_models(

@@ -91,7 +91,7 @@ class DatasetConfig(Section):
     shuffle: bool = True
     """Draw tasks in a seeded random order, anew each pass. Evaluation never shuffles."""
     limit: int | None = Field(default=None, ge=1)
-    """Take only the first rows."""
+    """Take only the first rows; with `hold_out`, the first of those that training keeps, or that are held out."""
     hold_out: int | None = Field(default=None, ge=2)
     """Holds out every so-many-th row: training leaves these rows out, and a dataset under `data.evaluation` with the same
     rows and the same number takes these alone."""
@@ -124,6 +124,12 @@ class DatasetConfig(Section):
         if self.name is not None and self.form is not None:
             raise ValueError(f"form is {self.form!r}, and {self.name!r} has its own: leave form out")
         return self
+
+    def num_read(self, *, held_out: bool) -> int | None:
+        """How many rows the first `limit` ones are among, of those that are held out or of the others."""
+        if self.limit is None or self.hold_out is None:
+            return self.limit
+        return self.limit * self.hold_out if held_out else self.limit + (self.limit - 1) // (self.hold_out - 1)
 
 
 class SourceConfig(DatasetConfig):
@@ -295,7 +301,8 @@ class SamplingConfig(Section):
     top_k, top_p and min_p keep are recorded with every training token; log-probabilities in engine and trainer are
     taken over them."""
     max_new_tokens: int = Field(default=DEFAULT_NEW_TOKENS, ge=1)
-    """Budget of one generation (one turn). Left out, half of the smallest context where that is below 1024."""
+    """Budget of one generation (one turn). Left out, half of the smallest context where that is below 1024; in
+    `evaluation.samplings`, that of `sampling`."""
     min_new_tokens: int = Field(default=0, ge=0)
     """Stop tokens are not drawn before this many."""
 
@@ -324,11 +331,12 @@ class EvaluationConfig(Section):
     """Tasks of each dataset that they play: at each the next ones of a fixed random order, so that two in a row share none
     while there are enough. Left out, all tasks."""
     engines: int = Field(default=1, ge=1)
-    """Replicas that an evaluation during training takes for itself, with their versions pinned. With no more replicas
-    than these, it is pinned too where all its trajectories fit into `share` of the slots of one replica, which goes on
-    training beside it; else the evaluation uses that share, follows training and is not pinned."""
-    share: float = Field(default=0.25, gt=0, le=1)
-    """That share."""
+    """Replicas that an evaluation during training takes for itself, with their versions pinned, until its last task has
+    begun; training groups begin on the others. With no more replicas than these, no training group begins meanwhile."""
+    share: float | None = Field(default=None, gt=0, le=1)
+    """For an evaluation that would take all replicas: the share of their slots that it uses beside training. It is pinned
+    where all its trajectories fit into that share of one replica; else it follows training, and its versions are a range.
+    Left out, the evaluation is pinned, and training waits."""
     policies: list[str] = []
     """Policies that play in evaluation; empty means all."""
     workflow: WorkflowConfig | None = None

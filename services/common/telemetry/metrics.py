@@ -162,8 +162,10 @@ class MetricsWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
 
-    def write(self, kind: RowKind, **fields: Any) -> dict[str, Any]:
-        """Append a row and return it."""
+    def write(self, kind: RowKind, /, **fields: Any) -> dict[str, Any]:
+        """Append a row and return it. Raises ``ValueError`` for fields with a name of the row's own."""
+        if taken := fields.keys() & {"time", "kind"}:
+            raise ValueError(f"a field of a row of {kind} cannot be called {', '.join(sorted(taken))}")
         row = {"time": time.time(), "kind": str(kind), **fields}
         self._file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
         return row

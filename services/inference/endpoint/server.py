@@ -210,14 +210,14 @@ async def _refusing(request: web.Request, handler: _Handler) -> web.StreamRespon
     dialect = _dialect_of(request)
     try:
         return await handler(request)
-    except RollmillError as error:
-        status, body = dialect.refused(error)
-        return json_answer(body, status)
     except web.HTTPException as error:
         refusal = Refusal(
             status=error.status, code=error.reason.lower().replace(" ", "_"), message=_told(request, error)
         )
         return json_answer(dialect.refusal(refusal)[1], error.status)
+    except Exception as error:  # noqa: BLE001 - a script of the user's may raise anything, and the agent shows the reason
+        status, body = dialect.refused(error)
+        return json_answer(body, status)
 
 
 def _told(request: web.Request, error: web.HTTPException) -> str:

@@ -12,9 +12,8 @@ from collections.abc import Awaitable, Iterable
 from aiohttp import web
 
 from services.common.aio import ended
-from services.common.errors import RollmillError
 from services.common.text.tool_calls import OPEN
-from services.inference.endpoint.dialects.base import AnswerWriter, UnknownSessionError
+from services.inference.endpoint.dialects.base import AnswerWriter, UnknownSessionError, known
 from services.inference.endpoint.sessions import Asked, ServedSession
 from services.inference.workflows.agents.stop_text import IncrementalText, settled
 from services.inference.workflows.agents.turns import CapturedTurn
@@ -51,10 +50,10 @@ class Stream:
             events = list(self._writer.finish(turn))
             self._session.store(self._writer)  # before the client knows of the end
             await self._write(events)
-        except RollmillError as error:
+        except Exception as error:
             if self._response is None:
                 raise  # an ordinary refusal
-            await self._write(self._writer.fail(error))
+            await self._write(self._writer.fail(known(error)))
         finally:
             await ended(turn_task)
         response = await self._begun()

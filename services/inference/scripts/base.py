@@ -87,19 +87,23 @@ class Scene:
 
     def forced_ids(self, book: ScriptBook, policy: str, chat: Chat, prompt_ids: Sequence[int]) -> tuple[int, ...]:
         """The tokens of the policy's next turn, with the end of the turn."""
+        return (*chat.encode(self.text(book, policy, chat.decode(prompt_ids))), chat.end_of_turn_id)
+
+    def text(self, book: ScriptBook, policy: str, prompt: str) -> str:
+        """The text of the policy's next turn after a prompt."""
         part = part_for(book.parts, self._purpose, self._source)
         cue = Cue(
             policy=policy,
             task=self._task,
             purpose=self._purpose,
-            prompt=chat.decode(prompt_ids),
+            prompt=prompt,
             said=tuple(self._said),
             settings=part.settings,
             right_share=book.right_share,
             num_words=book.num_words,
             seed=xxhash.xxh3_64_intdigest(f"{book.seed}/{self._seed}".encode()),
         )
-        return (*chat.encode(part.script(cue)), chat.end_of_turn_id)
+        return part.script(cue)
 
     def add_turn(self, policy: str, text: str) -> None:
         """Record a policy's turn, which its budget may have cut."""

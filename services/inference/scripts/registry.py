@@ -17,11 +17,11 @@ SCRIPTS: dict[str, str] = {
     BuiltInWorkflow.ACTOR_VERIFIER: "services.inference.scripts.checkers:solve_and_verify",
     BuiltInWorkflow.AGENT_ENV: "services.inference.scripts.episodes:act",
     BuiltInWorkflow.CODEGEN_VERIFIER: "services.inference.scripts.checkers:write_and_test",
-    BuiltInWorkflow.EXTERNAL_AGENT: "services.inference.scripts.answers:speak",
+    BuiltInWorkflow.EXTERNAL_AGENT: "services.inference.scripts.tools:call_and_answer",
     BuiltInWorkflow.SINGLE_TURN: "services.inference.scripts.answers:speak",
     BuiltInWorkflow.TOOL_MATH: "services.inference.scripts.tools:call_and_answer",
     BuiltInWorkflow.TOOL_USE: "services.inference.scripts.tools:call_and_answer",
-    BuiltInWorkflow.VERIFIERS: "services.inference.scripts.answers:speak",
+    BuiltInWorkflow.VERIFIERS: "services.inference.scripts.tools:call_and_answer",
 }
 
 

@@ -1,4 +1,4 @@
-r"""``tool_use`` and ``tool_math``: one tool call, then the answer.
+r"""``tool_use``, ``tool_math`` and agents over the endpoint: one tool call, where the prompt lists tools, then the answer.
 
 A tool that runs Python computes the answer. Any other tool, of an MCP server or of the recipe's own modules, is taken from
 the list in the prompt and called with arguments that its schema asks for. One call in four fails on purpose, so that
@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from services.inference.scripts.answers import value, written
+from services.inference.scripts.answers import answer, value, written
 from services.inference.scripts.base import Cue
 from services.inference.scripts.words import reasoning
 
@@ -20,13 +20,11 @@ _FAILING_SHARE = 0.25
 
 def call_and_answer(cue: Cue) -> str:
     right = cue.is_right()
-    code = _code(cue, value(cue, right=right))
-    call = _call(cue, code)
-    if not cue.said and call is not None and cue.settings.max_turns > 1:
+    final = answer(cue, right=right)  # also of a first turn: a row without a reference is refused at once
+    if not cue.said and getattr(cue.settings, "max_turns", 2) > 1 and (call := _call(cue, right)) is not None:
         return f"{reasoning(cue)}<tool_call>{call}</tool_call>"
-    final = written(cue, value(cue, right=right))
     tag = getattr(cue.settings, "answer_tag", "")
-    return reasoning(cue) + (f"<{tag}>{final}</{tag}>" if tag else final)
+    return reasoning(cue) + f"<{tag}>{written(cue, value(cue, right=right))}</{tag}>" if tag else final
 
 
 def _code(cue: Cue, text: str) -> str:
@@ -34,17 +32,20 @@ def _code(cue: Cue, text: str) -> str:
 
 
 def _fails(cue: Cue) -> bool:
-    return cue.random("failing").random() < _FAILING_SHARE
+    """Never for an agent's own tools: the agent may trust their schema."""
+    return hasattr(cue.settings, "tools") and cue.random("failing").random() < _FAILING_SHARE
 
 
-def _call(cue: Cue, code: str) -> str | None:
-    """The text between the tags; None if the prompt lists no tool."""
-    if cue.settings.format == "code":
+def _call(cue: Cue, right: bool) -> str | None:
+    """The text between the tags; None if the prompt lists no tool. Settings of other workflows name no tools."""
+    tools = getattr(cue.settings, "tools", ())
+    code = _code(cue, value(cue, right=right)) if "answer" in cue.task.data else "print(1)"
+    if getattr(cue.settings, "format", "") == "code":
         return code
-    if "python_code_with_standard_io" in cue.settings.tools:
+    if "python_code_with_standard_io" in tools:
         arguments = {"code": code, "input": ""}
         return json.dumps({"name": "python_code_with_standard_io", "arguments": arguments})
-    if "jupyter_code" in cue.settings.tools:
+    if "jupyter_code" in tools:
         return json.dumps({"name": "jupyter_code", "arguments": {"code": code}})
     listed = _listed(cue.prompt)
     if not listed:

@@ -21,7 +21,7 @@ from services.common.records.types import Purpose, StopReason, Task
 from services.common.telemetry.metrics import RolloutKey
 from services.inference.workflows.base import Outcome, WorkflowContext
 from services.inference.workflows.conversation import Conversation
-from services.inference.workflows.prompts import PromptSettings
+from services.inference.workflows.prompts import PromptSettings, with_instruction
 
 
 class AgentEnvSettings(PromptSettings):
@@ -99,7 +99,7 @@ class AgentEnv:
 
     def _begin(self, observation: str, context: WorkflowContext) -> Conversation:
         settings = self._settings
-        messages = [{"role": "user", "content": observation + settings.instruction}]
+        messages = [{"role": "user", "content": with_instruction(observation, settings.instruction)}]
         if settings.system:
             messages.insert(0, {"role": "system", "content": settings.system})
         return Conversation(

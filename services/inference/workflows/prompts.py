@@ -22,7 +22,8 @@ class PromptSettings(Section):
     system: str | None = None
     """System turn before a prompt that has none."""
     instruction: str = ""
-    """Text after the last user turn, such as " Reason step by step and put the answer into \\boxed{}."."""
+    """Text after the last user turn, such as "Reason step by step and put the answer into \\boxed{}.". It follows after a
+    blank line, unless one of them has white space there already, or it begins with a mark that goes on with the turn."""
     thinking: bool | None = None
     """Turn the thinking of the chat template on or off, if supported (Qwen3); left out, the template's default."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
@@ -48,9 +49,18 @@ def build_messages(settings: PromptSettings, task: Task, system_suffix: str = ""
     if settings.instruction:
         if not messages or not isinstance(messages[-1].get("content"), str):
             raise DatasetError(f"task {task.task_id}: the instruction needs a last message with text")
-        last = {**messages[-1], "content": messages[-1]["content"] + settings.instruction}
-        messages = [*messages[:-1], last]
+        messages = with_last_text(messages, with_instruction(messages[-1]["content"], settings.instruction))
     return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def with_instruction(text: str, instruction: str) -> str:
+    r"""The text of a turn with the instruction after it, and a blank line between words that would touch.
+
+    >>> with_instruction("2 + 2?", "Answer with a number."), with_instruction("2 + 2", " = ?")
+    ('2 + 2?\n\nAnswer with a number.', '2 + 2 = ?')
+    """
+    are_glued = text[-1:].strip() and instruction[:1].strip() and instruction[0] not in ".,;:!?)"
+    return f"{text}\n\n{instruction}" if are_glued else text + instruction
 
 
 def _with_starter_code(messages: list[Message], task: Task) -> list[Message]:

@@ -2,13 +2,14 @@
 
 Invariant: the denominator never shrinks: a failed rollout has a score (``evaluation.failed_reward``) and is reported.
 
-Each pass is on pinned weight versions where that delays no training. ``Evaluators`` chooses its replicas so that training
-continues:
+Each pass is on pinned weight versions, unless ``evaluation.share`` puts training first. ``Evaluators`` chooses its
+replicas:
 
     no training                  -> every replica, pinned to the newest versions
     spare replicas               -> ``evaluation.engines`` whole replicas, pinned to their held versions; training elsewhere
-    none spare, the pass fits    -> a share of one replica's slots, pinned: the whole pass at once, beside training
-    none spare, too large        -> a share of the slots, following training: ``pinned: false``, with the range of versions
+    none spare                   -> the same: training groups begin again after the last task of the pass
+    none spare, with a share     -> a pass that fits into ``evaluation.share`` of one replica: the same; a larger one: that
+                                    share of the slots, following training: ``pinned: false``, with the range of versions
 
 A pinned replica takes no newer version and no new training group until the evaluation has issued its last task; the
 replica finishes its running work. So one replica is held for the duration of its longest rollouts, not for a queue of
@@ -155,6 +156,15 @@ class Evaluations:
                     policies=policies,
                 )
 
+    def skip(self, repeats: Callable[[EvaluationPass], bool]) -> list[EvaluationPass]:
+        """Forget the unfinished passes of training steps that ``repeats`` another one, and return them."""
+        return [self._passes.pop(p.name) for p in self if step_of(p.evaluation_id) and repeats(p)]
+
+    def newest_step(self) -> int:
+        """The newest training step with an evaluation, begun or finished; 0 before the first."""
+        names = [*self.results, *self._passes]
+        return max((step_of(name.partition("/")[0]) or 0 for name in names), default=0)
+
     def finished(self, evaluation_id: str) -> bool:
         return all(name in self.results for name in self.names_of(evaluation_id))
 
@@ -295,20 +305,32 @@ class Evaluators:
 
     def place(self, current: EvaluationPass, training: bool) -> str:
         """Decide the replicas of an undecided pass; returns the missing condition, empty when decided."""
-        if current.pinned is None and training and not self._adopt_sibling(current):
-            return self._choose(current)
-        if current.pinned is None:  # training is over: possibly no replica holds the requested versions
+        awaits = current.pinned is None and (training or self.may_come(current))
+        if awaits and not self._adopt_sibling(current):
+            return self._choose(current, training)
+        if current.pinned is None:  # training is over, and no replica will hold the requested versions
             newest = {policy: max(number, self._newest(policy)) for policy, number in current.wanted.items()}
             current.versions, current.pinned, current.awaited = newest, True, frozenset()
         if not current.pinned:
             return ""
-        comes_to_all = all(number >= self._newest(policy) for policy, number in current.versions.items())
-        if comes_to_all and not training:
+        if self._is_newest(current) and not training:
             current.evaluators = frozenset()
         elif not any(self._pool.get(name) is not None for name in current.evaluators):
             holders = self._workers(current, lambda shelf: self._holds(shelf.held, current, current.versions))
             current.evaluators = frozenset(holders[: self._config.engines])
         return ""
+
+    def repeats_the_end(self, current: EvaluationPass) -> bool:
+        """Whether a pass, after training, would be played by the newest versions."""
+        return not self.may_come(current) if current.pinned is None else not current.pinned or self._is_newest(current)
+
+    def _is_newest(self, current: EvaluationPass) -> bool:
+        return all(number >= self._newest(policy) for policy, number in current.versions.items())
+
+    def may_come(self, current: EvaluationPass) -> bool:
+        """Whether a replica holds the requested versions or older ones, so that they may still be evaluated."""
+        helds = (shelf.held for shelf in self._pool.free.shelves() if _serves(shelf.held, current))
+        return any(all(held[p].number <= number for p, number in current.wanted.items()) for held in helds)
 
     def freest(self, current: EvaluationPass, num_slots: int) -> Replica | None:
         """The replica for the next task group of this pass, with the most free slots of those that can."""
@@ -328,8 +350,9 @@ class Evaluators:
         return None if name is None else self._pool.get(name)
 
     def reserved(self) -> frozenset[str]:
-        """Replicas without training groups, because an evaluation still has tasks for them."""
-        return frozenset().union(*(current.evaluators for current in self._evaluations if current.has_left))
+        """Replicas without training groups, because an evaluation has tasks for them that may begin."""
+        waiting = (current for current in self._evaluations if current.has_left and self._evaluations.has_room(current))
+        return frozenset().union(*(current.evaluators for current in waiting))
 
     def pinned_version(self, replica: Replica, policy: str) -> int | None:
         """The version that the replica keeps for an evaluation, also between two of its tasks."""
@@ -345,10 +368,11 @@ class Evaluators:
                 return current.wanted.get(policy)
         return None
 
-    def _choose(self, current: EvaluationPass) -> str:
+    def _choose(self, current: EvaluationPass, training: bool) -> str:
         able = [shelf for shelf in self._pool.free.shelves() if _serves(shelf.held, current)]
         is_few = sum(len(shelf.places) for shelf in able) <= self._config.engines
-        if is_few and not any(self._fits_at_once(name, current) for shelf in able for _, name in shelf.places):
+        share = self._config.share if training else None
+        if is_few and share and not any(self._fits(name, current, share) for shelf in able for _, name in shelf.places):
             current.pinned, current.versions, current.awaited = False, current.wanted, frozenset()
             return ""
         policies = tuple(current.wanted)
@@ -401,11 +425,12 @@ class Evaluators:
         return _serves(held, current) and self._may_play(held, versions, current.policies)
 
     def _within_share(self, alike: ShelfKey, num_slots: int) -> bool:
-        return alike.num_evaluating + num_slots <= max(num_slots, self._config.share * alike.num_slots)
+        share = self._config.share or 1.0  # of a pass that began in a process with a share
+        return alike.num_evaluating + num_slots <= max(num_slots, share * alike.num_slots)
 
-    def _fits_at_once(self, name: str, current: EvaluationPass) -> bool:
+    def _fits(self, name: str, current: EvaluationPass, share: float) -> bool:
         replica = self._pool.get(name)
-        return replica is not None and current.num_trajectories <= self._config.share * replica.num_slots
+        return replica is not None and current.num_trajectories <= share * replica.num_slots
 
 
 def _serves(held: Mapping[str, Held], current: EvaluationPass) -> bool:

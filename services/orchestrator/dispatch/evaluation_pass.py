@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from services.common.finite import finite
 from services.common.records.types import Sampling, Trajectory
 from services.orchestrator.buffer.assembly import MOST_ROLES, OTHER_ROLES
+from services.orchestrator.dispatch.threshold import step_of
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.state.groups import Outcome
 from services.orchestrator.state.scores import DatasetScore, compared, overall, overall_difference
@@ -21,6 +22,23 @@ def kind_of(name: str) -> str:
     'greedy/model0'
     """
     return name.partition("/")[2]
+
+
+def played_by(name: str, versions: Mapping[str, int], newest: Mapping[str, int]) -> str:
+    """The versions of an evaluation in words, where they are not the one of the step that it names; else empty.
+
+    >>> played_by("step-4/greedy", {"a": 4}, {"a": 8}), played_by("step-4/greedy", {"a": 4}, {"a": 4})
+    (' (versions 4 to 8)', '')
+    >>> played_by("step-4/greedy", {"a": 4, "b": 5, "frozen": 0}, {"a": 4, "b": 5, "frozen": 0})
+    ' (b version 5)'
+    """
+    step, told = step_of(name.partition("/")[0]), []
+    for policy, oldest in sorted(versions.items()):
+        last = newest.get(policy, oldest)
+        if oldest != last or (step is not None and oldest not in (0, step)):  # 0 also of a policy that is not trained
+            words = f"version {oldest}" if oldest == last else f"versions {oldest} to {last}"
+            told.append(f"{policy} {words}" if len(versions) > 1 else words)
+    return f" ({', '.join(told)})" if told else ""
 
 
 @dataclass(slots=True, kw_only=True)

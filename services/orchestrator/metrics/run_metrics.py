@@ -52,7 +52,7 @@ class RunMetrics:
         self.num_dropped = 0
         self._board = EventFile(run_files.tensorboard(run_dir)) if tensorboard else None
 
-    def _row(self, kind: RowKind, **values: Any) -> None:
+    def _row(self, kind: RowKind, /, **values: Any) -> None:
         try:
             row = self._rows.write(kind, **values)
             scalars = scalars_of(row)
@@ -92,8 +92,8 @@ class RunMetrics:
         self._row(RowKind.THRESHOLD, **asdict(state))
 
     def summary(self, summary: Mapping[str, Any]) -> None:
-        """Written again by a restart when missing."""
-        self._row(RowKind.SUMMARY, **summary)
+        """Written again by a restart when missing. The row has the shares of time under the key of the accounts."""
+        self._row(RowKind.SUMMARY, **{"shares" if key == "time" else key: value for key, value in summary.items()})
         target = run_files.summary(self._run_dir)
         partial = target.with_suffix(".json.partial")
         try:

@@ -65,6 +65,7 @@ def open_source(
     Raises:
         DatasetError: the dataset is missing, or has no usable row; with the first reasons and their row numbers.
     """
+    config = config.model_copy(update={"limit": config.num_read(held_out=evaluates)})
     if config.name is not None:
         return _from_catalogue(config, config.name, required, evaluates)
     rows = _rows(config, seed)
@@ -110,9 +111,8 @@ def _split(rows: RawRows, config: DatasetConfig, evaluates: bool) -> RawRows:
         return rows
     found = HeldOutRows(rows, config.hold_out, held_out=evaluates)
     if not len(found):
-        limited = f" (limit {config.limit})" if config.limit is not None else ""
         raise DatasetError(
-            f"{rows.name} has {len(rows)} rows{limited}, and hold_out {config.hold_out} leaves none: write a smaller number, or "
+            f"{rows.name} has {len(rows)} rows, and hold_out {config.hold_out} leaves none: write a smaller number, or "
             "hold_out: null where a recipe above sets it"
         )
     return found

@@ -48,7 +48,6 @@ class OtlpSink:
             {"service.name": "rollmill", "rollmill.run": facts.run_id, "rollmill.recipe": facts.project}
         )
         self._run_id = facts.run_id
-        self._newest_s = 0.0  # time of the newest row that has one
         self._metrics = OTLPMetricExporter(timeout=SEND_TIMEOUT_S)
         self._spans = OTLPSpanExporter(timeout=SEND_TIMEOUT_S)
 
@@ -80,9 +79,7 @@ class OtlpSink:
 
     def _spans_of(self, row: Row) -> Iterator[ReadableSpan]:
         kind = row["kind"]
-        if kind != RowKind.SUMMARY:  # its ``time`` is where the time of the run went
-            self._newest_s = row["time"]
-        end_s = self._newest_s
+        end_s = row["time"]
         if kind == RowKind.TRAINING_STEP:
             about = {"policy": row["policy"], "step": row["step"]}
             about |= {

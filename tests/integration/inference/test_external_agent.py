@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from services.inference.workflows.agents.agent_command import AgentFailedError, 
 from services.inference.workflows.base import Outcome
 from services.inference.workflows.registry import build_workflow
 from tests.documented import blocks
-from tests.integration.inference.endpoint_peers import context_of, serving
+from tests.integration.inference.endpoint_peers import client_of, context_of, serving, session_of
 from tests.running import is_running
 from tests.unit.inference.fakes import make_task, served_policy
 from tests.waiting import WAIT_S, until
@@ -130,6 +131,24 @@ async def test_an_agent_that_fails_is_no_reward(
 async def test_what_broke_under_an_agent_is_no_reward_whatever_it_returns(server: EndpointServer) -> None:
     with pytest.raises(InfrastructureError):
         await play(server, {"agent": f"{HERE}:forgiving"}, ["42"], broken=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_behind_the_endpoint_tells_the_agent_its_reason_and_place(
+    server: EndpointServer, stream: bool
+) -> None:
+    class Broken:
+        async def generate(self, request: Any) -> Any:
+            raise AttributeError("'Settings' object has no attribute 'format'")
+
+    policy = replace(await served_policy(["42"]), engine=Broken())  # type: ignore[arg-type]
+    with server.opened(session_of(policy)) as session:
+        async with client_of(server, session) as client:
+            with pytest.raises(openai.InternalServerError) as told:
+                await client.chat.completions.create(
+                    model="default", messages=[{"role": "user", "content": "go"}], stream=stream
+                )
+    assert "has no attribute 'format'" in str(told.value) and f"{__file__}:" in str(told.value)
 
 
 PROGRAM = """

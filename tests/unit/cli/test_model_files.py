@@ -129,3 +129,29 @@ def test_a_model_directory_that_holds_a_gguf_too_is_taken(tmp_path: Path) -> Non
     model = save_model(tmp_path / "model")
     (model / "model.gguf").write_bytes(b"GGUF")
     assert model_problems(recipe(model)) == []
+
+
+def test_a_directory_of_a_run_is_answered_with_its_models_or_the_command_that_makes_one(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "mine"
+    (run / "checkpoints" / "model0" / "step_000003" / "model").mkdir(parents=True)
+    (run / "checkpoints" / "model0" / "step_000003" / "model" / "config.json").write_text("{}")
+    (run / "recipe.json").write_text("{}")
+
+    def told(path: Path) -> str:
+        (problem,) = model_problems(recipe(path))
+        return problem
+
+    for path in (run, run / "checkpoints", run / "checkpoints" / "model0" / "step_000003"):
+        assert f"`rollmill export {run}` makes of a checkpoint" in told(path)
+    half = run / "checkpoints" / "model0" / "step_000003" / "model"
+    (half / "tokenizer_config.json").write_text("{}")
+    assert "holds no weights" in told(half) and f"rollmill export {run}" in told(half)
+    for policy in ("model0", "model1"):
+        save_model(run / "export" / policy)
+    both = f"write {run}/export/model0 or {run}/export/model1"
+    assert both in told(run) and both in told(run / "export")
+    (run / "export" / "an-adapter").mkdir()
+    (run / "export" / "an-adapter" / "adapter_config.json").write_text("{}")
+    assert f"`rollmill export {run}` makes" in told(run / "export" / "an-adapter")
+    assert "a Hugging Face model directory or a hub name" in told(tmp_path)
+    assert model_problems(recipe(run / "export" / "model0")) == []

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
 
-from services.cli.inspect.pictures.panels import PANELS, SECONDS, STEP, TOKENS
+from services.cli.inspect.pictures.panels import PANELS, SECONDS, STEP, TOKENS, newest_version
 from services.cli.inspect.pictures.runs import plot_runs
 from services.cli.inspect.pictures.seeds import Points, band, grouped
 from services.cli.inspect.pictures.time import kind_of
@@ -102,6 +102,11 @@ def test_evaluations_are_points_without_a_line(tmp_path: Path, monkeypatch: pyte
     assert drawn[0]["yerr"] == [[pytest.approx(0.1)], [pytest.approx(0.2)]]
 
 
+def test_an_evaluation_of_several_versions_stands_at_the_newest() -> None:
+    found = {"versions": {"frozen": 0, "model0": 3}, "newest_versions": {"frozen": 0, "model0": 8}}
+    assert newest_version(found) == 8
+
+
 @pytest.mark.parametrize(("num_rows", "style"), [(3, "o-"), (30, "-")])
 def test_a_throughput_of_few_rows_shows_them_as_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_rows: int, style: str
@@ -176,6 +181,8 @@ def test_the_headline_names_samplings_before_and_after() -> None:
     flat = headline(summary)
     assert (flat["greedy_before"], flat["greedy_after"], flat["max_staleness"]) == (0.01, 0.9, 1)
     assert (flat["greedy/model0/solver/0_after"], flat["greedy/model1/verifier/0_after"]) == (0.8, 1.0)
+    told = headline(summary, short=True)
+    assert (told["greedy/model0/solver_after"], told["greedy/model1/verifier_after"]) == (0.8, 1.0)
     assert (flat["cores"], flat["load"]) == (2, 0.5), "no figure is read without them"
     assert "greedy/model0/agent/0_before" not in flat, "one role says nothing more"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from services.cli.console.errors import StopSignal
 from services.cli.plan.specs import ProcessSpec
 from services.cli.run.launch import _write_pids
 from services.cli.run.processes import Processes
@@ -151,6 +152,36 @@ def test_stop_kills_no_later_process_with_the_number_of_one_that_has_left(proces
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(0.1)
         other.kill()
+
+
+def test_a_second_signal_kills_all_groups_at_once_and_names_them(tmp_path: Path) -> None:
+    stop = StopSignal()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        asked_again = stop.again()
+        assert not asked_again()
+        processes = Processes(tmp_path, max_restarts=0, stop_grace_s=600.0)
+        child = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
+        busy = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); {child}; print('up', flush=True); time.sleep(600)"
+        processes.start(spec("busy", busy))
+        processes.start(spec("quick", "import time; time.sleep(600)"))
+        log = tmp_path / "logs" / "busy.stderr"
+        wait_until(lambda: log.exists() and "up" in log.read_text(), "the process and its child")
+        pids, grandchild = processes.pids(), int(log.read_text().split()[0])
+        polls = 0
+
+        def at_once() -> bool:
+            nonlocal polls
+            polls += 1
+            if polls == 20:
+                os.kill(os.getpid(), signal.SIGINT)  # raises nothing by now
+            return asked_again()
+
+        assert processes.stop(at_once) == {"busy": pids["busy"]}, "the other one ended by itself"
+        wait_until(lambda: not any(map(is_running, [*pids.values(), grandchild])), "the end of all")
+    finally:
+        stop.restore()
 
 
 def test_children_leave_with_a_launcher_that_was_killed(tmp_path: Path) -> None:

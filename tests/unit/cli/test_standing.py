@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from services.cli.__main__ import app
+from services.cli.inspect.checkpoints.found import checkpoints_directory
 from services.cli.inspect.run_state import launcher_lock
 from services.cli.inspect.standing import INTERRUPTED, NOT_BEGUN, RUNNING, newest_run, standing
+from services.cli.watch.progress_view import ProgressView
+from services.common.checkpoints.directory import path_of
 from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.errors import ConfigError, InfrastructureError
+from services.common.pb import run_pb2
 from services.common.telemetry.metrics import MetricsWriter, RowKind
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -65,6 +73,48 @@ def test_a_run_without_processes_is_interrupted_and_tells_how_to_go_on(run_dir: 
     assert "model0 step 4/170, rollout reward 0.400" in told
     assert "start/greedy: 0.200" in told and "step-3/greedy: 0.400" in told
     assert f"rollmill run --resume {run_dir}" in told
+
+
+def test_processes_that_outlived_their_launcher_are_named(run_dir: Path) -> None:
+    train(run_dir, 4)
+    (run_dir / "logs").mkdir()
+    with (run_dir / "logs" / "trainer-model0.stderr").open("w") as log:
+        trainer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stderr=log)
+    try:
+        told = "\n".join(standing(run_dir).lines())
+        assert f"still run: {trainer.pid}" in told and "no process of it runs" not in told
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert "no process of it runs" in "\n".join(standing(run_dir).lines())
+
+
+def test_a_checkpoint_beyond_the_last_published_version_counts_as_trained(run_dir: Path) -> None:
+    train(run_dir, 2)
+    path_of(checkpoints_directory(run_dir, "model0"), 3).mkdir(parents=True)
+    found = standing(run_dir)
+    assert (found.steps, found.checkpoints) == ({"model0": 3}, {"model0": 3})
+    assert "model0 step 3/170" in "\n".join(found.lines())
+
+
+def test_an_evaluation_of_other_versions_than_its_step_says_so_in_the_status_and_the_line(run_dir: Path) -> None:
+    (run_dir / "metrics").mkdir()
+    writer = MetricsWriter(run_dir / "metrics" / "orchestrator.jsonl")
+    versions = {"start": (0, 0), "step-4": (4, 8), "step-8": (8, 8)}
+    progress = run_pb2.RunProgress()
+    for name, (oldest, newest) in versions.items():
+        played = {"versions": {"model0": oldest}, "newest_versions": {"model0": newest}}
+        writer.write(RowKind.EVALUATION, name=f"{name}/{name}", mean_reward=0.2, **played)
+        progress.evaluations.add(name=f"{name}/greedy", mean_reward=0.2, num_trajectories=5, **played)
+    writer.close()
+    told = "\n".join(standing(run_dir).lines())
+    assert "step-4/step-4 (versions 4 to 8): 0.200" in told and "start/start: 0.200" in told
+    assert "step-8/step-8: 0.200" in told
+    output = io.StringIO()
+    with ProgressView(Console(file=output, width=200), "run") as view:
+        view.show(progress)
+    assert "evaluation step-4/greedy (versions 4 to 8): 0.200 over 5" in output.getvalue()
+    assert "evaluation step-8/greedy: 0.200 over 5" in output.getvalue()
 
 
 def test_a_run_whose_launcher_lives_is_running(run_dir: Path) -> None:

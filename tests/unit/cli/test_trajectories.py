@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ import orjson
 import pytest
 from rich.console import Console
 
-from services.cli.inspect.trajectories import Wanted, read_trajectories, show
+from services.cli.inspect.trajectories import Wanted, load_tokenizer, read_trajectories, show
+from services.cli.inspect.turns import Marks, marks_of
 from services.common.errors import ConfigError
 from services.common.records.types import TaskGroupOrder
 from tests.unit.inference.fakes import qwen_like_tokenizer
@@ -167,3 +169,17 @@ def test_a_long_or_hostile_answer_is_cut_and_printable(
     told = shown(monkeypatch, "/gone/model", {**row(7), "issue": issue})
     assert "…" in told and len(told) < 3000
     assert not [c for c in told if c != "\n" and (c < " " or "\x7f" <= c < "\xa0")]
+
+
+@pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast"])
+def test_the_quick_way_to_a_tokenizer_gives_the_text_of_the_one_that_the_run_has(tmp_path: Path, kind: str) -> None:
+    from services.common.text.huggingface import load_tokenizer as of_the_run
+    from services.common.tiny.models import build
+
+    build(tmp_path, seed=1)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tokenizer_class": kind}))
+    quick, whole = load_tokenizer("model0", str(tmp_path)), of_the_run(tmp_path)
+    ids = whole("Hello  world, été 12.5 'x' <think> \n\n ok <|im_end|>", add_special_tokens=False).input_ids
+    assert quick.decode(ids) == whole.decode(ids) and "été" in quick.decode(ids)
+    assert marks_of(quick) == marks_of(whole) != Marks({}, ())

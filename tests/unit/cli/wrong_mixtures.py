@@ -78,8 +78,6 @@ MIXTURES = [
     Wrong("band without its curation", ("pass_rate is", "curation accept_all does not read it", "pass_rate"), {"data.pass_rate": [0.2, 0.8]}),
     Wrong("hold out more than there is", ("data.evaluation.h", "12 rows", "hold_out 50 leaves none"),
           {"data.evaluation": {"h": {**GOOD_SOURCE, "hold_out": 50}}}),
-    Wrong("hold out more than the limit leaves", ("data.evaluation.h", "has 3 rows (limit 3)", "hold_out: null"),
-          {"data.evaluation": {"h": {**GOOD_SOURCE, "limit": 3, "hold_out": 5}}}),
     Wrong("hold out every row", ("data.train.hold_out", "greater than or equal to 2"), {f"{TRAIN}.hold_out": 1}),
     Wrong("exhausted after 0", ("data.exhausted_after", "greater than or equal to 1"), {"data.exhausted_after": 0}),
 ]  # fmt: skip

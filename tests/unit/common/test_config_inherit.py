@@ -116,7 +116,18 @@ def test_the_default_budget_of_a_turn_leaves_room_for_a_prompt(tmp_path: Path, c
 def test_a_budget_that_is_written_stays(tmp_path: Path) -> None:
     overrides = ["policies.model0.model.context_length=64", "sampling.max_new_tokens=60"]
     recipe = load_recipe(write(tmp_path, PARENT), overrides, {})
-    assert (recipe.sampling.max_new_tokens, recipe.evaluation.samplings["greedy"].max_new_tokens) == (60, 32)
+    assert (recipe.sampling.max_new_tokens, recipe.evaluation.samplings["greedy"].max_new_tokens) == (60, 60)
+
+
+@pytest.mark.parametrize("context", [128, 4096])
+def test_an_evaluation_that_names_no_budget_has_that_of_training(tmp_path: Path, context: int) -> None:
+    def budgets(*overrides: str) -> list[int]:
+        given = [f"policies.model0.model.context_length={context}", "sampling.max_new_tokens=20", *overrides]
+        return [s.max_new_tokens for s in load_recipe(write(tmp_path, PARENT), given, {}).evaluation.samplings.values()]
+
+    assert budgets() == [20]
+    assert budgets("evaluation.samplings={a: {}, b: {temperature: 1.0}}") == [20, 20]
+    assert budgets("evaluation.samplings.greedy.max_new_tokens=30") == [30]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from services.common.telemetry.metrics import MetricsWriter
+from services.common.telemetry.metrics import MetricsWriter, RowKind
 
 
 def test_rows_are_readable_at_once_and_appended_to(tmp_path: Path) -> None:
@@ -32,3 +33,12 @@ def test_a_number_that_json_lacks_is_null(tmp_path: Path) -> None:
     writer.write("step", loss=float("nan"))
     writer.close()
     assert json.loads((tmp_path / "m.jsonl").read_text())["loss"] is None
+
+
+@pytest.mark.parametrize("name", ["time", "kind"])
+def test_no_field_replaces_what_every_row_has(tmp_path: Path, name: str) -> None:
+    writer = MetricsWriter(tmp_path / "m.jsonl")
+    with pytest.raises(ValueError, match=f"cannot be called {name}"):
+        writer.write(RowKind.SUMMARY, **{name: {"replica/a": 1.0}})
+    writer.close()
+    assert (tmp_path / "m.jsonl").read_bytes() == b""

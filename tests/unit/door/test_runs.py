@@ -15,6 +15,7 @@ import rollmill
 from rollmill.runs import Rows, settings_of
 from services.common.config.reading.loading import save_resolved, validate
 from tests.integration.inference.peers import scripted_recipe
+from tests.unit.orchestrator.trackers.rows import write_run
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="ascii"), max_size=20),
@@ -84,3 +85,13 @@ def test_a_run_is_refused_outside_the_main_thread() -> None:
 def test_a_recipe_that_cannot_run_is_refused_with_its_keys() -> None:
     with pytest.raises(rollmill.ConfigError, match=r"run\.stepz"):
         rollmill.run(Path(__file__).parents[3] / "recipes" / "quickstart", run={"stepz": 3})
+
+
+def test_the_time_of_every_row_of_a_finished_run_is_a_number(tmp_path: Path) -> None:
+    save_resolved(validate(scripted_recipe(), source="test"), tmp_path)
+    write_run(tmp_path)
+    run = rollmill.Run(tmp_path)
+    rows = list(run.metrics())
+    assert rows[-1]["kind"] == "summary" and rows[-1]["shares"] == {"replica/a": {"generating": 1.0}}
+    assert run.metrics().arrow().column("time").to_pylist() == [row["time"] for row in rows]
+    assert all(isinstance(row["time"], float) for row in rows)

@@ -119,6 +119,8 @@ async def test_the_instruction_stands_after_the_first_observation_and_the_system
     outcome = await play(["go"], Corridor(), instruction=" Act!", system="You are brave.")
     prompt = qwen_like_chat().decode(outcome.sequences[0].segments[0].token_ids.tolist())
     assert "You are brave." in prompt and "a corridor Act!" in prompt
+    outcome = await play(["go"], Corridor(), instruction="Act!")
+    assert "a corridor\n\nAct!" in qwen_like_chat().decode(outcome.sequences[0].segments[0].token_ids.tolist())
 
 
 @pytest.mark.parametrize("settings", [{"max_turns": 2}, {"max_response_tokens": 20}])

@@ -243,6 +243,27 @@ async def test_a_tool_that_runs_no_code_is_called_as_the_prompt_lists_it() -> No
     assert failed == [float(not arguments) for arguments in given]
 
 
+def test_an_agent_of_ones_own_with_tools_gets_a_call_by_any_script_of_tools_and_then_the_answer() -> None:
+    schema = {"properties": {"a": {"type": "integer"}, "city": {"enum": ["Ulm"]}}, "required": ["a", "city"]}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    listed = f"<tools>\n{json.dumps(tool)}\n</tools>"
+    config = WorkflowConfig(name="external_agent", settings={"agent": "tests.unit.inference.test_scripts:convert"})
+    for script in (None, "external_agent", "tool_use", "tool_math", "verifiers"):
+        book = load_scripts(ForcedEngineConfig(script=script), recipe(config))
+        for row, right in ((MATH, r"\boxed{42}"), ({"problem": "p", "solution": "so"}, "so"), (STDIN, "```python")):
+            scenes = [Scene(Task(task_id="t", data=dict(row)), Purpose.TRAIN, seed) for seed in range(20)]
+            answers = [right in scene.text(book, "model0", "What?") for scene in scenes]
+            assert any(answers) and (right == "```python" or not all(answers)), "no tools: it answers at once"
+            for scene in scenes:
+                call = find_call(scene.text(book, "model0", listed))
+                assert isinstance(call, str)
+                assert json.loads(call) == {"name": "look", "arguments": {"a": 1, "city": "Ulm"}}
+                scene.add_turn("model0", call)
+                assert find_call(scene.text(book, "model0", listed)) is None
+        with pytest.raises(DatasetError, match="has no reference for a scripted policy"):
+            Scene(Task(task_id="t", data={"problem": "p"}), Purpose.TRAIN, 0).text(book, "model0", listed)
+
+
 async def test_code_between_the_tags_is_code() -> None:
     played = await play("tool_use", MATH, count=20, policy="model0", format="code")
     assert {find_call(texts[0]) for texts in played.texts} >= {"print(42)", "print(1 // 0)"}

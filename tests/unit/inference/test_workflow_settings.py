@@ -74,6 +74,10 @@ def test_a_wrong_workflow_is_refused_with_its_path_and_what_to_write(
             {"system": "s", "instruction": "!"},
             [("system", "own"), ("user", "m!")],
         ),
+        ({"question": "25 + 60?"}, {"instruction": "Number only."}, [("user", "25 + 60?\n\nNumber only.")]),
+        ({"question": "q "}, {"instruction": "Number only."}, [("user", "q Number only.")]),
+        ({"question": "q"}, {"instruction": "\nNumber only."}, [("user", "q\nNumber only.")]),
+        ({"question": "q"}, {"instruction": "\\boxed{}"}, [("user", "q\n\n\\boxed{}")]),
     ],
 )
 def test_a_row_becomes_messages(

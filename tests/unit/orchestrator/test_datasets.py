@@ -147,3 +147,26 @@ def test_a_saved_hugging_face_dataset_is_opened(tmp_path: Path) -> None:
     assert [json.loads(json.dumps(source[i].data)) for i in range(2)] == [{"question": "a"}, {"question": "b"}]
     with pytest.raises(DatasetError, match="does not exist"):
         open_source(DatasetConfig(path=str(tmp_path / "nothing-here")), seed=0)
+
+
+def _numbered(seed: int) -> Iterator[dict[str, Any]]:
+    yield from ({"problem": f"p{n}", "answer": n} for n in range(1, 401))
+
+
+@pytest.mark.parametrize("limit", [1, 16, 17, 380, 1000])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "json", "generator"])
+def test_the_limit_counts_the_rows_that_hold_out_leaves(tmp_path: Path, kind: str, limit: int) -> None:
+    rows = list(_numbered(0))
+    path = tmp_path / f"rows.{kind}"
+    if kind == "csv":
+        path.write_text("problem,answer\n" + "".join(f"{row['problem']},{row['answer']}\n" for row in rows))
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    source = {"generator": f"{__name__}:_numbered"} if kind == "generator" else {"path": str(path)}
+    config = DatasetConfig(**source, limit=limit, hold_out=20)
+    held, kept = (open_source(config, 0, evaluates=evaluates) for evaluates in (True, False))
+    found = {name: [int(rows[n].data["answer"]) for n in range(len(rows))] for name, rows in (("h", held), ("k", kept))}
+    assert found["h"] == [n for n in range(1, 401) if n % 20 == 0][:limit]
+    assert found["k"] == [n for n in range(1, 401) if n % 20][:limit]

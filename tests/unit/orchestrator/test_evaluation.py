@@ -355,3 +355,116 @@ def test_a_pass_tells_how_far_it_is_and_the_time_left_at_its_pace(monkeypatch: p
     assert current.standing() == "evaluation start/greedy: 20 of 50, about 60 s left"
     current.num_resolved = 50
     assert current.standing().endswith("50 of 50, about 0 s left")
+
+
+async def test_a_lone_replica_is_pinned_also_for_a_pass_that_is_larger_than_its_slots(
+    worlds: Callable[..., World],
+) -> None:
+    evaluation = {"every": 1, "at_start": False, "samples_per_task": 4}  # 12 trajectories
+    world = worlds(run={"steps": 9}, evaluation=evaluation, max_staleness=2)
+    async with living(world):
+        await world.publish(0)
+        replica = world.join(slots=8)
+        training, _ = split(await world.orders(replica))
+        assert len(training) == 2
+        await train_one_step(world, training, 1, 0)
+        report(world, replica, 1)
+        played: list[str] = []
+        while "step-1/greedy" not in world.parts.evaluations.results:
+            training, evaluation = split(await world.orders(replica))
+            assert not training or len(played) + len(evaluation) in (0, 3), "none between the first task and the last"
+            for order in training:
+                await world.play(order, 1)
+            assert all(dict(order.required_versions) == {"model0": 1} for order in evaluation)
+            for order in evaluation:
+                played.append(order.task_group_id)
+                await world.send(*(trajectory(order.task_group_id, i, version=1) for i in order.indices))
+        result = world.parts.evaluations.results["step-1/greedy"]
+        assert (result.pinned, dict(result.versions), dict(result.newest_versions)) == (True, *[{"model0": 1}] * 2)
+
+
+async def test_an_evaluation_after_a_slow_one_is_named_after_the_step_that_it_evaluates(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(run={"steps": 9}, evaluation={"every": 2, "at_start": False}, max_staleness=8)
+    async with living(world):
+        for version in (0, 1, 2):
+            await world.publish(version)
+            await world.settle()
+        replica = world.join(number=2)
+        _, slow = split(await world.orders(replica))
+        for version in (3, 4, 5):
+            await world.publish(version)
+            await world.settle()
+        await world.send(*(trajectory(order.task_group_id, 0, version=2) for order in slow))
+        report(world, replica, 5)
+        _, next_one = split(await world.orders(replica))
+        assert [dict(order.required_versions) for order in next_one] == [{"model0": 5}] * 3
+        await world.send(*(trajectory(order.task_group_id, 0, version=5) for order in next_one))
+        await world.publish(6)
+        await world.settle()
+        results = world.parts.evaluations.results
+        assert {name: dict(result.versions) for name, result in results.items()} == {
+            "step-2/greedy": {"model0": 2}, "step-5/greedy": {"model0": 5},
+        }  # fmt: skip
+        assert [current.name for current in world.parts.evaluations] == ["step-6/greedy"]
+
+
+@pytest.mark.parametrize("share", [None, 0.125])
+async def test_an_evaluation_of_a_step_that_would_repeat_the_one_of_the_end_is_skipped(
+    worlds: Callable[..., World], share: float | None
+) -> None:
+    evaluation = {"every": 1, "at_start": False, "share": share}
+    world = worlds(run={"steps": 2}, evaluation=evaluation, max_staleness=2)
+
+    async def ends(replica: Replica) -> None:
+        _, orders = split(await world.orders(replica))
+        assert [dict(order.required_versions) for order in orders] == [{"model0": 2}] * 3
+        assert list(world.parts.evaluations.results) == []
+        assert [current.name for current in world.parts.evaluations] == ["end/greedy"]
+
+    async with living(world):
+        await world.publish(0)
+        replica = world.join(slots=16)
+        training, _ = split(await world.orders(replica))
+        await train_one_step(world, training[:2], 1, 0)
+        await world.settle()
+        started = split(await world.orders(replica))[1]  # of a share: played by whatever version there is
+        assert bool(started) == bool(share)
+        for order in training[2:4]:
+            await world.play(order)
+        await world.trainer_api.pull_batch("model0", 2, timeout_s=WAIT_S)
+        world.parts.dispatcher.train = False
+        report(world, replica, 2)  # the replica is past version 1
+        await world.publish(2)
+        await world.settle()
+        commands = await world.commands(replica)
+        assert {c.task_group_id for c in commands if isinstance(c, CancelGroup)} >= {o.task_group_id for o in started}
+    await world.crash()
+    async with living(world):
+        await world.settle()
+        await ends(world.join(number=2))
+
+
+async def test_an_evaluation_on_its_own_version_is_finished_after_training(worlds: Callable[..., World]) -> None:
+    world = worlds(run={"steps": 2}, evaluation={"every": 1, "at_start": False}, max_staleness=2)
+    async with living(world):
+        await world.publish(0)
+        replica = world.join(slots=16)
+        training, _ = split(await world.orders(replica))
+        await train_one_step(world, training[:2], 1, 0)
+        await world.settle()
+        for order in training[2:4]:
+            await world.play(order)
+        await world.trainer_api.pull_batch("model0", 2, timeout_s=WAIT_S)
+        await world.publish(2)
+        await world.settle()
+        report(world, replica, 1)  # it was told of version 1, and reports it after the end
+        _, orders = split(await world.orders(replica))
+        assert [dict(order.required_versions) for order in orders] == [{"model0": 1}] * 3
+        await world.send(*(trajectory(order.task_group_id, 0, version=1) for order in orders))
+        report(world, replica, 2)
+        _, orders = split(await world.orders(replica))
+        await world.send(*(trajectory(order.task_group_id, 0, version=2) for order in orders))
+        found = {name: dict(result.versions) for name, result in world.parts.evaluations.results.items()}
+        assert found == {"step-1/greedy": {"model0": 1}, "end/greedy": {"model0": 2}}

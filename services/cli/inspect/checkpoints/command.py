@@ -121,7 +121,9 @@ def _table(found: list[Found]) -> FittingTable:
             if manifest
             else ("", "", "")
         )
-        table.add_row(Text(each.policy), str(each.step), words, size, old, ranks, Text(each.replay))
+        table.add_row(
+            Text(each.policy), str(each.step), words, size, old, ranks, Text(each.replay.removesuffix(": 0 steps"))
+        )
     return table
 
 

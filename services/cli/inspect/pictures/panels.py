@@ -198,7 +198,7 @@ def _draw_evaluations(ax: Any, group: Runs, number: int, alone: bool) -> None:
             [span["high"] - mean if span else 0.0 for mean, span in zip(means, spans, strict=True)],
         ]
         ax.errorbar(
-            *([max(row["versions"].values()) for row in rows], means),
+            *([newest_version(row) for row in rows], means),
             yerr=[[max(0.0, bar) for bar in side] for side in bars] if single else None,
             capsize=2,
             elinewidth=0.8,
@@ -208,6 +208,11 @@ def _draw_evaluations(ax: Any, group: Runs, number: int, alone: bool) -> None:
             color=f"C{place + 1 if alone else number}",
             label=f"evaluation {sampling}" if alone or number == 0 else None,
         )
+
+
+def newest_version(row: Row) -> int:
+    """The newest version that played an evaluation."""
+    return int(max((row.get("newest_versions") or row["versions"]).values()))
 
 
 def _draw_threshold(ax: Any, group: Runs) -> None:
@@ -246,7 +251,7 @@ def _explain(ax: Any, groups: Sequence[Runs]) -> None:
     """The runs by colour, and how to read the picture, in the last place of the grid."""
     ax.axis("off")
     lines = [
-        "points with bars: evaluations, at the version that played, with the 95% interval of the mean",
+        "points with bars: evaluations, at the newest version that played, with the 95% interval of the mean",
         "trained tokens: written by the policy, not masked",
         "fresh: sampled from the version that is trained",
     ]

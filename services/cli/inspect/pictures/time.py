@@ -58,7 +58,7 @@ def newest_shares(rows: Iterable[Row]) -> Shares:
     shares: Shares = {}
     for row in rows:
         if row["kind"] in (RowKind.ACCOUNTS, RowKind.SUMMARY):
-            shares = row.get("shares") or row.get("time") or shares
+            shares = row.get("shares") or shares
     return {name: of_one for name, of_one in shares.items() if not is_records(name) and not is_weights(name)}
 
 

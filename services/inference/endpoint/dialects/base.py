@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
+import structlog
 from pydantic import BaseModel, Field, ValidationError
 
 from services.common.errors import (
@@ -29,8 +30,11 @@ from services.common.errors import (
 )
 from services.common.text.chat import Chat, Message
 from services.common.text.tool_calls import cut_text
+from services.common.user_code import place_of_error
 from services.inference.endpoint.dialects.tools import Tools
 from services.inference.workflows.agents.turns import DEFAULT_MODEL, CapturedTurn, TurnRequest
+
+log = structlog.get_logger(__name__)
 
 Fields = TypeVar("Fields", bound=BaseModel)
 
@@ -149,9 +153,9 @@ class Dialect:
     counts: str | None = None
     counted: Callable[[int], dict[str, Any]] = lambda count: {"input_tokens": count}
 
-    def refused(self, error: RollmillError) -> tuple[int, dict[str, Any]]:
+    def refused(self, error: Exception) -> tuple[int, dict[str, Any]]:
         """Status and body of an error."""
-        return self.refusal(refusal_of(error))
+        return self.refusal(refusal_of(known(error)))
 
 
 def validated(kind: type[Fields], given: Any) -> Fields:
@@ -185,6 +189,14 @@ def refusal_of(error: RollmillError) -> Refusal:
     return Refusal(
         status=status, code=error.metadata.get("code", code), message=error.message, param=error.metadata.get("param")
     )
+
+
+def known(error: Exception) -> RollmillError:
+    """The error as the agent is told of it: one of the user's code, such as a script, with its place."""
+    if isinstance(error, RollmillError):
+        return error
+    log.error("endpoint.failed", exc_info=error)
+    return RollmillError(f"{place_of_error(error)}{type(error).__name__}: {error}")
 
 
 def check_stops(stops: Sequence[str]) -> list[str]:
