@@ -62,13 +62,15 @@ def main() -> None:
     if sys.getfilesystemencoding() != "utf-8":  # arguments, names and texts are UTF-8 under every locale
         shown = {"PYTHONIOENCODING": os.device_encoding(1) or "utf-8", **os.environ, "PYTHONUTF8": "1"}
         os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], shown)
-    # Of these the run, its directory or the page is the result, and not what they print.
+    # Of these the run, its directory or the page is the result, and not the output.
     settle(outlives_output=sys.argv[1:2] in (["run"], ["eval"], ["start"], ["page"]))
     quiet_grpc()
     raise_open_files()
     # Commands print their own messages; `run` configures its own logs.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     stderr = Console(stderr=True)
+    if not os.path.exists(os.curdir):
+        raise SystemExit("error: the current directory has been deleted: change to one that exists")
     try:
         app(standalone_mode=True)
     except RollmillError as error:
@@ -81,7 +83,7 @@ def main() -> None:
         if error.errno != errno.ENOSPC:
             raise
         tell(InfrastructureError(f"cannot write: {error}"), stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where the interpreter leaves what is left of the output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where the interpreter leaves the rest of the output
         raise SystemExit(1) from None
 
 

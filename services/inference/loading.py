@@ -93,7 +93,7 @@ def _on_device(policy: str, settings: RunSettings, config: InferenceConfig) -> t
     from services.common.system.devices import chosen_device, log_device
     from services.inference.engine.served.environment import runs_on_cpu
 
-    embedded = config.engine in ("torch", "forced")
+    embedded = config.servers is None
     where = f"the device of the inference service of {policy}"
     device = chosen_device(config.device, where) if embedded else "cpu" if runs_on_cpu(config) else "cuda"
     config = InferenceConfig.model_validate({**config.model_dump(), "device": device})

@@ -68,9 +68,16 @@ def replay(recipe: Recipe, run_dir: Path, policy: str, training_step: int, batch
         raise ConfigError(
             f"policy {policy!r} is trained by {num_ranks} ranks: one process cannot repeat their arithmetic"
         )
+    set_defaults(os.environ)
+    from torch import cuda
+
     from services.common.system.memory import keep_freed_memory
     from services.trainer.setup import build_step, join_ranks, open_checkpoints
 
+    if not cuda.is_available():  # a run of a GPU machine: on a CPU its sums have another order
+        tree = recipe.model_dump(mode="json") | {"placement": "apart"}
+        tree["policies"][policy]["trainer"] |= {"device": "cpu", "gpus": []}
+        recipe = Recipe.model_validate(tree)
     keep_freed_memory()
     ranks = join_ranks(recipe, policy)
     step, _ = build_step(recipe, policy, recipe.model_path(policy, run_dir), ranks)
@@ -107,7 +114,6 @@ def _digest(recipe: Recipe, policy: str, version: int, model: object, ranks: obj
 
 def main() -> int:
     arguments = _parser().parse_args()
-    set_defaults(os.environ)
     from services.common.config.reading.loading import load_resolved
     from services.common.telemetry.logs import configure
 

@@ -44,8 +44,8 @@ def resolve(python: str, requirement: str, *options: str) -> dict[str, str]:
 def made_by(target: str) -> list[list[str]]:
     """The commands of a target, as words."""
     done = subprocess.run(
-        ["make", "--dry-run", "--always-make", target], cwd=REPOSITORY, capture_output=True, text=True, check=True,
-        timeout=60, env={**os.environ, "PYTHON": "python3"},
+        ["make", "--dry-run", "--always-make", "--no-print-directory", target], cwd=REPOSITORY, capture_output=True, text=True,
+        check=True, timeout=60, env={**os.environ, "PYTHON": "python3"},
     )  # fmt: skip
     return [shlex.split(line) for line in done.stdout.splitlines()]
 

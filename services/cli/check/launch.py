@@ -28,7 +28,7 @@ from services.common.config.recipe import Recipe
 from services.common.config.training.policy import TrainerConfig
 from services.common.errors import ConfigError
 from services.common.installing import install, make_server_environment, missing
-from services.common.system.devices import visible_gpus
+from services.common.system.devices import has_gpu_driver, visible_gpus
 
 _ASK_TIMEOUT_S = 120.0  # for another interpreter, to import torch and initialise a GPU
 _OTHER_FILES = 512  # open files of a replica beside one connection for each slot
@@ -39,7 +39,7 @@ def on_this_machine(recipe: Recipe) -> Recipe:
     take which name none."""
     gpus = gpus_here()
     # A part of a GPU, or no `nvidia-smi`: each process looks for itself.
-    if not gpus and os.path.exists("/proc/driver/nvidia/gpus"):
+    if not gpus and has_gpu_driver():
         return recipe
     found = recipe.with_devices(has_gpu=bool(gpus), node=0)
     sections = _computing(found).values()
@@ -137,7 +137,7 @@ def _interpreter_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
     for where, section in _computing(recipe).items():
         python, engine = sys.executable, section.engine if isinstance(section, InferenceConfig) else "torch"
         if isinstance(section, InferenceConfig) and section.servers is not None:
-            on_cpu = runs_on_cpu(section) and not section.gpus
+            on_cpu = runs_on_cpu(section)
             try:
                 python = interpreter(engine, section.servers.python, on_cpu=on_cpu)
             except ConfigError as error:

@@ -204,13 +204,14 @@ def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task
 
     forced = next(service.forced for service in recipe.inference.values() if service.engine == "forced")
     scene = Scene(task, Purpose.TRAIN if is_training(where) else Purpose.EVALUATION, 0, name_of(where))
-    policy, prompt = workflow.settings.get("policy") or next(iter(recipe.playing_policies)), ""
-    with contextlib.suppress(DatasetError):  # an environment, whose rows need no prompt
+    policy = workflow.settings.get("policy") or next(iter(recipe.playing_policies))
+    try:
         given = build_messages(PromptSettings(prompt_field=workflow.settings.get("prompt_field")), task)
         prompt = "\n".join(str(message.get("content")) for message in given)
-    try:
         said = scene.text(load_scripts(forced, recipe), policy, prompt)
-    except Exception as error:  # noqa: BLE001 - the user's script may raise anything
+    except DatasetError:
+        return  # an environment, whose first prompt is not in the row
+    except RAISED as error:  # the user's script
         raised = f"{place_of_error(error)}the script of the replay engine raised {type(error).__name__}: {error}"
         tried.problems.append(f"{where}, task {task.task_id}: {raised} (inference.<name>.forced.script)")
     else:

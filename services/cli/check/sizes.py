@@ -11,10 +11,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from services.cli.check.model_files import lacks_chat_template, other_architecture, positions, weight_names
 from services.common.config.consistency import ONE_SEQUENCE
 from services.common.config.data import WorkflowConfig, is_training
+from services.common.config.processes.mcp import MCP
 from services.common.config.recipe import Recipe
 from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.policy import PolicyConfig
@@ -23,7 +25,6 @@ from services.common.records.dataset_rows import BuiltInReward, BuiltInWorkflow
 from services.inference.workflows.registry import load_workflow, workflow_settings
 
 HIGHEST_LR = 0.1
-_RUNS_PROGRAMS = (BuiltInWorkflow.CODEGEN_VERIFIER, BuiltInWorkflow.TOOL_USE, BuiltInWorkflow.TOOL_MATH)
 BUILT_IN_ENVIRONMENTS = ("textworld", "alfworld", "harbor", "webshop")  # the first is agent_env's default
 
 
@@ -150,7 +151,7 @@ def _gateway_problems(recipe: Recipe) -> Iterator[str]:
     for where, workflow in recipe.workflows().items():
         if workflow.name == BuiltInWorkflow.AGENT_ENV:
             yield from _environment_problems(recipe, where, workflow)
-        runs, reward = workflow.name in _RUNS_PROGRAMS, _reward_of(where, workflow)
+        runs, reward = _runs_programs(where, workflow), _reward_of(where, workflow)
         if recipe.envgateway is None and (runs or reward in tuple(BuiltInReward)):
             default = "" if "reward" in workflow.settings else ", its default"
             asks = f"name is {workflow.name}" if runs else f"settings.reward is {reward!r}{default}"
@@ -158,6 +159,15 @@ def _gateway_problems(recipe: Recipe) -> Iterator[str]:
                 f"{where}.{asks}, which the environment gateway computes, and envgateway is null: leave envgateway out, or name a "
                 "function of yours (package.module:function)"
             )
+
+
+def _runs_programs(where: str, workflow: WorkflowConfig) -> bool:
+    """Whether a built-in workflow has the gateway judge programs, or run them as a tool; a tool by path runs in the replica."""
+    with suppress(ConfigError):
+        settings: Any = workflow_settings(workflow, where)
+        if workflow.name in (BuiltInWorkflow.TOOL_USE, BuiltInWorkflow.TOOL_MATH):
+            return settings.format == "code" or any(":" not in tool or tool.startswith(MCP) for tool in settings.tools)
+    return workflow.name == BuiltInWorkflow.CODEGEN_VERIFIER
 
 
 def _reward_of(where: str, workflow: WorkflowConfig) -> str | None:
@@ -179,7 +189,11 @@ def _unscored_problems(recipe: Recipe) -> Iterator[str]:
             where, workflow = f"{section}.workflow", config.workflow
         elif not is_training(section) and own is not None:
             where, workflow = "evaluation.workflow", own
-        if config.reasoning_gym is None or "reward" in workflow.settings or _reward_of(where, workflow) is None:
+        if (
+            config.reasoning_gym is None
+            or "reward" in workflow.settings
+            or _reward_of(where, workflow) != BuiltInReward.MATH
+        ):
             continue
         yield (
             f"{section}.reasoning_gym is {config.reasoning_gym}, and {where}.settings has no reward, which is math then: write "

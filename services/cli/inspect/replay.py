@@ -26,7 +26,7 @@ def replay_step(
 ) -> dict[str, Any]:
     """Train the steps from the checkpoint before ``training_step`` to ``training_step``, on their recorded batches.
 
-    ``told`` hears of the progress and of the result.
+    ``told`` is called with the progress and the result.
 
     Raises:
         ConfigError: the run has several policies and none was named, or not the one named, or the step was never

@@ -43,7 +43,7 @@ class Standing:
     quiet_s: float | None = None  # since the newest row of the metrics
 
     def lines(self) -> list[str]:
-        """What `rollmill status` prints; a command has a line of its own, which begins with ``COMMAND``."""
+        """The lines of `rollmill status`; a command has a line of its own, which begins with ``COMMAND``."""
         steps = ", ".join(f"{policy} step {step}/{self.wanted_steps}" for policy, step in self.steps.items())
         told = [f"{self.run_dir}: {self.state}{f' ({self.held_by})' if self.held_by else ''}"]
         told += [

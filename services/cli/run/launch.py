@@ -106,9 +106,11 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
         told = f"interrupted; killed before the end of its work: {killed}" if killed else "interrupted"
         raise Interrupted(f"{told}; go on with it: rollmill run --resume {run_dir}") from None
     finally:
-        processes.stop(stop.again())
-        _sweep(run_dir)
-        stop.restore()
+        try:
+            processes.stop(stop.again())
+            _sweep(run_dir)
+        finally:
+            stop.restore()
     seconds = time.monotonic() - begun
     summary = _summary(run_dir, seconds, load)
     return Outcome(run_dir, summary, drawn(lambda: _picture(run_dir), console))

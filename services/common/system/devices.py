@@ -9,6 +9,7 @@ Imports torch on use.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import structlog
@@ -40,11 +41,18 @@ def chosen_device(wanted: str, where: str) -> str:
     return wanted
 
 
+def has_gpu_driver() -> bool:
+    """Whether the kernel has a driver of a GPU that PyTorch may use: NVIDIA's, also in WSL2 and on Jetson, or AMD's."""
+    return any(map(os.path.exists, ("/proc/driver/nvidia/gpus", "/dev/dxg", "/dev/nvhost-ctrl-gpu", "/dev/kfd")))
+
+
 def log_device(device: str, dtype: str, *, here: bool = True) -> None:
     """Log the device of this process, or of its servers (not ``here``: asking for a name would take GPU memory)."""
-    import torch
+    name = ""
+    if here and device.startswith("cuda"):
+        import torch
 
-    name = torch.cuda.get_device_name(device) if here and device.startswith("cuda") else ""
+        name = torch.cuda.get_device_name(device)
     structlog.get_logger().info("device.chosen", device=device, name=name, dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""Prepares a process for what its parent left it: streams that are closed, lost or narrow, signals, proxies."""
+"""Prepares a process for the streams, signals and proxies that it inherits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def settle(*, outlives_output: bool = True) -> None:
     ``outlives_output``: output whose reader has left, or whose disk is full, is dropped; else the error is raised.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # closed: a file of ours would get its number, and what libraries print
+        if getattr(sys, name) is None:  # closed: a file of ours would get its number, and the output of libraries
             nothing = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(nothing, True)
             setattr(sys, name, open(nothing, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115
@@ -39,7 +39,7 @@ def reach_directly(*hosts: str) -> None:
 
 class _Droppable(io.FileIO):
     def write(self, data: Any) -> int:
-        """Write what can be written; returns the length in any case."""
+        """Write if possible; returns the length in any case."""
         try:
             return super().write(data) or len(data)
         except OSError:

@@ -215,6 +215,8 @@ async def _refusing(request: web.Request, handler: _Handler) -> web.StreamRespon
             status=error.status, code=error.reason.lower().replace(" ", "_"), message=_told(request, error)
         )
         return json_answer(dialect.refusal(refusal)[1], error.status)
+    except ConnectionResetError:
+        raise  # the client has left
     except Exception as error:  # noqa: BLE001 - a script of the user's may raise anything, and the agent shows the reason
         status, body = dialect.refused(error)
         return json_answer(body, status)

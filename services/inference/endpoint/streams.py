@@ -50,6 +50,8 @@ class Stream:
             events = list(self._writer.finish(turn))
             self._session.store(self._writer)  # before the client knows of the end
             await self._write(events)
+        except ConnectionResetError:
+            raise  # the client has left
         except Exception as error:
             if self._response is None:
                 raise  # an ordinary refusal

@@ -59,3 +59,13 @@ def test_a_command_whose_output_cannot_be_written_says_so_and_ends_quietly_when_
     left = rollmill('"$@" --help | true', tmp_path, {})
     assert left.stderr == b""
     assert rollmill('"$@" --help >&- 2>&-', tmp_path, {}).returncode == 0
+
+
+def test_a_current_directory_that_was_deleted_is_told(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    for command in ("check", "status", "new mine"):
+        ended = rollmill(
+            f'cd {gone} && rmdir {gone} && "$@" {command}; code=$?; mkdir {gone}; exit $code', tmp_path, {}
+        )
+        assert ended.returncode == 1 and b"the current directory has been deleted" in ended.stderr, ended.stderr

@@ -38,7 +38,7 @@ def recipe(*chosen: str) -> Recipe:
 
 @pytest.fixture
 def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "_is_installed", lambda _: False)
+    monkeypatch.setattr(trackers, "missing", lambda _: ["a package"])
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command(none_installed: None) -> None:
@@ -122,7 +122,7 @@ def test_track_sends_what_is_left_and_says_what_is_not(tmp_path: Path, monkeypat
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(trackers, "_is_installed", lambda _: True)
+    monkeypatch.setattr(trackers, "missing", lambda _: [])
     monkeypatch.setattr(process, "sink_maker", lambda *_: Sink)
     save_resolved(recipe("otlp", "tensorboard"), tmp_path)
     write_run(tmp_path)
@@ -145,7 +145,7 @@ def test_track_does_not_wait_for_a_tracker_that_hangs(tmp_path: Path, monkeypatc
         def close(self) -> None:
             released.wait(WAIT_S)
 
-    monkeypatch.setattr(trackers, "_is_installed", lambda _: True)
+    monkeypatch.setattr(trackers, "missing", lambda _: [])
     monkeypatch.setattr(process, "sink_maker", lambda *_: Sink)
     monkeypatch.setattr(process, "SILENT_S", 0.05)
     save_resolved(recipe("otlp"), tmp_path)

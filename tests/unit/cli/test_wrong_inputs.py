@@ -164,6 +164,26 @@ def test_a_workflow_with_a_reward_of_its_own_needs_no_gateway(folder: Path) -> N
     assert "mine is ready to run" in checked(folder, own)
 
 
+def test_tools_that_run_in_the_replica_need_no_gateway(folder: Path) -> None:
+    settings = {"tools": ["own_tool:Look"], "reward": "own_tool:score"}
+    tool = """
+class Look:
+    name, description, parameters = "look", "Looks.", {"type": "object", "properties": {}}
+    async def call(self): return "nothing"
+def score(task, completion): return float(completion.strip() == task["answer"])
+"""
+    own = Wrong(
+        "own tool",
+        (),
+        {"workflow": {"name": "tool_use", "settings": settings}, "envgateway": None},
+        {"own_tool.py": tool},
+    )
+    apply(folder, own)
+    assert "which the environment gateway computes" not in checked(folder, own)
+    apply(folder, Wrong("code", (), {"workflow": {"name": "tool_use", "settings": settings | {"format": "code"}}}, {}))
+    assert "workflow.name is tool_use, which the environment gateway computes" in checked(folder, own)
+
+
 @pytest.mark.needs("textworld")
 def test_rows_of_an_environment_need_no_prompt(folder: Path) -> None:
     rows = "".join(f'{{"coin": {n}}}\n' for n in range(12))

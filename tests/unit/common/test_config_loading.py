@@ -68,6 +68,7 @@ def test_paths_in_a_home_and_relative_ones_of_overrides_are_absolute_for_all_rea
     assert recipe.policies["model0"].model.path == f"{tmp_path.parent}/~/m ü"
     unknown = load_recipe(write(tmp_path, text)).policies["model0"].model.path
     assert unknown == "~no-such-user/model"  # and `check` says that there is none
+    assert load_recipe(write(tmp_path, text), ["description='~'"]).description == "~"  # a text, and no path
     save_resolved(recipe, tmp_path / "run")
     assert load_resolved(tmp_path / "run") == recipe
 

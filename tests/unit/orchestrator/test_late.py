@@ -441,6 +441,7 @@ async def test_on_policy_training_of_equal_groups_wastes_none(worlds: Callable[.
     [
         ({"max_staleness": 0}, "no sequence with a token of an older version is trained"),
         ({"max_staleness": 0, "late": "wait"}, "on-policy"),
+        ({"max_staleness": 0, "replay": {"ratio": 0.5}}, "is trained, but replayed ones (batch.replay)"),
         ({"max_staleness": 0, "late": "mask"}, "no token of an older version is trained"),
         (
             {"max_staleness": 2},

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
+from services.common.installing import install
 from services.common.reasoning_gym import Scorer, answer_in
 from services.orchestrator.tasks.datasets import open_source
 
@@ -66,7 +69,7 @@ def test_a_missing_package_is_told_with_its_command(monkeypatch: pytest.MonkeyPa
 
     for module in ("reasoning_gym", "reasoning_gym.factory"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DatasetError, match=r"pip install 'rollmill\[reasoning-gym\]'"):
+    with pytest.raises(DatasetError, match=re.escape(install("reasoning-gym"))):
         open_source(config(), 0)
 
 

@@ -170,7 +170,8 @@ def _absolute(value: Any, directory: Path) -> Any:
         return [_absolute(item, directory) for item in value]
     if isinstance(value, str) and value.startswith(("./", "../")):
         return str((directory / value).resolve())
-    return os.path.expanduser(value) if isinstance(value, str) else value
+    is_in_home = isinstance(value, str) and value.startswith("~") and "/" in value
+    return os.path.expanduser(value) if is_in_home else value
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -110,10 +110,11 @@ class BatchConfig(Section):
 
     @property
     def lateness(self) -> str:
-        """What `max_staleness` and `late` together allow, as a sentence for people."""
+        """The effect of `max_staleness` and `late` together, as a sentence."""
         if not self.max_staleness:
             older = "token" if self.late == "mask" else "sequence with a token"
-            return f"training is on-policy: no {older} of an older version is trained (max_staleness: 0)"
+            replayed = ", but replayed ones (batch.replay)" if self.replay.ratio else ""
+            return f"training is on-policy: no {older} of an older version is trained{replayed} (max_staleness: 0)"
         older = {"mask": "without their older tokens", "drop": "not at all"}.get(self.late, "with their true age")
         capped = "" if self.max_token_age is None else f", without tokens older than {self.max_token_age} versions"
         return (

@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from services.common.config.processes.services import InferenceConfig
 from services.common.errors import ConfigError
-from services.common.installing import COMPLETE
-from services.common.installing import ROOT as _REPOSITORY
-from services.common.system.devices import mapped_gpus, visible_gpus
+from services.common.installing import COMPLETE, ROOT
+from services.common.system.devices import has_gpu_driver, mapped_gpus, visible_gpus
 
 Argument = str | int | float | bool
 
@@ -33,7 +32,7 @@ def interpreter(
 
     ``ConfigError`` if the named interpreter does not exist.
     """
-    beside = _REPOSITORY / f".venv-{engine}{'-cpu' if on_cpu else ''}"
+    beside = ROOT / f".venv-{engine}{'-cpu' if on_cpu else ''}"
     made = str(beside / "bin" / "python") if (beside / COMPLETE).exists() else sys.executable
     found = setting or environment.get(python_variable(engine)) or made
     if shutil.which(found) is None:
@@ -68,10 +67,10 @@ def seen_device(gpu: str | int, environment: Mapping[str, str] = os.environ) -> 
 
 
 def runs_on_cpu(config: InferenceConfig) -> bool:
-    """Whether the device is the CPU; ``auto`` checks for NVIDIA's driver, without initialising a GPU."""
+    """Whether the device is the CPU; ``auto`` checks for a GPU's driver, without initialising a GPU."""
     if config.device != "auto":
         return config.device == "cpu"
-    return not (os.path.exists("/proc/driver/nvidia/gpus") or shutil.which("nvidia-smi"))
+    return not (has_gpu_driver() or shutil.which("nvidia-smi"))
 
 
 def own_arguments(engine: str, extra: Mapping[str, Argument], ours: Collection[str]) -> dict[str, Argument]:

@@ -50,7 +50,7 @@ OURS = (
 HINTS = (
     (
         r"No module named ['\"]?sglang",
-        "this interpreter has no SGLang: run `make sglang-env`, or name one that has it with sglang.python or ROLLMILL_SGLANG_PYTHON",
+        "this interpreter has no SGLang: run `make sglang-env` (sglang-cpu-env for CPUs), or name one that has it with sglang.python or ROLLMILL_SGLANG_PYTHON",
     ),
     (
         r"unrecognized arguments?:? .*|invalid choice: .*|argument --\S+: .*",
@@ -146,13 +146,8 @@ def server_commands(
         arguments["max_total_tokens"] = min(CPU_CACHE_TOKENS, most_running * (context_length + CONTEXT_MARGIN))
     arguments |= own_arguments("sglang", settings.extra_arguments, OURS)
     launcher = [str(_CPU_LAUNCHER)] if on_cpu else ["-m", "sglang.launch_server"]
-    argv = (
-        interpreter("sglang", settings.python, environment, on_cpu=on_cpu),
-        *launcher,
-        *spelled(arguments),
-        "--host",
-        "127.0.0.1",
-    )
+    python = interpreter("sglang", settings.python, environment, on_cpu=on_cpu)
+    argv = (python, *launcher, *spelled(arguments), "--host", "127.0.0.1")
     if adapter is not None:
         argv = (*argv, "--lora-target-modules", *adapter.targets)
     cores = sorted(os.sched_getaffinity(0))

@@ -55,7 +55,7 @@ HINTS = (
     ),
     (
         r"No module named ['\"]?vllm",
-        "this interpreter has no vLLM: run `make vllm-env`, or name one that has it with vllm.python or ROLLMILL_VLLM_PYTHON",
+        "this interpreter has no vLLM: run `make vllm-env` (vllm-cpu-env for CPUs), or name one that has it with vllm.python or ROLLMILL_VLLM_PYTHON",
     ),
     (
         r"unrecognized arguments?:? .*|invalid choice: .*|argument --\S+: .*",
