@@ -69,8 +69,10 @@ def main() -> None:
     # Commands print their own messages; `run` configures its own logs.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     stderr = Console(stderr=True)
-    if not os.path.exists(os.curdir):
-        raise SystemExit("error: the current directory has been deleted: change to one that exists")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise SystemExit("error: the current directory has been deleted: change to one that exists") from None
     try:
         app(standalone_mode=True)
     except RollmillError as error:

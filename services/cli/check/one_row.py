@@ -207,10 +207,11 @@ def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task
     policy = workflow.settings.get("policy") or next(iter(recipe.playing_policies))
     try:
         given = build_messages(PromptSettings(prompt_field=workflow.settings.get("prompt_field")), task)
-        prompt = "\n".join(str(message.get("content")) for message in given)
-        said = scene.text(load_scripts(forced, recipe), policy, prompt)
     except DatasetError:
         return  # an environment, whose first prompt is not in the row
+    prompt = "\n".join(str(message.get("content")) for message in given)
+    try:
+        said = scene.text(load_scripts(forced, recipe), policy, prompt)
     except RAISED as error:  # the user's script
         raised = f"{place_of_error(error)}the script of the replay engine raised {type(error).__name__}: {error}"
         tried.problems.append(f"{where}, task {task.task_id}: {raised} (inference.<name>.forced.script)")

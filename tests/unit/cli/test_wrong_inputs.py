@@ -65,7 +65,7 @@ def folder(good: Path, tmp_path: Path, hub_address: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("services.common.importing._directories", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
     # Without the environments that `make sglang-env` and `make vllm-env` put beside the sources.
-    monkeypatch.setattr("services.inference.engine.served.environment._REPOSITORY", tmp_path)
+    monkeypatch.setattr("services.inference.engine.served.environment.ROOT", tmp_path)
     monkeypatch.delenv("ROLLMILL_SGLANG_PYTHON", raising=False)
     monkeypatch.delenv("ROLLMILL_VLLM_PYTHON", raising=False)
     hub._ask.cache_clear()

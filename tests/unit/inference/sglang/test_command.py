@@ -127,7 +127,7 @@ def test_the_interpreter_is_the_setting_then_the_variable_and_must_be_there() ->
 def test_an_environment_beside_the_sources_is_taken_where_its_install_ended_and_for_its_device(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.inference.engine.served.environment._REPOSITORY", tmp_path)
+    monkeypatch.setattr("services.inference.engine.served.environment.ROOT", tmp_path)
     for on_cpu, name in ((False, f".venv-{engine}"), (True, f".venv-{engine}-cpu")):
         python = tmp_path / name / "bin" / "python"
         python.parent.mkdir(parents=True)
