@@ -30,6 +30,7 @@ from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.buffer.rewards import RewardRules
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.dispatch.evaluation import Evaluations
+from services.orchestrator.dispatch.evaluation_pass import EvaluationPass
 from services.orchestrator.dispatch.published_versions import FanOut, PublishedVersions
 from services.orchestrator.dispatch.retry_limit import RetryLimit
 from services.orchestrator.dispatch.threshold import Threshold
@@ -308,10 +309,26 @@ class OrchestratorCore:
 
     def skip_evaluations(self) -> None:
         """After training: skip evaluations of steps that would play the versions of the last evaluation, which comes next."""
-        for skipped in self.evaluations.skip(self.dispatcher.evaluators.repeats_the_end):
-            log.info("evaluation.skipped", evaluation=skipped.name, resolved=skipped.num_resolved)
+        self._forget_evaluations(self.dispatcher.evaluators.repeats_the_end, fates.ClosedReason.STEPS_DONE)
+
+    def abandon_evaluations(self, gone: Callable[[Mapping[str, int]], bool]) -> None:
+        """End evaluations on versions that no replica holds any more.
+
+        Those of training steps are forgotten, so that the step reached by now is evaluated; requested ones get their
+        result, in which open slots are failures.
+        """
+        lost = {p.evaluation_id for p in self.evaluations if p.pinned and gone(p.versions)}
+        self._forget_evaluations(lambda p: p.evaluation_id in lost, fates.ClosedReason.VERSION_GONE)
+        self.retry_limit.abandon_evaluations(gone)
+
+    def _forget_evaluations(self, which: Callable[[EvaluationPass], bool], reason: fates.ClosedReason) -> None:
+        """Forget unfinished passes of training steps, and cancel their task groups."""
+        for skipped in self.evaluations.skip(which):
+            log.info("evaluation.skipped", evaluation=skipped.name, resolved=skipped.num_resolved, reason=reason)
             for name in skipped.group_ids & self.groups.keys():
-                self._cancel(self.groups[name], fates.ClosedReason.STEPS_DONE)
+                self._cancel(self.groups[name], reason)
+        self._changed.set()  # another evaluation may be due
+        self.dispatcher.schedule()
 
     def live_groups(self) -> set[str]:
         """Task groups whose records a batch, a running slot or an evaluation still needs."""

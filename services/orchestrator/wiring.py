@@ -129,7 +129,7 @@ def watch(core: OrchestratorCore) -> Watch:
         collector=_collector(core) if config.retention == "needed" else None,
         failures=_failure_pause(core),
         gone_versions=GoneVersions(
-            core.ledgers, core.pool, core.dispatcher, core.evaluations, core.retry_limit, core.clock
+            core.ledgers, core.pool, core.dispatcher, core.evaluations, core.abandon_evaluations, core.clock
         ),
         overdue=OverdueGroups(core.pool, core.retry_limit, core.recipe.rollout, core.counters, core.clock),
         stalls=stall_watch(core),
@@ -172,6 +172,7 @@ def _failure_pause(core: OrchestratorCore) -> FailurePause:
         group_size=core.recipe.rollout.group_size,
         pause=core.pause,
         resume=core.resume,
+        clock=core.clock,
     )
 
 

@@ -16,6 +16,7 @@ from services.cli.console.tables import Column, FittedPanel, FittingTable, Secti
 from services.cli.console.units import format_change, format_clock
 from services.cli.watch.warnings import failed_rollouts, journal_and_disk, masked_rollouts, warnings_of
 from services.common.pb import account_pb2, run_pb2
+from services.common.records.fates import RunCount
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.metrics import StepKey, TrainerKey, sources_in
 from services.orchestrator.dispatch.evaluation_pass import played_by
@@ -232,6 +233,7 @@ class ProgressView:
         self._stalls = StallsTold(console)
         self._last: run_pb2.RunProgress | None = None
         self._told_threshold = False
+        self._num_pauses = 0  # before the current pause
 
     def __enter__(self) -> ProgressView:
         if self._live:
@@ -254,12 +256,14 @@ class ProgressView:
     @property
     def paused_itself(self) -> str:
         """The reason of a pause that the run made by itself and that a person ends; else empty."""
-        if self._last is None or self._last.state != run_pb2.RUN_STATE_PAUSED:
+        if self._last is None or self._last.counters.get(RunCount.PAUSES_FOR_FAILURES, 0) <= self._num_pauses:
             return ""
         return next((s.detail for s in self._last.stalls if s.cause in (Cause.ALL_FAIL, Cause.MASKED)), "")
 
     def show(self, progress: run_pb2.RunProgress) -> None:
         self._last = progress
+        if progress.state != run_pb2.RUN_STATE_PAUSED:
+            self._num_pauses = progress.counters.get(RunCount.PAUSES_FOR_FAILURES, 0)
         self._show(progress)
 
     def _show(self, progress: run_pb2.RunProgress) -> None:

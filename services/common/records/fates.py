@@ -13,6 +13,9 @@ import enum
 TOO_OLD = "TOO_OLD"
 """The reason in the failure of a slot that was cancelled because its result could only have been dropped as too old."""
 
+VERSION_GONE = "VERSION_UNAVAILABLE"
+"""The reason in the failure of a slot of a requested evaluation whose weight version no replica holds any more."""
+
 FAILURES_PREFIX = "failures_"
 """Counters of failed rollouts: the prefix and the reason in small letters."""
 
@@ -36,6 +39,7 @@ class ClosedReason(enum.StrEnum):
     EXPIRED = "expired"  # the last of it became too old in the buffer
     STEPS_DONE = "all training steps are done"  # it was cancelled: the last batch was put together without it
     RUN_ENDED = "the run has ended"  # it was cancelled
+    VERSION_GONE = "no replica holds the version to evaluate any more"  # it was cancelled
     SET_ASIDE = "set aside"  # records of it cannot be used: nothing of it is trained any more, nor waited for
 
 
@@ -90,6 +94,6 @@ class RunCount(enum.StrEnum):
     REPLICA_LEASES_LOST = "replica_leases_lost"
     TRAINER_LEASES_LOST = "trainer_leases_lost"
     STALLS = "stalls"
-    PAUSES_FOR_FAILURES = "pauses_for_failures"
+    PAUSES_FOR_FAILURES = "pauses_for_failures"  # that a person ends: without a terminal, the launcher ends the run
     WRONG_DIGEST_HELD = "wrong_digest_held"
     IMPOSSIBLE_FREE_SLOTS = "impossible_free_slots"

@@ -12,6 +12,7 @@ from services.common.records.types import Interval
 
 JOIN_GAP_S = 0.05  # pauses shorter than this belong to the interval: a decoding step of a busy machine
 STEP_TIMES = 4.0  # and those shorter than so many decoding steps: one of a large model on a CPU takes seconds
+MAX_JOIN_GAP_S = 10.0  # longer than any decoding step: where answers have one token, all gaps are pauses
 _GAPS = 16  # their lower quartile is the duration of a step: most gaps are one, some are pauses
 
 
@@ -30,7 +31,7 @@ class EmissionLog:
         """Record that ``num_tokens`` were sampled at the time ``at``."""
         with self._lock:
             gap = at - self._end
-            joined = gap < max(self._join_gap_s, STEP_TIMES * sorted(self._gaps)[_GAPS // 4])
+            joined = gap < max(self._join_gap_s, min(MAX_JOIN_GAP_S, STEP_TIMES * sorted(self._gaps)[_GAPS // 4]))
             if self._begin is None:
                 # An interval that goes on after a report begins where the reported part ended.
                 self._begin = self._end if gap >= 0 and joined else at

@@ -156,9 +156,9 @@ class Evaluations:
                     policies=policies,
                 )
 
-    def skip(self, repeats: Callable[[EvaluationPass], bool]) -> list[EvaluationPass]:
-        """Forget the unfinished passes of training steps that ``repeats`` another one, and return them."""
-        return [self._passes.pop(p.name) for p in self if step_of(p.evaluation_id) and repeats(p)]
+    def skip(self, which: Callable[[EvaluationPass], bool]) -> list[EvaluationPass]:
+        """Forget the unfinished passes of training steps that ``which`` chooses, and return them."""
+        return [self._passes.pop(p.name) for p in self if step_of(p.evaluation_id) and which(p)]
 
     def newest_step(self) -> int:
         """The newest training step with an evaluation, begun or finished; 0 before the first."""
@@ -390,9 +390,9 @@ class Evaluators:
                 current.awaited = frozenset(self._workers(current)[: self._config.engines])
             return "no replica holds the version to evaluate yet"
         current.awaited = frozenset()
-        freest = self._pool.get(ready[0])
-        assert freest is not None
-        current.versions = {policy: freest.held[policy].number for policy in policies}
+        holders = [replica for name in ready if (replica := self._pool.get(name)) is not None]
+        nearest = min(holders, key=lambda replica: sum(replica.held[policy].number for policy in policies))
+        current.versions = {policy: nearest.held[policy].number for policy in policies}
         alike = [name for name in ready if self._holds_now(name, current.versions, policies)]
         current.pinned, current.evaluators = True, frozenset(alike[: self._config.engines])
         return ""

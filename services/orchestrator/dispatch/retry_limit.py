@@ -1,4 +1,4 @@
-"""Re-issues lost and overdue task groups; fails them after the sixth loss, and evaluations whose version is gone.
+"""Re-issues lost and overdue task groups; fails them after the sixth loss; ends evaluations whose version is gone.
 
 Independent of grpc; the caller chooses the moment.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from services.common.config.processes.services import RolloutConfig
-from services.common.records.fates import TOO_OLD, RunCount
+from services.common.records.fates import TOO_OLD, VERSION_GONE, ClosedReason, RunCount
 from services.common.records.masked import REPLICAS_LOST
 from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.dispatch.dispatcher import Dispatcher
@@ -77,8 +77,8 @@ class RetryLimit:
         for group in unissued:
             self._dispatcher.issue_unplayed(group)
         for group in [*running, *unissued]:
-            self._dispatcher.cancel(group.id, "its version is gone")
-            self.give_up(group, "VERSION_UNAVAILABLE", "no replica holds the version to evaluate any more")
+            self._dispatcher.cancel(group.id, ClosedReason.VERSION_GONE)
+            self.give_up(group, VERSION_GONE, ClosedReason.VERSION_GONE)
 
 
 class OverdueGroups:
@@ -108,7 +108,7 @@ class OverdueGroups:
 
 
 class GoneVersions:
-    """Fails evaluations on versions that training has left behind and no replica holds."""
+    """Ends evaluations on versions that training has left behind and no replica holds."""
 
     def __init__(
         self,
@@ -116,19 +116,19 @@ class GoneVersions:
         pool: ReplicaPool,
         dispatcher: Dispatcher,
         evaluations: Evaluations,
-        retry_limit: RetryLimit,
+        abandon: Callable[[Callable[[Mapping[str, int]], bool]], None],
         clock: Callable[[], float],
     ) -> None:
         self._ledgers = ledgers
         self._pool = pool
         self._dispatcher = dispatcher
         self._evaluations = evaluations
-        self._retry_limit = retry_limit
+        self._abandon = abandon
         self._clock = clock
         self._since: float | None = None
 
     def check(self) -> None:
-        """Fail the rest of each pass whose versions are gone for ``GONE_S``; the caller repeats this every second."""
+        """End each pass whose versions are gone for ``GONE_S``; the caller repeats this every second."""
         if not any(self._gone(versions) for versions in self._evaluations.pinned_versions()):
             self._since = None
             return
@@ -136,7 +136,7 @@ class GoneVersions:
         self._since = now if self._since is None else self._since
         if now - self._since < GONE_S:
             return
-        self._retry_limit.abandon_evaluations(self._gone)
+        self._abandon(self._gone)
         self._since = None
 
     def _gone(self, versions: Mapping[str, int]) -> bool:

@@ -219,7 +219,7 @@ class Ingest:
             )
         if isinstance(record, Trajectory):
             return record
-        if sender is not None and record.reason in (fates.TOO_OLD, INVALID_RECORD):
+        if sender is not None and record.reason in (fates.TOO_OLD, fates.VERSION_GONE, INVALID_RECORD):
             record = replace(record, reason=f"{OF_A_REPLICA}{record.reason}")
         return bounded_failure(record)
 
@@ -259,8 +259,9 @@ class Ingest:
                 self._counters[fates.StepFact.SLOTS_CANCELLED.value] += 1
             else:
                 self._counters[self.counter_of(failure.reason)] += 1
-                self.failures_in_a_row += 1
-                self.last_failure = f"{failure.reason}: {failure.detail}"
+                if failure.reason != fates.VERSION_GONE:  # which tells nothing about other rollouts
+                    self.failures_in_a_row += 1
+                    self.last_failure = f"{failure.reason}: {failure.detail}"
             self._journal.submit(records.FAILURE, key, lambda: rollouts.failure_to_json(failure), durable)
 
     def counter_of(self, reason: str) -> str:

@@ -3,11 +3,14 @@
 Ends the run instead when no rollout has ever succeeded, or the recipe itself is wrong: no resume repairs that. The journal
 does not record such an end, so `rollmill run --resume` continues the run with a repaired workflow, reward or setting.
 After the loss of a peer that replicas could not reach, such as a gateway on a restarted machine, the run resumes by itself
-when the replicas reach the peer again.
+when the replicas reach the peer again. After failures of other machinery, such as a judge that still loads, it tries again
+after ``RETRY_S``. After ``PATIENCE_S`` without a success it tries once more; the next pause is one that a person ends and
+that ``PAUSES_FOR_FAILURES`` counts, or the run ends.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -15,6 +18,7 @@ import structlog
 
 from services.common.errors import ConfigError, ModelMismatchError, UnknownPolicyError
 from services.common.records.fates import RunCount
+from services.common.records.masked import MaskedCause, cause_of
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.ingest.ingest import Ingest
 from services.orchestrator.ingest.masked import MaskedSamples
@@ -26,6 +30,10 @@ log = structlog.get_logger()
 
 LEAST_FAILURES = 256
 FAILED_GROUPS = 16
+RETRY_S = 60.0
+PATIENCE_S = 600.0  # from the first pause after a success
+PASSING = {MaskedCause.CAPACITY, MaskedCause.DEADLINE, MaskedCause.EPISODE_LOST, MaskedCause.INFRASTRUCTURE,
+           MaskedCause.REPLICA_LOST}  # fmt: skip
 LASTING = tuple(f"{error.reason}: " for error in (ConfigError, ModelMismatchError, UnknownPolicyError))
 
 
@@ -42,6 +50,7 @@ class FailurePause:
         group_size: int,
         pause: Callable[[], None],
         resume: Callable[[], None],
+        clock: Callable[[], float],
     ) -> None:
         self._control = control
         self._dispatcher = dispatcher
@@ -52,7 +61,11 @@ class FailurePause:
         self._limit = max(LEAST_FAILURES, FAILED_GROUPS * group_size)  # failures in a row
         self._pause = pause
         self._resume = resume
+        self._clock = clock
         self._paused = False
+        self._num_tokens = -1  # recorded by the last pause
+        self._patient_until = 0.0
+        self._retry_at = math.inf
         self._unreachable: frozenset[str] = frozenset()  # peers that were silent at the pause
 
     def check(self) -> None:
@@ -61,35 +74,42 @@ class FailurePause:
         Raises ``ConfigError`` to end a run in which no rollout can succeed.
         """
         if self._paused:
-            self._resume_if_reached()
+            self._resume_by_itself()
             return
         all_fail = self._ingest.failures_in_a_row >= self._limit
         streak = f"the last {self._ingest.failures_in_a_row} rollouts all failed"
         why = streak if all_fail else self._masked.too_many()
         if not why or self._control.paused or self._control.ended:
             return
+        now, num_tokens = self._clock(), self._counters[RunCount.TOKENS_RECORDED.value]
+        if num_tokens != self._num_tokens:
+            self._num_tokens, self._patient_until = num_tokens, now + PATIENCE_S
         self._unreachable = self._peers(silent=True)
+        passes = all_fail and cause_of(self._ingest.last_failure.partition(":")[0]) in PASSING
+        by_itself = now < self._patient_until and (passes or bool(self._unreachable))
         newest = f"the newest with {self._ingest.last_failure}"
-        never = all_fail and not self._counters[RunCount.TOKENS_RECORDED.value] and not self._unreachable
-        if never or self._ingest.last_failure.startswith(LASTING):
-            before = "no rollout of this run has succeeded: " if never else ""
+        if all_fail and not by_itself and (not num_tokens or self._ingest.last_failure.startswith(LASTING)):
+            before = "" if num_tokens else "no rollout of this run has succeeded: "
             raise ConfigError(
                 f"{before}{why}, {newest}; `rollmill fate RUN` counts the failures, and RUN/logs has the tracebacks. Fix the cause, "
                 "then go on: `rollmill run --resume RUN`"
             )
         self._paused = True
-        self._counters[RunCount.PAUSES_FOR_FAILURES.value] += 1
+        self._retry_at = math.inf if not by_itself else self._patient_until if self._unreachable else now + RETRY_S
+        self._counters[RunCount.PAUSES_FOR_FAILURES.value] += not by_itself
         reason = f"{why}, {newest}; fix the cause, then run `rollmill resume`"
         if self._unreachable:
             reason += f" (by itself once replicas hear of {', '.join(sorted(self._unreachable))} again)"
+        elif by_itself:
+            reason += f" (by itself after {RETRY_S:g} s)"
         log.error("run.paused", reason=reason)
         # Ahead of the pause, so that people see this reason.
         self._dispatcher.hold(Hold.ALL_FAIL if all_fail else Hold.MASKED, reason)
         self._pause()
 
-    def _resume_if_reached(self) -> None:
-        if self._unreachable and self._unreachable <= self._peers(silent=False):
-            log.info("run.resumed", reason=f"heard again: {', '.join(sorted(self._unreachable))}")
+    def _resume_by_itself(self) -> None:
+        if (self._unreachable and self._unreachable <= self._peers(silent=False)) or self._clock() >= self._retry_at:
+            log.info("run.resumed", unreachable_before=sorted(self._unreachable))
             self._resume()
         if self._control.paused:
             return

@@ -11,6 +11,7 @@ from services.common.errors import RollmillError, UnknownPolicyError
 from services.common.records.fates import SetAsideReason
 from services.common.records.refusals import RefusalReason
 from services.common.records.types import Trajectory, WeightVersion
+from services.orchestrator.dispatch.threshold import step_of
 from services.orchestrator.ingest.bounds import RecordRefusedError, refuse
 from services.orchestrator.journal import records
 from services.orchestrator.journal.parsers import PARSERS, settled_batch_from_json
@@ -151,6 +152,8 @@ class RecordApplier:
     def _apply_evaluation_start(self, evaluation_id: str, versions: Mapping[str, int]) -> None:
         if unknown := versions.keys() - self.parts.ledgers.keys():
             raise UnknownPolicyError(f"no policy {', '.join(sorted(unknown))} in this run")
+        if step_of(evaluation_id):  # one of them runs at a time: earlier ones without a result were forgotten
+            self.parts.evaluations.skip(lambda p: True)
         self.parts.evaluations.begin(evaluation_id, versions)
 
     def _apply_version(self, row: Row, version: WeightVersion, metrics: Mapping[str, float]) -> None:

@@ -171,20 +171,32 @@ def test_rare_success_is_told_with_its_share(kept: int, equal: int, warns: bool)
     assert not warns or f"{kept} of {kept + equal} sequences ({kept / (kept + equal):.0%})" in told
 
 
+TRAINING, PAUSED = run_pb2.RUN_STATE_TRAINING, run_pb2.RUN_STATE_PAUSED
+
+
 @pytest.mark.parametrize(
-    ("state", "cause", "itself"),
+    ("before", "now", "itself"),
     [
-        (run_pb2.RUN_STATE_PAUSED, "all_fail", True),
-        (run_pb2.RUN_STATE_PAUSED, "masked", True),
-        (run_pb2.RUN_STATE_PAUSED, "no_free_disk", False),
-        (run_pb2.RUN_STATE_TRAINING, "all_fail", False),
+        ((TRAINING, 0), (PAUSED, 1), True),
+        ((TRAINING, 2), (PAUSED, 3), True),
+        ((TRAINING, 0), (PAUSED, 0), False),  # of a person, or one that the run ends by itself
+        ((TRAINING, 2), (PAUSED, 2), False),
+        ((PAUSED, 0), (PAUSED, 1), True),  # the run has waited for long enough
+        ((TRAINING, 1), (TRAINING, 1), False),
+        ((PAUSED, 1), (TRAINING, 1), False),
     ],
 )
-def test_a_pause_that_a_run_makes_itself_is_told_apart_from_that_of_a_person(
-    state: run_pb2.RunState.ValueType, cause: str, itself: bool
+@pytest.mark.parametrize("cause", ["all_fail", "masked"])
+def test_only_a_pause_that_a_run_makes_itself_and_a_person_ends_is_told_as_one(
+    before: tuple[run_pb2.RunState.ValueType, int],
+    now: tuple[run_pb2.RunState.ValueType, int],
+    itself: bool,
+    cause: str,
 ) -> None:
+    stalls = [run_pb2.Stall(cause="silent", detail="the gateway"), run_pb2.Stall(cause=cause, detail="the reason")]
     with ProgressView(Console(file=StringIO()), "run") as view:
-        view.show(run_pb2.RunProgress(state=state))
         assert view.paused_itself == ""
-        view.show(run_pb2.RunProgress(state=state, stalls=[run_pb2.Stall(cause=cause, detail="the reason")]))
+        for state, count in (before, now):
+            counters = {RunCount.PAUSES_FOR_FAILURES.value: count}
+            view.show(run_pb2.RunProgress(state=state, stalls=stalls, counters=counters))
         assert view.paused_itself == ("the reason" if itself else "")

@@ -65,3 +65,8 @@ def test_the_intervals_cover_the_time_of_generation_whatever_a_decoding_step_tak
     covered = sum(end - begin for begin, end in found)
     first = (bursts[0][0] + 11) * step_s
     assert generating * 0.99 <= covered + 1e-6 <= (generating + first) * 1.01 + 2e-6
+
+
+def test_answers_of_one_token_far_apart_are_no_generation() -> None:
+    found = intervals(EmissionLog(), [20.0 * number for number in range(1, 60)])
+    assert len(found) == 59 and all(begin == end for begin, end in found)

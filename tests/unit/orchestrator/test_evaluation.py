@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from services.common.errors import ConfigError
-from services.common.records.types import Purpose, Sampling
+from services.common.records.types import Purpose, Sampling, WeightVersion
 from services.orchestrator.dispatch.evaluation_pass import EvaluationPass
 from services.orchestrator.journal.records import EvaluationResult, evaluation_from_json, evaluation_to_json
 from services.orchestrator.members.commands import AnnounceVersion, CancelGroup
@@ -468,3 +468,64 @@ async def test_an_evaluation_on_its_own_version_is_finished_after_training(world
         await world.send(*(trajectory(order.task_group_id, 0, version=2) for order in orders))
         found = {name: dict(result.versions) for name, result in world.parts.evaluations.results.items()}
         assert found == {"step-1/greedy": {"model0": 1}, "end/greedy": {"model0": 2}}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_an_evaluation_of_a_step_whose_version_is_lost_is_begun_again_on_the_step_reached(
+    worlds: Callable[..., World], restarts: bool
+) -> None:
+    samplings = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0}}
+    evaluation = {"every": 1, "at_start": False, "samples_per_task": 4, "samplings": samplings}
+    world = worlds(run={"steps": 9}, evaluation=evaluation, max_staleness=2)
+    async with living(world):
+        await world.publish(0)
+        replica = world.join(slots=8)
+        training, _ = split(await world.orders(replica))
+        await train_one_step(world, training, 1, 0)
+        report(world, replica, 1)
+        for order in split(await world.orders(replica))[0]:
+            await world.play(order)
+        _, lost = split(await world.orders(replica))
+        assert len(lost) == 2 and all(dict(order.required_versions) == {"model0": 1} for order in lost)
+        await world.send(trajectory(lost[0].task_group_id, 0, version=1, reward=1.0))
+        await world.publish(2)
+        replica, watch = world.join(number=2, slots=8, incarnation="2"), world.watch()
+        for _ in range(8):
+            report(world, replica, 2)
+            await watch.tick()
+            world.clock.now += 5.0
+        await world.settle()
+        assert {current.evaluation_id for current in world.parts.evaluations} == {"step-2"}
+        assert world.parts.ingest.failures_in_a_row == 0 and not world.parts.control.paused
+    if restarts:
+        await world.crash()
+    async with living(world):
+        replica = world.join(number=2, slots=8, incarnation="3")
+        while len(world.parts.evaluations.results) < 2:
+            for order in await world.orders(replica):
+                if order.purpose is Purpose.EVALUATION:
+                    assert dict(order.required_versions) == {"model0": 2}
+                await world.send(*(trajectory(order.task_group_id, i, version=2, reward=1.0) for i in order.indices))
+        results = world.parts.evaluations.results
+        assert {name: (r.mean_reward, r.num_failed) for name, r in results.items()} == {
+            "step-2/greedy": (1.0, 0), "step-2/sampled": (1.0, 0),
+        }  # fmt: skip
+
+
+async def test_an_evaluation_is_played_by_the_replica_with_the_nearest_version_also_where_others_are_freer(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(run={"steps": 9}, evaluation={"every": 4, "at_start": False}, max_staleness=8)
+    async with living(world):
+        for version in range(4):
+            await world.publish(version)
+        await world.settle()
+        for name, slots, number in (("near", 8, 4), ("far", 64, 5), ("farther", 32, 6)):
+            world.join(name, number=number, slots=slots)
+        for version in (4, 5, 6):
+            world.parts.versions.apply(WeightVersion(policy="model0", number=version, digest=f"d{version}"), {})
+        await world.core.begin_evaluation("asked")
+        (current,) = world.parts.evaluations
+        current.wanted = {"model0": 4}
+        await world.settle()
+        assert (dict(current.versions), current.evaluators) == ({"model0": 4}, {"near"})

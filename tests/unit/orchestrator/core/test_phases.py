@@ -113,6 +113,8 @@ async def test_an_evaluation_on_a_version_that_nobody_holds_any_more_ends(worlds
     await world.settle()
     result = world.parts.evaluations.results["asked/greedy"]
     assert (result.mean_reward, result.num_trajectories, result.num_failed) == (0.0, 3, 3)
+    assert world.parts.counters["failures_version_unavailable"] == 3
+    assert world.parts.ingest.failures_in_a_row == 0, "a lost version tells nothing about rollouts"
 
 
 async def test_stop_ends_the_run_before_its_last_step(worlds: Callable[..., World]) -> None:
@@ -206,6 +208,70 @@ async def test_a_wrong_recipe_ends_also_a_run_that_had_succeeded(worlds: Callabl
     assert not parts.control.paused
 
 
+async def test_one_wrong_setting_among_rollouts_without_a_reward_pauses_a_run_and_does_not_end_it(
+    worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = worlds()
+    parts, watch = world.parts, world.watch()
+    parts.ingest.failures_in_a_row = 1
+    parts.ingest.last_failure = "INVALID_CONFIG: no such setting"
+    monkeypatch.setattr(world.progress_view.masked, "too_many", lambda: "30% of the newest 64 rollouts have no reward")
+    world.clock.now += 2
+    await watch.tick()
+    assert parts.control.paused and parts.counters[RunCount.PAUSES_FOR_FAILURES.value] == 1
+
+
+MACHINERY = ["INFRASTRUCTURE", "DEADLINE_EXCEEDED", "CAPACITY_EXHAUSTED", "EPISODE_NOT_FOUND", "REPLICAS_LOST"]
+
+
+@pytest.mark.parametrize("reason", MACHINERY)
+@pytest.mark.parametrize("num_tokens", [0, 1])
+async def test_failing_machinery_pauses_a_run_that_tries_again_by_itself_and_not_for_ever(
+    worlds: Callable[..., World], reason: str, num_tokens: int
+) -> None:
+    world = worlds()
+    parts, watch, began = world.parts, world.watch(), world.clock.now
+    parts.counters[RunCount.TOKENS_RECORDED.value] = num_tokens
+
+    async def passes(seconds: float) -> None:
+        for _ in range(round(seconds / 2)):
+            world.clock.now += 2
+            await watch.tick()
+
+    async def fail() -> None:
+        parts.ingest.failures_in_a_row = 256
+        parts.ingest.last_failure = f"{reason}: judge at http://10.0.0.5:8000: connection refused"
+        await passes(2)
+
+    def told() -> int:
+        return parts.counters[RunCount.PAUSES_FOR_FAILURES.value]
+
+    await fail()
+    assert parts.control.paused and "by itself after 60 s" in parts.dispatcher.held_back
+    await passes(50)
+    assert parts.control.paused
+    await passes(12)
+    assert not parts.control.paused and parts.ingest.failures_in_a_row == 0 and not parts.dispatcher.held_back
+    while world.clock.now < began + 590:
+        await fail()
+        assert parts.control.paused and told() == 0
+        await passes(60)
+        assert not parts.control.paused
+    world.clock.now = max(world.clock.now, began + 610)
+    if not num_tokens:
+        with pytest.raises(ConfigError, match="no rollout of this run has succeeded"):
+            await fail()
+        return
+    await fail()
+    await passes(100)
+    assert parts.control.paused and told() == 1 and "by itself" not in parts.dispatcher.held_back
+    world.core.resume()
+    await passes(2)
+    parts.counters[RunCount.TOKENS_RECORDED.value] += 1  # a rollout succeeds
+    await fail()
+    assert parts.control.paused and told() == 1 and "by itself after 60 s" in parts.dispatcher.held_back
+
+
 async def test_a_pause_for_failures_ends_with_the_process_and_that_of_a_person_does_not(
     worlds: Callable[..., World],
 ) -> None:
@@ -242,7 +308,14 @@ async def test_a_run_paused_because_replicas_could_not_reach_a_peer_goes_on_when
     assert parts.control.paused
     assert "by itself once replicas hear of envgateway again" in parts.dispatcher.held_back
     await heard(silent_s=42.0)
+    assert parts.control.paused and parts.counters[RunCount.PAUSES_FOR_FAILURES.value] == 0
+    world.clock.now += 600.0
+    await heard(silent_s=640.0)
+    assert not parts.control.paused, "it tries once more"
+    parts.ingest.failures_in_a_row = 256
+    await heard(silent_s=642.0)
     assert parts.control.paused
+    assert parts.counters[RunCount.PAUSES_FOR_FAILURES.value] == 1, "now a person ends it, or the gateway"
     await heard(silent_s=0.0)
     assert not parts.control.paused and "failures" not in parts.dispatcher.holds
     assert parts.ingest.failures_in_a_row == 0

@@ -83,7 +83,7 @@ BEHAVIOUR_ROWS = rows(
     }, of=PAIRS),
     departs(
         "evaluations in flight", "at most 128, unless `max_concurrent_evals` says otherwise", "evaluation.max_in_flight", None,
-        "the slots of the replicas that evaluate are the bound: one of two services, or a quarter of the slots",
+        "the slots of the replicas that evaluate are the bound: one of two services, or the only one",
         of=M2PO - UNFILTERED_DAPO_SOLVER,
     ),
     absent("written for this project, for the same protocol", {"texts of prompts": "its own"}),
