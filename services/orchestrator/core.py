@@ -312,11 +312,8 @@ class OrchestratorCore:
         self._forget_evaluations(self.dispatcher.evaluators.repeats_the_end, fates.ClosedReason.STEPS_DONE)
 
     def abandon_evaluations(self, gone: Callable[[Mapping[str, int]], bool]) -> None:
-        """End evaluations on versions that no replica holds any more.
-
-        Those of training steps are forgotten, so that the step reached by now is evaluated; requested ones get their
-        result, in which open slots are failures.
-        """
+        """End evaluations on versions that no replica holds any more. Those of training steps are forgotten, so that the
+        step reached is evaluated; requested ones get their result, in which open slots are failures."""
         lost = {p.evaluation_id for p in self.evaluations if p.pinned and gone(p.versions)}
         self._forget_evaluations(lambda p: p.evaluation_id in lost, fates.ClosedReason.VERSION_GONE)
         self.retry_limit.abandon_evaluations(gone)

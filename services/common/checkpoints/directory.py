@@ -16,7 +16,7 @@ from pathlib import Path
 
 from services.common.checkpoints.files import Progress, read_whole, verify_file
 from services.common.checkpoints.manifest import MANIFEST, Manifest, StoredFile, decode
-from services.common.errors import ConfigError, CorruptDataError
+from services.common.errors import CorruptDataError
 from services.common.system.disk import sync_directory
 
 PREFIX = "step_"
@@ -24,7 +24,6 @@ PARTIAL = ".partial"
 REMOVED = ".removed"
 DAMAGED = ".damaged"
 REASON = "why_damaged.txt"
-_EARLIER_FORMAT = "rollmill.json"
 
 
 def checkpoints_directory(run_dir: Path, policy: str) -> Path:
@@ -57,17 +56,8 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         CorruptDataError: the manifest is missing or damaged.
-        ConfigError: the checkpoint was written by an earlier version, in another format.
     """
-    try:
-        manifest = decode(read_whole(path / MANIFEST))
-    except CorruptDataError:
-        if (path / _EARLIER_FORMAT).is_file():
-            raise ConfigError(
-                f"{path} was written by an earlier version of Rollmill, in a format that is not read any more: finish "
-                "the run with that version, or begin another one from its export"
-            ) from None
-        raise
+    manifest = decode(read_whole(path / MANIFEST))
     if path.name.partition(".")[0] != path_of(path.parent, manifest.training_step).name:
         raise CorruptDataError(f"{MANIFEST} is that of step {manifest.training_step}, not of {path.name}")
     return manifest

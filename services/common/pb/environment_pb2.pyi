@@ -288,38 +288,6 @@ class CloseEpisodeResponse(google.protobuf.message.Message):
 Global___CloseEpisodeResponse: typing_extensions.TypeAlias = CloseEpisodeResponse
 
 @typing.final
-class ListEnvironmentsRequest(google.protobuf.message.Message):
-    """Asks what is offered."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-
-Global___ListEnvironmentsRequest: typing_extensions.TypeAlias = ListEnvironmentsRequest
-
-@typing.final
-class ListEnvironmentsResponse(google.protobuf.message.Message):
-    """What is offered."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    ENVIRONMENTS_FIELD_NUMBER: builtins.int
-    @property
-    def environments(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Names for CreateEpisode."""
-
-    def __init__(
-        self,
-        *,
-        environments: collections.abc.Iterable[builtins.str] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["environments", b"environments"]) -> None: ...
-
-Global___ListEnvironmentsResponse: typing_extensions.TypeAlias = ListEnvironmentsResponse
-
-@typing.final
 class ExecutionLimits(google.protobuf.message.Message):
     """Limits of one execution. Absent fields take the gateway's value; larger ones are cut to it."""
 

@@ -50,11 +50,6 @@ class EnvironmentServiceStub:
                 request_serializer=rollmill_dot_v1_dot_environment__pb2.CloseEpisodeRequest.SerializeToString,
                 response_deserializer=rollmill_dot_v1_dot_environment__pb2.CloseEpisodeResponse.FromString,
                 _registered_method=True)
-        self.ListEnvironments = channel.unary_unary(
-                '/rollmill.v1.EnvironmentService/ListEnvironments',
-                request_serializer=rollmill_dot_v1_dot_environment__pb2.ListEnvironmentsRequest.SerializeToString,
-                response_deserializer=rollmill_dot_v1_dot_environment__pb2.ListEnvironmentsResponse.FromString,
-                _registered_method=True)
 
 
 class EnvironmentServiceServicer:
@@ -83,13 +78,6 @@ class EnvironmentServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListEnvironments(self, request, context):
-        """The environments that this gateway offers. Read only. Deadline 5 s.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_EnvironmentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,11 +95,6 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     servicer.CloseEpisode,
                     request_deserializer=rollmill_dot_v1_dot_environment__pb2.CloseEpisodeRequest.FromString,
                     response_serializer=rollmill_dot_v1_dot_environment__pb2.CloseEpisodeResponse.SerializeToString,
-            ),
-            'ListEnvironments': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListEnvironments,
-                    request_deserializer=rollmill_dot_v1_dot_environment__pb2.ListEnvironmentsRequest.FromString,
-                    response_serializer=rollmill_dot_v1_dot_environment__pb2.ListEnvironmentsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -196,33 +179,6 @@ class EnvironmentService:
             '/rollmill.v1.EnvironmentService/CloseEpisode',
             rollmill_dot_v1_dot_environment__pb2.CloseEpisodeRequest.SerializeToString,
             rollmill_dot_v1_dot_environment__pb2.CloseEpisodeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListEnvironments(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmill.v1.EnvironmentService/ListEnvironments',
-            rollmill_dot_v1_dot_environment__pb2.ListEnvironmentsRequest.SerializeToString,
-            rollmill_dot_v1_dot_environment__pb2.ListEnvironmentsResponse.FromString,
             options,
             channel_credentials,
             insecure,

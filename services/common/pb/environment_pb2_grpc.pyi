@@ -73,23 +73,7 @@ _EnvironmentServiceCloseEpisodeType = typing_extensions.TypeVar(
     ],
 )
 
-_EnvironmentServiceListEnvironmentsType = typing_extensions.TypeVar(
-    '_EnvironmentServiceListEnvironmentsType',
-    grpc.UnaryUnaryMultiCallable[
-        services.common.pb.environment_pb2.ListEnvironmentsRequest,
-        services.common.pb.environment_pb2.ListEnvironmentsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        services.common.pb.environment_pb2.ListEnvironmentsRequest,
-        services.common.pb.environment_pb2.ListEnvironmentsResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        services.common.pb.environment_pb2.ListEnvironmentsRequest,
-        services.common.pb.environment_pb2.ListEnvironmentsResponse,
-    ],
-)
-
-class EnvironmentServiceStub(typing.Generic[_EnvironmentServiceCreateEpisodeType, _EnvironmentServiceStepEpisodeType, _EnvironmentServiceCloseEpisodeType, _EnvironmentServiceListEnvironmentsType]):
+class EnvironmentServiceStub(typing.Generic[_EnvironmentServiceCreateEpisodeType, _EnvironmentServiceStepEpisodeType, _EnvironmentServiceCloseEpisodeType]):
     """Episodes of environments."""
 
     @typing.overload
@@ -105,10 +89,6 @@ class EnvironmentServiceStub(typing.Generic[_EnvironmentServiceCreateEpisodeType
         grpc.UnaryUnaryMultiCallable[
             services.common.pb.environment_pb2.CloseEpisodeRequest,
             services.common.pb.environment_pb2.CloseEpisodeResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            services.common.pb.environment_pb2.ListEnvironmentsRequest,
-            services.common.pb.environment_pb2.ListEnvironmentsResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -126,10 +106,6 @@ class EnvironmentServiceStub(typing.Generic[_EnvironmentServiceCreateEpisodeType
             services.common.pb.environment_pb2.CloseEpisodeRequest,
             services.common.pb.environment_pb2.CloseEpisodeResponse,
         ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            services.common.pb.environment_pb2.ListEnvironmentsRequest,
-            services.common.pb.environment_pb2.ListEnvironmentsResponse,
-        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     CreateEpisode: _EnvironmentServiceCreateEpisodeType
@@ -143,9 +119,6 @@ class EnvironmentServiceStub(typing.Generic[_EnvironmentServiceCreateEpisodeType
     CloseEpisode: _EnvironmentServiceCloseEpisodeType
     """Ends an episode. Closing twice is fine. Deadline 5 s."""
 
-    ListEnvironments: _EnvironmentServiceListEnvironmentsType
-    """The environments that this gateway offers. Read only. Deadline 5 s."""
-
 EnvironmentServiceAsyncStub: typing_extensions.TypeAlias = EnvironmentServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         services.common.pb.environment_pb2.CreateEpisodeRequest,
@@ -158,10 +131,6 @@ EnvironmentServiceAsyncStub: typing_extensions.TypeAlias = EnvironmentServiceStu
     grpc.aio.UnaryUnaryMultiCallable[
         services.common.pb.environment_pb2.CloseEpisodeRequest,
         services.common.pb.environment_pb2.CloseEpisodeResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        services.common.pb.environment_pb2.ListEnvironmentsRequest,
-        services.common.pb.environment_pb2.ListEnvironmentsResponse,
     ],
 ]
 
@@ -193,14 +162,6 @@ class EnvironmentServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[services.common.pb.environment_pb2.CloseEpisodeResponse, collections.abc.Awaitable[services.common.pb.environment_pb2.CloseEpisodeResponse]]:
         """Ends an episode. Closing twice is fine. Deadline 5 s."""
-
-    @abc.abstractmethod
-    def ListEnvironments(
-        self,
-        request: services.common.pb.environment_pb2.ListEnvironmentsRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[services.common.pb.environment_pb2.ListEnvironmentsResponse, collections.abc.Awaitable[services.common.pb.environment_pb2.ListEnvironmentsResponse]]:
-        """The environments that this gateway offers. Read only. Deadline 5 s."""
 
 def add_EnvironmentServiceServicer_to_server(servicer: EnvironmentServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 

@@ -40,11 +40,6 @@ class JudgeServiceStub:
                 request_serializer=rollmill_dot_v1_dot_judge__pb2.JudgeRequest.SerializeToString,
                 response_deserializer=rollmill_dot_v1_dot_judge__pb2.JudgeResponse.FromString,
                 _registered_method=True)
-        self.JudgeBatch = channel.unary_stream(
-                '/rollmill.v1.JudgeService/JudgeBatch',
-                request_serializer=rollmill_dot_v1_dot_judge__pb2.JudgeBatchRequest.SerializeToString,
-                response_deserializer=rollmill_dot_v1_dot_judge__pb2.JudgeBatchResponse.FromString,
-                _registered_method=True)
 
 
 class JudgeServiceServicer:
@@ -60,14 +55,6 @@ class JudgeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def JudgeBatch(self, request, context):
-        """Judges many programs; each result is sent when it is there, in any order. Repeating a batch repeats its
-        requests, each under its own id. A request that found the queue full comes back as INFRA_ERROR with a detail.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_JudgeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,11 +62,6 @@ def add_JudgeServiceServicer_to_server(servicer, server):
                     servicer.Judge,
                     request_deserializer=rollmill_dot_v1_dot_judge__pb2.JudgeRequest.FromString,
                     response_serializer=rollmill_dot_v1_dot_judge__pb2.JudgeResponse.SerializeToString,
-            ),
-            'JudgeBatch': grpc.unary_stream_rpc_method_handler(
-                    servicer.JudgeBatch,
-                    request_deserializer=rollmill_dot_v1_dot_judge__pb2.JudgeBatchRequest.FromString,
-                    response_serializer=rollmill_dot_v1_dot_judge__pb2.JudgeBatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -110,33 +92,6 @@ class JudgeService:
             '/rollmill.v1.JudgeService/Judge',
             rollmill_dot_v1_dot_judge__pb2.JudgeRequest.SerializeToString,
             rollmill_dot_v1_dot_judge__pb2.JudgeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def JudgeBatch(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/rollmill.v1.JudgeService/JudgeBatch',
-            rollmill_dot_v1_dot_judge__pb2.JudgeBatchRequest.SerializeToString,
-            rollmill_dot_v1_dot_judge__pb2.JudgeBatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,23 +44,7 @@ _JudgeServiceJudgeType = typing_extensions.TypeVar(
     ],
 )
 
-_JudgeServiceJudgeBatchType = typing_extensions.TypeVar(
-    '_JudgeServiceJudgeBatchType',
-    grpc.UnaryStreamMultiCallable[
-        services.common.pb.judge_pb2.JudgeBatchRequest,
-        services.common.pb.judge_pb2.JudgeBatchResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
-        services.common.pb.judge_pb2.JudgeBatchRequest,
-        services.common.pb.judge_pb2.JudgeBatchResponse,
-    ],
-    default=grpc.UnaryStreamMultiCallable[
-        services.common.pb.judge_pb2.JudgeBatchRequest,
-        services.common.pb.judge_pb2.JudgeBatchResponse,
-    ],
-)
-
-class JudgeServiceStub(typing.Generic[_JudgeServiceJudgeType, _JudgeServiceJudgeBatchType]):
+class JudgeServiceStub(typing.Generic[_JudgeServiceJudgeType]):
     """Verdicts on programs."""
 
     @typing.overload
@@ -68,10 +52,6 @@ class JudgeServiceStub(typing.Generic[_JudgeServiceJudgeType, _JudgeServiceJudge
         grpc.UnaryUnaryMultiCallable[
             services.common.pb.judge_pb2.JudgeRequest,
             services.common.pb.judge_pb2.JudgeResponse,
-        ],
-        grpc.UnaryStreamMultiCallable[
-            services.common.pb.judge_pb2.JudgeBatchRequest,
-            services.common.pb.judge_pb2.JudgeBatchResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -81,10 +61,6 @@ class JudgeServiceStub(typing.Generic[_JudgeServiceJudgeType, _JudgeServiceJudge
             services.common.pb.judge_pb2.JudgeRequest,
             services.common.pb.judge_pb2.JudgeResponse,
         ],
-        grpc.aio.UnaryStreamMultiCallable[
-            services.common.pb.judge_pb2.JudgeBatchRequest,
-            services.common.pb.judge_pb2.JudgeBatchResponse,
-        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Judge: _JudgeServiceJudgeType
@@ -93,19 +69,10 @@ class JudgeServiceStub(typing.Generic[_JudgeServiceJudgeType, _JudgeServiceJudge
     Cancelling, or a deadline that passes, kills what runs. Full queues answer RESOURCE_EXHAUSTED with RetryInfo.
     """
 
-    JudgeBatch: _JudgeServiceJudgeBatchType
-    """Judges many programs; each result is sent when it is there, in any order. Repeating a batch repeats its
-    requests, each under its own id. A request that found the queue full comes back as INFRA_ERROR with a detail.
-    """
-
 JudgeServiceAsyncStub: typing_extensions.TypeAlias = JudgeServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         services.common.pb.judge_pb2.JudgeRequest,
         services.common.pb.judge_pb2.JudgeResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
-        services.common.pb.judge_pb2.JudgeBatchRequest,
-        services.common.pb.judge_pb2.JudgeBatchResponse,
     ],
 ]
 
@@ -121,16 +88,6 @@ class JudgeServiceServicer(metaclass=abc.ABCMeta):
         """Judges one program. Every verdict is an answer, not an error; INFRA_ERROR and CANCELLED say nothing about the
         program. Repeating with the same request id joins the running judgement or gives its stored result.
         Cancelling, or a deadline that passes, kills what runs. Full queues answer RESOURCE_EXHAUSTED with RetryInfo.
-        """
-
-    @abc.abstractmethod
-    def JudgeBatch(
-        self,
-        request: services.common.pb.judge_pb2.JudgeBatchRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[services.common.pb.judge_pb2.JudgeBatchResponse], collections.abc.AsyncIterator[services.common.pb.judge_pb2.JudgeBatchResponse]]:
-        """Judges many programs; each result is sent when it is there, in any order. Repeating a batch repeats its
-        requests, each under its own id. A request that found the queue full comes back as INFRA_ERROR with a detail.
         """
 
 def add_JudgeServiceServicer_to_server(servicer: JudgeServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

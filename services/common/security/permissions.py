@@ -33,7 +33,6 @@ RPCS: dict[str, dict[str, Iterable[Role]]] = {
         "CreateEpisode": {Role.INFERENCE, Role.OPERATOR},
         "StepEpisode": {Role.INFERENCE, Role.OPERATOR},
         "CloseEpisode": {Role.INFERENCE, Role.OPERATOR},
-        "ListEnvironments": {Role.INFERENCE, *_LOOKING},
     },
     "rollmill.v1.CodeExecutionService": {
         "ExecuteCode": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
@@ -41,7 +40,6 @@ RPCS: dict[str, dict[str, Iterable[Role]]] = {
     },
     "rollmill.v1.JudgeService": {
         "Judge": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
-        "JudgeBatch": {Role.INFERENCE, Role.CLIENT, Role.OPERATOR},
     },
     "rollmill.v1.RewardService": {
         "ComputeReward": {Role.INFERENCE, Role.OPERATOR},

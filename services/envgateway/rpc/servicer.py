@@ -61,11 +61,6 @@ class EnvironmentServicer(pb_grpc.EnvironmentServiceServicer):
         await self._episodes.close(request.episode_id)
         return pb.CloseEpisodeResponse()
 
-    async def ListEnvironments(
-        self, request: pb.ListEnvironmentsRequest, context: Context
-    ) -> pb.ListEnvironmentsResponse:
-        return pb.ListEnvironmentsResponse(environments=self._environments.names)
-
 
 class CodeExecutionServicer(pb_grpc.CodeExecutionServiceServicer):
     def __init__(self, queue: JobQueue) -> None:

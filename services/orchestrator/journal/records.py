@@ -228,7 +228,7 @@ class GroupVerdict:
     std: float
     outcome: fates.GroupFate
     num_expired: int = 0  # members that were too old already; they count in mean and std
-    members: tuple[MemberFate, ...] = ()  # all of them; empty in journals of earlier releases
+    members: tuple[MemberFate, ...] = ()  # all of them
 
 
 _VERDICT_FIELDS = tuple(found.name for found in fields(GroupVerdict) if found.name != "members")
@@ -251,7 +251,7 @@ def verdicts_from_json(record: Json) -> list[GroupVerdict]:
 
 
 def _verdict_from_json(record: Json) -> GroupVerdict:
-    members = (MemberFate(**{**m, "fate": fates.GroupFate(m["fate"])}) for m in record.get("members", ()))
+    members = (MemberFate(**{**m, "fate": fates.GroupFate(m["fate"])}) for m in record["members"])
     return GroupVerdict(**{**record, "outcome": fates.GroupFate(record["outcome"]), "members": tuple(members)})
 
 

@@ -32,8 +32,11 @@ LEAST_FAILURES = 256
 FAILED_GROUPS = 16
 RETRY_S = 60.0
 PATIENCE_S = 600.0  # from the first pause after a success
-PASSING = {MaskedCause.CAPACITY, MaskedCause.DEADLINE, MaskedCause.EPISODE_LOST, MaskedCause.INFRASTRUCTURE,
-           MaskedCause.REPLICA_LOST}  # fmt: skip
+PASSING = {
+    MaskedCause.CAPACITY, MaskedCause.DEADLINE, MaskedCause.EPISODE_LOST, MaskedCause.INFRASTRUCTURE,
+    MaskedCause.INVALID_RECORD,  # of one faulty replica, beside which others may join
+    MaskedCause.REPLICA_LOST,
+}  # fmt: skip
 LASTING = tuple(f"{error.reason}: " for error in (ConfigError, ModelMismatchError, UnknownPolicyError))
 
 

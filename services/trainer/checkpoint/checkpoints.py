@@ -186,7 +186,6 @@ class Checkpoints:
 
         Raises:
             ModelMismatchError: the newest belongs to another run, policy or model; the message names the difference.
-            ConfigError: an earlier version of Rollmill wrote the newest.
         """
         while step := int(self._hosts.gather(str(self.newest() or 0), "choosing a checkpoint")[0]):
             try:

@@ -88,16 +88,15 @@ async def test_code_is_executed(gateway: Clients) -> None:
     assert answer.isolation_tier in ("2", "1", "U", "0") and answer.wall_time.ToNanoseconds() > 0
 
 
-async def test_programs_are_judged_case_by_case_one_at_a_time_or_in_a_batch(gateway: Clients) -> None:
+async def test_programs_are_judged_case_by_case(gateway: Clients) -> None:
     cases = [judge_pb2.StdinCase(stdin=text, expected=str(sum(map(int, text.split())))) for text in ("1 2", "3 4")]
     tests = judge_pb2.StdinTests(cases=cases)
     right = judge_pb2.JudgeRequest(code="print(sum(map(int, input().split())))", stdin_tests=tests, request_id="right")
     wrong = judge_pb2.JudgeRequest(code="print(3)", stdin_tests=tests, request_id="wrong")
-    answer = await gateway.judge.Judge(right, timeout=WAIT_S)
-    assert answer.verdict == judge_pb2.VERDICT_OK and answer.num_cases == 2
     found = {}
-    async for one in gateway.judge.JudgeBatch(judge_pb2.JudgeBatchRequest(requests=[wrong, right]), timeout=WAIT_S):
-        found[one.request_id] = [case.verdict for case in one.result.cases]
+    for request in (right, wrong):
+        answer = await gateway.judge.Judge(request, timeout=WAIT_S)
+        found[request.request_id] = [case.verdict for case in answer.cases]
     ok, no = judge_pb2.VERDICT_OK, judge_pb2.VERDICT_WRONG_ANSWER
     assert found == {"right": [ok, ok], "wrong": [ok, no]}
 
@@ -223,9 +222,6 @@ def failing(task: dict[str, Any], completion: str) -> float:
 
 
 async def test_a_users_environment_by_import_path(gateway: Clients) -> None:
-    names = (await gateway.environments.ListEnvironments(pb.ListEnvironmentsRequest(), timeout=WAIT_S)).environments
-    # And the worlds whose extras are installed.
-    assert {"parity", "household_toy", "single_step", "tool", "tools"} <= set(names)
     episode = await gateway.episode("parity", {"number": 4})
     assert list(episode.admissible_actions) == ["yes", "no"]
     assert (await gateway.step(episode, 1, "yes")).reward == 1.0

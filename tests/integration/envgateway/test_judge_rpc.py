@@ -90,21 +90,6 @@ async def test_repeating_a_request_gives_the_stored_result(
     assert len(runner.lanes) == 1
 
 
-async def test_a_batch_streams_results_as_they_finish(
-    stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording],
-) -> None:
-    client, _ = stub
-    slow = "import time; time.sleep(2.0); print(int(input()) ** 2)"
-    broken = pb.JudgeRequest(code="print(1)", request_id="no tests")
-    # one of each lane: of two slots the batch lane has one
-    first = _squares(slow, request_id="slow", lane=pb.JUDGE_LANE_INTERACTIVE)
-    requests = [first, _squares("print(int(input()) ** 2)", request_id="quick"), broken]
-    arrived = [r async for r in client.JudgeBatch(pb.JudgeBatchRequest(requests=requests), timeout=WAIT_S)]
-    assert [r.request_id for r in arrived][-1] == "slow" and sorted(r.index for r in arrived) == [0, 1, 2]
-    by_id = {r.request_id: r.result.verdict for r in arrived}
-    assert by_id == {"slow": pb.VERDICT_OK, "quick": pb.VERDICT_OK, "no tests": pb.VERDICT_INVALID_REQUEST}
-
-
 @long_programs
 async def test_a_deadline_and_a_client_that_leaves_end_the_run(
     stub: tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording], pool: SandboxPool
@@ -113,9 +98,10 @@ async def test_a_deadline_and_a_client_that_leaves_end_the_run(
     with pytest.raises(grpc.aio.AioRpcError) as late:
         await client.Judge(_squares(SLEEP_LONG), timeout=0.5)
     assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    batch = client.JudgeBatch(pb.JudgeBatchRequest(requests=[_squares(SLEEP_LONG)] * 4), timeout=60)
+    calls = [client.Judge(_squares(SLEEP_LONG), timeout=60) for _ in range(4)]
     await until(lambda: pool.gauges["sandbox_busy_slots"], "a case runs")
-    batch.cancel()
+    for call in calls:
+        call.cancel()
     await until(lambda: not (pool.gauges["sandbox_busy_slots"] or pool.gauges["sandbox_queued"]))
     await assert_clean(pool)
 

@@ -302,16 +302,6 @@ async def train_one_step(world: World) -> None:
     await world.settle()
 
 
-async def test_a_journal_without_the_fates_of_sequences_is_refused(worlds: Worlds) -> None:
-    world = worlds()
-    await train_one_step(world)
-    with pytest.MonkeyPatch.context() as patch:
-        plain = records.verdicts_from_json
-        patch.setattr(records, "verdicts_from_json", lambda r: plain({**r, "advantage_groups": stripped(r)}))
-        with pytest.raises(ConfigError, match=r"did not record the fate of each sequence.*with that release"):
-            fates_of(world)
-
-
 async def test_collected_trajectories_change_nothing(worlds: Worlds) -> None:
     world = worlds()
     await train_one_step(world)
@@ -321,10 +311,6 @@ async def test_collected_trajectories_change_nothing(worlds: Worlds) -> None:
         segment.unlink()
     after = fates_of(world).total("model0")
     assert (after.tokens, after.sequences, after.rollouts) == (before.tokens, before.sequences, before.rollouts)
-
-
-def stripped(record: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in group.items() if k != "members"} for group in record["advantage_groups"]]
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

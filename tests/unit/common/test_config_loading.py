@@ -78,13 +78,6 @@ def test_paths_with_a_leading_dot_are_relative_to_their_file(tmp_path: Path) -> 
     assert recipe.data.train.path == str(tmp_path / "tasks.jsonl")
 
 
-@pytest.mark.parametrize("profile", ["auto", "fast", "small"])
-def test_the_removed_key_of_the_coding_of_deltas_is_refused(tmp_path: Path, profile: str) -> None:
-    path = write(tmp_path, MINIMAL)
-    with pytest.raises(ConfigError, match=r"policies\.model0\.weights: profile was removed: deltas have one coding"):
-        load_recipe(path, [f"policies.model0.weights.profile={profile}"])
-
-
 def test_overrides_win_over_files_and_variables_over_overrides(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "inference: {a: {port: 1111}}\n")
     recipe = load_recipe(path, ["run.steps=3", "inference.a.port=2222"], {"INFERENCE_A_PORT": "3333"})

@@ -30,7 +30,6 @@ from services.cli.inspect.fate.facts import (
     of_the_whole,
 )
 from services.cli.inspect.trace.reading import open_journal
-from services.common.errors import ConfigError
 from services.common.records.types import Purpose
 from services.common.telemetry.metrics import TrainerKey
 from services.orchestrator.journal import records, rollouts
@@ -129,11 +128,6 @@ class _Reading:
                 return
             if row.kind == records.VERDICT:
                 group.verdicts = records.verdicts_from_json(record)
-                if any(verdict.num_sequences and not verdict.members for verdict in group.verdicts):
-                    raise ConfigError(
-                        f"the journal was written by a release that did not record the fate of each sequence ({row.key}): "
-                        "count its rollouts with that release"
-                    )
             else:
                 group.closed = records.closed_reason(record)
             # A verdict of an earlier release may come after the close that it causes; without sequences there is none.

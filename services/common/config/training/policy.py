@@ -260,13 +260,6 @@ class WeightsConfig(Section):
     port: int = Field(default=19861, ge=0, le=65535)
     """Port of the publisher's WeightService; 0 takes a free one."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_coding(cls, written: Any) -> Any:
-        if isinstance(written, dict) and "profile" in written:
-            raise ValueError("profile was removed: deltas have one coding; leave it out")
-        return written
-
 
 class PolicyConfig(Section):
     trained: bool = True

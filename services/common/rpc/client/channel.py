@@ -45,11 +45,9 @@ DEADLINES: dict[str, float | None] = {
     "CreateEpisode": 60.0,
     "StepEpisode": 60.0,
     "CloseEpisode": 5.0,
-    "ListEnvironments": 5.0,
     "ExecuteCode": 10.0,  # plus the limits of the execution
     "ExecuteCodes": 10.0,  # likewise
     "Judge": 60.0,  # plus the limits of its cases
-    "JudgeBatch": None,
     "ComputeReward": 60.0,
     "ComputeRewards": 60.0,
     "GetStatus": 5.0,
@@ -68,7 +66,7 @@ RETRIED: dict[str, tuple[str, ...]] = {
     "rollmill.v1.PoolService": ("ReportReplica",),
     "rollmill.v1.TrainingService": ("ReportTrainer", "PublishVersion"),
     "rollmill.v1.WeightService": ("GetManifest",),
-    "rollmill.v1.EnvironmentService": ("CreateEpisode", "StepEpisode", "ListEnvironments"),
+    "rollmill.v1.EnvironmentService": ("CreateEpisode", "StepEpisode"),
     "rollmill.v1.CodeExecutionService": ("ExecuteCode",),
     "rollmill.v1.JudgeService": ("Judge",),
     "rollmill.v1.RewardService": ("ComputeReward",),

@@ -61,7 +61,6 @@ def test_a_viewer_only_looks() -> None:
         "/rollmill.v1.RunService/GetRun",
         "/rollmill.v1.RunService/WatchRun",
         "/rollmill.v1.StatusService/GetStatus",
-        "/rollmill.v1.EnvironmentService/ListEnvironments",
         "/grpc.health.v1.Health/Check",
         "/grpc.health.v1.Health/List",
         "/grpc.health.v1.Health/Watch",
