@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -64,6 +65,8 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]], shown)
     # Of these the run, its directory or the page is the result, and not the output.
     settle(outlives_output=sys.argv[1:2] in (["run"], ["eval"], ["start"], ["page"]))
+    home = os.path.expanduser("~")
+    sys.argv[1:] = [re.sub(r"(^|=)~(?=/|$)", lambda found: found[1] + home, word) for word in sys.argv[1:]]
     quiet_grpc()
     raise_open_files()
     # Commands print their own messages; `run` configures its own logs.

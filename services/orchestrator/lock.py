@@ -25,7 +25,7 @@ class RunLock:
     def held_by(self) -> str:
         """The holder of the lock, such as "launcher, pid 17"; empty for a free lock."""
         try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)  # also on a file system that is read-only
         except FileNotFoundError:
             return ""
         try:

@@ -38,8 +38,8 @@ def on_this_machine(recipe: Recipe) -> Recipe:
     """The recipe as node 0 runs it here: devices, types and placement that are `auto`, and the memory of the GPU that sections
     take which name none."""
     gpus = gpus_here()
-    # A part of a GPU, or no `nvidia-smi`: each process looks for itself.
-    if not gpus and has_gpu_driver():
+    # Else each process looks for itself.
+    if _may_have_others(gpus):
         return recipe
     found = recipe.with_devices(has_gpu=bool(gpus), node=0)
     sections = _computing(found).values()
@@ -53,8 +53,14 @@ def on_this_machine(recipe: Recipe) -> Recipe:
                 placement = Placement.SHARED
     if gpus and unnamed:
         written = [launch.gpu_memory_gib] if "gpu_memory_gib" in recipe.launch.model_fields_set else []
-        launch = launch.model_copy(update={"gpu_memory_gib": min([float(int(min(gpus))), *written])})
+        taken = gpus[: max(section.num_ranks if isinstance(section, TrainerConfig) else 1 for section in unnamed)]
+        launch = launch.model_copy(update={"gpu_memory_gib": min([float(int(min(taken))), *written])})
     return found.model_copy(update={"placement": placement, "launch": launch})
+
+
+def _may_have_others(gpus: Sequence[float]) -> bool:
+    """Whether there may be GPUs that `nvidia-smi` does not tell: a part of one, or no such program."""
+    return not gpus and has_gpu_driver() and visible_gpus(os.environ) != []
 
 
 def _computing(recipe: Recipe) -> dict[str, InferenceConfig | TrainerConfig]:
@@ -83,7 +89,7 @@ def refuse(recipe: Recipe, problems: Sequence[str]) -> None:
 def problems_anywhere(recipe: Recipe) -> list[str]:
     """Problems that do not depend on what this machine has: memory, models, worlds, the hub's answers."""
     return [
-        *misfits(recipe, embedded_estimates(recipe)),
+        *misfits(recipe, embedded_estimates),
         *small_caches(recipe),
         *model_problems(recipe),
         *index_problems(recipe),
@@ -97,8 +103,8 @@ def launch_problems(recipe: Recipe) -> list[str]:
     return [
         *missing_data(recipe),
         *gpu_problems(recipe, gpus),
-        *(misfits(smaller, embedded_estimates(smaller)) if (smaller := smaller_cards(recipe, gpus)) else ()),
-        *host_problems(recipe, has_gpus=bool(gpus)),
+        *(misfits(smaller, embedded_estimates) if (smaller := smaller_cards(recipe, gpus)) else ()),
+        *host_problems(recipe, has_gpus=bool(gpus) or _may_have_others(gpus)),
         *_file_problems(recipe),
         *_interpreter_problems(recipe, has_gpus=bool(gpus)),
         *(problem.text for problem in hub_problems(recipe) if problem.of_machine),
@@ -199,7 +205,7 @@ _TOLD_SHARE = 0.9  # of the memory in the recipe: drivers reserve some, and reci
 def gpus_here() -> list[float]:
     """GiB of each GPU that CUDA_VISIBLE_DEVICES shows, in its order; empty where no NVIDIA driver answers."""
     try:
-        answer = subprocess.run(_ASK, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        answer = subprocess.run(_ASK, check=True, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError):
         return []
     lines = [[part.strip() for part in line.split(",")] for line in answer.stdout.split("\n")]
@@ -219,6 +225,8 @@ def gpus_here() -> list[float]:
 def gpu_problems(recipe: Recipe, memory_gib: Sequence[float]) -> list[str]:
     """One line for each section of node 0 whose GPUs are missing on this machine or have less memory than the recipe
     says."""
+    if _may_have_others(memory_gib):
+        return []
     if not memory_gib:
         lacking = {where: section for where, section in _computing(recipe).items() if section.device == "cuda"}
         return [

@@ -98,13 +98,16 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
             _tell_other_nodes(recipe, run_dir, console)
         _follow(recipe, run_dir, keys, processes, console, stop)
     except KeyboardInterrupt:
-        trained = ", ".join(name.removeprefix("trainer-") for name in processes.pids() if name.startswith("trainer-"))
-        first = f"writing a checkpoint of {trained}, then " if trained else ""
-        ending = f"ending {', '.join(processes.pids())} (at most {recipe.launch.stop_grace_s:g} s)"
-        say(console, f"stopping: {first}{ending}; Ctrl-C again kills them at once")
-        killed = ", ".join(f"{name} (pid {pid})" for name, pid in processes.stop(stop.again()).items())
-        told = f"interrupted; killed before the end of its work: {killed}" if killed else "interrupted"
-        raise Interrupted(f"{told}; go on with it: rollmill run --resume {run_dir}") from None
+        if not ended(run_dir):  # else the run is over, and its processes only leave
+            trained = ", ".join(
+                name.removeprefix("trainer-") for name in processes.pids() if name.startswith("trainer-")
+            )
+            first = f"writing a checkpoint of {trained}, then " if trained else ""
+            ending = f"ending {', '.join(processes.pids()) or 'processes'} (at most {recipe.launch.stop_grace_s:g} s)"
+            say(console, f"stopping: {first}{ending}; Ctrl-C again kills them at once")
+            killed = ", ".join(f"{name} (pid {pid})" for name, pid in processes.stop(stop.again()).items())
+            told = f"interrupted; killed before the end of its work: {killed}" if killed else "interrupted"
+            raise Interrupted(f"{told}; go on with it: rollmill run --resume {run_dir}") from None
     finally:
         try:
             processes.stop(stop.again())

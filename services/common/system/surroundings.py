@@ -24,6 +24,8 @@ def settle(*, outlives_output: bool = True) -> None:
             setattr(sys, name, io.TextIOWrapper(raw, getattr(sys, name).encoding, "replace", line_buffering=True))
         elif number:
             getattr(sys, name).reconfigure(errors="replace")  # a sign that the terminal lacks
+    for name in ("PYTHONIOENCODING", "PYTHONOPTIMIZE"):  # of this terminal; and transformers needs docstrings
+        os.environ.pop(name, None)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, the kernel would not tell how a child ended
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     reach_directly()

@@ -14,7 +14,6 @@ from services.common.records.fates import RunCount
 from services.common.records.types import Interval, WeightVersion
 from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.telemetry.log_events import LogEvent
-from services.common.telemetry.logs import Repeats
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.members.absences import Absences
 from services.orchestrator.members.commands import LeavePool
@@ -26,8 +25,6 @@ from services.orchestrator.state.timeline import Timeline
 from services.orchestrator.state.versions import VersionLedger
 
 log = structlog.get_logger()
-
-# Counter: reports of more free slots than the replica has, or of a negative number.
 
 
 class ReplicaApi:
@@ -58,7 +55,6 @@ class ReplicaApi:
         self._adopt_version = adopt_version
         self._counters = counters
         self._timeline = timeline
-        self._repeats = Repeats()
 
     def join(self, hello: Hello) -> Replica:
         """Add a replica to the pool, return its running work, and announce the versions that the replica should hold."""
@@ -126,23 +122,9 @@ class ReplicaApi:
             device_turn=device_turn,
         )
         self._turns.settle()
-        self._note_free_slots(replica, num_free_slots)
+        self._counters[RunCount.IMPOSSIBLE_FREE_SLOTS.value] += not 0 <= num_free_slots <= replica.num_slots
         self._counters[RunCount.TOKENS_SAMPLED.value] += replica.new_tokens
         self._timeline.emitted(replica_id, emission)
         self._announcer.sync(replica)
         if self._pool.takers != before:  # otherwise its availability is unchanged, as in most reports
             self._dispatcher.schedule()
-
-    def _note_free_slots(self, replica: Replica, num_free_slots: int) -> None:
-        if 0 <= num_free_slots <= replica.num_slots:
-            return
-        self._counters[RunCount.IMPOSSIBLE_FREE_SLOTS.value] += 1
-        if (untold := self._repeats.tell(RunCount.IMPOSSIBLE_FREE_SLOTS.value)) is not None:
-            log.warning(
-                "replica.impossible_free_slots",
-                replica=replica.replica_id,
-                reported=num_free_slots,
-                slots=replica.num_slots,
-                effect="the orchestrator uses its own count",
-                **untold,
-            )

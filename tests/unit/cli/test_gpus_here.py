@@ -70,6 +70,9 @@ def test_the_driver_is_asked_and_its_absence_is_no_gpu(tmp_path: Path, monkeypat
     for shown, sizes in (("1", [24.0]), ("GPU-bb,0", [24.0, 79.6]), ("", []), ("7", []), ("0,MIG-1", [79.6])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
         assert [round(size, 1) for size in gpus_here()] == sizes, shown
+    tool.write_text("#!/bin/sh\nprintf 'caf\\351\\n24576, GPU-cc\\n'\n")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert gpus_here() == [24.0]
 
 
 def test_a_card_too_small_is_told_with_the_figure_and_the_settings_that_help(monkeypatch: pytest.MonkeyPatch) -> None:

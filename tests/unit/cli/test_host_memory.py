@@ -136,13 +136,13 @@ def test_the_cache_of_an_embedded_engine_is_refused_where_it_cannot_fit(tmp_path
     enough = service.model_copy(update={"kv_cache_gib": 200.0})
     assert embedded_engine_parts(QWEN3_8B, enough, 16_384)["KV cache"] == 64 * 16_384 * 2 * 36 * 1024 * 2
     large = recipe(tmp_path, inference={"engine": "torch", "dtype": "bfloat16", "num_slots": 64, "kv_cache_gib": 200})
-    (line,) = misfits(large, embedded_estimates(large))
+    (line,) = misfits(large, embedded_estimates)
     assert "KV cache 144.0" in line and "launch.gpu_memory_gib: 80" in line
     assert all(key in line for key in ("inference.a.kv_cache_gib", "context_length", "inference.a.dtype"))
     with pytest.raises(ConfigError, match=r"KV cache 144\.0"):
         check_launch(large)
     bounded = recipe(tmp_path, inference={"engine": "torch", "dtype": "bfloat16", "num_slots": 64, "kv_cache_gib": 40})
-    assert not misfits(bounded, embedded_estimates(bounded))
+    assert not misfits(bounded, embedded_estimates)
 
 
 def test_a_cache_that_holds_no_sequence_is_refused_with_the_least_that_does(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 from services.cli.__main__ import app
 from services.cli.check import launch
 from services.cli.check.launch import launch_problems, on_this_machine
+from services.cli.check.memory.gpus import estimates, with_others
 from services.cli.check.memory.host import host_estimates, host_problems
 from services.cli.plan.specs import plan
 from services.common.config.processes.placement import Placement
@@ -127,7 +128,7 @@ def test_new_with_a_model_of_the_user_fits_the_card(
     assert made.exit_code == 0, made.output
     recipe = loaded(tmp_path / "mine")
     assert recipe.policies["model0"].model.context_length == 4096 and recipe.policies["model0"].batch.size == 128
-    assert not launch.misfits(recipe, launch.embedded_estimates(recipe))
+    assert not launch.misfits(recipe, launch.embedded_estimates)
     assert recipe.placement is (Placement.SHARED if len(cards) == 1 else Placement.APART)
 
 
@@ -140,7 +141,8 @@ def test_what_shares_a_card_is_added_up_and_refused_with_the_remedy(guide: Path,
     assert [process for process, _, _ in parts] == ["trainer-model0", "inference-a"]
     assert len({total for _, total, _ in parts}) == 1, "both have the sum"
     assert (
-        "write GPUs of its own in inference.*.gpus and policies.*.trainer.gpus" in text and "placement: shared" in text
+        "write GPUs of its own, as policies.*.trainer.gpus: [0] and inference.*.gpus: [1]" in text
+        and "placement: shared" in text
     )
     apart = ("--set", "inference.a.gpus=[0]", "--set", "policies.model0.trainer.gpus=[1]")
     assert rollmill("check", str(guide), *apart).exit_code == 0
@@ -170,7 +172,7 @@ def test_one_card_is_shared_where_both_halves_take_it_unnamed(
 def test_an_engine_that_cannot_share_a_card_is_told(tmp_path: Path, machine: Machine) -> None:
     machine(24576)
     recipe = loaded(written(tmp_path), "inference.a.engine=sglang")
-    lines = launch.misfits(recipe, launch.embedded_estimates(recipe))
+    lines = launch.misfits(recipe, launch.embedded_estimates)
     told = "placement: shared, so that they take turns (engine: torch; sglang and vllm free no memory between turns)"
     assert lines and all(told in line for line in lines)
 
@@ -208,7 +210,30 @@ def test_a_gpu_that_nvidia_smi_does_not_tell_is_left_to_the_processes(
     monkeypatch.setattr(launch.os.path, "exists", lambda place: place == "/proc/driver/nvidia/gpus")
     recipe = loaded(written(tmp_path))
     assert (recipe.inference["a"].device, recipe.policies["model0"].trainer.device) == ("auto", "auto")
-    assert not [line for line in launch_problems(recipe) if "NVIDIA" in line and "memory" not in line]
+    assert not [line for line in launch_problems(recipe) if "NVIDIA" in line]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # no GPU is wanted
+    assert loaded(written(tmp_path)).inference["a"].device == "cpu"
+
+
+def test_unnamed_sections_count_with_the_card_that_they_take(tmp_path: Path, machine: Machine) -> None:
+    machine(24564, 2048)
+    assert loaded(written(tmp_path)).launch.gpu_memory_gib == 23.0
+
+
+@pytest.mark.parametrize("size", ["1.5", "4", "8"])
+def test_the_gib_that_a_setting_leaves_on_a_shared_card_are_true(tmp_path: Path, machine: Machine, size: str) -> None:
+    machine(24576)
+    recipe = loaded(written(tmp_path), f"policies.model0.model.path=Qwen/Qwen3-{size}B", "placement=shared")
+    lines = launch.misfits(recipe, launch.embedded_estimates)
+    line = next(line for line in lines if line.startswith("trainer-model0"))
+    named = re.findall(r"(policies\.model0\.[\w.]+): (.+?) \(([\d.]+) GiB\)", line)
+    assert named, line
+    for key, value, said in named:
+        model = f"policies.model0.model.path=Qwen/Qwen3-{size}B"
+        changed = loaded(written(tmp_path), model, "placement=shared", f"{key}={value}")
+        found = with_others(changed, [*estimates(changed), *launch.embedded_estimates(changed)])
+        then = next(estimate.total for estimate in found if estimate.process == "trainer-model0")
+        assert float(said) == pytest.approx(then / GIB, abs=0.05), (key, value)
 
 
 def test_a_section_that_names_gpus_is_on_cuda_on_any_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

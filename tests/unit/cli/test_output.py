@@ -69,3 +69,11 @@ def test_a_current_directory_that_was_deleted_is_told(tmp_path: Path) -> None:
             f'cd {gone} && rmdir {gone} && "$@" {command}; code=$?; mkdir {gone}; exit $code', tmp_path, {}
         )
         assert ended.returncode == 1 and b"the current directory has been deleted" in ended.stderr, ended.stderr
+
+
+def test_a_home_in_an_argument_is_that_of_the_user_also_where_the_shell_leaves_it(tmp_path: Path) -> None:
+    for words in ("status '~/lost'", "plot '~/lost' --output='~/x.png'", "new mine --model='~/lost'"):
+        ended = rollmill(f'"$@" {words}', tmp_path, {"HOME": str(tmp_path / "home")})
+        assert ended.returncode == 2 and str(tmp_path / "home" / "lost") in " ".join(
+            ended.stderr.decode().split()
+        ).replace("- ", "-"), ended.stderr

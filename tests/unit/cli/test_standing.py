@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -134,6 +135,20 @@ def test_a_look_at_the_lock_of_a_run_fails_no_launch(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match=f"another launcher .pid {os.getpid()}"), launcher_lock(tmp_path):
                 pass
         over.join()
+    assert launcher_lock(tmp_path).held_by() == ""
+
+
+def test_the_lock_of_a_run_on_a_read_only_disk_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = os.open
+
+    def read_only(path: Path, flags: int) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return really(path, flags)
+
+    with launcher_lock(tmp_path) as lock:
+        monkeypatch.setattr(os, "open", read_only)
+        assert lock.held_by() == f"launcher, pid {os.getpid()}"
     assert launcher_lock(tmp_path).held_by() == ""
 
 

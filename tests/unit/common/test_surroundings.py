@@ -97,3 +97,11 @@ def test_loopback_is_added_to_the_exemptions_of_the_user(
     reach_directly()
     reach_directly()
     assert (os.environ.get("no_proxy"), os.environ.get("NO_PROXY")) == expected
+
+
+def test_children_have_neither_the_encoding_of_the_terminal_nor_code_without_docstrings() -> None:
+    code = (
+        "settle()\nsubprocess.run([sys.executable, '-c', 'import sys; print(sys.stdout.encoding, sys.flags.optimize)'])"
+    )
+    told = python(code, {"PYTHONIOENCODING": "utf-16", "PYTHONOPTIMIZE": "2", "LC_ALL": "C.UTF-8"})
+    assert told.stdout == b"utf-8 0\n", told.stderr

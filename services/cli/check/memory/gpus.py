@@ -6,7 +6,7 @@ estimated one by one, and the best three are named.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from services.cli.check.memory.estimate import (
@@ -44,7 +44,8 @@ def _beside(recipe: Recipe, own: GpuEstimate, others: Sequence[GpuEstimate]) -> 
         return own
     if shared:
         return replace(own, parts={**own.parts, KEPT_BY_OTHERS: sum(_kept(recipe, other) for other in others)})
-    remedy = f"GPUs of its own in inference.*.gpus and policies.*.trainer.gpus ({own.total / GIB:.1f} GiB), or {_TURNS}"
+    own_gpus = "GPUs of its own, as policies.*.trainer.gpus: [0] and inference.*.gpus: [1]"
+    remedy = f"{own_gpus} ({own.total / GIB:.1f} GiB), or {_TURNS}"
     limit = recipe.launch.gpu_memory_gib * GIB
     return replace(own, parts={**own.parts, OTHERS: sum(other.total for other in others)}, limit=limit, remedy=remedy)
 
@@ -76,18 +77,14 @@ def estimates(recipe: Recipe) -> Iterator[GpuEstimate]:
         gpus = trainer.gpus or range(trainer.num_ranks // len(trainer.nodes) if trainer.device == "cuda" else 0)
         if shape is None or not gpus:
             continue
-        parts = trainer_rank_parts(shape, policy)
-        less = [
-            (sum(trainer_rank_parts(shape, other).values()), f"policies.{name}.{key}") for key, other in changes(policy)
-        ]
         for node in policy.trainer.nodes:
             yield GpuEstimate(
                 process=trainer_name(name, node),
                 node=node,
                 gpus=tuple(gpus),
-                parts=parts,
+                parts=trainer_rank_parts(shape, policy),
                 limit=memory,
-                remedy=f"{smaller_settings(sum(parts.values()), less)}more GPUs in policies.{name}.trainer.gpus",
+                remedy=f"more or larger GPUs in policies.{name}.trainer.gpus",
             )
     for name, service in recipe.inference.items():
         if service.servers is not None and (service.gpus or service.device == "cuda"):
@@ -117,16 +114,26 @@ def _engines(recipe: Recipe, name: str, shapes: dict[str, ModelShape | None], me
             )
 
 
-def misfits(recipe: Recipe, more: Iterable[GpuEstimate] = ()) -> list[str]:
-    """One line for each process, ``more`` included, that does not fit, with its parts and the keys to change."""
+def misfits(recipe: Recipe, more: Callable[[Recipe], Iterable[GpuEstimate]] = lambda recipe: ()) -> list[str]:
+    """One line for each process, those of ``more`` included, that does not fit, with its parts and the keys to change."""
+
+    def all_of(recipe: Recipe) -> list[GpuEstimate]:
+        return with_others(recipe, (*estimates(recipe), *more(recipe)))
+
     lines = []
-    for found in with_others(recipe, (*estimates(recipe), *more)):
+    for found in all_of(recipe):
         if not found.fits:
+            less = [
+                (other.total, key)
+                for key, changed in changed_recipes(recipe)
+                for other in all_of(changed)
+                if other.process == found.process and found.process.startswith("trainer-") and OTHERS not in found.parts
+            ]
             parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in found.parts.items() if size >= GIB / 20)
             lines.append(
                 f"{found.process} needs {found.total / GIB:.1f} GiB on each GPU of node {found.node} ({parts}), "
                 f"but has {found.limit / GIB:.1f} (launch.gpu_memory_gib: {recipe.launch.gpu_memory_gib:g}): "
-                f"write {found.remedy}"
+                f"write {smaller_settings(found.total, less)}{found.remedy}"
             )
     return lines
 
@@ -136,6 +143,13 @@ def smaller_settings(now: float, found: Iterable[tuple[float, str]]) -> str:
     ``found``: the bytes that are needed with each, and how it is written."""
     named = [f"{key} ({total / GIB:.1f} GiB)" for total, key in sorted(found) if total < now]
     return f"{', '.join(named[:MOST_NAMED])}, or " if named else ""
+
+
+def changed_recipes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Settings that take less memory, as they are written, and the recipe with each."""
+    for name, policy in recipe.trained_policies.items():
+        for key, changed in changes(policy):
+            yield f"policies.{name}.{key}", recipe.model_copy(update={"policies": {**recipe.policies, name: changed}})
 
 
 def changes(policy: PolicyConfig) -> Iterator[tuple[str, PolicyConfig]]:

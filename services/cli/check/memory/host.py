@@ -23,7 +23,7 @@ from services.cli.check.memory.estimate import (
     published_parameters,
     trainer_rank_parts,
 )
-from services.cli.check.memory.gpus import changes, smaller_settings, with_trainer
+from services.cli.check.memory.gpus import changed_recipes, smaller_settings, with_trainer
 from services.common.config.processes.kv_cache import cache_bytes, too_small
 from services.common.config.processes.services import InferenceConfig
 from services.common.config.recipe import Recipe
@@ -252,9 +252,7 @@ def host_lines(recipe: Recipe) -> list[str]:
 
 def _levers(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     """Settings that take less memory of a host, as they are written, and the recipe with each."""
-    for name, policy in recipe.policies.items():
-        for key, changed in changes(policy) if policy.trained else ():
-            yield f"policies.{name}.{key}", recipe.model_copy(update={"policies": {**recipe.policies, name: changed}})
+    yield from changed_recipes(recipe)
     for name, service in recipe.inference.items():
         smaller = service.model_copy(update={"kv_cache_gib": service.kv_cache_gib / 4})
         with_less = recipe.model_copy(update={"inference": {**recipe.inference, name: smaller}})
