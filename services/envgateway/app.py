@@ -112,7 +112,7 @@ class Gateway:
         )
         self.server.add(
             pb_grpc.add_EnvironmentServiceServicer_to_server,
-            EnvironmentServicer(self._episodes, environments),
+            EnvironmentServicer(self._episodes),
             "rollmill.v1.EnvironmentService",
         )
         self.server.add(

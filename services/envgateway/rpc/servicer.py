@@ -15,7 +15,6 @@ from services.common.telemetry.gateway_queue import Lane
 from services.common.wire.records import duration_to_proto, json_object
 from services.envgateway.calls import SharedCalls
 from services.envgateway.envs.episodes import EpisodeManager
-from services.envgateway.envs.registry import EnvironmentRegistry
 from services.envgateway.queue.base import JobQueue
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
@@ -30,9 +29,8 @@ _OUTCOME = {outcome: pb.RewardOutcome.Value(f"REWARD_OUTCOME_{outcome.name}") fo
 
 
 class EnvironmentServicer(pb_grpc.EnvironmentServiceServicer):
-    def __init__(self, episodes: EpisodeManager, environments: EnvironmentRegistry) -> None:
+    def __init__(self, episodes: EpisodeManager) -> None:
         self._episodes = episodes
-        self._environments = environments
 
     async def CreateEpisode(self, request: pb.CreateEpisodeRequest, context: Context) -> pb.CreateEpisodeResponse:
         start = await self._episodes.create(

@@ -53,7 +53,7 @@ class Client:
 @asynccontextmanager
 async def serving(episodes: EpisodeManager, environments: EnvironmentRegistry) -> AsyncIterator[Client]:
     server = Server(service="envgateway", instance_id="test", host="127.0.0.1", port=0)
-    servicer = EnvironmentServicer(episodes, environments)
+    servicer = EnvironmentServicer(episodes)
     server.add(pb_grpc.add_EnvironmentServiceServicer_to_server, servicer, "rollmill.v1.EnvironmentService")
     port = await server.start()
     connection = channel(f"127.0.0.1:{port}")
