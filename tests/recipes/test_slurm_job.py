@@ -79,11 +79,11 @@ def test_a_job_trains_takes_a_replica_more_and_goes_on_after_a_node_is_lost(
     scheduler.call("scancel", f"{more}_1", cwd=ROOT)
     wait_for(lambda: scheduler.exit_code(f"{more}_1") is not None, "the end of the replica")
 
-    before = steps()
     scheduler.fail_node(job, 0)
     wait_for(lambda: scheduler.restarts(job) == 1, "a requeue")
+    wait_for(lambda: f"going on with the run in {run_dir}" in output.read_text(), "the run to go on")
+    before = steps()
     wait_for(lambda: steps() > before + 1, "training after the requeue")
-    assert f"going on with the run in {run_dir}" in output.read_text()
 
     stopped = scheduler.call(sys.executable, "-m", "services.cli", "stop", str(run_dir), cwd=ROOT)
     assert stopped.returncode == 0, stopped.stderr
