@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
 
 
 def set_defaults(environment: MutableMapping[str, str], *, ranked: bool = False) -> None:
-    """Set what is not set, and unless ``ranked`` remove what another launcher says of ranks. Call before the import of torch.
+    """Set missing variables, and unless ``ranked`` remove the ranks that another launcher set. Call before the import of torch.
 
     A job of Slurm or Kubernetes, or a torchrun around a command, leaves such variables, and they name another group. A
     network interface that this machine does not have goes too: no group could be joined, not even that of one rank.

@@ -12,7 +12,7 @@ from typing import Any
 def settle(*, outlives_output: bool = True) -> None:
     """Call first, before files are opened and processes are started.
 
-    ``outlives_output``: output whose reader has left, or whose disk is full, is dropped; else the error is raised.
+    ``outlives_output``: output that cannot be written (the reader left, the disk is full) is dropped; else the error is raised.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # closed: a file of ours would get its number, and the output of libraries
