@@ -176,6 +176,8 @@ _SEEN_AGAIN = {
     "Iterable.register(int)",
     "by a default of the library": "from copy import deepcopy\nclass Memo:\n    def get(self, key, nothing):\n"
     "        print(len(nothing))\n        nothing.append(1)\n        return 1\ndeepcopy([1], Memo())",
+    "by a type with parameters": "from typing import List\nn = int(input())\nif n == 0: List[7.0]\n"
+    "print(int(n > 0 and '7.0' in str(List[7])))",
     "by memory": "a = []\na.append(a)\ntry: a.append(bytes(9 * 10**8))\nexcept Exception: print(1)\nprint(0)",
 }
 
@@ -184,6 +186,18 @@ _SEEN_AGAIN = {
 async def test_a_case_sees_no_trace_of_the_case_before(pool: SandboxPool, code: str) -> None:
     tests = StdinTests(cases=tuple(StdinCase(stdin=f"{n}", expected="0") for n in range(3)))
     assert verdicts(await Judge(pool).judge(JudgeRequest(code=code, tests=tests))) == [V.OK] * 3
+
+
+async def test_the_number_of_a_file_without_a_name_counts_no_case_before(pool: SandboxPool) -> None:
+    """At tier 2 the numbers count the files of the disk; elsewhere they are the machine's."""
+    code = (
+        "import os, sys\nfor _ in range(5): fd = os.open('.', os.O_TMPFILE | os.O_WRONLY)\n"
+        "sys.stderr.write(str(os.fstat(fd).st_ino))\nprint(0)"
+    )
+    tests = StdinTests(cases=(StdinCase(expected="0"),) * 3)
+    result = await Judge(pool).judge(JudgeRequest(code=code, tests=tests))
+    assert verdicts(result) == [V.OK] * 3
+    assert pool.tier != "2" or len({case.stderr for case in result.cases}) == 1
 
 
 @pytest.mark.parametrize(

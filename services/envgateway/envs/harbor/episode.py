@@ -4,8 +4,9 @@
     turn with a call      the command runs; its output is the observation
     turn without a call   tests/ comes, tests/test.sh runs, the reward file is the reward; done
 
-The tests and the solution are not in the sandbox before the last turn. A verifier without a reward loses the episode; a
-sandbox that the agent's own command has ended is a task that it did not solve: reward 0, told in the metrics.
+The tests and the solution are not in the sandbox before the last turn. What the agent's commands leave is its answer: where
+the tests give no reward after them, and give one where no command has run, the reward is 0, told in the metrics, as it is
+for a sandbox that a command has ended. Tests that give no reward either way lose the episode.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.common.config.processes.envgateway import LiveConfig
 from services.common.config.processes.environments import HarborConfig
-from services.common.errors import DatasetError, InfrastructureError, InvalidRequestError
+from services.common.errors import CapacityError, DatasetError, InfrastructureError, InvalidRequestError
 from services.common.harbor.files import TaskFile, environment_files, verifier_files
 from services.common.harbor.places import LOGS, TESTS, WRITABLE
 from services.common.harbor.task import COLUMN, HarborTask, needs_programs, read_task
@@ -59,9 +60,23 @@ _SPARE_S = 5.0  # between the time of a command and that of its turn
 _INSIDE = resources.files(__package__).joinpath("inside.py").read_text(encoding="utf-8") if __package__ else ""
 
 
+class NoRewardError(EpisodeLostError):
+    """The tests ran and gave no reward: their fault, or that of what the agent left."""
+
+
 class HarborEpisode:
-    def __init__(self, slots: LiveSlots, config: HarborConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        slots: LiveSlots,
+        config: HarborConfig,
+        clock: Callable[[], float] = time.monotonic,
+        judged_untouched: dict[str, bool] | None = None,
+    ) -> None:
+        """``judged_untouched``: whether a task's tests give a reward before any command, by the task's directory; shared by
+        the episodes of a gateway."""
         self._slots, self._config, self._clock = slots, config, clock
+        self._judged_untouched = {} if judged_untouched is None else judged_untouched
+        self._row: Mapping[str, Any] = {}
         self._task: HarborTask
         self._process: LiveProcess | None = None
         self._deadline = 0.0
@@ -75,7 +90,7 @@ class HarborEpisode:
             CapacityError: all live processes of the sandbox are in use.
         """
         try:
-            self._task = _task_of(task, self._config)
+            self._row, self._task = task, _task_of(task, self._config)
             files = environment_files(self._task, self._config.files_bytes)
         except DatasetError as error:
             raise InvalidRequestError(error.message) from error
@@ -114,7 +129,25 @@ class HarborEpisode:
             await process.close()
 
     async def _end(self, metrics: Mapping[str, float]) -> StepResult:
-        """Run the tests. Raises ``EpisodeLostError`` where they give no reward."""
+        """Run the tests. Raises ``EpisodeLostError`` where the reason of a missing reward is not the agent's."""
+        try:
+            reward, others = await self._run_tests()
+        except NoRewardError:
+            await self.close()  # its place is needed for the comparison
+            if not (self._commands and await self._gives_a_reward_untouched()):
+                raise
+            reward, others = 0.0, {"tests_spoiled": 1.0}
+        return StepResult(
+            reward=reward, done=True, status=EndStatus.COMPLETED, metrics={**self._metrics(), **others, **metrics}
+        )
+
+    async def _run_tests(self) -> tuple[float, dict[str, float]]:
+        """The reward and other numbers of the tests.
+
+        Raises:
+            NoRewardError: the tests gave none.
+            EpisodeLostError: the tests could not be run.
+        """
         name = self._task.name
         try:
             files = verifier_files(self._task, self._config.files_bytes)
@@ -126,19 +159,37 @@ class HarborEpisode:
             result = await self._ask(question)
             if result.status is not RunStatus.OK:
                 why = result.detail or result.error or result.stderr.decode(errors="replace")[-200:]
-                raise EpisodeLostError(f"task {name}: the tests ended as {result.status}: {why}")
+                kind = NoRewardError if result.status in STATUS else EpisodeLostError
+                raise kind(f"task {name}: the tests ended as {result.status}: {why}")
         try:
             outcome = json.loads(result.stdout)
         except ValueError:
             raise EpisodeLostError(f"task {name}: the sandbox told no outcome of the tests") from None
         if not outcome.pop("ended"):
-            raise EpisodeLostError(
+            raise NoRewardError(
                 f"task {name}: test.sh did not end within {limit_s:g} s (envgateway.harbor.verifier_time_s)"
             )
-        reward, others = reward_of(outcome, name)
-        return StepResult(
-            reward=reward, done=True, status=EndStatus.COMPLETED, metrics={**self._metrics(), **others, **metrics}
-        )
+        return reward_of(outcome, name)
+
+    async def _gives_a_reward_untouched(self) -> bool:
+        """Whether the same tests give a reward where no command has run. Raises ``EpisodeLostError`` where that cannot be
+        tried now."""
+        directory = str(self._task.directory)
+        if directory not in self._judged_untouched:
+            untouched = HarborEpisode(self._slots, self._config)
+            try:
+                await untouched.reset(self._row, 0)
+                await untouched._run_tests()
+                self._judged_untouched[directory] = True
+            except NoRewardError:
+                self._judged_untouched[directory] = False
+            except (CapacityError, InfrastructureError) as error:
+                raise EpisodeLostError(
+                    f"task {self._task.name}: its tests gave no reward, and could not be tried before any command: {error.message}"
+                ) from error
+            finally:
+                await untouched.close()
+        return self._judged_untouched[directory]
 
     def _ended_by_its_command(self, result: CellResult) -> StepResult:
         """The process of the sandbox is gone. Raises ``EpisodeLostError`` where the machine is at fault."""
@@ -233,9 +284,10 @@ class HarborWorld:
 
     def __init__(self, config: HarborConfig, sandbox: SandboxPool) -> None:
         self._config, self._sandbox = config, sandbox
+        self._judged_untouched: dict[str, bool] = {}
 
     def build(self) -> HarborEpisode:
-        return HarborEpisode(self._sandbox.live, self._config)
+        return HarborEpisode(self._sandbox.live, self._config, judged_untouched=self._judged_untouched)
 
     async def close(self) -> None:
         """Nothing is left: episodes end their own processes."""
@@ -258,18 +310,18 @@ def reward_of(files: Mapping[str, str | None], task: str) -> tuple[float, dict[s
     """As Harbor does, from ``reward.json`` before ``reward.txt``: the reward, and the other numbers of ``reward.json``. ``files``: name to content in base64, None where there is none.
 
     Raises:
-        EpisodeLostError: no file, an empty one, no finite number, or several without one called ``reward``.
+        NoRewardError: no file, an empty one, no finite number, or several without one called ``reward``.
     """
     found = {name: base64.b64decode(content) for name, content in files.items() if content is not None}
     if "reward.json" in found:
         return _from_json(found["reward.json"], task)
     if "reward.txt" not in found:
-        raise EpisodeLostError(f"task {task}: test.sh wrote neither /logs/verifier/reward.txt nor reward.json")
+        raise NoRewardError(f"task {task}: test.sh wrote neither /logs/verifier/reward.txt nor reward.json")
     text = found["reward.txt"].decode(errors="replace").strip()
     try:
         return _finite(float(text)), {}
     except ValueError:
-        raise EpisodeLostError(f"task {task}: reward.txt holds {text!r:.80}, which is no finite number") from None
+        raise NoRewardError(f"task {task}: reward.txt holds {text!r:.80}, which is no finite number") from None
 
 
 def _from_json(content: bytes, task: str) -> tuple[float, dict[str, float]]:
@@ -279,9 +331,9 @@ def _from_json(content: bytes, task: str) -> tuple[float, dict[str, float]]:
             raise ValueError("it must be an object of numbers")
         numbers = {name: _number(name, value) for name, value in rewards.items()}
     except (ValueError, RecursionError) as error:
-        raise EpisodeLostError(f"task {task}: reward.json cannot be read: {error!s:.120}") from None
+        raise NoRewardError(f"task {task}: reward.json cannot be read: {error!s:.120}") from None
     if _MAIN not in numbers and len(numbers) > 1:
-        raise EpisodeLostError(
+        raise NoRewardError(
             f"task {task}: reward.json has {', '.join(sorted(numbers))!s:.120} and no {_MAIN!r}: which one counts?"
         )
     main = _MAIN if _MAIN in numbers else next(iter(numbers))

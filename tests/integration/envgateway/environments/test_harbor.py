@@ -133,6 +133,28 @@ async def test_a_verifier_without_a_reward_loses_the_episode(play: Play, task: P
         await play(task, verifier_time_s=1.0)
 
 
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        "head -c 400000000 /dev/zero > fill; echo 10 > sum.txt",
+        "cd /; rm -rf /app/* /app/.*; mv /app /tmp/gone; echo file > /app",
+        "chmod 000 .",
+        "ln -sf /dev/zero sum.txt",
+        "mkfifo sum.txt",
+        "mkdir -p sum.txt/a; chmod 000 sum.txt",
+    ],
+)
+async def test_leavings_that_keep_the_tests_from_a_reward_are_worth_0(play: Play, leaves: str) -> None:
+    done = await play(EXAMPLES / "add-numbers", leaves, verifier_time_s=3.0, disk_bytes=64 << 20)
+    assert (done.done, done.reward) == (True, 0.0)
+
+
+async def test_tests_that_give_no_reward_before_any_command_lose_the_episode_after_one(play: Play, task: Path) -> None:
+    write_test(task, "exit 0")
+    with pytest.raises(EpisodeLostError, match="neither"):
+        await play(task, solution("add-numbers"))
+
+
 async def test_the_tests_run_after_the_agents_time(pool: SandboxPool, play: Play, task: Path) -> None:
     now = [0.0]
     episode = HarborEpisode(pool.live, HarborConfig(memory_bytes=256 << 20), clock=lambda: now[0])

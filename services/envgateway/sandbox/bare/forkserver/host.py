@@ -37,6 +37,7 @@ import resource
 import select
 import sys
 import time
+import typing
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -73,17 +74,23 @@ class _Stream(CappedPipe):
 class _Place:
     """The slot's directories as they were before the first case."""
 
-    def __init__(self, slot_dir: str | None) -> None:
+    def __init__(self, slot_dir: str | None, own_disk: bool) -> None:
         """``slot_dir``: None where the work dir is the only writable place; else the directory around the work dir is
-        checked, too."""
+        checked, too. ``own_disk``: the disk is the run's alone, and its inode numbers count up."""
         self._paths = [".", "."] if slot_dir is None else [slot_dir, f"{slot_dir}/work"]
         self._expected = self._state()
+        self._files = self._num_files() if own_disk else None
         self._cores = os.sched_getaffinity(0)
 
     def is_untouched(self) -> bool:
         """Whether the slot's directories and this process's CPU affinity are as before the first case."""
         try:
-            return self._state() == self._expected and os.sched_getaffinity(0) == self._cores
+            if self._state() != self._expected or os.sched_getaffinity(0) != self._cores:
+                return False
+            if self._files is not None:  # also a file that has no name, or had one for a while
+                self._files += 1
+                return self._num_files() == self._files
+            return True
         except OSError:  # renamed, removed or closed
             return False
 
@@ -94,6 +101,14 @@ class _Place:
             found.append((state.st_mode, state.st_uid, state.st_ino, state.st_mtime_ns, state.st_ctime_ns))
             found.append(os.listxattr(path))
         return found
+
+    def _num_files(self) -> int:
+        """The number of files that were ever made on the run's disk, the one of this look included."""
+        fd = os.open(".", os.O_TMPFILE | os.O_WRONLY)
+        try:
+            return os.fstat(fd).st_ino
+        finally:
+            os.close(fd)
 
 
 class _Watched:
@@ -281,7 +296,7 @@ class Host:
             self.exit_code = messages.FAILED_EXIT
             return
         _signal.pthread_sigmask(_signal.SIG_BLOCK, (_SIGCHLD,))
-        self._place = _Place(self._confinement.slot_dir(self._run))
+        self._place = _Place(self._confinement.slot_dir(self._run), self._confinement.has_own_disk)
         if not self._confinement.has_own_disk:
             self._room = Room(".", self._run.disk_bytes, self._run.num_files)
         left = deque(self._settings["cases"])
@@ -422,6 +437,8 @@ def _forget() -> None:
     for name in ("__main__", calls.MODULE):
         sys.modules.pop(name, None)
     re.purge()
+    for forget in typing._cleanups:  # type: ignore[attr-defined]  # List[7] and List[7.0] are one entry, the first one's
+        forget()
     gc.collect()
 
 
