@@ -126,6 +126,44 @@ async def test_a_program_leaves_the_next_no_message(pool: SandboxPool, channel: 
     await assert_clean(pool)
 
 
+@pytest.mark.needs("C++ compiler")
+async def test_a_compiled_program_executes_no_other(pool: SandboxPool) -> None:
+    loader = os.path.realpath(f"/lib64/ld-linux-{'x86-64' if os.uname().machine == 'x86_64' else 'aarch64'}.so.2")
+    code = f"""
+#include <cstdio>
+#include <initializer_list>
+#include <spawn.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <fcntl.h>
+#include <unistd.h>
+extern char **environ;
+int main() {{
+    int refused = 0;
+    for (const char *path : {{"{loader}", "/usr/lib/git-core/git", "/proc/self/exe", "./copy"}}) {{
+        char *const arguments[] = {{(char *)path, (char *)"--version", nullptr}};
+        if (fork() == 0) {{
+            if (path[0] == '.') {{ unlink("copy"); symlink("{loader}", "copy"); }}
+            execv(path, arguments);
+            syscall(SYS_execveat, open(path, O_RDONLY), "", arguments, environ, 0x1000);
+            syscall(SYS_execveat, AT_FDCWD, path, arguments, environ, 0);
+            int child, status = posix_spawn(&child, path, nullptr, nullptr, arguments, environ);
+            _exit(status ? 42 : 1);
+        }}
+        int status = 0;
+        wait(&status);
+        refused += WIFEXITED(status) && WEXITSTATUS(status) == 42;
+    }}
+    std::printf("%d\\n", refused);
+}}
+"""
+    result = await Judge(pool).judge(
+        JudgeRequest(code=code, language="cpp", tests=StdinTests(cases=(StdinCase(expected="4"),)))
+    )
+    assert result.verdict is S.OK, result.cases[0]
+    await assert_clean(pool)
+
+
 async def test_a_datagram_reaches_no_socket_of_the_machine(pool: SandboxPool) -> None:
     name, path = f"\0rollmill-test-{os.getpid()}", f"/var/tmp/rollmill-{os.getpid()}-socket"
     code = f"""

@@ -113,3 +113,16 @@ def test_without_a_cgroup_uncounted_memory_is_refused() -> None:
     assert common(72, 3, 1031, 1 << 20, accounted=False) == REFUSED
     assert [common(54, 3, 1, option, accounted=False) for option in (7, 8, 32, 33)] == [PRETENDED] * 4
     assert common(54, 3, 1, 2, accounted=False) == ALLOWED
+
+
+def test_a_compiled_program_cannot_execute_another() -> None:
+    arguments, environment = 0x7F12_3456_7000, 0x7F12_3856_7008
+
+    def told(number: int, *given: int) -> object:
+        return answer(seccomp._exec_filter(arguments, environment), number, *given)
+
+    assert told(322, 6, 0, arguments, environment, 0x1000) == ALLOWED
+    others = [arguments + 8, arguments + (1 << 32), arguments & 0xFFFFFFFF, environment, 0]
+    assert [told(322, 6, 0, other, environment, 0x1000) for other in others] == [REFUSED] * 5
+    assert [told(322, 6, 0, arguments, other, 0x1000) for other in others[:3]] == [REFUSED] * 3
+    assert told(59, 0, arguments, environment) == REFUSED and told(1, 1, 0, 3) == ALLOWED

@@ -10,6 +10,8 @@ import os
 import re
 import signal
 
+from ..confine import seccomp
+
 COMPILER = "/usr/bin/g++"
 # Readable and executable for the compiler alone; those that do not exist are left out.
 TOOL_TREES = ["/usr/bin", "/bin", "/usr/include", "/usr/local/include", "/usr/libexec", "/usr/lib", "/usr/lib64",
@@ -64,5 +66,5 @@ def become(program_fd: int) -> int:
         signal.signal(ignored, signal.SIG_DFL)
     os.closerange(3, program_fd)
     os.closerange(program_fd + 1, 1 << 16)
-    os.execve(program_fd, ["program"], {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"})
+    seccomp.execute_and_nothing_more(program_fd, [b"program"], [b"PATH=/usr/bin:/bin", b"LANG=C.UTF-8"])
     return 1
