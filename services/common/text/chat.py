@@ -24,6 +24,7 @@ import orjson
 
 from services.common.errors import ConfigError, DatasetError
 from services.common.text.special_text import SpecialText
+from services.common.text.thoughts import THOUGHT
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
@@ -168,7 +169,7 @@ class Chat:
     @cached_property
     def thinks(self) -> bool:
         """Whether the template's invitation opens a thought, so that a turn begins within the thought."""
-        return self._invitation().rstrip().endswith("<think>")
+        return self._invitation().rstrip().endswith(THOUGHT)
 
     def _invitation(self) -> str:
         return self._render([_DUMMY_USER], invite=True)
@@ -242,8 +243,8 @@ class Chat:
 
     def _find_stop_tokens(self) -> tuple[int, ...]:
         eos = self._tokenizer.eos_token_id
-        ids = {self.end_of_turn_id} | ({int(eos)} if eos is not None else set())
-        return tuple(sorted(ids))
+        ids = {self.end_of_turn_id, *getattr(self._tokenizer, "further_stops", ())}
+        return tuple(sorted(ids | ({int(eos)} if eos is not None else set())))
 
     def _find_whether_tools_are_listed(self) -> bool:
         """Whether the template shows the schemas of tools itself."""

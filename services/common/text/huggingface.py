@@ -67,14 +67,38 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32") -> Any:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer in the directory of a model."""
+    """The tokenizer in the directory of a model, with the stop tokens of its generation_config.json as ``further_stops``, which
+    ``Chat`` reads: the model ends turns with them too."""
     local = _is_local(path, "tokenizer_config.json")
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=local, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot load a tokenizer: {error}") from error
+    tokenizer.further_stops = _stops_of_generation(path, local, len(tokenizer))
+    return tokenizer
+
+
+def _stops_of_generation(path: str | Path, local: bool, num_tokens: int) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    if local and not (Path(path) / "generation_config.json").is_file():
+        return ()
+    try:
+        stops = GenerationConfig.from_pretrained(str(path), local_files_only=local).eos_token_id
+    except OSError as error:
+        if local:
+            raise ConfigError(f"{path}/generation_config.json cannot be read: {error}") from error
+        return ()  # the hub has none of this model
+    stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    wrong = [stop for stop in stops if not isinstance(stop, int) or not 0 <= stop < num_tokens]
+    if wrong:
+        raise ConfigError(
+            f"{path}/generation_config.json: eos_token_id has {wrong[0]!r}, and the tokenizer has the ids 0 to {num_tokens - 1}: "
+            "write the ids of the tokens that end a turn"
+        )
+    return tuple(stops)
 
 
 def named_weights(model: Any) -> dict[str, torch.Tensor]:

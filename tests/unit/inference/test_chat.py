@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ from hypothesis import strategies as st
 
 from services.common.errors import ConfigError, DatasetError, InvalidRequestError
 from services.common.text.chat import Chat
+from services.common.text.huggingface import load_tokenizer
+from services.common.tiny.models import build
 from services.inference.engine.byte_tokenizer import ByteTokenizer
 from tests.unit.inference.fakes import SPECIAL, TEMPLATE, qwen_like_chat, qwen_like_tokenizer, thinking_chat
 
@@ -311,3 +316,38 @@ def test_prompts_may_show_tags_that_policies_write_and_tools_may_not() -> None:
     assert tag in chat.prompt_ids([{"role": "user", "content": "Write <tool_call>."}])
     assert tag not in chat.prompt_ids([{"role": "user", "content": "go"}, {"role": "tool", "content": "<tool_call>"}])
     assert tag not in chat.continuation_ids([{"role": "user", "content": "<tool_call>"}])
+
+
+# -- stop tokens of the model ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("stops") / "model"
+    build(directory, 0)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("told", "stops"), [([1, 8], (1, 8)), (8, (1, 8)), ([8, 9, 8], (1, 8, 9)), (None, (1,)), ("no file", (1,))]
+)
+def test_the_stop_tokens_of_generation_config_end_turns(
+    tiny_model: Path, tmp_path: Path, told: Any, stops: tuple[int, ...]
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model, directory)
+    (directory / "generation_config.json").unlink()
+    if told != "no file":
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
+    chat = Chat(load_tokenizer(directory))
+    assert chat.stop_token_ids == chat.with_prefill("<reason>").stop_token_ids == stops
+    assert chat.decode([*chat.encode("a"), stops[-1]]) == "a"
+
+
+@pytest.mark.parametrize("told", ['{"eos_token_id": [1, 99999]}', '{"eos_token_id": "<|im_end|>"}', "{broken"])
+def test_stop_tokens_that_the_tokenizer_lacks_are_refused(tiny_model: Path, tmp_path: Path, told: str) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model, directory)
+    (directory / "generation_config.json").write_text(told)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        load_tokenizer(directory)
