@@ -79,7 +79,10 @@ def test_a_call_that_is_not_closed_is_malformed() -> None:
         ('{"name": "run", "arguments": {"a": 1, "a": 2}}', '"a" stands twice'),
         ('{"name": "run", "arguments": {"a": NaN}}', "NaN is no JSON"),
         ('{"name": "run", "arguments": {"a": 1e999}}', "1e999 is no JSON"),
-        ('{"name": "run", "arguments": {"a": 12345678901234567890123}}', ToolCall(name="run", arguments={"a": 12345678901234567890123})),
+        (
+            '{"name": "run", "arguments": {"a": 12345678901234567890123}}',
+            ToolCall(name="run", arguments={"a": 12345678901234567890123}),
+        ),
         ("[" * 100_000, "not valid JSON"),
         ('{"name": ' + "1" * 5000 + "}", "not valid JSON"),
     ],
