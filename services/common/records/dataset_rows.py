@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.common.errors import DatasetError
@@ -38,6 +38,7 @@ class BuiltInReward(enum.StrEnum):
 
 
 PROMPT_FIELDS = ("messages", "prompt", "problem", "question")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 TRUTH_FIELDS = ("answer", "ground_truth", "solution")
 TEST_KINDS = ("stdin", "call", "assert")
@@ -61,8 +62,28 @@ def prompt_in(row: Row, field: str | None, where: str) -> str | list[Mapping[str
     if prompt is None:
         raise DatasetError(f"{where}: {found} is null")
     if isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) and "role" in m for m in prompt):
+        if fault := _fault_of(prompt):
+            raise DatasetError(f"{where}: {found} {fault}")
         return prompt
     raise DatasetError(f"{where}: {found} is neither text nor a list of messages")
+
+
+def _fault_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Why a policy cannot answer the messages, with the remedy; empty if it can."""
+    for number, message in enumerate(messages, start=1):
+        role, content = message["role"], message.get("content")
+        if role not in ROLES:
+            return f"has message {number} of the role {role!r}: write one of {', '.join(ROLES)}"
+        if role in ROLES[:2] and number > 1:
+            return f"has message {number} of the role {role!r} behind others: put its text into the first message"
+        if role == "user" and (not content or (isinstance(content, str) and not content.strip())):
+            return f"has message {number}, of the user, without text: write it, or leave the message out"
+    if messages[-1]["role"] in (*ROLES[:2], "assistant"):
+        return (
+            f"ends with a message of the role {messages[-1]['role']!r}, and must end with one to answer: leave an answer out, and "
+            "put its text into a column `answer` if the reward reads it"
+        )
+    return ""
 
 
 def truth_in(row: Row) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from services.common.errors import ConfigError, DatasetError
+from services.common.errors import ConfigError, DatasetError, InvalidRequestError
 from services.common.text.special_text import SpecialText
 from services.common.text.thoughts import THOUGHT
 
@@ -30,6 +30,7 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
 _DUMMY_USER: Message = {"role": "user", "content": "question"}
 _MARKER = "ROLLMILL-TURN-"  # plain ASCII that no template looks for and no tokenizer holds as a special token
+_DUMMY_TURN: Message = {"role": "assistant", "content": _MARKER}
 _CACHE_SIZE = 4096
 
 
@@ -60,11 +61,10 @@ class Chat:
         self._cached_prompt = lru_cache(_CACHE_SIZE)(self._prompt_of_json)
         self._cached_encode = lru_cache(_CACHE_SIZE)(self._encode_inside)
         self._pieces_of: dict[tuple[str, ...], tuple[str, ...] | None] = {}
+        self._followed: set[tuple[str, ...]] = set()
         self._by_thinking: dict[bool, Chat] = {}
         self._by_prefill: dict[str, Chat] = {"": self}
-        self._special = SpecialText(
-            tokenizer, self._render([_DUMMY_USER, {"role": "assistant", "content": _MARKER}, _DUMMY_USER], invite=False)
-        )
+        self._special = SpecialText(tokenizer, self._render([_DUMMY_USER, _DUMMY_TURN, _DUMMY_USER], invite=False))
         self.end_of_turn_id, self._end, self._closing = self._find_end_of_turn()
         self._inside = self._end if self.encode(f"{self._end}x")[1:] != self.encode("x") else ""
         self._before = self._find_context()
@@ -131,6 +131,13 @@ class Chat:
             return ids[ids.index(last_sampled) + 1 :]
         # Templates without an end of turn: a policy ends its turn with the token that begins the next one.
         return ids[1:] if last_sampled in self.stop_token_ids and ids[:1] == (last_sampled,) else ids
+
+    def check_follows(self, messages: Sequence[Message]) -> None:
+        """Raises ``InvalidRequestError`` for a message that the template does not show after an assistant turn."""
+        roles = tuple(str(message.get("role")) for message in messages)
+        if roles not in self._followed:
+            self._check_shown(messages, "", [_DUMMY_USER, _DUMMY_TURN])
+            self._followed.add(roles)
 
     def supervised(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
@@ -208,11 +215,28 @@ class Chat:
     def _prompt_of_json(self, key: bytes) -> tuple[int, ...]:
         messages, tools = orjson.loads(key)
         shown = [self._special.of_prompt(message) for message in messages]
-        return self.encode(self._render(shown, invite=True, tools=self._special.of_tools(tools)))
+        text = self._render(shown, invite=True, tools=self._special.of_tools(tools))
+        self._check_shown(shown, text)
+        return self.encode(text)
+
+    def _check_shown(self, messages: Sequence[Message], text: str, before: Sequence[Message] = ()) -> None:
+        """Raises ``InvalidRequestError`` for a message that the template leaves out; a content that it changes, say trims,
+        is none."""
+        unseen = [place for place, message in enumerate(messages) if str(message.get("content")).strip() not in text]
+        if not unseen:
+            return
+        marked = [{**message, "content": f"{_MARKER}{place}."} for place, message in enumerate(messages)]
+        text = self._render([*before, *marked], invite=False)
+        for place in unseen:
+            if marked[place]["content"] not in text:
+                raise InvalidRequestError(
+                    f"the chat template leaves out message {place + 1} of {len(messages)}, of the role "
+                    f"{messages[place].get('role')!r}: the policy would not read it; put its text into another message"
+                )
 
     def _after_dummy_turn(self, messages: Sequence[Message], *, invite: bool) -> str:
         """The text that the template writes after the content of an assistant turn."""
-        text = self._render([_DUMMY_USER, {"role": "assistant", "content": _MARKER}, *messages], invite=invite)
+        text = self._render([_DUMMY_USER, _DUMMY_TURN, *messages], invite=invite)
         _, found, after = text.partition(_MARKER)
         if not found:
             raise ConfigError("the chat template does not show the content of assistant turns")

@@ -99,6 +99,7 @@ class Conversation:
 
     def add(self, *messages: Message) -> bool:
         """Append the environment's answer. False, without appending, if no token could follow."""
+        self._chat.check_follows(messages)
         ids = self._chat.continuation_ids(messages, last_sampled=self._ids[-1])
         if len(self._ids) + len(ids) >= self._limit:
             return False
@@ -113,6 +114,7 @@ class Conversation:
     def fork(self, num_segments: int, *messages: Message) -> Conversation | None:
         """A conversation that goes on behind the first segments with ``messages``. These segments, exactly as sampled, are a
         part of its prompt: none of their tokens is trained in it. None if no token could follow."""
+        self._chat.check_follows(messages)
         ids = [token for segment in self._segments[:num_segments] for token in segment.token_ids.tolist()]
         ids += self._chat.continuation_ids(messages, last_sampled=ids[-1])
         if len(ids) >= self._limit:

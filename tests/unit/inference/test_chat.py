@@ -351,3 +351,35 @@ def test_stop_tokens_that_the_tokenizer_lacks_are_refused(tiny_model: Path, tmp_
     (directory / "generation_config.json").write_text(told)
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         load_tokenizer(directory)
+
+
+# -- messages that a template leaves out -----------------------------------------------------------------------------------
+
+
+def test_a_message_that_the_template_leaves_out_is_told() -> None:
+    chat = qwen_like_chat()
+    user, system = {"role": "user", "content": "go"}, {"role": "system", "content": "Be brief."}
+    chat.prompt_ids([system, user])
+    with pytest.raises(InvalidRequestError, match="leaves out message 2 of 3, of the role 'system'"):
+        chat.prompt_ids([system, {**system, "content": "In French."}, user])
+    for content in ("Be brief.", "In French."):
+        with pytest.raises(InvalidRequestError, match="leaves out message 1 of 2, of the role 'system'"):
+            chat.check_follows([{**system, "content": content}, user])
+    only_known = Chat(with_template(TEMPLATE.replace("message.role != 'system'", "message.role == 'user'")))
+    with pytest.raises(InvalidRequestError, match="message 2 of 2, of the role 'human'"):
+        only_known.prompt_ids([user, {"role": "human", "content": "again"}])
+
+
+def test_contents_that_a_template_changes_are_no_messages_left_out() -> None:
+    chat = Chat(
+        with_template(
+            TEMPLATE.replace("message.role + '\\n' + message.content", "message.role + (message.content | tojson)")
+        )
+    )
+    said = [
+        {"role": "user", "content": 'a\n"b"'},
+        {"role": "assistant", "content": "<think>x</think>y"},
+        {"role": "user", "content": " "},
+    ]
+    assert "y<|im_end|>" in chat.decode(chat.prompt_ids(said))
+    assert chat.continuation_ids([{"role": "user", "content": 'a\n"b"'}])
