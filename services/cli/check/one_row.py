@@ -20,7 +20,7 @@ from services.cli.check.solutions import judge_solutions
 from services.common.config.data import WorkflowConfig, is_training, name_of
 from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.config.recipe import Recipe
-from services.common.errors import ConfigError, DatasetError, InfrastructureError, RollmillError
+from services.common.errors import ConfigError, DatasetError, RollmillError
 from services.common.importing import load_object
 from services.common.records.dataset_rows import BuiltInReward, truth_in
 from services.common.records.types import Purpose, Task
@@ -240,15 +240,14 @@ async def _graded(recipe: Recipe, reward: BuiltInReward, task: Task, answer: str
         row = (f"task {task.task_id}", {**task.data, "solution": answer})
         report = await judge_solutions(iter([row]), gateway.sandbox, gateway.code.case_time_s)
         return RewardResult(outcome=RewardOutcome.WRONG, detail=str(report.failed)) if report.failed.count else CORRECT
-    pools = MathPool(gateway.math), MathPool(gateway.reasoning_gym, REASONING_GYM)
+    if reward is BuiltInReward.REASONING_GYM:
+        pool = MathPool(gateway.reasoning_gym, REASONING_GYM)
+    else:
+        pool = MathPool(gateway.math)
     try:
-        result = await Rewards(pools[0], reasoning_pool=pools[1]).compute(reward, task.data, answer)
+        return await Rewards(pool, reasoning_pool=pool).compute(reward, task.data, answer)
     finally:
-        for pool in pools:
-            await pool.close()
-    if result.outcome is RewardOutcome.GRADER_FAILED:
-        raise InfrastructureError(result.detail)
-    return result
+        await pool.close()
 
 
 def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task, tried: Tried) -> None:

@@ -71,18 +71,17 @@ def prompt_in(row: Row, field: str | None, where: str) -> str | list[Mapping[str
 def _fault_of(messages: Sequence[Mapping[str, Any]]) -> str:
     """Why a policy cannot answer the messages, with the remedy; empty if it can."""
     for number, message in enumerate(messages, start=1):
-        role, content = message["role"], message.get("content")
+        role = message["role"]
+        told = f"has message {number} of the role {role!r}"
         if role not in ROLES:
-            return f"has message {number} of the role {role!r}: write one of {', '.join(ROLES)}"
+            return f"{told}: write one of {', '.join(ROLES)}"
         if role in ROLES[:2] and number > 1:
-            return f"has message {number} of the role {role!r} behind others: put its text into the first message"
-        if role == "user" and (not content or (isinstance(content, str) and not content.strip())):
-            return f"has message {number}, of the user, without text: write it, or leave the message out"
-    if messages[-1]["role"] in (*ROLES[:2], "assistant"):
-        return (
-            f"ends with a message of the role {messages[-1]['role']!r}, and must end with one to answer: leave an answer out, and "
-            "put its text into a column `answer` if the reward reads it"
-        )
+            return f"{told} behind others: put its text into the first message"
+        if role == "user" and not str(message.get("content") or "").strip():
+            return f"{told} without text: write it, or leave the message out"
+    if role not in ("user", "tool"):
+        answer = "leave an answer out, and put its text into a column `answer` if the reward reads it"
+        return f"ends with a message of the role {role!r}, and must end with one to answer: {answer}"
     return ""
 
 

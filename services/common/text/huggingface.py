@@ -86,19 +86,16 @@ def _stops_of_generation(path: str | Path, local: bool, num_tokens: int) -> tupl
     if local and not (Path(path) / "generation_config.json").is_file():
         return ()
     try:
-        stops = GenerationConfig.from_pretrained(str(path), local_files_only=local).eos_token_id
+        told = GenerationConfig.from_pretrained(str(path), local_files_only=local).eos_token_id
     except OSError as error:
         if local:
             raise ConfigError(f"{path}/generation_config.json cannot be read: {error}") from error
         return ()  # the hub has none of this model
-    stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
-    wrong = [stop for stop in stops if not isinstance(stop, int) or not 0 <= stop < num_tokens]
-    if wrong:
-        raise ConfigError(
-            f"{path}/generation_config.json: eos_token_id has {wrong[0]!r}, and the tokenizer has the ids 0 to {num_tokens - 1}: "
-            "write the ids of the tokens that end a turn"
-        )
-    return tuple(stops)
+    stops = () if told is None else tuple(told) if isinstance(told, list) else (told,)
+    if not all(isinstance(stop, int) and 0 <= stop < num_tokens for stop in stops):
+        ids = f"the ids of the tokens that end a turn, of 0 to {num_tokens - 1}"
+        raise ConfigError(f"{path}/generation_config.json: eos_token_id is {told!r}: write {ids}")
+    return stops
 
 
 def named_weights(model: Any) -> dict[str, torch.Tensor]:

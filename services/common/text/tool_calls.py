@@ -101,26 +101,19 @@ def parse_json_call(content: str) -> ToolCall | MalformedCall:
         return MalformedCall(error="the call must be one JSON object with name and arguments")
     if not isinstance(call.get("name"), str):
         return MalformedCall(error='"name" is missing or no string')
-    unknown = call.keys() - {"name", *_ARGUMENTS}
-    if unknown:
-        return MalformedCall(error=f'{json.dumps(min(unknown))} is unknown: write only "name" and "arguments"')
-    given = [call[key] for key in _ARGUMENTS if key in call]
-    if len(given) > 1:
-        return MalformedCall(error='"arguments" and "parameters" are the same: write "arguments" alone')
-    arguments = given[0] if given else {}
+    others = [key for key in call if key != "name"]
+    if others not in ([], ["arguments"], ["parameters"]):
+        return MalformedCall(error=f'write "name" and "arguments" alone, not {json.dumps(others)}')
+    arguments = call[others[0]] if others else {}
     if not isinstance(arguments, dict):
         return MalformedCall(error='"arguments" must be a JSON object')
     return ToolCall(name=call["name"], arguments=arguments)
 
 
-_ARGUMENTS = ("arguments", "parameters")
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {json.dumps(twice)} stands twice in one object")
+        raise ValueError("one object has a key twice")
     return made
 
 
