@@ -174,12 +174,8 @@ def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task
     """Call the user's reward with an empty answer and, where the row has an answer, with that one; in a box where the bare
     one gets no more than the empty one."""
     from services.inference.scripts.answers import boxed
-    from services.inference.workflows.registry import workflow_settings
-    from services.orchestrator.tasks.requirements import WITH_PROMPT
 
     path = workflow.settings.get("reward")
-    if path is None and workflow.name in WITH_PROMPT:
-        path = getattr(workflow_settings(workflow), "reward", None)
     if path in tuple(BuiltInReward) and is_training(where):
         _try_built_in(recipe, where, BuiltInReward(path), task, tried)
     if not isinstance(path, str) or ":" not in path:
@@ -240,10 +236,8 @@ async def _graded(recipe: Recipe, reward: BuiltInReward, task: Task, answer: str
         row = (f"task {task.task_id}", {**task.data, "solution": answer})
         report = await judge_solutions(iter([row]), gateway.sandbox, gateway.code.case_time_s)
         return RewardResult(outcome=RewardOutcome.WRONG, detail=str(report.failed)) if report.failed.count else CORRECT
-    if reward is BuiltInReward.REASONING_GYM:
-        pool = MathPool(gateway.reasoning_gym, REASONING_GYM)
-    else:
-        pool = MathPool(gateway.math)
+    is_math = reward is not BuiltInReward.REASONING_GYM
+    pool = MathPool(gateway.math) if is_math else MathPool(gateway.reasoning_gym, REASONING_GYM)
     try:
         return await Rewards(pool, reasoning_pool=pool).compute(reward, task.data, answer)
     finally:

@@ -22,7 +22,7 @@ from services.common.text.thoughts import END_OF_THOUGHT, THOUGHT
 from services.common.text.tool_calls import CLOSE, OPEN
 
 Message = Mapping[str, Any]
-Normalise = Callable[[str], str]
+Split = Callable[[str], str]
 
 _TAG = re.compile(r"</?[A-Za-z_]+>")
 _BRACKETS = re.compile(r"<.+>|\[.+\]", re.DOTALL)
@@ -46,15 +46,12 @@ class SpecialText:
         # A tokenizer searches for some tokens in the text as it is, and for others in the text as its normalizer leaves it.
         normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
         normalized = {str(token) for token in added.values() if getattr(token, "normalized", False)}
-        normalise: Normalise | None = (
-            normalizer.normalize_str if normalizer is not None and every & normalized else None
-        )
-        self._any = _Search(every, every & normalized, normalise)
-        self._control = _Search(control, control & normalized, normalise)
+        normalise = getattr(normalizer, "normalize_str", None) if every & normalized else None
+        self._any, self._control = (_splitter(texts, texts & normalized, normalise) for texts in (every, control))
 
     def as_text(self, text: str) -> str:
         """The text with a space inside every match of one of the tokens."""
-        return self._any.split(text)
+        return self._any(text)
 
     def of_stranger(self, message: Message) -> Message:
         """A message of a tool, a program or a later user: none of the tokens is written."""
@@ -68,13 +65,13 @@ class SpecialText:
         """Schemas of tools: names, descriptions and values write no control token."""
         return _deep(tools, self._control)
 
-    def _harmless(self, message: Message, search: _Search) -> Message:
+    def _harmless(self, message: Message, split: Split) -> Message:
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             message = {**message, "content": joined_parts(content)}
         elif content is None:
             message = {**message, "content": ""}
-        found: Message = _deep(message, search)
+        found: Message = _deep(message, split)
         return found
 
 
@@ -102,18 +99,18 @@ def joined_parts(content: Any, where: str = "content") -> str:
     return "".join(texts)
 
 
-class _Search:
-    """Finds tokens in a text, and in the text after ``normalise`` those of ``normalized``."""
+def _splitter(texts: Iterable[str], normalized: Iterable[str], normalise: Callable[[str], str] | None) -> Split:
+    """Puts a space inside every match of a token, and of ``normalized`` ones in the text after ``normalise``."""
+    plain = _matching(texts)
+    if normalise is None:
+        return lambda text: _split(text, plain)
+    normal, read = _matching(map(normalise, normalized)), normalise
 
-    def __init__(self, texts: Iterable[str], normalized: Iterable[str], normalise: Normalise | None) -> None:
-        self._plain, self._normalise = _matching(texts), normalise
-        self._normal = _matching(normalise(text) for text in normalized) if normalise is not None else self._plain
+    def split(text: str) -> str:
+        text = _split(text, plain)
+        return _split(seen, normal) if normal.search(seen := read(text)) else text
 
-    def split(self, text: str) -> str:
-        text = _split(text, self._plain)
-        if self._normalise is not None and self._normal.search(read := self._normalise(text)):
-            return _split(read, self._normal)
-        return text
+    return split
 
 
 def _matching(texts: Iterable[str]) -> re.Pattern[str]:
@@ -125,11 +122,11 @@ def _split(text: str, pattern: re.Pattern[str]) -> str:
     return pattern.sub(lambda m: f"{m.group()[0]} {m.group()[1:]}", text)
 
 
-def _deep(value: Any, search: _Search) -> Any:
+def _deep(value: Any, split: Split) -> Any:
     if isinstance(value, str):
-        return search.split(value)
+        return split(value)
     if isinstance(value, Mapping):
-        return {_deep(name, search): _deep(inner, search) for name, inner in value.items()}
+        return {_deep(name, split): _deep(inner, split) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_deep(inner, search) for inner in value]
+        return [_deep(inner, split) for inner in value]
     return value

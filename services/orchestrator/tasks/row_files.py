@@ -105,7 +105,7 @@ def _array(path: Path, name: str) -> list[Any] | None:
         tree = exact_json(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except OSError as error:
         raise DatasetError(f"{name} cannot be read: {error.strerror}") from error
-    except orjson.JSONDecodeError as error:
+    except (orjson.JSONDecodeError, RecursionError) as error:
         if not is_array:
             return None  # lines are then told one by one
         raise DatasetError(f"{name} begins as a JSON array and is not valid JSON: {error}") from None

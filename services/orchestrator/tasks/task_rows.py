@@ -38,7 +38,7 @@ _LONG_NUMBER = re.compile(rb"\d[\d.]{15}")
 def exact_json(text: bytes) -> Any:
     """The value of a JSON text. A number with more digits than 64 bits hold is an ``int`` or a ``Decimal``, never a near one.
 
-    Raises ``orjson.JSONDecodeError``.
+    Raises ``orjson.JSONDecodeError``, and ``RecursionError`` for a value that is nested too deeply.
     """
     value = orjson.loads(text)
     if _LONG_NUMBER.search(text):
@@ -108,7 +108,7 @@ class JsonlRows:
         where = f"row {self.number(place)}"
         try:
             data = exact_json(line)
-        except orjson.JSONDecodeError as error:
+        except (orjson.JSONDecodeError, RecursionError) as error:
             raise DatasetError(f"{where}: not valid JSON: {error}") from None
         if not isinstance(data, dict):
             raise DatasetError(f"{where}: a row must be a JSON object, not {type(data).__name__}")

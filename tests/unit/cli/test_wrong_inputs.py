@@ -170,14 +170,14 @@ TOLD = "gives the row's own answer no more than an empty one"
         ("boxed", "Paris", None),
         ("math", "12", None),
         ("math", 12.0, None),
-        (None, "$12$", None),  # math is the default
+        ("math", "$12$", None),
     ],
 )
 def test_a_built_in_reward_that_the_rows_own_answer_does_not_raise_is_told(
-    reward: str | None, answer: Any, shown: str | None, folder: Path
+    reward: str, answer: Any, shown: str | None, folder: Path
 ) -> None:
     (folder / "rows.jsonl").write_text(json.dumps({"problem": "Add 8 and 9.", "answer": answer}) + "\n")
-    apply(folder, Wrong("reward", (), {"workflow.settings.reward": reward or "math"}))
+    apply(folder, Wrong("reward", (), {"workflow.settings.reward": reward}))
     told = checked(folder, Wrong("reward", ()))
     assert ("is ready to run" in told, TOLD in told) == (True, shown is not None), told
     assert shown is None or repr(shown)[1:-1] in told
