@@ -10,19 +10,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from services.cli.check.model_files import config_of, file_of
+from services.cli.check.solutions import judge_solutions
 from services.common.config.data import WorkflowConfig, is_training, name_of
+from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, DatasetError, RollmillError
 from services.common.importing import load_object
-from services.common.records.dataset_rows import truth_in
+from services.common.records.dataset_rows import BuiltInReward, truth_in
 from services.common.records.types import Purpose, Task
 from services.common.system.threads import DaemonThreads
 from services.common.user_code import RAISED, place_of, place_of_error
+from services.envgateway.rewards.math.pool import MathPool
+from services.envgateway.rewards.math.worker import REASONING_GYM
+from services.envgateway.rewards.registry import Rewards
+from services.envgateway.rewards.result import CORRECT, RewardOutcome, RewardResult
+from services.orchestrator.tasks.rows.math import answer_text
 
 if TYPE_CHECKING:
     from services.common.text.chat import Chat
@@ -51,7 +59,7 @@ def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
         workflow = recipe.workflow_of(where)
         if chat is not None:
             _try_prompts(recipe, where, workflow, source, chat, tried)
-        _try_reward(where, workflow, source[0], tried)
+        _try_reward(recipe, where, workflow, source[0], tried)
         if any(service.engine == "forced" for service in recipe.inference.values()):
             _try_script(recipe, where, workflow, source[0], tried)
     return tried
@@ -162,12 +170,14 @@ def _spaced(number: int) -> Iterator[int]:
     yield from range(0, number, step)
 
 
-def _try_reward(where: str, workflow: WorkflowConfig, task: Task, tried: Tried) -> None:
+def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task, tried: Tried) -> None:
     """Call the user's reward with an empty answer and, where the row has an answer, with that one; in a box where the bare
     one gets no more than the empty one."""
     from services.inference.scripts.answers import boxed
 
     path = workflow.settings.get("reward")
+    if path in tuple(BuiltInReward) and is_training(where):
+        _try_built_in(recipe, where, BuiltInReward(path), task, tried)
     if not isinstance(path, str) or ":" not in path:
         return
     truth = truth_in(task.data)
@@ -194,6 +204,44 @@ def _try_reward(where: str, workflow: WorkflowConfig, task: Task, tried: Tried) 
                 f"{where}: {path} gives the row's own answer no more than an empty one: call the function with an answer that "
                 "should be right"
             )
+
+
+def _try_built_in(recipe: Recipe, where: str, reward: BuiltInReward, task: Task, tried: Tried) -> None:
+    """Score the row's own answer, written as a policy writes it, with a reward of the gateway."""
+    from services.inference.scripts.answers import boxed
+
+    truth = task.data.get("solution") if reward is BuiltInReward.CODE else truth_in(task.data)
+    if truth is None:
+        return
+    answer = str(truth)
+    try:
+        if reward in (BuiltInReward.BOXED, BuiltInReward.MATH):
+            # A number alone: behind GSM8K's mark, without a box, dollar signs or a fraction of zeros.
+            answer = boxed(re.sub(r"(?<=\d)\.0+\Z", "", answer_text(truth, "the first row").strip("$ ")))
+        result = asyncio.run(_graded(recipe, reward, task, answer))
+    except RollmillError as error:
+        tried.told.append(f"{where}, task {task.task_id}: the reward {reward} could not be tried: {error.message}")
+        return
+    if result.reward <= 0:
+        tried.told.append(
+            f"{where}: {reward} gives the row's own answer no more than an empty one: {answer[:_SHOWN_CHARS]!r} of task "
+            f"{task.task_id} is {result.outcome}{result.detail and f' ({result.detail})'}; write the rows' answers as the policy is "
+            "to write them, or name another reward"
+        )
+
+
+async def _graded(recipe: Recipe, reward: BuiltInReward, task: Task, answer: str) -> RewardResult:
+    gateway = recipe.envgateway or EnvGatewayConfig()
+    if reward is BuiltInReward.CODE:
+        row = (f"task {task.task_id}", {**task.data, "solution": answer})
+        report = await judge_solutions(iter([row]), gateway.sandbox, gateway.code.case_time_s)
+        return RewardResult(outcome=RewardOutcome.WRONG, detail=str(report.failed)) if report.failed.count else CORRECT
+    is_math = reward is not BuiltInReward.REASONING_GYM
+    pool = MathPool(gateway.math) if is_math else MathPool(gateway.reasoning_gym, REASONING_GYM)
+    try:
+        return await Rewards(pool, reasoning_pool=pool).compute(reward, task.data, answer)
+    finally:
+        await pool.close()
 
 
 def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task, tried: Tried) -> None:

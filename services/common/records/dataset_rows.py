@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.common.errors import DatasetError
@@ -38,6 +38,7 @@ class BuiltInReward(enum.StrEnum):
 
 
 PROMPT_FIELDS = ("messages", "prompt", "problem", "question")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 TRUTH_FIELDS = ("answer", "ground_truth", "solution")
 TEST_KINDS = ("stdin", "call", "assert")
@@ -61,8 +62,27 @@ def prompt_in(row: Row, field: str | None, where: str) -> str | list[Mapping[str
     if prompt is None:
         raise DatasetError(f"{where}: {found} is null")
     if isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) and "role" in m for m in prompt):
+        if fault := _fault_of(prompt):
+            raise DatasetError(f"{where}: {found} {fault}")
         return prompt
     raise DatasetError(f"{where}: {found} is neither text nor a list of messages")
+
+
+def _fault_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Why a policy cannot answer the messages, with the remedy; empty if it can."""
+    for number, message in enumerate(messages, start=1):
+        role = message["role"]
+        told = f"has message {number} of the role {role!r}"
+        if role not in ROLES:
+            return f"{told}: write one of {', '.join(ROLES)}"
+        if role in ROLES[:2] and number > 1:
+            return f"{told} behind others: put its text into the first message"
+        if role == "user" and not str(message.get("content") or "").strip():
+            return f"{told} without text: write it, or leave the message out"
+    if role not in ("user", "tool"):
+        answer = "leave an answer out, and put its text into a column `answer` if the reward reads it"
+        return f"ends with a message of the role {role!r}, and must end with one to answer: {answer}"
+    return ""
 
 
 def truth_in(row: Row) -> Any:

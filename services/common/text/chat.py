@@ -22,13 +22,15 @@ from typing import Any
 
 import orjson
 
-from services.common.errors import ConfigError, DatasetError
+from services.common.errors import ConfigError, DatasetError, InvalidRequestError
 from services.common.text.special_text import SpecialText
+from services.common.text.thoughts import THOUGHT
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 
 _DUMMY_USER: Message = {"role": "user", "content": "question"}
 _MARKER = "ROLLMILL-TURN-"  # plain ASCII that no template looks for and no tokenizer holds as a special token
+_DUMMY_TURN: Message = {"role": "assistant", "content": _MARKER}
 _CACHE_SIZE = 4096
 
 
@@ -57,14 +59,15 @@ class Chat:
         # The Rust tokenizer behind a transformers one: the same ids at a fraction of the wrapper's time.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._cached_prompt = lru_cache(_CACHE_SIZE)(self._prompt_of_json)
-        self._cached_encode = lru_cache(_CACHE_SIZE)(self.encode)
+        self._cached_encode = lru_cache(_CACHE_SIZE)(self._encode_inside)
         self._pieces_of: dict[tuple[str, ...], tuple[str, ...] | None] = {}
+        self._followed: set[tuple[str, ...]] = set()
         self._by_thinking: dict[bool, Chat] = {}
         self._by_prefill: dict[str, Chat] = {"": self}
-        self._special = SpecialText(
-            tokenizer, self._render([_DUMMY_USER, {"role": "assistant", "content": _MARKER}, _DUMMY_USER], invite=False)
-        )
-        self.end_of_turn_id = self._find_end_of_turn()
+        self._special = SpecialText(tokenizer, self._render([_DUMMY_USER, _DUMMY_TURN, _DUMMY_USER], invite=False))
+        self.end_of_turn_id, self._end, self._closing = self._find_end_of_turn()
+        self._inside = self._end if self.encode(f"{self._end}x")[1:] != self.encode("x") else ""
+        self._before = self._find_context()
         self.stop_token_ids = self._find_stop_tokens()
         self.lists_tools = self._find_whether_tools_are_listed()
 
@@ -82,8 +85,25 @@ class Chat:
         while end and token_ids[end - 1] in self.stop_token_ids:
             end -= 1
         ids = list(token_ids[:end])
+        # Behind another token: a decoder may take the first space of a text, which is one of the turn's here.
+        return self._decode([self.end_of_turn_id, *ids])[len(self._before) :] if self._before else self._decode(ids)
+
+    def _decode(self, ids: list[int]) -> str:
         source = self._backend if self._backend is not None else self._tokenizer
         return str(source.decode(ids, skip_special_tokens=False))
+
+    def _encode_inside(self, text: str) -> tuple[int, ...]:
+        """Token ids of text within a dialogue: without the space that some tokenizers put before the first word of a text."""
+        return self.encode(self._inside + text)[bool(self._inside) :]
+
+    def _find_context(self) -> str:
+        """The text of the end of a turn, behind which turns are decoded; empty for a decoder that puts spaces between tokens."""
+        if self._backend is None:
+            return ""
+        before, token = self._decode([self.end_of_turn_id]), self.encode("x")[-1]
+        alone, behind = self._decode([token]), self._decode([self.end_of_turn_id, token])
+        spaced = behind != before + alone and self._backend.id_to_token(token) == alone
+        return before if behind.startswith(before) and not spaced else ""
 
     # -- conversations ------------------------------------------------------------------------------------------
 
@@ -105,8 +125,19 @@ class Chat:
         already and is not repeated. Text of special tokens in a message stays text: the output of a program cannot end
         a turn or begin one.
         """
-        ids = self._cached_encode(self._continuation_text([self._special.of_stranger(m) for m in messages]))
-        return ids[1:] if last_sampled == self.end_of_turn_id and ids[:1] == (self.end_of_turn_id,) else ids
+        text = self._continuation_text([self._special.of_stranger(m) for m in messages])
+        ids = self._cached_encode(text)
+        if last_sampled == self.end_of_turn_id and self._closing and text.startswith(self._closing):
+            return ids[ids.index(last_sampled) + 1 :]
+        # Templates without an end of turn: a policy ends its turn with the token that begins the next one.
+        return ids[1:] if last_sampled in self.stop_token_ids and ids[:1] == (last_sampled,) else ids
+
+    def check_follows(self, messages: Sequence[Message]) -> None:
+        """Raises ``InvalidRequestError`` for a message that the template does not show after an assistant turn."""
+        roles = tuple(str(message.get("role")) for message in messages)
+        if roles not in self._followed:
+            self._check_shown(messages, "", [_DUMMY_USER, _DUMMY_TURN])
+            self._followed.add(roles)
 
     def supervised(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
@@ -168,7 +199,7 @@ class Chat:
     @cached_property
     def thinks(self) -> bool:
         """Whether the template's invitation opens a thought, so that a turn begins within the thought."""
-        return self._invitation().rstrip().endswith("<think>")
+        return self._invitation().rstrip().endswith(THOUGHT)
 
     def _invitation(self) -> str:
         return self._render([_DUMMY_USER], invite=True)
@@ -184,11 +215,28 @@ class Chat:
     def _prompt_of_json(self, key: bytes) -> tuple[int, ...]:
         messages, tools = orjson.loads(key)
         shown = [self._special.of_prompt(message) for message in messages]
-        return self.encode(self._render(shown, invite=True, tools=self._special.of_tools(tools)))
+        text = self._render(shown, invite=True, tools=self._special.of_tools(tools))
+        self._check_shown(shown, text)
+        return self.encode(text)
+
+    def _check_shown(self, messages: Sequence[Message], text: str, before: Sequence[Message] = ()) -> None:
+        """Raises ``InvalidRequestError`` for a message that the template leaves out; a content that it changes, say trims,
+        is none."""
+        unseen = [place for place, message in enumerate(messages) if str(message.get("content")).strip() not in text]
+        if not unseen:
+            return
+        marked = [{**message, "content": f"{_MARKER}{place}."} for place, message in enumerate(messages)]
+        text = self._render([*before, *marked], invite=False)
+        for place in unseen:
+            if marked[place]["content"] not in text:
+                raise InvalidRequestError(
+                    f"the chat template leaves out message {place + 1} of {len(messages)}, of the role "
+                    f"{messages[place].get('role')!r}: the policy would not read it; put its text into another message"
+                )
 
     def _after_dummy_turn(self, messages: Sequence[Message], *, invite: bool) -> str:
         """The text that the template writes after the content of an assistant turn."""
-        text = self._render([_DUMMY_USER, {"role": "assistant", "content": _MARKER}, *messages], invite=invite)
+        text = self._render([_DUMMY_USER, _DUMMY_TURN, *messages], invite=invite)
         _, found, after = text.partition(_MARKER)
         if not found:
             raise ConfigError("the chat template does not show the content of assistant turns")
@@ -228,29 +276,34 @@ class Chat:
         pieces = cut(plain)
         return pieces if pieces is not None and pieces == cut(padded) else None
 
-    def _find_end_of_turn(self) -> int:
-        ids = self.encode(self._after_dummy_turn([], invite=False))
-        if ids and ids[0] in self._special_ids():
-            return ids[0]
+    def _find_end_of_turn(self) -> tuple[int, str, str]:
+        """The token that ends an assistant turn, its text, and the template's text after a turn up to and with the token.
+
+        A template may write the end between turns only, and may write space before it.
+        """
+        ids = {str(token): number for number, token in getattr(self._tokenizer, "added_tokens_decoder", {}).items()}
+        ids |= dict(zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True))
+        last = self._after_dummy_turn([], invite=False)
+        found = [(last.find(text), -len(text), text) for text in ids if text.strip() and text in last]
         eos = self._tokenizer.eos_token_id
-        if eos is None:
+        if not found and eos is None:
             raise ConfigError(
                 "the chat template ends assistant turns with no special token and the tokenizer has no eos token: "
                 "a policy could never end its turn"
             )
-        return int(eos)
+        end = min(found)[2] if found else next(text for text, number in ids.items() if number == eos)
+        following = {"role": "user", "content": f"{_MARKER}0."}
+        between = self._after_dummy_turn([following], invite=False).partition(following["content"])[0]
+        before, ends, _ = between.partition(end)
+        return ids[end], end, before + end if ends else ""
 
     def _find_stop_tokens(self) -> tuple[int, ...]:
         eos = self._tokenizer.eos_token_id
-        ids = {self.end_of_turn_id} | ({int(eos)} if eos is not None else set())
-        return tuple(sorted(ids))
+        ids = {self.end_of_turn_id, *getattr(self._tokenizer, "further_stops", ())}
+        return tuple(sorted(ids | ({int(eos)} if eos is not None else set())))
 
     def _find_whether_tools_are_listed(self) -> bool:
         """Whether the template shows the schemas of tools itself."""
         schema = {"name": _MARKER, "description": "", "parameters": {"type": "object", "properties": {}}}
         tools = [{"type": "function", "function": schema}]
         return _MARKER in self._render([_DUMMY_USER], invite=True, tools=tools)
-
-    def _special_ids(self) -> set[int]:
-        added: Mapping[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})
-        return set(self._tokenizer.all_special_ids) | set(added)

@@ -67,14 +67,35 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32") -> Any:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer in the directory of a model."""
+    """The tokenizer in the directory of a model, with the stop tokens of its generation_config.json as ``further_stops``, which
+    ``Chat`` reads: the model ends turns with them too."""
     local = _is_local(path, "tokenizer_config.json")
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=local, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot load a tokenizer: {error}") from error
+    tokenizer.further_stops = _stops_of_generation(path, local, len(tokenizer))
+    return tokenizer
+
+
+def _stops_of_generation(path: str | Path, local: bool, num_tokens: int) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    if local and not (Path(path) / "generation_config.json").is_file():
+        return ()
+    try:
+        told = GenerationConfig.from_pretrained(str(path), local_files_only=local).eos_token_id
+    except OSError as error:
+        if local:
+            raise ConfigError(f"{path}/generation_config.json cannot be read: {error}") from error
+        return ()  # the hub has none of this model
+    stops = () if told is None else tuple(told) if isinstance(told, list) else (told,)
+    if not all(isinstance(stop, int) and 0 <= stop < num_tokens for stop in stops):
+        ids = f"the ids of the tokens that end a turn, of 0 to {num_tokens - 1}"
+        raise ConfigError(f"{path}/generation_config.json: eos_token_id is {told!r}: write {ids}")
+    return stops
 
 
 def named_weights(model: Any) -> dict[str, torch.Tensor]:

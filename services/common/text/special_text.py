@@ -1,26 +1,32 @@
 """Keeps text that looks like a token of the chat template from acting as one, so that no message begins or ends a turn.
 
 A tokenizer finds its added tokens anywhere in a rendered prompt, in text of any author. So every string of a message
-and of a tool's schema is changed before it reaches the template, at any depth. Uses two attributes of a tokenizer and
+and of a tool's schema is changed before it reaches the template, at any depth. Uses attributes of a tokenizer and
 no tokenizer library.
 
 Two sets. *Control* tokens (``<|im_start|>``, ``<|endoftext|>``, ``<s>``) are written by the template only: those around
 turns, the tokenizer's own (begin, end, padding, unknown), and others marked as special there. Tags that policies and
 prompts write themselves (``<think>``, ``<tool_call>``) are no control tokens though some tokenizers mark them as
-special; only tools, programs and later users may not write those either.
+special; only tools, programs and later users may not write those either. Other plain added tokens (runs of spaces, words,
+``<table>``) are text: of those that no tokenizer marks, only brackets that the template writes act on a dialogue.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from services.common.errors import InvalidRequestError
+from services.common.text.thoughts import END_OF_THOUGHT, THOUGHT
+from services.common.text.tool_calls import CLOSE, OPEN
 
 Message = Mapping[str, Any]
+Split = Callable[[str], str]
 
 _TAG = re.compile(r"</?[A-Za-z_]+>")
+_BRACKETS = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+_MARK = re.compile(r"<([|｜]).+\1>", re.DOTALL)  # of a role, which a template may put together
 
 
 class SpecialText:
@@ -30,16 +36,22 @@ class SpecialText:
         """``frame``: a dialogue rendered by the template, for the tokens around its turns."""
         added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
         marked = {str(text) for text in tokenizer.all_special_tokens}
-        texts = {str(token) for token in added.values()} | marked
         marked |= {str(token) for token in added.values() if getattr(token, "special", True)}
         own = {str(getattr(tokenizer, f"{name}_token", None) or "") for name in ("bos", "eos", "pad", "unk")}
-        control = {text for text in marked if not _TAG.fullmatch(text)} | {text for text in texts if text in frame}
-        self._any = _matching(texts)
-        self._control = _matching(control | own)
+        brackets = {text for text in map(str, added.values()) if _BRACKETS.fullmatch(text)}
+        marks = {text for text in brackets if _MARK.fullmatch(text) or text in frame}
+        written = f"{tokenizer.chat_template}{THOUGHT}{END_OF_THOUGHT}{OPEN}{CLOSE}"
+        control = {text for text in marked if not _TAG.fullmatch(text) or text in frame} | marks | own
+        every = marked | marks | own | {text for text in brackets if text in written}
+        # A tokenizer searches for some tokens in the text as it is, and for others in the text as its normalizer leaves it.
+        normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+        normalized = {str(token) for token in added.values() if getattr(token, "normalized", False)}
+        normalise = getattr(normalizer, "normalize_str", None) if every & normalized else None
+        self._any, self._control = (_splitter(texts, texts & normalized, normalise) for texts in (every, control))
 
     def as_text(self, text: str) -> str:
         """The text with a space inside every match of one of the tokens."""
-        return _split(text, self._any)
+        return self._any(text)
 
     def of_stranger(self, message: Message) -> Message:
         """A message of a tool, a program or a later user: none of the tokens is written."""
@@ -53,13 +65,13 @@ class SpecialText:
         """Schemas of tools: names, descriptions and values write no control token."""
         return _deep(tools, self._control)
 
-    def _harmless(self, message: Message, pattern: re.Pattern[str]) -> Message:
+    def _harmless(self, message: Message, split: Split) -> Message:
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             message = {**message, "content": joined_parts(content)}
         elif content is None:
             message = {**message, "content": ""}
-        found: Message = _deep(message, pattern)
+        found: Message = _deep(message, split)
         return found
 
 
@@ -87,6 +99,20 @@ def joined_parts(content: Any, where: str = "content") -> str:
     return "".join(texts)
 
 
+def _splitter(texts: Iterable[str], normalized: Iterable[str], normalise: Callable[[str], str] | None) -> Split:
+    """Puts a space inside every match of a token, and of ``normalized`` ones in the text after ``normalise``."""
+    plain = _matching(texts)
+    if normalise is None:
+        return lambda text: _split(text, plain)
+    normal, read = _matching(map(normalise, normalized)), normalise
+
+    def split(text: str) -> str:
+        text = _split(text, plain)
+        return _split(seen, normal) if normal.search(seen := read(text)) else text
+
+    return split
+
+
 def _matching(texts: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
     return re.compile("|".join(re.escape(text) for text in longest_first) or r"(?!)")
@@ -96,11 +122,11 @@ def _split(text: str, pattern: re.Pattern[str]) -> str:
     return pattern.sub(lambda m: f"{m.group()[0]} {m.group()[1:]}", text)
 
 
-def _deep(value: Any, pattern: re.Pattern[str]) -> Any:
+def _deep(value: Any, split: Split) -> Any:
     if isinstance(value, str):
-        return _split(value, pattern)
+        return split(value)
     if isinstance(value, Mapping):
-        return {_deep(name, pattern): _deep(inner, pattern) for name, inner in value.items()}
+        return {_deep(name, split): _deep(inner, split) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_deep(inner, pattern) for inner in value]
+        return [_deep(inner, split) for inner in value]
     return value

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import enum
 import json
+import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
+
+from services.common.text.thoughts import END_OF_THOUGHT, THOUGHT
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -32,39 +36,63 @@ class MalformedCall:
 
 
 def find_call(text: str) -> str | MalformedCall | None:
-    """The text between the first pair of tags; None without a call."""
-    _, found, rest = text.partition(OPEN)
-    if not found:
-        return None
-    content, closed, _ = rest.partition(CLOSE)
-    if not closed:
+    """The text between the first pair of tags outside thoughts; None without a call."""
+    begin, end = next(_places_of_calls(text), (0, 0))
+    if end < 0:
         return MalformedCall(error="a tool_call tag is opened and not closed")
-    return content
+    return text[begin:end] if end else None
 
 
-def split_calls(text: str) -> tuple[str, list[str]]:
-    """The text without its calls, and the text between each pair of tags. A tag that is not closed stays text.
+def split_calls(text: str, *, thinks: bool = False) -> tuple[str, list[str]]:
+    """The text without its calls, and the text between each pair of tags. A tag that is not closed stays text, as do
+    calls that a thought mentions. ``thinks``: the prompt ends within a thought.
 
     >>> split_calls("I look. <tool_call>a</tool_call><tool_call>b</tool_call>")
     ('I look. ', ['a', 'b'])
+    >>> split_calls("<think>Not <tool_call>a</tool_call>.</think> 3")
+    ('<think>Not <tool_call>a</tool_call>.</think> 3', [])
     """
     said: list[str] = []
     calls: list[str] = []
-    rest = text
-    while True:
-        before, found, after = rest.partition(OPEN)
-        content, closed, behind = after.partition(CLOSE)
-        if not (found and closed):
-            return "".join([*said, rest]), calls
-        said.append(before)
-        calls.append(content)
-        rest = behind
+    place = 0
+    for begin, end in _places_of_calls(text, thinks=thinks):
+        if end >= 0:
+            said.append(text[place : begin - len(OPEN)])
+            calls.append(text[begin:end])
+            place = end + len(CLOSE)
+    return "".join([*said, text[place:]]), calls
+
+
+_OPENING = re.compile(f"{THOUGHT}|{OPEN}")
+_THOUGHT_TAG_OR_CALL = re.compile(f"{THOUGHT}|{END_OF_THOUGHT}|{OPEN}(?:(?!{OPEN}).)*?{CLOSE}", re.DOTALL)
+
+
+def _places_of_calls(text: str, *, thinks: bool = False) -> Iterator[tuple[int, int]]:
+    """Begin and end of the content of each call that stands outside thoughts. The last may lack its end, which is -1 then.
+
+    An end of a thought without a beginning, outside complete calls, ends a thought that the prompt has begun.
+    """
+    tags = (found for found in _THOUGHT_TAG_OR_CALL.finditer(text) if not found.group().startswith(OPEN))
+    first = next(tags, None)
+    place = first.end() if first is not None and first.group() == END_OF_THOUGHT else 0
+    if thinks and not place:
+        place = text.find(END_OF_THOUGHT) + len(END_OF_THOUGHT)
+        if place < len(END_OF_THOUGHT):
+            return
+    while found := _OPENING.search(text, place):
+        closing = END_OF_THOUGHT if found.group() == THOUGHT else CLOSE
+        end = text.find(closing, found.end())
+        if closing == CLOSE:
+            yield found.end(), end
+        if end < 0:
+            return
+        place = end + len(closing)
 
 
 def parse_json_call(content: str) -> ToolCall | MalformedCall:
-    """One JSON object ``{"name": ..., "arguments": {...}}``."""
+    """One JSON object ``{"name": ..., "arguments": {...}}``; ``parameters``, the word of Llama 3, is the same as ``arguments``."""
     try:
-        call = json.loads(content)
+        call = json.loads(content, object_pairs_hook=_object, parse_constant=_no_json, parse_float=_finite)
     except ValueError as error:  # JSONDecodeError, and integers of absurd length
         return MalformedCall(error=f"not valid JSON: {error}")
     except RecursionError:
@@ -73,10 +101,29 @@ def parse_json_call(content: str) -> ToolCall | MalformedCall:
         return MalformedCall(error="the call must be one JSON object with name and arguments")
     if not isinstance(call.get("name"), str):
         return MalformedCall(error='"name" is missing or no string')
-    arguments = call.get("arguments", {})
+    others = [key for key in call if key != "name"]
+    if others not in ([], ["arguments"], ["parameters"]):
+        return MalformedCall(error=f'write "name" and "arguments" alone, not {json.dumps(others)}')
+    arguments = call[others[0]] if others else {}
     if not isinstance(arguments, dict):
         return MalformedCall(error='"arguments" must be a JSON object')
     return ToolCall(name=call["name"], arguments=arguments)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("one object has a key twice")
+    return made
+
+
+def _no_json(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    return number if math.isfinite(number) else _no_json(digits)
 
 
 Cut = Literal["start", "middle", "end"]

@@ -15,13 +15,15 @@ from services.common.errors import InfrastructureError, PromptTooLongError
 from services.common.records.types import Origin, Sampling, Segment, StopReason
 from services.common.records.types import Sequence as TokenSequence
 from services.common.text.chat import Message
+from services.common.text.thoughts import THOUGHT
 from services.inference.engine.base import FinishReason, Generation, Watch
 from services.inference.workflows.base import PolicyClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The policy's text of one turn. ``ended``: by its own stop token, not by a budget."""
+    """The policy's text of one turn, with the tag of a thought that the template begins. ``ended``: by its own stop token,
+    not by a budget."""
 
     text: str
     num_tokens: int
@@ -73,7 +75,10 @@ class Conversation:
         self.take(generation)
         sampled = generation.token_ids
         ended = generation.finish_reason is FinishReason.STOP
-        return Turn(text=self._chat.decode(sampled), num_tokens=len(sampled), ended=ended)
+        text = self._chat.decode(sampled)
+        if self._chat.thinks and not text.lstrip().startswith(THOUGHT):
+            text = THOUGHT + text  # which the template wrote: readers of the text alone tell thought and answer apart
+        return Turn(text=text, num_tokens=len(sampled), ended=ended)
 
     async def sample(self, sampling: Sampling, *, watch: Watch | None = None, seed: int | None = None) -> Generation:
         """Generate the policy's next turn within the remaining budgets; ``take`` adds the turn to the conversation."""
@@ -94,6 +99,7 @@ class Conversation:
 
     def add(self, *messages: Message) -> bool:
         """Append the environment's answer. False, without appending, if no token could follow."""
+        self._chat.check_follows(messages)
         ids = self._chat.continuation_ids(messages, last_sampled=self._ids[-1])
         if len(self._ids) + len(ids) >= self._limit:
             return False
@@ -108,6 +114,7 @@ class Conversation:
     def fork(self, num_segments: int, *messages: Message) -> Conversation | None:
         """A conversation that goes on behind the first segments with ``messages``. These segments, exactly as sampled, are a
         part of its prompt: none of their tokens is trained in it. None if no token could follow."""
+        self._chat.check_follows(messages)
         ids = [token for segment in self._segments[:num_segments] for token in segment.token_ids.tolist()]
         ids += self._chat.continuation_ids(messages, last_sampled=ids[-1])
         if len(ids) >= self._limit:

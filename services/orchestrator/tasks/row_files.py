@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from services.common.errors import DatasetError
-from services.orchestrator.tasks.task_rows import JsonlRows, ListRows, RawRows
+from services.orchestrator.tasks.task_rows import JsonlRows, ListRows, RawRows, exact_json
 
 LINES, JSON, TABLES = (".jsonl", ".ndjson"), ".json", {".csv": ",", ".tsv": "\t"}
 KINDS = (*LINES, JSON, *TABLES, ".parquet")
@@ -102,10 +102,10 @@ def _array(path: Path, name: str) -> list[Any] | None:
         is_array = head.startswith(b"[")
         if not is_array and (not head.startswith(b"{") or _is_json(head.partition(b"\n")[0])):
             return None  # an object in the first line: JSON Lines
-        tree = orjson.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+        tree = exact_json(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except OSError as error:
         raise DatasetError(f"{name} cannot be read: {error.strerror}") from error
-    except orjson.JSONDecodeError as error:
+    except (orjson.JSONDecodeError, RecursionError) as error:
         if not is_array:
             return None  # lines are then told one by one
         raise DatasetError(f"{name} begins as a JSON array and is not valid JSON: {error}") from None

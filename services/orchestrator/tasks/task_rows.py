@@ -7,10 +7,14 @@ Raw rows are those of a file, of a Hugging Face dataset or of a list, and views 
 from __future__ import annotations
 
 import codecs
+import json
 import os
+import re
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +30,27 @@ Requirement = Callable[[Mapping[str, Any], str], None]  # raises DatasetError th
 
 NUM_REASONS = 3
 _MAX_REASON_CHARS = 300
+
+
+_LONG_NUMBER = re.compile(rb"\d[\d.]{15}")
+
+
+def exact_json(text: bytes) -> Any:
+    """The value of a JSON text. A number with more digits than 64 bits hold is an ``int`` or a ``Decimal``, never a near one.
+
+    Raises ``orjson.JSONDecodeError``, and ``RecursionError`` for a value that is nested too deeply.
+    """
+    value = orjson.loads(text)
+    if _LONG_NUMBER.search(text):
+        value = json.loads(text, parse_int=_exact, parse_float=_exact)
+    return value
+
+
+def _exact(digits: str) -> int | float | Decimal:
+    if digits.lstrip("-").isdigit() and len(digits) < sys.int_info.default_max_str_digits:
+        return int(digits)
+    exact, near = Decimal(digits), float(digits)
+    return near if exact == Decimal(repr(near)) else exact
 
 
 class RawRows(Protocol):
@@ -82,8 +107,8 @@ class JsonlRows:
         line = os.pread(self._fd, int(self._lengths[place]), int(self._offsets[place])).removeprefix(codecs.BOM_UTF8)
         where = f"row {self.number(place)}"
         try:
-            data = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
+            data = exact_json(line)
+        except (orjson.JSONDecodeError, RecursionError) as error:
             raise DatasetError(f"{where}: not valid JSON: {error}") from None
         if not isinstance(data, dict):
             raise DatasetError(f"{where}: a row must be a JSON object, not {type(data).__name__}")
@@ -267,7 +292,8 @@ class UsableRows:
         try:  # as the journal and the wire will: integers of 64 bits, no sets, no bytes
             orjson.dumps(data)
         except orjson.JSONEncodeError as error:
-            raise DatasetError(f"{where}: cannot be written as JSON: {error}") from None
+            remedy = "; write long numbers as text, in quotes" if re.search("64-bit|Decimal", str(error)) else ""
+            raise DatasetError(f"{where}: cannot be written as JSON: {error}{remedy}") from None
         if self._id_field is None:
             return Task(task_id=str(self._rows.number(place)), data=data)
         if self._id_field not in raw:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import json
 import re
 import shutil
 import sys
@@ -151,6 +152,45 @@ def number(task, completion): return float(int(completion or 0) > 10**9)
     shown = checked(folder, Wrong("reward", ()))
     assert f"first row scored by my_rewards:{reward}: {scored}\n" in re.sub(" +\n", "\n", shown)
     assert ("no more than an empty one: call the function" in shown) is is_told
+
+
+TOLD = "gives the row's own answer no more than an empty one"
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "shown"),
+    [
+        ("boxed", "So 8 + 9.\n#### 17", r"\boxed{17}"),
+        ("boxed", 12.0, r"\boxed{12}"),
+        ("boxed", "12.00", r"\boxed{12}"),
+        ("boxed", "$12$", r"\boxed{12}"),
+        ("boxed", r"\boxed{12}", r"\boxed{12}"),
+        ("boxed", "12", None),
+        ("boxed", 12, None),
+        ("boxed", "Paris", None),
+        ("math", "12", None),
+        ("math", 12.0, None),
+        ("math", "$12$", None),
+    ],
+)
+def test_a_built_in_reward_that_the_rows_own_answer_does_not_raise_is_told(
+    reward: str, answer: Any, shown: str | None, folder: Path
+) -> None:
+    (folder / "rows.jsonl").write_text(json.dumps({"problem": "Add 8 and 9.", "answer": answer}) + "\n")
+    apply(folder, Wrong("reward", (), {"workflow.settings.reward": reward}))
+    told = checked(folder, Wrong("reward", ()))
+    assert ("is ready to run" in told, TOLD in told) == (True, shown is not None), told
+    assert shown is None or repr(shown)[1:-1] in told
+
+
+@pytest.mark.needs("isolating sandbox")
+@pytest.mark.parametrize(("solution", "is_told"), [("print(input())", False), ("print(1)", True), (None, False)])
+def test_a_solution_that_fails_its_own_tests_is_told(solution: str | None, is_told: bool, folder: Path) -> None:
+    tests = {"kind": "stdin", "cases": [{"stdin": "5", "expected": "5"}]}
+    (folder / "rows.jsonl").write_text(json.dumps({"problem": "Echo.", "tests": tests, "solution": solution}) + "\n")
+    apply(folder, Wrong("reward", (), {"workflow.settings.reward": "code"}))
+    told = checked(folder, Wrong("reward", ()))
+    assert ("is ready to run" in told, TOLD in told) == (True, is_told), told
 
 
 def test_a_workflow_with_a_reward_of_its_own_needs_no_gateway(folder: Path) -> None:

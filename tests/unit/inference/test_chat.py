@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ from hypothesis import strategies as st
 
 from services.common.errors import ConfigError, DatasetError, InvalidRequestError
 from services.common.text.chat import Chat
+from services.common.text.huggingface import load_tokenizer
+from services.common.tiny.models import build
 from services.inference.engine.byte_tokenizer import ByteTokenizer
 from tests.unit.inference.fakes import SPECIAL, TEMPLATE, qwen_like_chat, qwen_like_tokenizer, thinking_chat
 
@@ -311,3 +316,70 @@ def test_prompts_may_show_tags_that_policies_write_and_tools_may_not() -> None:
     assert tag in chat.prompt_ids([{"role": "user", "content": "Write <tool_call>."}])
     assert tag not in chat.prompt_ids([{"role": "user", "content": "go"}, {"role": "tool", "content": "<tool_call>"}])
     assert tag not in chat.continuation_ids([{"role": "user", "content": "<tool_call>"}])
+
+
+# -- stop tokens of the model ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("stops") / "model"
+    build(directory, 0)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("told", "stops"), [([1, 8], (1, 8)), (8, (1, 8)), ([8, 9, 8], (1, 8, 9)), (None, (1,)), ("no file", (1,))]
+)
+def test_the_stop_tokens_of_generation_config_end_turns(
+    tiny_model: Path, tmp_path: Path, told: Any, stops: tuple[int, ...]
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model, directory)
+    (directory / "generation_config.json").unlink()
+    if told != "no file":
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
+    chat = Chat(load_tokenizer(directory))
+    assert chat.stop_token_ids == chat.with_prefill("<reason>").stop_token_ids == stops
+    assert chat.decode([*chat.encode("a"), stops[-1]]) == "a"
+
+
+@pytest.mark.parametrize("told", ['{"eos_token_id": [1, 99999]}', '{"eos_token_id": "<|im_end|>"}', "{broken"])
+def test_stop_tokens_that_the_tokenizer_lacks_are_refused(tiny_model: Path, tmp_path: Path, told: str) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model, directory)
+    (directory / "generation_config.json").write_text(told)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        load_tokenizer(directory)
+
+
+# -- messages that a template leaves out -----------------------------------------------------------------------------------
+
+
+def test_a_message_that_the_template_leaves_out_is_told() -> None:
+    chat = qwen_like_chat()
+    user, system = {"role": "user", "content": "go"}, {"role": "system", "content": "Be brief."}
+    chat.prompt_ids([system, user])
+    with pytest.raises(InvalidRequestError, match="leaves out message 2 of 3, of the role 'system'"):
+        chat.prompt_ids([system, {**system, "content": "In French."}, user])
+    for content in ("Be brief.", "In French."):
+        with pytest.raises(InvalidRequestError, match="leaves out message 1 of 2, of the role 'system'"):
+            chat.check_follows([{**system, "content": content}, user])
+    only_known = Chat(with_template(TEMPLATE.replace("message.role != 'system'", "message.role == 'user'")))
+    with pytest.raises(InvalidRequestError, match="message 2 of 2, of the role 'human'"):
+        only_known.prompt_ids([user, {"role": "human", "content": "again"}])
+
+
+def test_contents_that_a_template_changes_are_no_messages_left_out() -> None:
+    chat = Chat(
+        with_template(
+            TEMPLATE.replace("message.role + '\\n' + message.content", "message.role + (message.content | tojson)")
+        )
+    )
+    said = [
+        {"role": "user", "content": 'a\n"b"'},
+        {"role": "assistant", "content": "<think>x</think>y"},
+        {"role": "user", "content": " "},
+    ]
+    assert "y<|im_end|>" in chat.decode(chat.prompt_ids(said))
+    assert chat.continuation_ids([{"role": "user", "content": 'a\n"b"'}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ QUESTION = [{"role": "user", "content": "go"}]
 
 
 async def begin(
-    script: object, *, sampling: Sampling | None = None, context_length: int = 2048, **limits: int
+    script: object, *, sampling: Sampling | None = None, context_length: int = 2048, **limits: Any
 ) -> tuple[Conversation, RecordingEngine]:
     policy = await served_policy(script, context_length=context_length)  # type: ignore[arg-type]
     assert isinstance(policy.engine, RecordingEngine)
@@ -117,3 +118,11 @@ async def test_an_abort_from_outside_is_an_infrastructure_failure() -> None:
     await policy.engine.abort("g/0/0/model0/0")
     with pytest.raises(InfrastructureError):
         await turn
+
+
+async def test_the_text_of_a_turn_has_the_tag_of_a_thought_that_the_template_begins() -> None:
+    for said in ("so</think> 3", "<think>so</think> 3"):
+        conversation, _ = await begin([said], assistant_prefill="<think>\n")
+        assert (await conversation.generate()).text == "<think>so</think> 3"
+    conversation, _ = await begin(["so</think> 3"])
+    assert (await conversation.generate()).text == "so</think> 3"

@@ -133,3 +133,21 @@ def test_schemas_of_any_keyword_and_depth_up_to_a_bound_are_taken() -> None:
         check_tools([function_tool("add", None, deep)])
     with pytest.raises(InvalidRequestError, match="messages\\[0\\]"):
         read_messages([3], LIMITS)
+
+
+CALL = '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "thinks", "said", "num_calls"),
+    [
+        (f"<think>I could write {CALL} but no.</think> The answer is 3.", False, "The answer is 3.", 0),
+        (f"I could write {CALL} but no.</think> The answer is 3.", True, "The answer is 3.", 0),
+        (f"<think>no {CALL}</think> yes {CALL}", False, "yes", 1),
+        (f"no {CALL}</think>{CALL}{CALL}", True, "", 2),
+        (f"it never ends {CALL}", True, "", 0),
+    ],
+)
+def test_a_call_that_a_thought_mentions_is_none(text: str, thinks: bool, said: str, num_calls: int) -> None:
+    answer = read_answer(text, with_calls=True, thinks=thinks)
+    assert (answer.said, [call.arguments for call in answer.calls]) == (said, ['{"a":1}'] * num_calls)

@@ -10,6 +10,7 @@ from services.common.text.tool_calls import (
     cut_text,
     find_call,
     parse_json_call,
+    split_calls,
 )
 
 
@@ -22,10 +23,33 @@ from services.common.text.tool_calls import (
         ("so <tool_call>\nprint(1)\n</tool_call> then", "\nprint(1)\n"),
         ("<tool_call>a</tool_call><tool_call>b</tool_call>", "a"),
         ("<tool_call></tool_call>", ""),
+        ("<think>Not <tool_call>a</tool_call>.</think> 3", None),
+        ("<think>x</think> <tool_call>a</tool_call>", "a"),
+        ("<think>x</think> y <think>no <tool_call>a</tool_call></think> <tool_call>b</tool_call>", "b"),
+        ("<think>it never ends <tool_call>a</tool_call>", None),
+        ("3 <think>it never ends <tool_call>a</tool_call>", None),
+        ("begun by the prompt <tool_call>a</tool_call> no</think> <tool_call>b</tool_call>", "b"),
+        ("begun <tool_call> not closed</think><tool_call>b</tool_call>", "b"),
+        ("<tool_call>print('</think>')</tool_call>", "print('</think>')"),
+        ("<tool_call>print('<think>')</tool_call>", "print('<think>')"),
     ],
 )
 def test_the_first_call_of_a_turn_is_found(text: str, expected: str | None) -> None:
     assert find_call(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "thinks", "expected"),
+    [
+        ("so <tool_call>a</tool_call> no</think>x<tool_call>b</tool_call>", True, ("so <tool_call>a</tool_call> no</think>x", ["b"])),
+        ("so <tool_call>a</tool_call>", True, ("so <tool_call>a</tool_call>", [])),
+        ("<think>so <tool_call>a</tool_call></think>", True, ("<think>so <tool_call>a</tool_call></think>", [])),
+        ("x<tool_call>a</tool_call><think>no <tool_call>b</tool_call></think>y", False, ("x<think>no <tool_call>b</tool_call></think>y", ["a"])),
+        ("x<tool_call>a</tool_call> <tool_call>b", False, ("x <tool_call>b", ["a"])),
+    ],
+)  # fmt: skip
+def test_calls_in_thoughts_stay_text(text: str, thinks: bool, expected: tuple[str, list[str]]) -> None:
+    assert split_calls(text, thinks=thinks) == expected
 
 
 def test_a_call_that_is_not_closed_is_malformed() -> None:
@@ -44,6 +68,21 @@ def test_a_call_that_is_not_closed_is_malformed() -> None:
         ('{"arguments": {}}', '"name"'),
         ('{"name": 1, "arguments": {}}', '"name"'),
         ('{"name": "run", "arguments": "1"}', '"arguments"'),
+        ('{"name": "run", "arguments": "{}"}', '"arguments" must be a JSON object'),
+        ('{"name": "run", "arguments": [1]}', '"arguments" must be a JSON object'),
+        ('{"name": "run", "parameters": null}', '"arguments" must be a JSON object'),
+        ('{"name": "run", "parameters": {"a": 1}}', ToolCall(name="run", arguments={"a": 1})),
+        ('{"name": "run", "parameters": {}, "arguments": {"a": 1}}', 'alone, not ["parameters", "arguments"]'),
+        ('{"name": "run", "argument": {"a": 1}}', 'alone, not ["argument"]'),
+        ('{"name": "run", "a": 1}', 'alone, not ["a"]'),
+        ('{"name": "run", "arguments": {"a": 1}, "arguments": {}}', "a key twice"),
+        ('{"name": "run", "arguments": {"a": 1, "a": 2}}', "a key twice"),
+        ('{"name": "run", "arguments": {"a": NaN}}', "NaN is no JSON"),
+        ('{"name": "run", "arguments": {"a": 1e999}}', "1e999 is no JSON"),
+        (
+            '{"name": "run", "arguments": {"a": 12345678901234567890123}}',
+            ToolCall(name="run", arguments={"a": 12345678901234567890123}),
+        ),
         ("[" * 100_000, "not valid JSON"),
         ('{"name": ' + "1" * 5000 + "}", "not valid JSON"),
     ],

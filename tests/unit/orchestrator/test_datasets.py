@@ -49,10 +49,10 @@ def test_jsonl_rows_are_numbered_and_empty_lines_are_passed(tmp_path: Path) -> N
 def test_rows_that_cannot_be_used_are_left_out_counted_and_named_by_their_line(tmp_path: Path) -> None:
     lines = ['{"q": 1}', '{"q": ', "", "[1]", "\xff", '{"q": 123456789012345678901}', "7", '{"q": 2}']
     source = open_source(jsonl(tmp_path / "a.jsonl", *lines), seed=0)
-    assert [source[place].task_id for place in range(len(source))] == ["1", "6", "8"]
-    assert source.left_out.count == 4
+    assert [source[place].task_id for place in range(len(source))] == ["1", "8"]
+    assert source.left_out.count == 5  # 64 bits do not hold the number of row 6
     assert [reason.partition(":")[0] for reason in source.left_out.reasons] == ["row 2", "row 4", "row 5"]
-    assert str(source.left_out).endswith("; and 1 more")
+    assert str(source.left_out).endswith("; and 2 more")
     assert "a row must be a JSON object, not list" in source.left_out.reasons[1]
 
 

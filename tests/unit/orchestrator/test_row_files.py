@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from services.common.config.data import DatasetConfig
 from services.common.errors import DatasetError
+from services.common.records.dataset_rows import prompt_in
 from services.orchestrator.tasks.datasets import open_source
 
 ROWS = [{"question": "1+1?", "solution": "2"}, {"question": 'say "a,b"\nand stop', "solution": "é"}]
@@ -147,3 +148,81 @@ def test_a_file_that_is_no_file_of_rows_has_its_fault_told(
 def test_a_file_that_is_not_there_is_no_name_on_the_hub(name: str) -> None:
     with pytest.raises(DatasetError, match="does not exist"):
         open_source(DatasetConfig(path=name), 0)
+
+
+LONG = [
+    "12345678901234567890123",
+    "-9223372036854775809",
+    "18446744073709551616",
+    "3.14159265358979323846",
+    "0.1000000000000000055",
+]
+
+
+@pytest.mark.parametrize("number", LONG)
+@pytest.mark.parametrize(
+    "place", ['"answer": {}', '"answer": "1", "metadata": {{"a": [1, {{"b": {}}}]}}', '"answer": [[{}]]']
+)
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_a_number_that_64_bits_do_not_hold_leaves_its_row_out_and_none_is_changed(
+    tmp_path: Path, suffix: str, place: str, number: str
+) -> None:
+    good = '{"question": "q", "answer": [18446744073709551615, -9223372036854775808, 0.30000000000000004, 1.50000000000000000000]}'
+    rows = [good, f'{{"question": "q", {place.format(number)}}}']
+    file = tmp_path / f"rows{suffix}"
+    file.write_text("[" + ",".join(rows) + "]" if suffix == ".json" else "\n".join(rows))
+    source = open_source(DatasetConfig(path=str(file)), 0)
+    assert len(source) == 1 and source[0].data["answer"] == [
+        18446744073709551615,
+        -9223372036854775808,
+        0.30000000000000004,
+        1.5,
+    ]
+    assert "row 2: cannot be written as JSON" in str(source.left_out)
+    assert "write long numbers as text" in str(source.left_out)
+
+
+@pytest.mark.parametrize("number", LONG)
+def test_the_form_math_keeps_each_digit_of_a_number(tmp_path: Path, number: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"problem": "q", "answer": {number}}}')
+    assert opened(file, form="math")[0]["answer"] == number
+
+
+SYSTEM, USER, SAID = ({"role": role, "content": "x"} for role in ("system", "user", "assistant"))
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ([USER, SAID], "ends with a message of the role 'assistant'.*column `answer`"),
+        ([SYSTEM, USER, SAID, USER, SAID], "ends with a message of the role 'assistant'"),
+        ([SYSTEM], "ends with a message of the role 'system'"),
+        ([SYSTEM, SYSTEM, USER], "message 2 of the role 'system' behind others"),
+        ([USER, SYSTEM, USER], "message 2 of the role 'system' behind others"),
+        ([{"role": "human", "content": "x"}], "the role 'human': write one of system, "),
+        ([{"role": None, "content": "x"}], "the role None"),
+        ([{**USER, "content": " "}], "message 1 of the role 'user' without text"),
+        ([{**USER, "content": None}], "message 1 of the role 'user' without text"),
+        ([{**USER, "content": []}], "message 1 of the role 'user' without text"),
+        ([{"role": "user"}], "message 1 of the role 'user' without text"),
+        ([], "neither text nor a list of messages"),
+    ],
+)
+def test_messages_that_no_policy_can_answer_leave_their_row_out(messages: list[dict[str, Any]], told: str) -> None:
+    with pytest.raises(DatasetError, match=f"row 1: messages .*{told}|row 1: messages is {told}"):
+        prompt_in({"messages": messages}, None, "row 1")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER],
+        [SYSTEM, USER],
+        [{**SYSTEM, "content": ""}, USER],
+        [USER, SAID, USER],
+        [USER, SAID, {"role": "tool", "content": ""}],
+    ],
+)
+def test_messages_that_a_policy_can_answer_are_taken(messages: list[dict[str, Any]]) -> None:
+    assert prompt_in({"messages": messages}, None, "row 1") == messages

@@ -17,9 +17,8 @@ from typing import Any
 import orjson
 
 from services.common.text.chat import Message
+from services.common.text.thoughts import END_OF_THOUGHT, THOUGHT, split_thought
 from services.common.text.tool_calls import CLOSE, OPEN, MalformedCall, parse_json_call, split_calls
-
-THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,7 @@ def read_answer(text: str, *, with_calls: bool, thinks: bool) -> Answer:
     """
     calls: tuple[Call, ...] = ()
     if with_calls:
-        without, contents = split_calls(text)
+        without, contents = split_calls(text, thinks=thinks)
         calls = _calls(contents)
         text = without.strip() if calls else text
     thought, said = split_thought(text, thinks=thinks)
@@ -95,19 +94,6 @@ def _calls(contents: Sequence[str]) -> tuple[Call, ...]:
             return ()
         calls.append(Call(id=f"call_{uuid.uuid4().hex[:24]}", name=parsed.name, arguments=arguments))
     return tuple(calls)
-
-
-def split_thought(text: str, *, thinks: bool = False) -> tuple[str, str]:
-    """Thought and text, both without surrounding space.
-
-    >>> split_thought("<think>so</think> 42"), split_thought("so</think>42", thinks=True), split_thought("42")
-    (('so', '42'), ('so', '42'), ('', '42'))
-    """
-    begun = text.lstrip()
-    if not (thinks or begun.startswith(THOUGHT)):
-        return "", text.strip()
-    thought, _, said = begun.removeprefix(THOUGHT).partition(END_OF_THOUGHT)
-    return thought.strip(), said.strip()
 
 
 def shown_to_template(message: Message) -> Message:

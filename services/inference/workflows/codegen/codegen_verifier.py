@@ -29,6 +29,7 @@ from services.common.records.types import Sequence as TokenSequence
 from services.common.telemetry.metrics import RolloutKey
 from services.common.text.chat import Message
 from services.common.text.programs import program_of, with_preamble
+from services.common.text.thoughts import answer_of
 from services.inference.workflows.base import (
     CaseOutcome,
     JudgeCase,
@@ -42,7 +43,6 @@ from services.inference.workflows.codegen import codegen_prompts
 from services.inference.workflows.codegen.generated_cases import (
     GeneratedCases,
     VerifierReward,
-    answer_of,
     entry_point_of,
     needs_retry,
     read_cases,

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from services.common.text.programs import fenced_blocks
+from services.common.text.thoughts import answer_of
 from services.common.text.tool_calls import cut_text
 from services.inference.workflows.base import CaseOutcome, JudgeCase, ProgramStatus
 
@@ -32,7 +33,6 @@ MAX_CASE_BYTES = 1 << 16  # of one case's JSON: longer cases were not worked out
 _LISTS = ("cases", "tests", "test_cases")
 _TEXT_GIVEN, _TEXT_EXPECTED = ("input", "stdin"), ("output", "expected_output", "expected", "stdout")
 _CALL_GIVEN, _CALL_EXPECTED = ("args", "arguments", "input"), ("expected", "expected_output", "output", "return")
-_THOUGHT_ENDS, _THOUGHT_BEGINS = "</think>", "<think>"
 _CHECK_CALL = re.compile(r"^check\(([\w.()]+)\)\s*$", re.MULTILINE)
 _MISSING = object()
 
@@ -53,18 +53,6 @@ class GeneratedCases:
     cases: tuple[JudgeCase, ...] = ()
     num_left_out: int = 0
     problem: str = ""  # why there are no cases
-
-
-def answer_of(text: str) -> str:
-    """The text after the last thought; empty if the thought never ends.
-
-    >>> answer_of("<think>hm</think> 42"), answer_of("42"), answer_of("<think>hm")
-    (' 42', '42', '')
-    """
-    _, ended, answer = text.rpartition(_THOUGHT_ENDS)
-    if ended:
-        return answer
-    return "" if _THOUGHT_BEGINS in text else text
 
 
 def entry_point_of(tests: Mapping[str, Any]) -> str | None:

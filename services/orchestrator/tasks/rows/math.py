@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from services.common.errors import DatasetError
@@ -50,7 +51,7 @@ def answer_text(value: Any, where: str) -> str:
         if not math.isfinite(value):
             raise DatasetError(f"{where}: the answer is {value}; it must be finite")
         return str(int(value)) if value.is_integer() else repr(value)
-    if isinstance(value, int):
+    if isinstance(value, (int, Decimal)):
         return str(value)
     if not isinstance(value, str):
         raise DatasetError(f"{where}: the answer is a {type(value).__name__}; it must be a number or text")
