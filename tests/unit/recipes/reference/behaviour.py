@@ -93,7 +93,8 @@ BEHAVIOUR_ROWS = rows(
     ),
     departs(
         "staleness", "0: rollouts and training take turns", "policies.*.batch.max_staleness", 1,
-        "they overlap; the clip against the recorded log-probabilities covers one update, and 0 makes them take turns",
+        "they overlap, and slow rollouts are trained later: no token at an age above `max_token_age`, which is 4; 0 makes them take "
+        "turns",
         of=RSTAR2,
     ),
     departs(
