@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -11,15 +12,16 @@ from typing import NamedTuple
 from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.config.processes.services import MetricsConfig
 from services.common.config.reading.loading import load_recipe, load_resolved
+from services.common.config.reading.unread import unread_variables
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError, RollmillError
 from services.common.security import identity
 from services.common.security.identity import check_keys_are_there
 from services.common.security.roles import Role
-from services.common.system.child import START_AGAIN, die_with_parent_if_asked
+from services.common.system.child import START_AGAIN, die_with_parent_if_asked, module_command
 from services.common.system.surroundings import settle
 from services.common.telemetry import logs
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.variables import VARIABLES, port_variables, with_variables
+from services.envgateway.variables import VARIABLES, port_variables, runs_worker, with_variables
 
 _DESCRIPTION = """\
 Serve environments, sandboxed code execution and rewards, as a recipe's `envgateway` says; without a recipe as a judge
@@ -58,6 +60,8 @@ def main() -> None:
     try:
         settings = _settings(arguments)
         logs.configure("envgateway", arguments.run_dir)
+        for sentence in unread_variables(None, os.environ) if arguments.run_dir is None else ():  # a launcher has told them
+            sys.stderr.write(f"warning: {sentence}\n")
         sandbox = SandboxPool.start_before_threads(settings.config.sandbox)
         # Only now: the sandbox's processes were started before any key was read.
         check_keys_are_there(settings.needs_keys, identity.configure(Role.ENVGATEWAY))
@@ -72,6 +76,7 @@ def main() -> None:
                 metrics=settings.metrics,
                 run_dir=arguments.run_dir,
                 orchestrator=arguments.orchestrator,
+                worker=settings.worker,
             )
         )
     except (InfrastructureError, DeadlineError) as error:
@@ -89,6 +94,7 @@ class _Settings(NamedTuple):
     redis_uri: str = ""
     needs_keys: bool = False
     metrics: MetricsConfig = MetricsConfig()
+    worker: tuple[str, ...] = ()  # the command of the worker that it starts
 
 
 def _settings(arguments: argparse.Namespace) -> _Settings:
@@ -112,7 +118,15 @@ def _settings(arguments: argparse.Namespace) -> _Settings:
         config = config.model_copy(update={"http": config.http.model_copy(update={"reuse_port": True})})
     if arguments.host:
         config = config.model_copy(update={"host": arguments.host})
-    return _Settings(config, run_id, redis_uri, needs_keys, metrics)
+    worker: tuple[str, ...] = ()
+    if runs_worker() and redis_uri:
+        if arguments.run_dir is not None:
+            source: list[str] = ["--run-dir", str(arguments.run_dir)]
+        else:
+            source = ["--recipe", str(arguments.recipe)] if arguments.recipe is not None else []
+            source += [part for override in arguments.overrides for part in ("--set", override)]
+        worker = module_command("services.envgateway.worker", *source)
+    return _Settings(config, run_id, redis_uri, needs_keys, metrics, worker)
 
 
 if __name__ == "__main__":
