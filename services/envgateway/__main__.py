@@ -62,7 +62,7 @@ def main() -> None:
         logs.configure("envgateway", arguments.run_dir)
         for sentence in unread_variables(None, os.environ) if arguments.run_dir is None else ():  # a launcher has told them
             sys.stderr.write(f"warning: {sentence}\n")
-        sandbox = SandboxPool.start_before_threads(settings.config.sandbox)
+        sandbox = SandboxPool.start_before_threads(settings.config.sandbox, is_optional=settings.runs_none)
         # Only now: the sandbox's processes were started before any key was read.
         check_keys_are_there(settings.needs_keys, identity.configure(Role.ENVGATEWAY))
         from services.envgateway.app import serve  # grpc starts threads, so the import comes after the sandbox's start
@@ -95,10 +95,11 @@ class _Settings(NamedTuple):
     needs_keys: bool = False
     metrics: MetricsConfig = MetricsConfig()
     worker: tuple[str, ...] = ()  # the command of the worker that it starts
+    runs_none: bool = False  # of its programs, as far as is known: a gateway without a sandbox does
 
 
 def _settings(arguments: argparse.Namespace) -> _Settings:
-    section, run_id, needs_keys, metrics = None, "", False, MetricsConfig()
+    section, run_id, needs_keys, metrics, runs_none = None, "", False, MetricsConfig(), False
     if arguments.run_dir is not None or arguments.recipe is not None:
         if arguments.run_dir is not None:
             recipe = load_resolved(arguments.run_dir)
@@ -107,7 +108,7 @@ def _settings(arguments: argparse.Namespace) -> _Settings:
         if recipe.envgateway is None:
             raise ConfigError("the recipe has no gateway: write envgateway: {}")
         section, run_id, metrics = recipe.envgateway, recipe.run.id or "", recipe.metrics
-        needs_keys = recipe.needs_keys
+        needs_keys, runs_none = recipe.needs_keys, recipe.where_programs_run() is None
     config, redis_uri = with_variables(section)
     if section is None:
         config = EnvGatewayConfig.model_validate(config.model_dump() | port_variables())
@@ -126,7 +127,8 @@ def _settings(arguments: argparse.Namespace) -> _Settings:
             source = ["--recipe", str(arguments.recipe)] if arguments.recipe is not None else []
             source += [part for override in arguments.overrides for part in ("--set", override)]
         worker = module_command("services.envgateway.worker", *source)
-    return _Settings(config, run_id, redis_uri, needs_keys, metrics, worker)
+    runs_none = (runs_none and config.http.port is None) or bool(redis_uri)
+    return _Settings(config, run_id, redis_uri, needs_keys, metrics, worker, runs_none)
 
 
 if __name__ == "__main__":

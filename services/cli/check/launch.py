@@ -19,7 +19,7 @@ from services.cli.check.hub import hub_problems
 from services.cli.check.memory.gpus import misfits
 from services.cli.check.memory.host import embedded_estimates, host_problems, small_caches
 from services.cli.check.model_files import model_problems
-from services.cli.check.worlds import index_problems, mcp_problems, world_problems
+from services.cli.check.worlds import index_problems, mcp_problems, sandbox_problems, world_problems
 from services.cli.plan.specs import plan
 from services.common.config.processes.placement import Placement, check_placement, gpu_claims
 from services.common.config.processes.services import ENGINES, InferenceConfig
@@ -110,7 +110,7 @@ def launch_problems(recipe: Recipe) -> list[str]:
         *(problem.text for problem in hub_problems(recipe) if problem.of_machine),
         *missing_packages(recipe.run.trackers),
         *(
-            [*world_problems(recipe), *mcp_problems(recipe)]
+            [*world_problems(recipe), *sandbox_problems(recipe), *mcp_problems(recipe)]
             if recipe.envgateway and recipe.envgateway.node == 0
             else ()
         ),
