@@ -44,7 +44,12 @@ def become_root_of_one_user() -> None:
 
 
 class _Comparison(ctypes.Structure):
-    _fields_ = (("argument", ctypes.c_uint), ("how", ctypes.c_int), ("first", ctypes.c_uint64), ("second", ctypes.c_uint64))
+    _fields_ = (
+        ("argument", ctypes.c_uint),
+        ("how", ctypes.c_int),
+        ("first", ctypes.c_uint64),
+        ("second", ctypes.c_uint64),
+    )
 
 
 def load_profile(path: str) -> list[str]:
@@ -53,7 +58,13 @@ def load_profile(path: str) -> list[str]:
         profile = json.load(file)
     library = ctypes.CDLL(ctypes.util.find_library("seccomp"))
     library.seccomp_init.restype = ctypes.c_void_p
-    library.seccomp_rule_add_array.argtypes = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
+    library.seccomp_rule_add_array.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+        ctypes.c_int,
+        ctypes.c_uint,
+        ctypes.c_void_p,
+    )
     library.seccomp_load.argtypes = (ctypes.c_void_p,)
     context = library.seccomp_init(ctypes.c_uint32(0x50000 | profile["defaultErrnoRet"]))
     unknown = []
@@ -67,7 +78,11 @@ def load_profile(path: str) -> list[str]:
                 unknown.append(name)
             elif number >= 0:
                 action = _ALLOW if allows else 0x50000 | rule["errnoRet"]
-                _checked(library.seccomp_rule_add_array(context, action, number, len(compared), (_Comparison * len(compared))(*compared)))
+                _checked(
+                    library.seccomp_rule_add_array(
+                        context, action, number, len(compared), (_Comparison * len(compared))(*compared)
+                    )
+                )
     _checked(library.seccomp_load(context))
     return unknown
 

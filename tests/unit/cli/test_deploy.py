@@ -130,7 +130,9 @@ def test_the_gateway_has_a_profile_that_lets_its_sandbox_make_namespaces_and_no_
     deploy(recipe, "compose", tmp_path)
     for file in tmp_path.glob("*compose.yaml"):
         for name, service in services_of(tmp_path, file.name).items():
-            profiles = [part.removeprefix("seccomp=") for part in service["security_opt"] if part.startswith("seccomp=")]
+            profiles = [
+                part.removeprefix("seccomp=") for part in service["security_opt"] if part.startswith("seccomp=")
+            ]
             assert len(profiles) == (name == "envgateway"), name
             assert all((tmp_path / path).resolve() == PROFILE for path in profiles)
 
@@ -139,8 +141,23 @@ def test_the_profile_is_one_of_docker_and_allows_no_more_than_its_default_and_na
     profile = json.loads(PROFILE.read_text())
     assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
     assert {one["architecture"] for one in profile["archMap"]} == {"SCMP_ARCH_X86_64", "SCMP_ARCH_AARCH64"}
-    free = {name for rule in profile["syscalls"] if rule["action"] == "SCMP_ACT_ALLOW" and not rule.get("args") for name in rule["names"]}
-    assert {"clone", "unshare", "mount", "umount2", "pivot_root", "setns", "landlock_restrict_self", "seccomp", "capset"} <= free
+    free = {
+        name
+        for rule in profile["syscalls"]
+        if rule["action"] == "SCMP_ACT_ALLOW" and not rule.get("args")
+        for name in rule["names"]
+    }
+    assert {
+        "clone",
+        "unshare",
+        "mount",
+        "umount2",
+        "pivot_root",
+        "setns",
+        "landlock_restrict_self",
+        "seccomp",
+        "capset",
+    } <= free
     assert not free & {"bpf", "keyctl", "add_key", "kexec_load", "init_module", "io_uring_setup", "userfaultfd", "reboot", "swapon",
                        "open_by_handle_at", "perf_event_open", "syslog", "chroot", "acct", "iopl", "settimeofday", "clone3"}  # fmt: skip
 
