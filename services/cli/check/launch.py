@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -106,6 +107,7 @@ def launch_problems(recipe: Recipe) -> list[str]:
         *(misfits(smaller, embedded_estimates) if (smaller := smaller_cards(recipe, gpus)) else ()),
         *host_problems(recipe, has_gpus=bool(gpus) or _may_have_others(gpus)),
         *_file_problems(recipe),
+        *_disk_problems(recipe),
         *_interpreter_problems(recipe, has_gpus=bool(gpus)),
         *(problem.text for problem in hub_problems(recipe) if problem.of_machine),
         *missing_packages(recipe.run.trackers),
@@ -195,6 +197,18 @@ def _file_problems(recipe: Recipe) -> list[str]:
         for name, service in recipe.inference.items()
         if service.node == 0 and service.servers and 0 <= most < service.num_slots + _OTHER_FILES  # -1: no limit
     ]
+
+
+def _disk_problems(recipe: Recipe) -> list[str]:
+    """A line where the disk of the runs has less free than a run needs to issue tasks."""
+    place = next(
+        path for path in (Path(recipe.run.dir).absolute(), *Path(recipe.run.dir).absolute().parents) if path.exists()
+    )
+    free, least = shutil.disk_usage(place).free, recipe.orchestrator.min_free_bytes
+    return [
+        f"run.dir {recipe.run.dir}: its disk has {free} bytes free, and below orchestrator.min_free_bytes ({least}) no task is "
+        "issued: free some, name another disk, or lower it"
+    ] * (free < least)
 
 
 _ASK = ("nvidia-smi", "--query-gpu=memory.total,uuid", "--format=csv,noheader,nounits")  # a line for each, in MiB
