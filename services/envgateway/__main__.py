@@ -121,14 +121,13 @@ def _settings(arguments: argparse.Namespace) -> _Settings:
         config = config.model_copy(update={"http": config.http.model_copy(update={"reuse_port": True})})
     if arguments.host:
         config = config.model_copy(update={"host": arguments.host})
-    worker: tuple[str, ...] = ()
-    if runs_worker() and redis_uri:
-        if arguments.run_dir is not None:
-            source: list[str] = ["--run-dir", str(arguments.run_dir)]
-        else:
-            source = ["--recipe", str(arguments.recipe)] if arguments.recipe is not None else []
-            source += [part for override in arguments.overrides for part in ("--set", override)]
-        worker = module_command("services.envgateway.worker", *source)
+    given = [
+        ("--run-dir", arguments.run_dir),
+        ("--recipe", arguments.recipe),
+        *(("--set", o) for o in arguments.overrides),
+    ]
+    source = [str(part) for option in given if option[1] is not None for part in option]
+    worker = module_command("services.envgateway.worker", *source) if runs_worker() and redis_uri else ()
     runs_none = (runs_none and config.http.port is None) or bool(redis_uri)
     return _Settings(config, run_id, redis_uri, needs_keys, metrics, worker, runs_none)
 

@@ -78,8 +78,7 @@ def check_redis(uri: str, allow_plain: bool) -> None:
         is_known = False
     if not is_known:
         raise ConfigError(
-            f"{without_user(uri)} is no URI of Redis: write redis://HOST:PORT, rediss://HOST:PORT (TLS) or "
-            "unix:///path/to/socket"
+            f"{without_user(uri)} is no URI of Redis: write redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"
         )
     if parts.scheme == "redis" and not is_loopback(parts.hostname or "localhost") and not allow_plain:
         raise ConfigError(

@@ -201,14 +201,10 @@ def _file_problems(recipe: Recipe) -> list[str]:
 
 def _disk_problems(recipe: Recipe) -> list[str]:
     """A line where the disk of the runs has less free than a run needs to issue tasks."""
-    place = next(
-        path for path in (Path(recipe.run.dir).absolute(), *Path(recipe.run.dir).absolute().parents) if path.exists()
-    )
-    free, least = shutil.disk_usage(place).free, recipe.orchestrator.min_free_bytes
-    return [
-        f"run.dir {recipe.run.dir}: its disk has {free} bytes free, and below orchestrator.min_free_bytes ({least}) no task is "
-        "issued: free some, name another disk, or lower it"
-    ] * (free < least)
+    place, least = Path(recipe.run.dir).absolute(), recipe.orchestrator.min_free_bytes
+    free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
+    told = f"run.dir {recipe.run.dir}: its disk has {free} bytes free, and below orchestrator.min_free_bytes ({least}) no task is issued"
+    return [f"{told}: free some, name another disk, or lower it"] if free < least else []
 
 
 _ASK = ("nvidia-smi", "--query-gpu=memory.total,uuid", "--format=csv,noheader,nounits")  # a line for each, in MiB
