@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -213,6 +214,7 @@ NEEDS = {
         Need("sandbox tier 0", _no_sandbox("0"), "envgateway.sandbox.allow_tier_0", on_ci=False),
         Need("memory cgroup", _no_memory_cgroup, "run as root where cgroups can be written", on_ci=False),
         Need("isolating sandbox", _no_sandbox("2", "1", "U"), _PRIVILEGED),
+        Need("libseccomp", lambda: None if find_library("seccomp") else "there is no libseccomp", "apt-get install libseccomp2"),
         Need("Landlock", lambda: None if landlock.abi_version() else "this kernel has none", "Linux 5.13 or newer",
              on_ci=False),
         Need("IPv6 loopback", _no_ipv6, "sysctl net.ipv6.conf.lo.disable_ipv6=0", on_ci=False),

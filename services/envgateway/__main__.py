@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -11,15 +12,16 @@ from typing import NamedTuple
 from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.config.processes.services import MetricsConfig
 from services.common.config.reading.loading import load_recipe, load_resolved
+from services.common.config.reading.unread import unread_variables
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError, RollmillError
 from services.common.security import identity
 from services.common.security.identity import check_keys_are_there
 from services.common.security.roles import Role
-from services.common.system.child import START_AGAIN, die_with_parent_if_asked
+from services.common.system.child import START_AGAIN, die_with_parent_if_asked, module_command
 from services.common.system.surroundings import settle
 from services.common.telemetry import logs
 from services.envgateway.sandbox.pool import SandboxPool
-from services.envgateway.variables import VARIABLES, port_variables, with_variables
+from services.envgateway.variables import VARIABLES, port_variables, runs_worker, with_variables
 
 _DESCRIPTION = """\
 Serve environments, sandboxed code execution and rewards, as a recipe's `envgateway` says; without a recipe as a judge
@@ -58,7 +60,11 @@ def main() -> None:
     try:
         settings = _settings(arguments)
         logs.configure("envgateway", arguments.run_dir)
-        sandbox = SandboxPool.start_before_threads(settings.config.sandbox)
+        for sentence in (
+            unread_variables(None, os.environ) if arguments.run_dir is None else ()
+        ):  # a launcher has told them
+            sys.stderr.write(f"warning: {sentence}\n")
+        sandbox = SandboxPool.start_before_threads(settings.config.sandbox, is_optional=settings.runs_none)
         # Only now: the sandbox's processes were started before any key was read.
         check_keys_are_there(settings.needs_keys, identity.configure(Role.ENVGATEWAY))
         from services.envgateway.app import serve  # grpc starts threads, so the import comes after the sandbox's start
@@ -72,6 +78,7 @@ def main() -> None:
                 metrics=settings.metrics,
                 run_dir=arguments.run_dir,
                 orchestrator=arguments.orchestrator,
+                worker=settings.worker,
             )
         )
     except (InfrastructureError, DeadlineError) as error:
@@ -89,10 +96,12 @@ class _Settings(NamedTuple):
     redis_uri: str = ""
     needs_keys: bool = False
     metrics: MetricsConfig = MetricsConfig()
+    worker: tuple[str, ...] = ()  # the command of the worker that it starts
+    runs_none: bool = False  # of its programs, as far as is known: a gateway without a sandbox does
 
 
 def _settings(arguments: argparse.Namespace) -> _Settings:
-    section, run_id, needs_keys, metrics = None, "", False, MetricsConfig()
+    section, run_id, needs_keys, metrics, runs_none = None, "", False, MetricsConfig(), False
     if arguments.run_dir is not None or arguments.recipe is not None:
         if arguments.run_dir is not None:
             recipe = load_resolved(arguments.run_dir)
@@ -101,7 +110,7 @@ def _settings(arguments: argparse.Namespace) -> _Settings:
         if recipe.envgateway is None:
             raise ConfigError("the recipe has no gateway: write envgateway: {}")
         section, run_id, metrics = recipe.envgateway, recipe.run.id or "", recipe.metrics
-        needs_keys = recipe.needs_keys
+        needs_keys, runs_none = recipe.needs_keys, recipe.where_programs_run() is None
     config, redis_uri = with_variables(section)
     if section is None:
         config = EnvGatewayConfig.model_validate(config.model_dump() | port_variables())
@@ -112,7 +121,15 @@ def _settings(arguments: argparse.Namespace) -> _Settings:
         config = config.model_copy(update={"http": config.http.model_copy(update={"reuse_port": True})})
     if arguments.host:
         config = config.model_copy(update={"host": arguments.host})
-    return _Settings(config, run_id, redis_uri, needs_keys, metrics)
+    given = [
+        ("--run-dir", arguments.run_dir),
+        ("--recipe", arguments.recipe),
+        *(("--set", o) for o in arguments.overrides),
+    ]
+    source = [str(part) for option in given if option[1] is not None for part in option]
+    worker = module_command("services.envgateway.worker", *source) if runs_worker() and redis_uri else ()
+    runs_none = (runs_none and config.http.port is None) or bool(redis_uri)
+    return _Settings(config, run_id, redis_uri, needs_keys, metrics, worker, runs_none)
 
 
 if __name__ == "__main__":

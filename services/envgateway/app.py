@@ -9,18 +9,22 @@ sandbox <- judge <- queue <- tools <- environments <- episodes <- server
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.common.aio import TaskOwner
 from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.config.processes.services import MetricsConfig
-from services.common.errors import InfrastructureError
+from services.common.errors import ConfigError, InfrastructureError
 from services.common.net.hosts import check_place
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
 from services.common.prometheus.serving import serve_metrics
 from services.common.rpc.interceptors import AccountInterceptor
 from services.common.rpc.server import Server
+from services.common.system.child import DIE_WITH_PARENT
+from services.common.system.children import exited, process_group
 from services.common.system.garbage import GarbageSweeper
 from services.common.system.watchdog import Watchdog
 from services.common.telemetry.accounts import Activity, TimeAccount
@@ -53,6 +57,7 @@ from services.envgateway.tools.jupyter import built_in_tools
 from services.envgateway.tools.mcp.server import McpServer
 from services.envgateway.tools.registry import ToolBox, load_tools
 
+_WORKER_GRACE_S = 30.0  # for its running programs
 THREAD_OVERDUE_S = 20.0  # of one call of user code, before its stack is logged
 _ACTIVITIES = {
     "/rollmill.v1.EnvironmentService/": ActivityName.PLAYING_EPISODES,
@@ -220,16 +225,20 @@ async def serve(
     metrics: MetricsConfig | None = None,
     run_dir: Path | None = None,
     orchestrator: str | None = None,
+    worker: Sequence[str] = (),
 ) -> None:
-    """Serve until SIGTERM or SIGINT. A gateway of an ``orchestrator``'s run also ends with the run."""
+    """Serve until SIGTERM or SIGINT. A gateway of an ``orchestrator``'s run also ends with the run. ``worker``: the command
+    of a worker that runs as long as the gateway does."""
     if orchestrator is not None:
         check_place(orchestrator)
     gateway = Gateway(config, sandbox, run_id, redis_uri, metrics=metrics, run_dir=run_dir)
     # Install signal handlers before printing "ready": a reader of "ready" may ask for the stop at once.
     stop_asked = asyncio.create_task(gateway.server.wait_for_stop(), name="wait for a signal")
     broken = asyncio.create_task(gateway.queue.failed(), name="wait for a broken queue")
-    waits = [stop_asked, broken]
+    waits: list[asyncio.Task[None]] = [stop_asked, broken]
     try:
+        if worker:
+            waits.append(asyncio.create_task(_work(worker), name="wait for the worker"))
         await asyncio.sleep(0)
         await gateway.start()
         if orchestrator is not None:
@@ -244,4 +253,16 @@ async def serve(
     finally:
         for task in waits:
             task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
         await gateway.stop()
+
+
+async def _work(command: Sequence[str]) -> None:
+    """Run a worker. Raises ``ConfigError`` when it ends by itself, over its settings, and ``InfrastructureError`` when it was
+    killed."""
+    environment = {**os.environ, DIE_WITH_PARENT: str(os.getpid())}
+    async with process_group(*command, grace_s=_WORKER_GRACE_S, env=environment) as process:
+        code = await exited(process)
+    if code > 0:
+        raise ConfigError(f"the worker that RUN_WORKERS=1 started ended with code {code}: it has said why above")
+    raise InfrastructureError(f"the worker that RUN_WORKERS=1 started was killed ({code})")

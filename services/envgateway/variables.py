@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from services.common.config.processes.envgateway import EnvGatewayConfig, QueueConfig, SandboxConfig
 from services.common.config.reading.explain import explain
 from services.common.errors import ConfigError
+from services.common.net.hosts import is_loopback
 from services.common.system.cores import num_cores
 
 VARIABLES = """\
@@ -20,6 +22,7 @@ variables (over what a recipe says):
   REDIS_KEY_PREFIX    begins every key; gateways and workers with the same one work together (rollmill)
   MAX_WORKERS         programs run at once (CPUs that the process may use)
   MAX_EXECUTION_TIME  seconds that one program may run, wall clock and CPU (10)
+  RUN_WORKERS         1: a gateway with REDIS_URI starts a worker as well (0)
   MAX_MEMORY          MiB that one program and its children may use (512)
   ALLOW_PLAIN_REDIS   1: use a Redis on another machine without TLS
   ALLOW_TIER_0        1: run programs without isolation where none works; trusted code only
@@ -34,7 +37,7 @@ def with_variables(
     The URI stays out of the config, so that its password is not saved with a run.
 
     Raises:
-        ConfigError: a variable that is not a number, or that contradicts the recipe.
+        ConfigError: a variable that is not a number, or that contradicts the recipe; a URI that cannot be used.
     """
     tree = (config or EnvGatewayConfig()).model_dump()
     sandbox, queue = tree["sandbox"], tree["queue"]
@@ -52,12 +55,42 @@ def with_variables(
         queue["allow_plain_redis"] = True
     queue["redis_prefix"] = environment.get("REDIS_KEY_PREFIX") or queue["redis_prefix"]
     redis_uri = environment.get("REDIS_URI") or environment.get("REDIS_URL") or queue["redis_uri"]
+    if redis_uri:
+        check_redis(redis_uri, queue["allow_plain_redis"])
     try:
         return EnvGatewayConfig.model_validate(tree), redis_uri
     except ValidationError as error:  # a limit that a variable lowers may contradict the recipe
         raise ConfigError(
             "the variables and the recipe disagree: " + "; ".join(explain(error, EnvGatewayConfig))
         ) from None
+
+
+def runs_worker(environment: Mapping[str, str] = os.environ) -> bool:
+    return _flag(environment, "RUN_WORKERS")
+
+
+def check_redis(uri: str, allow_plain: bool) -> None:
+    """Raises ``ConfigError`` for no URI of Redis, or one that would send jobs over a network without TLS."""
+    try:
+        parts = urlsplit(uri)
+        is_known = parts.scheme in ("redis", "rediss", "unix") and parts.port != 0
+    except ValueError:  # a port that is no number
+        is_known = False
+    if not is_known:
+        raise ConfigError(
+            f"{without_user(uri)} is no URI of Redis: write redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"
+        )
+    if parts.scheme == "redis" and not is_loopback(parts.hostname or "localhost") and not allow_plain:
+        raise ConfigError(
+            f"{without_user(uri)} would carry jobs and verdicts over a network without TLS: use rediss://, or, in a network "
+            "that you trust, set envgateway.queue.allow_plain_redis: true (for workers the variable ALLOW_PLAIN_REDIS=1)"
+        )
+
+
+def without_user(uri: str) -> str:
+    """The URI without user and password."""
+    scheme, separator, rest = uri.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
 def port_variables(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from services.common.config.reading.loading import load_recipe
+from services.orchestrator.buffer.experience import LateRule
 from tests.recipe_runs import ROOT, left_running, rows, run_recipe
 
 RECIPES = sorted(path.parent.relative_to(ROOT / "recipes").as_posix() for path in ROOT.glob("recipes/*/*/recipe.yaml"))
@@ -40,6 +41,8 @@ def test_a_recipe_runs_its_whole_loop(name: str, tmp_path: Path) -> None:
             broken = [key for key, value in step.items() if isinstance(value, float) and not math.isfinite(value)]
             assert not broken
             assert step["failures"] == 0
+            oldest = LateRule.of(recipe.policies[policy].batch).most
+            assert oldest is None or step["staleness_max"] <= oldest, "as the recipe's page says"
         # Half of what is said is right: a verifier may be rewarded twice, a purchase is worth less than 1.
         assert 0.05 < sum(step["batch_reward_mean"] for step in mine) / len(mine) < 1.5
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from services.cli.check.hub import hub_problems
 from services.cli.check.memory.gpus import misfits
 from services.cli.check.memory.host import embedded_estimates, host_problems, small_caches
 from services.cli.check.model_files import model_problems
-from services.cli.check.worlds import index_problems, mcp_problems, world_problems
+from services.cli.check.worlds import index_problems, mcp_problems, sandbox_problems, world_problems
 from services.cli.plan.specs import plan
 from services.common.config.processes.placement import Placement, check_placement, gpu_claims
 from services.common.config.processes.services import ENGINES, InferenceConfig
@@ -106,11 +107,12 @@ def launch_problems(recipe: Recipe) -> list[str]:
         *(misfits(smaller, embedded_estimates) if (smaller := smaller_cards(recipe, gpus)) else ()),
         *host_problems(recipe, has_gpus=bool(gpus) or _may_have_others(gpus)),
         *_file_problems(recipe),
+        *_disk_problems(recipe),
         *_interpreter_problems(recipe, has_gpus=bool(gpus)),
         *(problem.text for problem in hub_problems(recipe) if problem.of_machine),
         *missing_packages(recipe.run.trackers),
         *(
-            [*world_problems(recipe), *mcp_problems(recipe)]
+            [*world_problems(recipe), *sandbox_problems(recipe), *mcp_problems(recipe)]
             if recipe.envgateway and recipe.envgateway.node == 0
             else ()
         ),
@@ -195,6 +197,14 @@ def _file_problems(recipe: Recipe) -> list[str]:
         for name, service in recipe.inference.items()
         if service.node == 0 and service.servers and 0 <= most < service.num_slots + _OTHER_FILES  # -1: no limit
     ]
+
+
+def _disk_problems(recipe: Recipe) -> list[str]:
+    """A line where the disk of the runs has less free than a run needs to issue tasks."""
+    place, least = Path(recipe.run.dir).absolute(), recipe.orchestrator.min_free_bytes
+    free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
+    told = f"run.dir {recipe.run.dir}: its disk has {free} bytes free, and below orchestrator.min_free_bytes ({least}) no task is issued"
+    return [f"{told}: free some, name another disk, or lower it"] if free < least else []
 
 
 _ASK = ("nvidia-smi", "--query-gpu=memory.total,uuid", "--format=csv,noheader,nounits")  # a line for each, in MiB

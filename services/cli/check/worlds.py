@@ -62,6 +62,25 @@ def world_problems(recipe: Recipe) -> list[str]:
         return [error.message]
 
 
+def sandbox_problems(recipe: Recipe) -> list[str]:
+    """A line where programs of the recipe run here and no isolation works. Starts a sandbox and ends it."""
+    where = recipe.where_programs_run()
+    if where is None:
+        return []
+    from services.envgateway.sandbox.pool import SandboxPool
+    from services.envgateway.variables import with_variables
+
+    try:
+        config, redis_uri = with_variables(recipe.envgateway)
+        if redis_uri:  # then they run at workers
+            return []
+        smallest = config.sandbox.model_copy(update={"num_slots": 1, "num_live": 0, "prewarm_scientific": False})
+        asyncio.run(SandboxPool.start_before_threads(smallest).close())
+    except RollmillError as error:
+        return [f"{where}: {error.message}"]
+    return []
+
+
 def index_problems(recipe: Recipe) -> list[str]:
     """Datasets that ask for places which a list of games or goals does not have, a line for each. Knows only files that are
     here."""

@@ -19,11 +19,12 @@ def data() -> None:
 def rstar2(
     inputs: Annotated[list[str], typer.Argument(help="jsonl or parquet files, saved datasets or hub names.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The jsonl file to write.")],
+    subset: Annotated[str | None, typer.Option(help="The configuration of hub datasets that have several.")] = None,
 ) -> None:
     """rStar2's process_train_dataset: math problems in either column layout, as jsonl for `data.train.path`."""
     from services.orchestrator.tasks.process_train_dataset import process_train_dataset
 
-    done = process_train_dataset(inputs, output)
+    done = process_train_dataset(inputs, output, subset)
     typer.echo(f"{output}: {done.num_rows} rows")
     for name, left_out in done.left_out.items():
         if left_out.count:

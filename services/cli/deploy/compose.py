@@ -57,6 +57,7 @@ PROMETHEUS_PORT = 9090
 
 _COMPUTING = ("inference-", "trainer-")
 
+SECCOMP = "deploy/docker/seccomp.json"
 Service = dict[str, Any]
 
 
@@ -221,8 +222,11 @@ class _Node:
             service["depends_on"]["orchestrator"] = {"condition": "service_started"}
         if kind == "orchestrator" and recipe.warm_start:
             service["depends_on"] |= _after(WARM_START)
-        if kind == "envgateway" and self.layout.makes_worlds():
-            service["depends_on"] |= _after(MAKE_WORLDS)
+        if kind == "envgateway":
+            if self.layout.makes_worlds():
+                service["depends_on"] |= _after(MAKE_WORLDS)
+            # Docker's default profile refuses the user namespaces that the sandbox makes.
+            service["security_opt"].append(f"seccomp={os.path.join(self.context, SECCOMP)}")
         return service
 
     def _network(self) -> Service:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 from services.common.config.profiles.tiny import FindRows, FindWorld, World, tiny
 from services.common.config.reading.loading import Profile, load_recipe
+from services.common.config.reading.unread import unread_variables
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, DatasetError
 from services.orchestrator.tasks.catalogue import DATA_ROOT, known, local_file
@@ -124,8 +126,12 @@ PROFILES: dict[str, Transformation] = {"tiny": tiny}
 
 
 def load_with_profile(path: Path, overrides: Sequence[str], profile: str | None) -> Recipe:
-    """Read a recipe, through a profile when one is named; ``ConfigError`` names the profiles there are."""
-    return load_recipe(path, overrides, profile=_profile(profile, rows_here, world_here))
+    """Read a recipe, through a profile when one is named; ``ConfigError`` names the profiles there are. Writes a warning for
+    each variable that looks like one of ours and is not read."""
+    recipe = load_recipe(path, overrides, profile=_profile(profile, rows_here, world_here))
+    for sentence in unread_variables(recipe, os.environ):
+        sys.stderr.write(f"warning: {sentence}\n")
+    return recipe
 
 
 def load_for_any_machine(path: Path, overrides: Sequence[str], profile: str | None) -> Recipe:

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from services.common.config.base import Section
-from services.common.records.dataset_rows import BuiltInWorkflow
+from services.common.harbor.places import ENVIRONMENT as HARBOR
+from services.common.records.dataset_rows import BuiltInReward, BuiltInTool, BuiltInWorkflow
 
 
 class WorkflowConfig(Section):
@@ -18,6 +19,23 @@ class WorkflowConfig(Section):
     """A built-in workflow (`single_turn`, `tool_use`) or an import path (`package.module:Class`)."""
     settings: dict[str, Any] = {}
     """Settings of the workflow; each workflow documents and checks its own."""
+
+    def runs_programs(self) -> str | None:
+        """The key and the value by which the gateway runs programs for this workflow, as far as built-in names tell: a
+        workflow, an environment or a tool by import path may run some, too."""
+        settings = self.settings
+        if self.name == BuiltInWorkflow.CODEGEN_VERIFIER:
+            return f"name: {self.name}"
+        if settings.get("reward") == BuiltInReward.CODE:
+            return f"settings.reward: {BuiltInReward.CODE}"
+        if self.name in (BuiltInWorkflow.TOOL_MATH, BuiltInWorkflow.TOOL_USE):
+            if settings.get("format") == "code":
+                return "settings.format: code"
+            tools = set(settings.get("tools") or [BuiltInTool.PYTHON_WITH_INPUT]) & set(BuiltInTool)
+            return f"settings.tools: {min(tools)}" if tools else None
+        if self.name == BuiltInWorkflow.AGENT_ENV and settings.get("environment") in (HARBOR, "tool"):
+            return f"settings.environment: {settings['environment']}"
+        return None
 
 
 TRAIN, EVALUATION = "data.train", "data.evaluation"  # sections of datasets

@@ -274,6 +274,11 @@ class Recipe(Section):
         found |= {f"{where}.workflow": config.workflow for where, config in self.data.sections().items()}
         return {where: workflow for where, workflow in found.items() if workflow is not None}
 
+    def where_programs_run(self) -> str | None:
+        """The first key by which the gateway runs programs (``WorkflowConfig.runs_programs``)."""
+        keys = ((where, workflow.runs_programs()) for where, workflow in self.workflows().items())
+        return next((f"{where}.{key}" for where, key in keys if key is not None), None)
+
     def compositions(self) -> list[tuple[str, ...]]:
         """The policies of one training rollout, for each kind of rollout there is; () is all that play."""
         return [()] if self.rollout.policies == "together" else [(policy,) for policy in self.trained_policies]

@@ -149,10 +149,11 @@ class CreateEpisodeResponse(google.protobuf.message.Message):
     ADMISSIBLE_ACTIONS_FIELD_NUMBER: builtins.int
     TOOLS_JSON_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
     episode_id: builtins.str
     """The episode."""
     observation: builtins.str
-    """What the policy sees first."""
+    """What the policy sees first, as one message."""
     tools_json: builtins.bytes
     """JSON schemas of the tools that the policy may call, where there are any."""
     @property
@@ -163,6 +164,10 @@ class CreateEpisodeResponse(google.protobuf.message.Message):
     def lease(self) -> google.protobuf.duration_pb2.Duration:
         """The episode expires after this long without a step."""
 
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+        """The same text as turns, where the opening is a chat with examples."""
+
     def __init__(
         self,
         *,
@@ -171,11 +176,34 @@ class CreateEpisodeResponse(google.protobuf.message.Message):
         admissible_actions: collections.abc.Iterable[builtins.str] | None = ...,
         tools_json: builtins.bytes = ...,
         lease: google.protobuf.duration_pb2.Duration | None = ...,
+        messages: collections.abc.Iterable[Global___ChatMessage] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lease", b"lease"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["admissible_actions", b"admissible_actions", "episode_id", b"episode_id", "lease", b"lease", "observation", b"observation", "tools_json", b"tools_json"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["admissible_actions", b"admissible_actions", "episode_id", b"episode_id", "lease", b"lease", "messages", b"messages", "observation", b"observation", "tools_json", b"tools_json"]) -> None: ...
 
 Global___CreateEpisodeResponse: typing_extensions.TypeAlias = CreateEpisodeResponse
+
+@typing.final
+class ChatMessage(google.protobuf.message.Message):
+    """One turn of a chat."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: builtins.int
+    CONTENT_FIELD_NUMBER: builtins.int
+    role: builtins.str
+    """"user" or "assistant"."""
+    content: builtins.str
+    """The text."""
+    def __init__(
+        self,
+        *,
+        role: builtins.str = ...,
+        content: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "role", b"role"]) -> None: ...
+
+Global___ChatMessage: typing_extensions.TypeAlias = ChatMessage
 
 @typing.final
 class StepEpisodeRequest(google.protobuf.message.Message):

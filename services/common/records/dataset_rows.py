@@ -37,6 +37,14 @@ class BuiltInReward(enum.StrEnum):
     REASONING_GYM = "reasoning_gym"
 
 
+class BuiltInTool(enum.StrEnum):
+    """Tools of the gateway, by the names that a recipe writes; each runs programs."""
+
+    JUPYTER = "jupyter_code"
+    PYTHON = "python"
+    PYTHON_WITH_INPUT = "python_code_with_standard_io"
+
+
 PROMPT_FIELDS = ("messages", "prompt", "problem", "question")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")

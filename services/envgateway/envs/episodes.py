@@ -293,7 +293,7 @@ def checked_observation(returned: Any) -> Observation:
         returned,
         text=_text(returned.text),
         admissible_actions=tuple(map(_text, returned.admissible_actions)),
-        messages=tuple({key: _text(value) for key, value in one.items()} for one in returned.messages),
+        messages=tuple({key: _text(one[key]) for key in ("role", "content")} for one in returned.messages),
         remembered=_text(returned.remembered),
     )
 

@@ -43,6 +43,7 @@ class EnvironmentServicer(pb_grpc.EnvironmentServiceServicer):
             admissible_actions=observation.admissible_actions,
             tools_json=orjson.dumps(observation.tools) if observation.tools else b"",
             lease=duration_to_proto(start.lease_s),
+            messages=[pb.ChatMessage(role=one["role"], content=one["content"]) for one in observation.messages],
         )
 
     async def StepEpisode(self, request: pb.StepEpisodeRequest, context: Context) -> pb.StepEpisodeResponse:

@@ -177,8 +177,8 @@ def _refusal(reasons: list[str], tier_0_allowed: bool) -> str:
     message = f"code cannot be isolated on this machine ({tried})."
     if not tier_0_allowed:
         message += (
-            " Run the gateway as root, or where user namespaces work. To run code with resource limits only, without "
-            "isolation (trusted code only!), add this line to the recipe: envgateway.sandbox.allow_tier_0: true"
+            " Run the gateway as root of all users, or as another user where user namespaces work (in Docker: with the seccomp "
+            "profile deploy/docker/seccomp.json). To run code with resource limits only, without isolation (trusted code only!), add this line to the recipe: envgateway.sandbox.allow_tier_0: true"
         )
     return message
 

@@ -43,10 +43,13 @@ _keys = itertools.count(1)
 class SandboxPool:
     """Create with ``start_before_threads``, before grpc or anything else starts a thread."""
 
-    def __init__(self, config: SandboxConfig, launcher: SupervisorLauncher, supervisor: LaunchedSupervisor) -> None:
+    def __init__(
+        self, config: SandboxConfig, launcher: SupervisorLauncher, supervisor: LaunchedSupervisor | SandboxRefusedError
+    ) -> None:
         self._config = config
         self._launcher = launcher
-        self._supervisor: LaunchedSupervisor | None = supervisor
+        self._refused = supervisor if isinstance(supervisor, SandboxRefusedError) else None
+        self._supervisor = supervisor if isinstance(supervisor, LaunchedSupervisor) else None
         self._connection: SupervisorConnection | None = None
         self._connecting: asyncio.Task[SupervisorConnection | ExecutionResult] | None = None
         self._leases = SlotQueue[asyncio.Future[None]](config.num_slots, batch_share(config.num_slots))
@@ -54,22 +57,33 @@ class SandboxPool:
         self._last_start = 0.0
         self._mean_wall_s = 0.05
         self._closed = False
-        self.tier = supervisor.tier
-        self._has_cpp = bool(supervisor.facts["cpp"])
-        self._memory_cgroup = int(supervisor.facts["memory_cgroup"])  # its version; 0 where processes are watched
+        facts = {} if self._supervisor is None else self._supervisor.facts
+        self.tier = "none" if self._supervisor is None else self._supervisor.tier
+        self._has_cpp = bool(facts.get("cpp"))
+        self._memory_cgroup = int(facts.get("memory_cgroup", 0))  # its version; 0 where processes are watched
         self.counts: collections.Counter[str] = collections.Counter()
         self.live = LiveSlots(self, config.num_live)
 
     @classmethod
-    def start_before_threads(cls, config: SandboxConfig, tiers: tuple[str, ...] | None = None) -> SandboxPool:
-        """Start the supervisor and find the tier; ``tiers`` narrows the choice.
+    def start_before_threads(
+        cls, config: SandboxConfig, tiers: tuple[str, ...] | None = None, *, is_optional: bool = False
+    ) -> SandboxPool:
+        """Start the supervisor and find the tier; ``tiers`` narrows the choice. ``is_optional``: where no tier works, the
+        pool refuses every program instead.
 
         Raises:
             SandboxRefusedError: no tier that the config allows works here; names the line to add.
         """
         launcher = SupervisorLauncher(config, tiers)
+        supervisor: LaunchedSupervisor | SandboxRefusedError
         try:
             supervisor = launcher.launch()
+        except SandboxRefusedError as refused:
+            if not is_optional:
+                launcher.close()
+                raise
+            log.warning("sandbox.absent", why=refused.message, effect="programs are refused; the recipe names none")
+            supervisor = refused
         except BaseException:
             launcher.close()
             raise
@@ -144,7 +158,13 @@ class SandboxPool:
         return self._has_cpp
 
     async def submit(self, job: Job) -> SubmittedRun | ExecutionResult:
-        """For leases: a run on its way, or why there is no supervisor."""
+        """For leases: a run on its way, or why there is no supervisor.
+
+        Raises:
+            SandboxRefusedError: the pool is one without a sandbox.
+        """
+        if self._refused is not None:
+            raise SandboxRefusedError(f"this gateway runs no programs: {self._refused.message}")
         connection = await self._connected()
         return connection if isinstance(connection, ExecutionResult) else connection.submit(job)
 

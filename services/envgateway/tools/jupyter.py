@@ -13,6 +13,7 @@ from typing import Any
 
 from services.common.config.processes.envgateway import EnvGatewayConfig, LiveConfig, ToolConfig
 from services.common.errors import InfrastructureError
+from services.common.records.dataset_rows import BuiltInTool
 from services.common.text.tool_calls import ToolStatus, shown_output
 from services.common.tools import AnyTool, ToolResult
 from services.envgateway.queue.base import JobQueue
@@ -32,7 +33,7 @@ _WHY = {
 class JupyterTool:
     """The tool that all trajectories share; each opens a notebook of its own."""
 
-    name = "jupyter_code"
+    name = BuiltInTool.JUPYTER.value
     description = (
         "Execute a cell of Python code and return what it prints. Variables, functions and imports stay for later calls. "
         "The value of a trailing expression is printed as in a notebook."
@@ -130,7 +131,7 @@ def _shown(result: CellResult, status: ToolStatus, lost: str) -> str:
     return f"(a fresh process, without what earlier cells defined: {lost})\n{text}" if lost else text
 
 
-_WITH_INPUT = {"python": False, "python_code_with_standard_io": True}
+_WITH_INPUT = {BuiltInTool.PYTHON.value: False, BuiltInTool.PYTHON_WITH_INPUT.value: True}
 
 
 def built_in_tools(config: EnvGatewayConfig, queue: JobQueue, live: LiveSlots) -> list[AnyTool]:

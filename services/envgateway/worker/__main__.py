@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from services.common.config.reading.loading import load_recipe, load_resolved
+from services.common.config.reading.unread import unread_variables
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError, RollmillError
 from services.common.system.child import die_with_parent_if_asked
@@ -45,6 +46,8 @@ def main() -> None:
         recipe = _recipe(arguments)
         settings = worker_settings(recipe.envgateway if recipe else None)
         logs.configure("envgateway", arguments.run_dir, instance=f"worker-{os.getpid()}")
+        for sentence in unread_variables(None, os.environ):
+            sys.stderr.write(f"warning: {sentence}\n")
         sandbox = SandboxPool.start_before_threads(settings.sandbox)
         from services.envgateway.worker.app import work  # redis and asyncio, and with them threads, only now
 

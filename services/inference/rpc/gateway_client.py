@@ -180,6 +180,7 @@ class GatewayClient:
             observation=response.observation,
             admissible_actions=tuple(response.admissible_actions),
             tools=tuple(orjson.loads(response.tools_json)) if response.tools_json else (),
+            messages=tuple({"role": one.role, "content": one.content} for one in response.messages),
         )
 
     async def step(self, episode_id: str, turn: int, action: str) -> Step:

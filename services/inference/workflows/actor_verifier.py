@@ -25,7 +25,7 @@ from services.common.text.chat import Message
 from services.common.user_code import check_call
 from services.inference.workflows.base import Gateway, Outcome, PolicyClient, WorkflowContext
 from services.inference.workflows.conversation import Conversation, Turn
-from services.inference.workflows.prompts import PromptSettings, build_messages, fill, with_last_text
+from services.inference.workflows.prompts import PromptSettings, build_messages, fill, with_instruction, with_last_text
 from services.inference.workflows.rewards import build_grader
 from services.inference.workflows.verdicts import ReviewVerdict, read_verdict
 
@@ -60,13 +60,14 @@ class ActorVerifierSettings(PromptSettings):
     reward: str = "math"
     """A reward of the gateway (`math`, `boxed`), or the import path of a function (`package.module:function`)."""
     verify_prompt: str = VERIFY
-    """The verifier's prompt, with `{problem}`, `{solution}` and `{evidence}`."""
+    """The verifier's prompt, with `{problem}` (without `instruction`), `{solution}` and `{evidence}`."""
     evidence: str | None = None
     """Further text for the verifier, such as a test log: the import path of a function
     `async def evidence(gateway, task, solution) -> str`. An infrastructure failure there is raised, never shown to a
     policy."""
     retry_prompt: str = TRY_AGAIN
-    """The solver's prompt after a rejection, with `{problem}`, its first `{solution}` and the verifier's `{review}`."""
+    """The solver's prompt after a rejection, with `{problem}`, its first `{solution}` and the verifier's `{review}`;
+    `instruction` follows it."""
     max_review_chars: int | None = Field(default=None, ge=1)
     """Keep only the end of a longer review in the retry; left out, the whole review."""
 
@@ -95,7 +96,7 @@ class ActorVerifier:
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         settings = self._settings
         messages = build_messages(settings, task)
-        problem = str(messages[-1]["content"])
+        problem = str(build_messages(settings, task, bare=True)[-1]["content"])
         solver = context.policy(settings.policy or "model0")
         verifier = context.policy(settings.verifier)
 
@@ -172,6 +173,7 @@ class ActorVerifier:
             solution=solver.chat.as_text(solution),
             review=solver.chat.as_text(review),
         )
+        prompt = with_instruction(prompt, settings.instruction)
         try:
             second = Conversation(
                 solver,

@@ -19,9 +19,9 @@ from pydantic import Field
 from services.common.harbor.places import SCORED_AT_END
 from services.common.records.types import Purpose, StopReason, Task
 from services.common.telemetry.metrics import RolloutKey
-from services.inference.workflows.base import Outcome, WorkflowContext
+from services.inference.workflows.base import Episode, Outcome, WorkflowContext
 from services.inference.workflows.conversation import Conversation
-from services.inference.workflows.prompts import PromptSettings, with_instruction
+from services.inference.workflows.prompts import PromptSettings, with_instruction, with_last_text
 
 
 class AgentEnvSettings(PromptSettings):
@@ -53,19 +53,19 @@ class AgentEnv:
     async def run(self, task: Task, context: WorkflowContext) -> Outcome:
         episode = await context.gateway.create_episode(self._settings.environment, task, context.episode_seed)
         try:
-            return await self._play(episode.episode_id, episode.observation, context)
+            return await self._play(episode, context)
         finally:
             await context.gateway.close(episode.episode_id)
 
-    async def _play(self, episode_id: str, observation: str, context: WorkflowContext) -> Outcome:
+    async def _play(self, episode: Episode, context: WorkflowContext) -> Outcome:
         settings = self._settings
-        conversation = self._begin(observation, context)
+        conversation = self._begin(episode, context)
         max_turns = self._max_turns(context.purpose)
         total, cut_turns, stop, metrics = 0.0, 0, StopReason.TURN_LIMIT, dict[str, float]()
         while conversation.num_turns < max_turns:
             turn = await conversation.generate()
             cut_turns += not turn.ended
-            step = await context.gateway.step(episode_id, conversation.num_turns, turn.text)
+            step = await context.gateway.step(episode.episode_id, conversation.num_turns, turn.text)
             total += step.reward
             metrics = dict(step.metrics)
             if step.done:
@@ -77,7 +77,7 @@ class AgentEnv:
                 stop = StopReason.LENGTH
                 break
         if stop is not StopReason.ENVIRONMENT and settings.environment in SCORED_AT_END:
-            step = await context.gateway.step(episode_id, conversation.num_turns + 1, "")
+            step = await context.gateway.step(episode.episode_id, conversation.num_turns + 1, "")
             total += step.reward
             metrics = dict(step.metrics)
         achieved = total > settings.failure_threshold
@@ -97,9 +97,10 @@ class AgentEnv:
         )
         return Outcome(sequences=(sequence,), reward=total)
 
-    def _begin(self, observation: str, context: WorkflowContext) -> Conversation:
+    def _begin(self, episode: Episode, context: WorkflowContext) -> Conversation:
         settings = self._settings
-        messages = [{"role": "user", "content": with_instruction(observation, settings.instruction)}]
+        messages = episode.opening()
+        messages = with_last_text(messages, with_instruction(messages[-1]["content"], settings.instruction))
         if settings.system:
             messages.insert(0, {"role": "system", "content": settings.system})
         return Conversation(

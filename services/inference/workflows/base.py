@@ -19,7 +19,7 @@ from services.common.config.base import Section
 from services.common.errors import ConfigError, UnknownPolicyError
 from services.common.records.types import Purpose, Sampling, Task
 from services.common.records.types import Sequence as TokenSequence
-from services.common.text.chat import Chat
+from services.common.text.chat import Chat, Message
 from services.inference.engine.base import Generation, Watch
 
 
@@ -77,6 +77,15 @@ class Episode:
     observation: str
     admissible_actions: tuple[str, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas
+    messages: tuple[Message, ...] = ()  # the observation as turns of user and assistant, where it is a chat
+
+    def opening(self) -> list[Message]:
+        """The first messages to the policy: turns of user and assistant that alternate and end with the user's. Other
+        orders, which some chat templates refuse, and an observation without turns are one user message."""
+        roles = [message["role"] for message in self.messages]
+        if roles and roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]:
+            return [dict(message) for message in self.messages]
+        return [{"role": "user", "content": self.observation}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

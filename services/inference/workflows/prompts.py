@@ -34,8 +34,10 @@ class PromptSettings(Section):
         return () if self.policy is None else (self.policy,)
 
 
-def build_messages(settings: PromptSettings, task: Task, system_suffix: str = "") -> list[Message]:
-    """The messages of a task, with the system turn and the instruction of the settings.
+def build_messages(
+    settings: PromptSettings, task: Task, system_suffix: str = "", *, bare: bool = False
+) -> list[Message]:
+    """The messages of a task, with the system turn and the instruction of the settings; ``bare``: without the instruction.
 
     A row's ``starter_code`` is shown after the last user turn, unless the turn has the code already.
     """
@@ -46,7 +48,7 @@ def build_messages(settings: PromptSettings, task: Task, system_suffix: str = ""
         system = f"{system}\n\n{system_suffix}" if system else system_suffix
     if has_system:
         messages = messages[1:]
-    if settings.instruction:
+    if settings.instruction and not bare:
         if not messages or not isinstance(messages[-1].get("content"), str):
             raise DatasetError(f"task {task.task_id}: the instruction needs a last message with text")
         messages = with_last_text(messages, with_instruction(messages[-1]["content"], settings.instruction))

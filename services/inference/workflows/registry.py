@@ -65,7 +65,20 @@ def build_workflows(recipe: Recipe) -> dict[PlayedBy, Workflow]:
         if config.workflow is not None:
             purpose = Purpose.TRAIN if is_training(where) else Purpose.EVALUATION
             found[purpose, name_of(where)] = _built(recipe, config.workflow, f"{where}.workflow", purpose)
+    _check_all_play(found, recipe)
     return found
+
+
+def _check_all_play(workflows: dict[PlayedBy, Workflow], recipe: Recipe) -> None:
+    """Refuse a policy whose trainer would wait for ever: each workflow of training names its policies, and none names it."""
+    training = [workflow for key, workflow in workflows.items() if Purpose.TRAIN in (key, key[0])]
+    named = [tuple(getattr(workflow, "policies", tuple)()) for workflow in training]
+    idle = set(recipe.trained_policies).difference(*named) if all(named) and recipe.run.steps else set()
+    if idle:
+        raise ConfigError(
+            f"no workflow of training plays the policy {', '.join(sorted(idle))}, so its trainer would wait for ever: "
+            "name it in workflow.settings, or remove it from policies"
+        )
 
 
 def _built(recipe: Recipe, config: WorkflowConfig, where: str, purpose: Purpose) -> Workflow:

@@ -18,6 +18,7 @@ from pathlib import Path
 import orjson
 
 from services.common.config.data import DatasetConfig
+from services.common.errors import DatasetError
 from services.orchestrator.tasks.datasets import open_source
 from services.orchestrator.tasks.task_rows import SkippedRows
 
@@ -30,14 +31,17 @@ class Processed:
     left_out: dict[str, SkippedRows]  # rows that cannot be used, by input
 
 
-def process_train_dataset(inputs: Sequence[str], output: Path) -> Processed:
-    """Read jsonl or parquet files, saved datasets or hub names, and write all rows into one jsonl file.
+def process_train_dataset(inputs: Sequence[str], output: Path, subset: str | None = None) -> Processed:
+    """Read jsonl or parquet files, saved datasets or hub names (of these the ``subset``), and write all rows into one jsonl
+    file.
 
     The file appears under its name only when complete.
 
     Raises:
         DatasetError: an input is unreadable, or has no usable row.
     """
+    if subset and all(Path(name).is_file() for name in inputs):
+        raise DatasetError(f"--subset {subset} chooses a configuration of a hub dataset, and every input is a file")
     written = 0
     left_out: dict[str, SkippedRows] = {}
     partial = output.with_name(f"{output.name}.partial")
@@ -45,7 +49,7 @@ def process_train_dataset(inputs: Sequence[str], output: Path) -> Processed:
     try:
         with partial.open("wb") as file:
             for name in inputs:
-                source = open_source(DatasetConfig(path=name, form="math"), seed=0)
+                source = open_source(DatasetConfig(path=name, form="math", subset=subset), seed=0)
                 left_out[name] = source.left_out
                 for place in range(len(source)):
                     row = source[place].data

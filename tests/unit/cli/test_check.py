@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.check.launch import check_launch
+from services.cli.check.launch import check_launch, launch_problems
 from services.cli.check.recipe import check_recipe, describe
 from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError
@@ -259,3 +259,10 @@ def test_the_profile_tiny_calls_the_script_for_a_row(
         assert isinstance(result.exception, ConfigError) and refused in result.exception.message
     else:
         assert told in " ".join(result.output.split()), result.output
+
+
+def test_a_disk_on_which_a_run_would_wait_is_told(recipe: Path) -> None:
+    loaded = load_recipe(recipe, ["orchestrator.min_free_bytes=1000000000000000", "run.dir=/tmp/not-there-yet/runs"])
+    (told,) = [line for line in launch_problems(loaded) if "min_free_bytes" in line]
+    assert told.startswith("run.dir /tmp/not-there-yet/runs: its disk has ")
+    assert not [line for line in launch_problems(load_recipe(recipe)) if "min_free_bytes" in line]

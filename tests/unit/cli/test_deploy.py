@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -22,6 +23,7 @@ from tests import needs
 from tests.waiting import PROCESS_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+PROFILE = REPOSITORY / "deploy" / "docker" / "seccomp.json"
 QUICKSTART = REPOSITORY / "recipes" / "quickstart"
 TWO_NODES = REPOSITORY / "recipes" / "code-multi-agent" / "qwen3-8b-codegen-verifier-m2po-full-2node"
 TIER_0 = "envgateway.sandbox.allow_tier_0=true"
@@ -56,7 +58,9 @@ def compose(tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
 def test_the_committed_compose_files_are_what_deploy_writes_for_the_quickstart(tmp_path: Path, name: str) -> None:
     deploy(QUICKSTART, "compose", tmp_path, [TIER_0])
-    written = (tmp_path / name).read_text().replace(f"context: {os.path.relpath(REPOSITORY, tmp_path)}", "context: .")
+    checkout = os.path.relpath(REPOSITORY, tmp_path)
+    written = (tmp_path / name).read_text().replace(f"context: {checkout}", "context: .")
+    written = written.replace(f"seccomp={checkout}/", "seccomp=./")
     assert (REPOSITORY / name).read_text() == written, (
         f"run: rollmill deploy recipes/quickstart --target compose --set {TIER_0} -o ."
     )
@@ -117,6 +121,52 @@ def test_each_is_checked_where_it_answers(compose: dict[str, Any]) -> None:
     ports = lay_out(QUICKSTART).ports
     assert compose["trainer-model0"]["healthcheck"]["test"][-1] == f"127.0.0.1:{ports['TRAINER_MODEL0_PORT']}"
     assert compose["envgateway"]["healthcheck"]["test"][-1] == f"127.0.0.1:{ports['ENVGATEWAY_PORT']}"
+
+
+@pytest.mark.parametrize("recipe", [QUICKSTART, ALFWORLD, WEBSHOP, CODE, MATH, TWO_NODES], ids=lambda path: path.name)
+def test_the_gateway_has_a_profile_that_lets_its_sandbox_make_namespaces_and_no_other_container_has(
+    recipe: Path, tmp_path: Path
+) -> None:
+    deploy(recipe, "compose", tmp_path)
+    for file in tmp_path.glob("*compose.yaml"):
+        for name, service in services_of(tmp_path, file.name).items():
+            profiles = [
+                part.removeprefix("seccomp=") for part in service["security_opt"] if part.startswith("seccomp=")
+            ]
+            assert len(profiles) == (name == "envgateway"), name
+            assert all((tmp_path / path).resolve() == PROFILE for path in profiles)
+
+
+def test_the_profile_is_one_of_docker_and_allows_no_more_than_its_default_and_namespaces() -> None:
+    profile = json.loads(PROFILE.read_text())
+    assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
+    assert {one["architecture"] for one in profile["archMap"]} == {"SCMP_ARCH_X86_64", "SCMP_ARCH_AARCH64"}
+    free = {
+        name
+        for rule in profile["syscalls"]
+        if rule["action"] == "SCMP_ACT_ALLOW" and not rule.get("args")
+        for name in rule["names"]
+    }
+    assert {
+        "clone",
+        "unshare",
+        "mount",
+        "umount2",
+        "pivot_root",
+        "setns",
+        "landlock_restrict_self",
+        "seccomp",
+        "capset",
+    } <= free
+    assert not free & {"bpf", "keyctl", "add_key", "kexec_load", "init_module", "io_uring_setup", "userfaultfd", "reboot", "swapon",
+                       "open_by_handle_at", "perf_event_open", "syslog", "chroot", "acct", "iopl", "settimeofday", "clone3"}  # fmt: skip
+
+
+@pytest.mark.needs("libseccomp", "Linux")
+def test_libseccomp_knows_every_name_of_the_profile_and_python_runs_under_it() -> None:
+    code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from tests.no_namespaces import load_profile; print(load_profile({str(PROFILE)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=PROCESS_S)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_without_isolation_only_when_somebody_says_so(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ def test_a_time_below_the_recipes_case_time_is_refused_with_both() -> None:
 @pytest.mark.parametrize(
     ("environment", "uri"),
     [
-        ({"REDIS_URI": "redis://a", "REDIS_URL": "redis://b"}, "redis://a"),
-        ({"REDIS_URL": "redis://:secret@b"}, "redis://:secret@b"),
+        ({"REDIS_URI": "redis://127.0.0.1:2", "REDIS_URL": "redis://127.0.0.1:3"}, "redis://127.0.0.1:2"),
+        ({"REDIS_URL": "redis://:secret@localhost"}, "redis://:secret@localhost"),
         ({"REDIS_URI": "", "REDIS_URL": ""}, "redis://127.0.0.1:1"),
     ],
 )

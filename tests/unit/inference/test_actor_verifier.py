@@ -118,8 +118,17 @@ async def test_credit(
 async def test_the_verifier_reads_problem_and_solution_and_the_second_try_reads_its_words() -> None:
     _, solver, verifier = await play([WRONG, RIGHT], REJECT, instruction=" Think.")
     assert len(solver) == 2 and len(verifier) == 1, "one verification, one more try"
-    assert "What is 6 times 7? Think." in verifier[0] and WRONG in verifier[0]
+    assert "What is 6 times 7?" in verifier[0] and WRONG in verifier[0]
     assert "What is 6 times 7?" in solver[1] and REJECT in solver[1] and WRONG not in solver[1]
+
+
+@pytest.mark.parametrize("instruction", [" Think.", "Put the final answer into \\boxed{}.", "{problem}"])
+async def test_the_instruction_is_the_solvers_alone_and_stands_last_in_the_second_try(instruction: str) -> None:
+    _, solver, verifier = await play([WRONG, RIGHT], REJECT, instruction=instruction)
+    assert instruction not in verifier[0]
+    assert all(prompt.count(instruction) == 1 for prompt in solver)
+    assert all(prompt.rindex(instruction) > prompt.rindex("What is 6 times 7?") for prompt in solver)
+    assert solver[1].rindex(instruction) > solver[1].rindex(REJECT)
 
 
 async def test_an_approved_solution_is_not_tried_again() -> None:

@@ -16,15 +16,17 @@ from tests.unit.inference.fakes import FakeGateway, make_context, make_task, qwe
 class Corridor(FakeGateway):
     """Three steps ``go`` reach the end, each worth 0.25 and the last 0.5; ``sleep`` has no effect; ``fall`` costs 1."""
 
-    def __init__(self, observation: str = "a corridor", fail_at: int = 0) -> None:
+    def __init__(self, observation: str = "a corridor", fail_at: int = 0, roles: str = "") -> None:
         super().__init__()
+        names = {"u": "user", "a": "assistant", "s": "system"}
+        self.messages = tuple({"role": names[role], "content": f"turn {n}"} for n, role in enumerate(roles))
         self.observation = observation
         self.fail_at = fail_at
         self.actions: list[str] = []
         self.closed: list[str] = []
 
     async def create_episode(self, environment: str, task: Task, seed: int) -> Episode:
-        return Episode(episode_id="e1", observation=f"{environment}: {self.observation}")
+        return Episode(episode_id="e1", observation=f"{environment}: {self.observation}", messages=self.messages)
 
     async def step(self, episode_id: str, turn: int, action: str) -> Step:
         assert turn == len(self.actions) + 1
@@ -143,3 +145,24 @@ async def test_an_environment_that_is_scored_at_its_end_is_scored_where_the_poli
     assert outcome.reward == sequence.reward == 0.75
     assert sequence.metrics["environment_commands"] == 2.0
     assert sequence.stop_reason in (StopReason.TURN_LIMIT, StopReason.LENGTH)
+
+
+@pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.EVALUATION])
+async def test_an_opening_of_turns_is_a_chat_and_none_of_its_tokens_is_trained(purpose: Purpose) -> None:
+    outcome = await play(["go"], Corridor(roles="uauau"), purpose, instruction="Act.", system="Be brief.")
+    (sequence,) = outcome.sequences
+    chat = qwen_like_chat()
+    opening = [{"role": "user" if n % 2 == 0 else "assistant", "content": f"turn {n}"} for n in range(5)]
+    opening[-1]["content"] += "\n\nAct."
+    first = sequence.segments[0]
+    assert not first.is_policy
+    assert tuple(first.token_ids) == chat.prompt_ids([{"role": "system", "content": "Be brief."}, *opening])
+    assert [chat.decode(s.token_ids.tolist()) for s in sequence.segments if s.is_policy] == ["go"] * 3
+
+
+@pytest.mark.parametrize("roles", ["auau", "uua", "ua", "aau", "uuu", "suau", "", "uau" * 2])
+async def test_turns_in_an_order_that_a_template_may_refuse_are_one_user_message(roles: str) -> None:
+    outcome = await play(["go"], Corridor(roles=roles))
+    (sequence,) = outcome.sequences
+    one = [{"role": "user", "content": "corridor: a corridor"}]
+    assert tuple(sequence.segments[0].token_ids) == qwen_like_chat().prompt_ids(one)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.common.config.data import WorkflowConfig
+from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError, DatasetError
 from services.common.records.dataset_rows import BuiltInWorkflow
 from services.common.records.types import StopReason, Task
 from services.inference.workflows.prompts import PromptSettings, build_messages
-from services.inference.workflows.registry import WORKFLOWS, build_workflow
+from services.inference.workflows.registry import WORKFLOWS, build_workflow, build_workflows
 from services.inference.workflows.rewards import boxed_integer, build_grader
 from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
 from tests.unit.inference.fakes import FakeGateway, make_context, make_task, served_policy
@@ -149,3 +151,23 @@ async def test_a_single_turn_is_one_sequence_with_its_reward(max_new_tokens: int
     assert sequence.reward == outcome.reward == float(stop_reason is StopReason.STOP)
     assert [s.is_policy for s in sequence.segments] == [False, True]
     assert gateway.graded[0][0] == "math"
+
+
+@pytest.mark.parametrize(
+    ("settings", "idle"),
+    [
+        (["workflow={name: single_turn, settings: {policy: model0}}"], "model1"),
+        (["workflow={name: single_turn, settings: {policy: model1}}"], "model0"),
+        (["workflow={name: single_turn, settings: {policy: model0}}", "policies.model1.trained=false"], None),
+        (["workflow={name: single_turn, settings: {policy: model0}}", "run.steps=0"], None),
+        ([], None),
+    ],
+)
+def test_a_trained_policy_that_no_workflow_of_training_plays_is_refused(settings: list[str], idle: str | None) -> None:
+    root = Path(__file__).resolve().parents[3]
+    recipe = load_recipe(root / "recipes" / "quickstart-two-policies", settings, {})
+    if idle is None:
+        assert build_workflows(recipe)
+        return
+    with pytest.raises(ConfigError, match=f"no workflow of training plays the policy {idle}"):
+        build_workflows(recipe)

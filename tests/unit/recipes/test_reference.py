@@ -14,8 +14,10 @@ from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from tests import needs
 from tests.unit.recipes.golden import REPOSITORY, load, recipes, resolved
+from tests.unit.recipes.reference.behaviour import BEHAVIOUR_ROWS
 from tests.unit.recipes.reference.names import REFERENCES
 from tests.unit.recipes.reference.pages import PAGES, TABLE, file_of, whole, written
+from tests.unit.recipes.reference.probes import PROBES
 from tests.unit.recipes.reference.table import (
     EXPERIMENT,
     Cell,
@@ -160,3 +162,18 @@ def test_two_rows_for_one_key_are_refused() -> None:
         expand(rows(EXPERIMENT, ONE, same("x", 8, STALENESS), fixed("a reason", {"x": 8})))
     with pytest.raises(ValueError, match="has 2 values"):
         judged(same("x", per((ONE, 8), (ONE, 9)), STALENESS))
+
+
+# Rows about behaviour, which no key shows.
+
+TOLD = sorted({row.key for row in BEHAVIOUR_ROWS if row.ours is None})
+
+
+@pytest.mark.parametrize("key", TOLD)
+async def test_a_behaviour_that_a_page_tells_is_shown_by_its_probe(key: str) -> None:
+    assert key in PROBES, (
+        f"write a probe for {key!r} into tests/unit/recipes/reference/probes.py: a call that fails if it is false"
+    )
+    shown = PROBES[key]()
+    if shown is not None:
+        await shown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from urllib.parse import urlsplit
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
@@ -11,7 +10,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from services.common.errors import ConfigError
-from services.common.net.hosts import is_loopback
+from services.envgateway.variables import check_redis, without_user
 
 BLOCK_MS = 1000  # of blocking reads
 _TIMEOUT_S = 10.0  # of any answer, so more than BLOCK_MS
@@ -27,16 +26,7 @@ def connect(uri: str, allow_plain: bool) -> Client:
     Raises:
         ConfigError: not a URI of Redis, or one that would send jobs over a network without TLS.
     """
-    parts = urlsplit(uri)
-    if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ConfigError(f"{_shown(uri)} is no URI of Redis: write redis://HOST:PORT, rediss://HOST:PORT (TLS) or "
-                          "unix:///path/to/socket")  # fmt: skip
-    if parts.scheme == "redis" and not is_loopback(parts.hostname or "localhost") and not allow_plain:
-        raise ConfigError(
-            f"{_shown(uri)} would carry jobs and verdicts over a network without TLS: use rediss://, or, in a network "
-            "that you trust, set envgateway.queue.allow_plain_redis: true (for workers the variable "
-            "ALLOW_PLAIN_REDIS=1)"
-        )
+    check_redis(uri, allow_plain)
     try:
         pool = redis.asyncio.BlockingConnectionPool.from_url(  # one that waits: many jobs may speak at once
             uri,
@@ -50,7 +40,7 @@ def connect(uri: str, allow_plain: bool) -> Client:
         )
         return redis.asyncio.Redis.from_pool(pool)
     except ValueError as error:
-        raise ConfigError(f"{_shown(uri)} is no URI of Redis: {error}") from None
+        raise ConfigError(f"{without_user(uri)} is no URI of Redis: {error}") from None
 
 
 def raise_if_cancelled() -> None:
@@ -59,9 +49,3 @@ def raise_if_cancelled() -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
-
-
-def _shown(uri: str) -> str:
-    """The URI without user and password."""
-    scheme, separator, rest = uri.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

@@ -264,7 +264,7 @@ class CodegenVerifier:
         settings = self._settings
         if job.entry_point is None:
             return None
-        problem = without_examples(str(build_messages(settings, job.task)[-1]["content"]))
+        problem = without_examples(str(build_messages(settings, job.task, bare=True)[-1]["content"]))
         template = settings.function_test_prompt if job.entry_point else settings.program_test_prompt
         verifier = job.context.policy(settings.verifier)
         prompt = fill(

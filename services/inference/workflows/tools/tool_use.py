@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from services.common.config.recipe import Recipe
+from services.common.records.dataset_rows import BuiltInTool
 from services.common.records.types import StopReason, Task
 from services.common.telemetry.metrics import RolloutKey
 from services.common.text.tool_calls import (
@@ -59,7 +60,7 @@ class ToolUseSettings(PromptSettings):
     """A reward of the gateway (`math`, `boxed`), or the import path of a function (`package.module:function`)."""
     format: Literal["json", "code"] = "json"
     """The text between the tool_call tags: a JSON object {name, arguments}, or the Python code itself."""
-    tools: list[str] = Field(default=["python_code_with_standard_io"], min_length=1)
+    tools: list[str] = Field(default=[BuiltInTool.PYTHON_WITH_INPUT.value], min_length=1)
     """With `format: json`: tools by name or import path (`package.module:Class`); `mcp:SERVER` for the tools of an MCP server
     of `envgateway.mcp`, `mcp:SERVER/TOOL` for one of them."""
     max_turns: int = Field(default=5, ge=1)

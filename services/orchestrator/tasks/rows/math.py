@@ -3,7 +3,7 @@ r"""Converts math problems into one form: ``{"problem": text, "answer": text}``.
 Input layouts: the columns ``problem`` or ``question`` with ``answer``, ``prompt`` (messages or text) with
 ``reward_model.ground_truth``, and ``prompt`` with ``solutions``. An answer may be a number or text; GSM8K's follows
 ``####``, and an answer inside ``\boxed{}`` loses the box. The instruction that verl's preparations append to every
-prompt is removed: the recipe has its own. Refuses every other layout, without guesses.
+prompt is removed, and so is the frame around DAPO's problems: the recipe has its own instruction. Refuses every other layout, without guesses.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ _INSTRUCTION = re.compile(
     r"(?:\\n|\s)*Let['’]?s think step by step and output the final answer within \\boxed\{\}\.?\s*\Z".replace(
         " ", r"\s+"
     ),
+    re.IGNORECASE,
+)
+_FRAME = re.compile(  # DAPO's, in the forms in which it is passed on
+    r"\A(?:Solve the following math problem step by step\.\s*)?"
+    r"(?:The last line of your response should be of the form:?\s+\W?Answer:\s*\S{1,40}\s+(?:\(without quotes\)\s+)?"
+    r"where\s+\S{1,40}\s+is the answer to the problem\.?\s*)?|"
+    r"Remember to put your answer on its own line(?:\s+after\s+\W?Answer:\W?)?"
+    r"(?:,? and you do not need to use a \\?\\boxed command)?\.?\Z",
     re.IGNORECASE,
 )
 _KEPT = ("level", "subject", "difficulty", "url")
@@ -65,16 +73,21 @@ def answer_text(value: Any, where: str) -> str:
 def _problem(row: Row, where: str) -> str:
     for name in _PROBLEM_COLUMNS:
         if isinstance(row.get(name), str) and row[name].strip():
-            return str(row[name]).strip()
+            return _unframed(row[name])
     prompt = row.get("prompt")
     if isinstance(prompt, list) and prompt:
         last = prompt[-1]
         if isinstance(last, Mapping) and last.get("role") == "user" and isinstance(last.get("content"), str):
-            return _INSTRUCTION.sub("", str(last["content"])).strip()
+            return _unframed(_INSTRUCTION.sub("", str(last["content"])))
         raise DatasetError(f"{where}: prompt must end with a user message that has text")
     if isinstance(prompt, str) and prompt.strip():
-        return _INSTRUCTION.sub("", _CHAT_MARKS.sub("", prompt)).strip()
+        return _unframed(_INSTRUCTION.sub("", _CHAT_MARKS.sub("", prompt)))
     raise DatasetError(f"{where}: no problem: looked for problem, question and prompt in {sorted(row)}")
+
+
+def _unframed(text: str) -> str:
+    text = text.strip()
+    return _FRAME.sub("", text).strip() or text
 
 
 def _answer(row: Row, where: str) -> str:

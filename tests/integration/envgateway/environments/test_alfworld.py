@@ -74,6 +74,9 @@ async def replay(client: Client, trace: dict[str, Any]) -> None:
     room = "\n".join(trace["intro"].split("\n\n")[1:])
     assert episode.observation.endswith(prompts.TASK_LEAD + room + offer(trace["admissible"]))
     assert list(episode.admissible_actions) == trace["admissible"]
+    roles = [message.role for message in episode.messages]
+    assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"] and len(roles) >= 5
+    assert episode.messages[-1].content == prompts.TASK_LEAD + room + offer(trace["admissible"])
     for turn, step in enumerate(trace["steps"], start=1):
         result = await client.step(episode.episode_id, turn, f"THOUGHT: as recorded\nACTION: {step['action']}")
         assert result.observation == step["observation"].strip() + offer(step["admissible"])

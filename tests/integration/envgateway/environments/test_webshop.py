@@ -49,6 +49,8 @@ async def test_a_dialogue_from_the_rules_to_the_purchase(client: Client) -> None
     assert start.observation.startswith("You are shopping") and "click[Buy Now]" in start.observation
     assert start.observation.endswith("Available Actions:\n{'has_search_bar': True, 'clickables': ['search']}")
     assert GOAL["instruction_text"] in start.observation
+    assert [message.role for message in start.messages] == ["user", "assistant"] * 5 + ["user"]
+    assert "\n\n".join(message.content for message in start.messages) == start.observation
     page = await client.step(start.episode_id, 1, _say("search[stone mug]"))
     assert page.observation.startswith("Observation:\nInstruction: [SEP] ") and "B00000000A" in page.observation
     page = await client.step(start.episode_id, 2, "action: click[b00000000a] or click[back to search]")

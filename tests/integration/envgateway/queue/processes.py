@@ -103,11 +103,11 @@ class World:
             answer = await stub.GetStatus(status_pb2.GetStatusRequest(), timeout=20, wait_for_ready=True)
             return dict(answer.gauges)
 
-    def start_api(self, num_processes: int, http_port: int) -> Process:
+    def start_api(self, num_processes: int, http_port: int, **variables: str) -> Process:
         """Code Judge's interface, started as by the launch script."""
         return self._started(
             ["deploy/launch/judge_api.sh"], "api.log", API_PROCESSES=str(num_processes), ALLOW_TIER_0="1",
-            CODE_JUDGE_PORT=str(http_port), ENVGATEWAY_PORT=str(self.port),
+            CODE_JUDGE_PORT=str(http_port), ENVGATEWAY_PORT=str(self.port), **variables,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -94,9 +94,41 @@ def test_the_scripts_name_missing_parts(tmp_path: Path) -> None:
          "CODE_JUDGE_PORT is 'http'"),
         ("judge_worker.sh", {"REDIS_URL": "redis://127.0.0.1:1", "MAX_EXECUTION_TIME": "4s"},
          "MAX_EXECUTION_TIME is '4s'"),
+        ("judge_worker.sh", {"REDIS_URI": "redis://10.9.8.7:6379"}, "ALLOW_PLAIN_REDIS=1"),
+        ("judge_worker.sh", {"REDIS_URI": "http://127.0.0.1:1"}, "is no URI of Redis"),
+        ("judge_api.sh", {"REDIS_URI": "redis://:secret@10.9.8.7:6379", "API_PROCESSES": "1"}, "redis://10.9.8.7:6379"),
+        ("judge_api.sh", {"REDIS_URI": "redis://127.0.0.1:port", "API_PROCESSES": "1"}, "is no URI of Redis"),
+        ("judge_api.sh", {"REDIS_URI": "redis://127.0.0.1:1", "API_PROCESSES": "many"}, "API_PROCESSES is 'many'"),
+        ("judge_api.sh", {"REDIS_URI": "redis://127.0.0.1:1", "API_PROCESSES": "1", "RUN_WORKERS": "some"},
+         "RUN_WORKERS is 'some'"),
     ]  # fmt: skip
     for script, variables, words in cases:
         log = tmp_path / "log"
         log.unlink(missing_ok=True)
         process = Process([str(ROOT / "deploy/launch" / script)], log, **variables)
         assert process.wait() == 1 and words in log.read_text(), log.read_text()
+        assert "sandbox.ready" not in log.read_text(), "refused before a sandbox started"
+
+
+async def test_run_workers_starts_a_worker_that_is_started_again_and_ends_with_the_script(world: World) -> None:
+    port = free_port()
+    api = world.start_api(NUM_APIS, port, RUN_WORKERS="1", MAX_WORKERS="3", MAX_QUEUE_WAIT_TIME="60")
+    await until(lambda: "slots=3 workers=1" in api.log.read_text(), "an API knows of the worker", timeout_s=60)
+    assert "MAX_QUEUE_WAIT_TIME of Code Judge has no effect" in api.log.read_text()
+    async with RolloutClient(port) as client, asyncio.timeout(60):
+        outcomes = await client.send(_submissions(0))
+    assert [outcome["success"] for outcome in outcomes] == [k % 3 != 0 for k in range(12)]
+
+    def workers() -> list[int]:
+        try:
+            of_apis = [pid for child in children(api.pid) for pid in children(child)]
+            return [pid for pid in of_apis if b"envgateway.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        except (FileNotFoundError, ProcessLookupError):
+            return []  # one has ended between the two looks
+
+    (first,) = workers()
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: bool(workers()) and workers() != [first], "another worker", timeout_s=60)
+    (second,) = workers()
+    assert await asyncio.to_thread(api.stop) == 0
+    await until(lambda: not is_running(second), "the worker has ended")

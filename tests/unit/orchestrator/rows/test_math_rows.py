@@ -99,3 +99,31 @@ def test_every_real_row_is_read(data_root: Path, file: str, rows: int, first: st
     ]
     assert len(normal) == rows and normal[0]["answer"] == first
     assert all(row["problem"] and "<｜" not in row["problem"] and ASKED not in row["problem"] for row in normal)
+
+
+SOLVE = "Solve the following math problem step by step."
+LAST_LINE = "The last line of your response should be of the form Answer: {0} where {0} is the answer to the problem."
+QUOTED = LAST_LINE.replace("{0} where", "{0} (without quotes) where")
+OWN_LINE = "Remember to put your answer on its own line"
+
+
+@pytest.mark.parametrize("head", [
+    f"{SOLVE} {QUOTED.format('$Answer')}", f"{SOLVE} {QUOTED.format('$ANSWER')}", LAST_LINE.format("$Answer"), SOLVE,
+    f"{SOLVE} {LAST_LINE.format('$Answer').replace('$Answer w', chr(92) + 'boxed{$Answer} w')}",
+])  # fmt: skip
+@pytest.mark.parametrize("tail", [
+    f'{OWN_LINE} after "Answer:".', f"{OWN_LINE}.", f'{OWN_LINE} after "Answer:", and you do not need to use a \\boxed command.',
+    "",
+])  # fmt: skip
+@pytest.mark.parametrize("column", ["chat", "prompt", "problem", "question"])
+def test_the_frame_that_dapo_puts_around_a_problem_is_taken_off(head: str, tail: str, column: str) -> None:
+    text = f"{head}\n\nSolve $x+1=3$.\nThe answer is a number.\n\n{tail}"
+    row = {"prompt": [{"role": "user", "content": text}]} if column == "chat" else {column: text}
+    assert math_row({**row, "solutions": ["2"]}, "row 1")["problem"] == "Solve $x+1=3$.\nThe answer is a number."
+
+
+@pytest.mark.parametrize("problem", [
+    f"Ann wrote: {SOLVE} Was she right?", f"He says: {OWN_LINE}. Why?", "The last line of a proof is Answer: 4. Is it right?", SOLVE,
+])  # fmt: skip
+def test_the_words_of_the_frame_stay_within_a_problem(problem: str) -> None:
+    assert math_row({"prompt": problem, "solutions": ["2"]}, "row 1")["problem"] == problem

@@ -53,3 +53,17 @@ def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, "train.jsonl: 2 rows" in done.stdout) == (0, True), done.stderr
     assert "a.jsonl: 1 rows left out: row 2: no answer" in done.stdout
+
+
+def test_a_subset_of_a_hub_dataset_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    written(hub / "all.jsonl", PLAIN, {"problem": "3+4?", "answer": "7"})
+    written(hub / "en.jsonl", PLAIN)
+    card = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("all", "en"))
+    (hub / "README.md").write_text(f"---\nconfigs:\n{card}---\n")
+    for subset, rows in (("all", 2), ("en", 1)):
+        assert process_train_dataset([str(hub)], tmp_path / "out.jsonl", subset).num_rows == rows
+    with pytest.raises(DatasetError, match="--subset en"):
+        process_train_dataset([written(tmp_path / "a.jsonl", PLAIN)], tmp_path / "out.jsonl", "en")

@@ -323,8 +323,9 @@ DATA_AND_REWARD = rows(
     ),
     departs(
         "reward.reward_type", "rstar2", "workflow.settings.reward", "math",
-        "Math-Verify, the grader of all math recipes, in processes with a hard limit; there sympy and pylatexenc, with a "
-        "relative tolerance of 1e-4, by which 10001 is 10000, and a bare list that ends in the number is right",
+        "Math-Verify and rules, the grader of all math recipes, in processes with a hard limit; there Math-Verify, and then sympy "
+        "and pylatexenc with a relative tolerance of 1e-4: either accepts, so 10001 is 10000, and a bare list that ends in the "
+        "number is right",
     ),
     fixed("rewards are computed by rules", {"reward.use_reward_model": False}),
     departs(

@@ -62,10 +62,13 @@ def _try_tier(
     if tier == "U" and os.getuid() == 0:
         return "tier U is for users other than root; root has tier 1"
     base_dir = settings["base_dir"]
-    slots = [Slot(index, uid, settings["marks"][index], tier, base_dir) for index, uid in enumerate(uids)]
-    for slot in slots:
-        slot.sweep()
-        slot.wipe(at_once=True)
+    try:
+        slots = [Slot(index, uid, settings["marks"][index], tier, base_dir) for index, uid in enumerate(uids)]
+        for slot in slots:
+            slot.sweep()
+            slot.wipe(at_once=True)
+    except OSError as error:  # such as root of a user namespace that has one user
+        return f"tier {tier}: no directory can be made for user {uids[0]}: {error}"
     for name in ("root", "packages"):
         os.makedirs(os.path.join(base_dir, name), mode=0o755, exist_ok=True)
     fork_settings = {"packages": settings["packages"], "link_dir": os.path.join(base_dir, "packages"),
