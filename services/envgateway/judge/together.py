@@ -27,7 +27,7 @@ _HOST_S = 10.0  # beside the time of its cases: its start, and the messages betw
 
 @dataclass(frozen=True, slots=True)
 class HostedCase:
-    """Input of a case for a host: its ``stdin``, or the ``call`` (entry_point, args, kwargs, prelude)."""
+    """Input of a case for a host: its ``stdin``, or the ``call`` (entry_point, args, kwargs)."""
 
     limits: dict[str, float | int]
     stdin: bytes = b""
