@@ -141,10 +141,11 @@ _FEATURES = {
 
 
 def serve(source: bytes, note_fd: int, ask_fd: int, answer_fd: int) -> int:
-    """Load the program and answer calls until ``ask_fd`` ends."""
+    """Load the program and answer calls until ``ask_fd`` ends. The first frame begins the session."""
     streams = [sys.stdout, sys.stderr]
 
     def answer_all() -> None:
+        read_frame(ask_fd)
         module = _load(source, prelude.prepare, note_fd)
         objects = _Objects()
         while (frame := read_frame(ask_fd)) is not None:

@@ -144,8 +144,13 @@ def report(error: BaseException | None, note_fd: int, filename: str = FILENAME) 
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != filename:
         trace = trace.tb_next
+    shown = trace
+    for _ in range(_SHOWN_FRAMES):
+        shown = shown and shown.tb_next
+    while shown is not None and trace is not None:  # by hand: the library looks at each of half a million frames
+        shown, trace = shown.tb_next, trace.tb_next
     try:
-        traceback.print_exception(type(error), error, trace, limit=-_SHOWN_FRAMES)
+        traceback.print_exception(type(error), error, trace)
     except (OSError, ValueError, AttributeError):  # stderr is closed or replaced
         pass
 
