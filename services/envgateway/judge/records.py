@@ -22,7 +22,7 @@ class ComparisonMode(enum.StrEnum):
 
     EXACT = "exact"  # byte for byte
     STRIPPED = "stripped"  # without white space at both ends of the whole
-    LINES = "lines"  # line by line, without trailing white space and trailing empty lines
+    LINES = "lines"  # line by line, without blanks around lines and blank lines; numbers in any form
     TOKENS = "tokens"  # white-space separated words
     FLOAT = "float"  # words; those that are numbers within a tolerance
     UNORDERED_LINES = "unordered_lines"  # lines as a multiset

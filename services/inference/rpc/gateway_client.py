@@ -53,7 +53,7 @@ T = TypeVar("T")
 EXECUTION_MARGIN_S = 60.0  # queueing and the gateway's own limits, beyond the table's 10 s
 CAPACITY_WAIT_S = 120.0
 JUDGING_WAIT_S = 1800.0  # for a slot, while slow programs of the same task are judged
-JUDGING_S = 600.0  # of one program: a hundred cases that each run into their limit; the gateway has its own limit
+JUDGING_S = 600.0  # of one call: a wait for a slot, and the judgement of a program, which takes 500 s at most
 DEFAULT_RETRY_S = 0.5
 MOST_TEXT_BYTES = 3 << 20  # of an action, a program or a completion; a message may have 4 MiB
 
