@@ -76,5 +76,6 @@ def with_preamble(program: str, preamble: str, entry_point: str) -> str:
 def _defines(program: str, name: str) -> bool:
     return (
         bool(name)
-        and re.search(rf"^[^\S\n]*+(?:async\s++)?(?:def|class)\s++{re.escape(name)}\b", program, re.MULTILINE) is not None
+        and re.search(rf"^[^\S\n]*+(?:async\s++)?(?:def|class)\s++{re.escape(name)}\b", program, re.MULTILINE)
+        is not None
     )

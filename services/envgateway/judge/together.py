@@ -22,7 +22,9 @@ from services.envgateway.sandbox.lease import SlotLease
 from services.envgateway.sandbox.records import ExecutionResult
 
 MOST_CASES = messages.MOST_INPUTS  # of one host
-_MOST_SAID_BYTES = 32 << 20  # that wait here and in the supervisor; a host with more ends, and its cases are run by themselves
+_MOST_SAID_BYTES = (
+    32 << 20
+)  # that wait here and in the supervisor; a host with more ends, and its cases are run by themselves
 _HOST_S = 10.0  # beside the time of its cases: its start, and the messages between them
 
 

@@ -41,7 +41,9 @@ from services.envgateway.rewards.result import CORRECT, RewardOutcome, RewardRes
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits
 
-JUDGING_TIMEOUT_S = 600.0  # of a call; a judgement takes 500 s at most (sandbox.judging_time_s), the rest is for the wait
+JUDGING_TIMEOUT_S = (
+    600.0  # of a call; a judgement takes 500 s at most (sandbox.judging_time_s), the rest is for the wait
+)
 WAIT_S = 45.0  # for a place among the task's programs, and as long for a slot
 _INTEGER = re.compile(r"-?\d{1,18}")
 
@@ -75,8 +77,10 @@ class CodeReward:
         code = program_of(completion)
         if not code.strip():
             return RewardResult(outcome=RewardOutcome.UNPARSED, detail="there is no program in the completion")
-        is_continued = isinstance(tests, AssertTests)  # the completion may go on where the prompt ended
-        code = with_preamble(code, tests.preamble, tests.entry_point) if is_continued else code.strip()
+        if isinstance(tests, AssertTests):  # the completion may go on where the prompt ended
+            code = with_preamble(code, tests.preamble, tests.entry_point)
+        else:
+            code = code.strip()
         request = JudgeRequest(code=code, tests=tests, limits=self._limits, stop_early=True, lane=Lane.INTERACTIVE)
         places = self._places_of(tests)
         await take_place(places, WAIT_S, "other programs of this task are being judged")

@@ -28,13 +28,17 @@ def _fenced(code: str) -> str:
     return f"Here it is:\n\n```python\n{code}\n```\n"
 
 
-def _prints(name: str, text: str, expected: str, there: bool = True, here: bool | None = None, row: str = "") -> Program:
+def _prints(
+    name: str, text: str, expected: str, there: bool = True, here: bool | None = None, row: str = ""
+) -> Program:
     """A program that prints a text."""
     code = f"text = {text!r}\nprint(text, end='')"
     return Program(name, _fenced(code), [""], [expected], there=there, here=here, row=row)
 
 
-def _reads(name: str, code: str, given: str, expected: str, there: bool = True, here: bool | None = None, row: str = "") -> Program:
+def _reads(
+    name: str, code: str, given: str, expected: str, there: bool = True, here: bool | None = None, row: str = ""
+) -> Program:
     """A program over stdin."""
     return Program(name, _fenced(code), [given], [expected], there=there, here=here, row=row)
 

@@ -10,7 +10,7 @@ import pytest
 from services.common.config.processes.envgateway import SandboxConfig
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError
 from services.common.telemetry.gateway_queue import Lane
-from services.common.text.programs import program_of
+from services.common.text.programs import program_of, with_preamble
 from services.envgateway.judge.records import AssertTests, CallCase, CallTests, CaseResult, JudgeRequest, JudgeResult
 from services.envgateway.rewards.code import CodeReward, read_tests
 from services.envgateway.rewards.result import RewardOutcome
@@ -44,10 +44,53 @@ class Queue:
         ("```\na\n```\nbetter:\n```py\nb\n```\nthat is it", "b\n"),
         ("```cpp title=x\nint main(){}\n```", "int main(){}\n"),
         ("```python\nunclosed", "unclosed"),
+        ("```python\nprint(3)\n```\nOutput:\n```\n3\n```", "print(3)\n"),
+        ("```python\nprint(3)\n```\n```text\na long example of an output\n```", "print(3)\n"),
+        ("```\nfor n in range(3): print(n)\n```\n```\n0\n1\n2\n```", "for n in range(3): print(n)\n"),
+        (
+            "```python\nfirst_of_two = 1 + 1 + 1\n```\n```py\nsecond_of_two = 1 + 1 + 1\n```\n```python\nf(3)\n```",
+            "second_of_two = 1 + 1 + 1\n",
+        ),
+        (
+            "```python\na_closed_program = 1 + 2\n```\nno:\n```python\na_program_that_is_cut = 1 +",
+            "a_closed_program = 1 + 2\n",
+        ),
+        ("```\n1 2 3\n```\n```python\na_program_that_is_cut = 1 +", "a_program_that_is_cut = 1 +"),
+        ("```python import sys\nprint(1)\n```", "import sys\nprint(1)\n"),
+        ("```python n = 1```", "n = 1"),
+        ("```python main.py\nn = 1\n```", "n = 1\n"),
+        ("```Python3.8\nn = 1\n```", "n = 1\n"),
+        ("``` python\r\nn = 1\r\n```", "n = 1\r\n"),
+        ("```print(1)\nprint(2)```", "print(1)\nprint(2)"),
+        ("``` ``` ```", " "),
     ],
 )
 def test_the_last_fenced_block_is_the_program(completion: str, program: str) -> None:
     assert program_of(completion) == program
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "\n",
+        "\n    ",
+        " ",
+        "`",
+        "```",
+        "```python",
+        "``` ",
+        "```a\n",
+        "async ",
+        "def ",
+        "def\n",
+        "class\n\n",
+        "```python (",
+    ],
+)
+def test_a_text_that_repeats_itself_is_read_in_one_pass(unit: str) -> None:
+    """A quadratic look at these would take an hour."""
+    text = unit * (600_000 // len(unit))
+    assert with_preamble(program_of(text), "def f():\n", "f")
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,12 @@ def test_an_output_that_can_be_read_in_several_ways_keeps_all_of_them(outputs: l
 
 @pytest.mark.parametrize(
     ("head", "also"),
-    [("def f(self, n: int) -> int:", []), ("def f(n) -> str:", ["12"]), ("def f(n):", ["12"]), ("def g(n) -> int:", ["12"])],
+    [
+        ("def f(self, n: int) -> int:", []),
+        ("def f(n) -> str:", ["12"]),
+        ("def f(n):", ["12"]),
+        ("def g(n) -> int:", ["12"]),
+    ],
 )
 def test_a_text_is_no_result_of_a_function_that_returns_something_else(head: str, also: list[Any]) -> None:
     row = {"problem": "p", "starter_code": head, "input_output": {"fn_name": "f", "inputs": [[1]], "outputs": ["12"]}}

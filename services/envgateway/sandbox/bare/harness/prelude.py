@@ -18,7 +18,9 @@ from . import plain
 STAR = ("typing", "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
         "itertools", "functools", "operator", "io", "sys", "json")  # fmt: skip
 _RECURSION = 600_000
-_BY_TEXT = frozenset(("eval", "exec", "globals", "locals", "vars"))  # with them a program may name what its code does not
+_BY_TEXT = frozenset(
+    ("eval", "exec", "globals", "locals", "vars")
+)  # with them a program may name what its code does not
 
 
 # not imported before a program needs them: both hook into every fork

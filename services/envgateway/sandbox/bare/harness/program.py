@@ -90,9 +90,7 @@ def note(note_fd: int, what: bytes) -> None:
         pass
 
 
-def _execute(
-    source: bytes, echo: bool, main: types.ModuleType, note_fd: int, code: Any, supply: Supply | None
-) -> None:
+def _execute(source: bytes, echo: bool, main: types.ModuleType, note_fd: int, code: Any, supply: Supply | None) -> None:
     if echo:
         execute_echoing(source, main.__dict__, note_fd)
         return

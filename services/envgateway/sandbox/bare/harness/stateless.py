@@ -96,10 +96,9 @@ _LEADING_OUT = _public(
 ) | (_public((io.TextIOWrapper, io.BufferedReader, io.BytesIO)) - _ATTRIBUTES)  # fmt: skip
 _FIELD_WITH_A_PATH = re.compile(r"\{[^{}:!]*[.\[]")  # of a format: such a field reads any attribute of an object
 # of the names that a prelude supplies without an import: those that the program may use
-HARMLESS = (
-    frozenset(name for name in dir(operator) if not name.startswith("_")).union(*(_MODULES.get(m, ()) for m in prelude.STAR))
-    - {"attrgetter", "methodcaller", *prelude.STAR}
-)
+HARMLESS = frozenset(name for name in dir(operator) if not name.startswith("_")).union(
+    *(_MODULES.get(m, ()) for m in prelude.STAR)
+) - {"attrgetter", "methodcaller", *prelude.STAR}
 _HARMFUL = prelude.NAMES - HARMLESS
 _SUPPLIED = HARMLESS | _MODULES.keys()
 _CATCH_NAMES = frozenset(("Exception", "NameError"))
