@@ -97,7 +97,9 @@ class _ComparisonModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     COMPARISON_MODE_STRIPPED: _ComparisonMode.ValueType  # 2
     """Without white space at both ends of the whole."""
     COMPARISON_MODE_LINES: _ComparisonMode.ValueType  # 3
-    """Line by line, without trailing white space and trailing empty lines."""
+    """Line by line, without blanks around lines and without blank lines. Numbers in any form: those with a decimal part
+    within 1e-6 or one part in 100,000, integers exactly.
+    """
     COMPARISON_MODE_TOKENS: _ComparisonMode.ValueType  # 4
     """White-space separated words."""
     COMPARISON_MODE_FLOAT: _ComparisonMode.ValueType  # 5
@@ -127,7 +129,9 @@ COMPARISON_MODE_EXACT: ComparisonMode.ValueType  # 1
 COMPARISON_MODE_STRIPPED: ComparisonMode.ValueType  # 2
 """Without white space at both ends of the whole."""
 COMPARISON_MODE_LINES: ComparisonMode.ValueType  # 3
-"""Line by line, without trailing white space and trailing empty lines."""
+"""Line by line, without blanks around lines and without blank lines. Numbers in any form: those with a decimal part
+within 1e-6 or one part in 100,000, integers exactly.
+"""
 COMPARISON_MODE_TOKENS: ComparisonMode.ValueType  # 4
 """White-space separated words."""
 COMPARISON_MODE_FLOAT: ComparisonMode.ValueType  # 5

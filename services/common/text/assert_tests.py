@@ -23,8 +23,9 @@ from services.common.text.parsing import parsed_module
 LARGEST_TESTS = 1 << 20  # characters
 HARNESS_NAMES = ("list_node", "tree_node", "is_same_list", "is_same_tree")
 # Names that methods of ``Solution`` use without import: every public name of these modules, and the modules.
-PRELUDE_MODULES = ("typing", "functools", "collections", "itertools", "heapq", "bisect", "string", "operator", "math")
-PRELUDE_NAMES = ("random", "datetime", "re", "inf", "ListNode", "TreeNode", *PRELUDE_MODULES)
+PRELUDE_MODULES = ("typing", "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
+                   "itertools", "functools", "operator", "io", "sys", "json")  # fmt: skip
+PRELUDE_NAMES = ("ListNode", "TreeNode", *PRELUDE_MODULES)
 PACKAGES = ("numpy", "sympy", "mpmath")  # packages that tests may import besides the standard library
 # Modules that tests may use as ``name.attribute`` without importing them.
 _MODULES = {name: name for name in (

@@ -2,10 +2,11 @@
 
     exact             the same bytes
     stripped          the same bytes, without white space at both ends of the whole
-    lines             the same lines, without white space at their ends and without empty lines at the end
+    lines             the same lines, without white space at both ends of each and without blank lines; numbers in any form, those
+                      with a decimal part within 1e-6 or one part in 100,000, integers exactly
     tokens            the same words
     float             the same words; numbers within the tolerance unless both are integers; NaN equals no value
-    unordered_lines   the same lines (as above) in any order, as often
+    unordered_lines   the same lines in any order, as often, without white space at their ends and blank lines at the end
     unordered_tokens  the same words in any order, as often
     json              both are JSON and equal as such: true is not 1, and 1.0 is 1; NaN equals no value
     literal           both are Python literals and equal as values: True is 1; NaN equals no value
@@ -22,6 +23,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 from services.common.text.parsing import parsed_expression
@@ -32,8 +34,10 @@ from services.envgateway.sandbox.bare.harness import plain
 
 _LARGEST_PARSED = 1 << 18  # bytes of a JSON or literal text: parsing untrusted text costs a multiple in memory
 _INTEGER = re.compile(rb"[+-]?\d+")
-_NUMBER = re.compile(rb"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(rb"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,9})?")
 _INFINITE = re.compile(rb"([+-]?)inf(?:inity)?", re.IGNORECASE)
+_LONGEST_NUMBER = 400  # bytes of a word that is compared as a number; integers are compared as text, at any length
+_ABSOLUTE, _RELATIVE = 1e-6, 1e-5  # distance of numbers with a decimal part; the wider of the two
 _SHOWN_BYTES = 100
 
 VALUE_MODES = (ComparisonMode.VALUE, ComparisonMode.VALUE_UNORDERED, ComparisonMode.VALUE_FLOAT)
@@ -64,6 +68,8 @@ def difference(expected: str, printed: bytes, comparison: Comparison) -> str:
         return _parsed_difference(_json_tree, "JSON", wanted, printed)
     if mode is ComparisonMode.LITERAL:
         return _parsed_difference(_literal_tree, "literal", wanted, printed)
+    if mode is ComparisonMode.LINES:
+        return _lines_difference(_filled_lines(wanted), _filled_lines(printed))
     split, ordered, what = _RULES[mode]
     wanted_parts, printed_parts = split(wanted), split(printed)
     if wanted_parts == printed_parts or (not ordered and Counter(wanted_parts) == Counter(printed_parts)):
@@ -82,7 +88,6 @@ def _lines(text: bytes) -> list[bytes]:
 
 _RULES: dict[ComparisonMode, tuple[Callable[[bytes], list[bytes]], bool, str]] = {
     ComparisonMode.STRIPPED: (lambda text: [text.strip()], True, "output"),
-    ComparisonMode.LINES: (_lines, True, "line"),
     ComparisonMode.TOKENS: (lambda text: text.split(), True, "word"),
     ComparisonMode.UNORDERED_LINES: (_lines, False, "line"),
     ComparisonMode.UNORDERED_TOKENS: (lambda text: text.split(), False, "word"),
@@ -95,6 +100,43 @@ def _first_difference(wanted: list[bytes], printed: list[bytes], what: str) -> s
             where = what if what == "output" else f"{what} {number}"
             return f"{where}: expected {_shown(expected)}, got {_shown(actual)}"
     return f"{len(printed)} {what}s instead of {len(wanted)}"
+
+
+def _filled_lines(text: bytes) -> list[bytes]:
+    return [stripped for line in text.split(b"\n") if (stripped := line.strip())]
+
+
+def _lines_difference(wanted: list[bytes], printed: list[bytes]) -> str:
+    if len(wanted) == len(printed) and all(map(_same_line, wanted, printed)):
+        return ""
+    same = [a if _same_line(e, a) else e for e, a in zip(wanted, printed, strict=False)]
+    return _first_difference([*same, *wanted[len(same) :]], printed, "line")
+
+
+def _same_line(expected: bytes, actual: bytes) -> bool:
+    """Equal, or word by word with numbers in another form. Blanks between words count where all words are equal."""
+    if expected == actual:
+        return True
+    words, given = expected.split(), actual.split()
+    return len(words) == len(given) and words != given and all(map(_same_word, words, given))
+
+
+def _same_word(expected: bytes, actual: bytes) -> bool:
+    if expected == actual:
+        return True
+    if max(len(expected), len(actual)) > _LONGEST_NUMBER or not _are_both(_NUMBER, expected, actual):
+        return _are_both(_INFINITE, expected, actual) and (expected[:1] == b"-") == (actual[:1] == b"-")
+    if _are_both(_INTEGER, expected, actual):  # leading zeros count: they are digits of another thing than a number
+        return expected.removeprefix(b"+") == actual.removeprefix(b"+")
+    exact, given = Decimal(expected.decode()), Decimal(actual.decode())
+    if exact == given or (exact == exact.to_integral_value() and given == given.to_integral_value()):
+        return exact == given
+    apart = abs(float(exact) - float(given))
+    return apart <= max(_ABSOLUTE, 0 if _INTEGER.fullmatch(expected) else _RELATIVE * abs(float(exact)))
+
+
+def _are_both(form: re.Pattern[bytes], expected: bytes, actual: bytes) -> bool:
+    return bool(form.fullmatch(expected) and form.fullmatch(actual))
 
 
 def _shown(text: bytes) -> str:

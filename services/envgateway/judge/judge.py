@@ -111,14 +111,16 @@ class _Judgement:
             case CallTests() as tests:
                 rule = value_rule(self._request.comparison)
 
-                def compare(expected: Any) -> Wrong:
+                def compare(*right: Any) -> Wrong:
                     return lambda actual: (
-                        "" if equal(expected, actual, rule) else f"expected {shown(expected)}, got {shown(actual)}"
+                        ""
+                        if any(equal(expected, actual, rule) for expected in right)
+                        else f"expected {shown(right[0])}, got {shown(actual)}"
                     )
 
                 calls = [
                     self._call(tests.entry_point, plain.to_tree(case.args), plain.to_tree(case.kwargs),
-                               compare(plain.to_tree(case.expected)))
+                               compare(*map(plain.to_tree, (case.expected, *case.also))))
                     for case in tests.cases
                 ]  # fmt: skip
                 return await self._all(calls)
@@ -223,7 +225,7 @@ class _Judgement:
         def alone() -> Job:
             if artefact is not None:
                 return cpp_job(artefact, stdin, limits)
-            return Job(mode="program", profile=self._profile, source=self._source, stdin=stdin, limits=limits)
+            return Job(mode="judged", profile=self._profile, source=self._source, stdin=stdin, limits=limits)
 
         async def judged(index: int, result: ExecutionResult, answer: bytes) -> CaseResult:
             if result.status is not RunStatus.OK or case.expected is None:
@@ -237,8 +239,7 @@ class _Judgement:
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def _call(self, entry_point: str, args: Any, kwargs: Any, wrong: Wrong) -> _Case:
-        has_prelude = entry_point.startswith("Solution") or b"class Solution" in self._source
-        call = {"entry_point": entry_point, "args": args, "kwargs": kwargs, "prelude": has_prelude}
+        call = {"entry_point": entry_point, "args": args, "kwargs": kwargs}
 
         def alone() -> Job:
             payload = json.dumps(call).encode()

@@ -22,7 +22,7 @@ class ComparisonMode(enum.StrEnum):
 
     EXACT = "exact"  # byte for byte
     STRIPPED = "stripped"  # without white space at both ends of the whole
-    LINES = "lines"  # line by line, without trailing white space and trailing empty lines
+    LINES = "lines"  # line by line, without blanks around lines and blank lines; numbers in any form
     TOKENS = "tokens"  # white-space separated words
     FLOAT = "float"  # words; those that are numbers within a tolerance
     UNORDERED_LINES = "unordered_lines"  # lines as a multiset
@@ -68,6 +68,7 @@ class CallCase:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     expected: Any = None
+    also: tuple[Any, ...] = ()  # other values that are right as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +216,7 @@ def _tests_to_json(tests: Tests) -> dict[str, Any]:
         return {"kind": "stdin", "cases": [[case.stdin, case.expected] for case in tests.cases]}
     if isinstance(tests, CallTests):
         cases = [
-            [plain.to_tree(case.args), plain.to_tree(case.kwargs), plain.to_tree(case.expected)] for case in tests.cases
+            [plain.to_tree(part) for part in (case.args, case.kwargs, case.expected, case.also)] for case in tests.cases
         ]
         return {"kind": "call", "entry_point": tests.entry_point, "cases": cases}
     return {
@@ -238,7 +239,8 @@ def _tests_from_json(data: dict[str, Any]) -> Tests:
             return CallTests(
                 entry_point=data["entry_point"],
                 cases=tuple(
-                    CallCase(args=args, kwargs=kwargs, expected=expected) for args, kwargs, expected in decoded
+                    CallCase(args=args, kwargs=kwargs, expected=expected, also=also)
+                    for args, kwargs, expected, also in decoded
                 ),
             )
         case "assert":

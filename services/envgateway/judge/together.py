@@ -22,12 +22,15 @@ from services.envgateway.sandbox.lease import SlotLease
 from services.envgateway.sandbox.records import ExecutionResult
 
 MOST_CASES = messages.MOST_INPUTS  # of one host
+_MOST_SAID_BYTES = (
+    32 << 20
+)  # that wait here and in the supervisor; a host with more ends, and its cases are run by themselves
 _HOST_S = 10.0  # beside the time of its cases: its start, and the messages between them
 
 
 @dataclass(frozen=True, slots=True)
 class HostedCase:
-    """Input of a case for a host: its ``stdin``, or the ``call`` (entry_point, args, kwargs, prelude)."""
+    """Input of a case for a host: its ``stdin``, or the ``call`` (entry_point, args, kwargs)."""
 
     limits: dict[str, float | int]
     stdin: bytes = b""
@@ -50,9 +53,8 @@ class CaseHost:
         self._num_cases, self._num_found = len(cases), 0
         limits = cases[0].limits
         self._wall_s = budget_s + float(limits["wall_s"]) + _HOST_S
-        self._said_bytes = sum(
-            2 * int(case.limits["output_bytes"]) + int(case.limits["answer_bytes"]) + 4096 for case in cases
-        )
+        said = [2 * int(case.limits["output_bytes"]) + int(case.limits["answer_bytes"]) + 4096 for case in cases]
+        self._said_bytes = min(sum(said), max(_MOST_SAID_BYTES, *said))
         settings = {name: limits[name] for name in ("cpu_s", "memory_bytes", "wall_s", "answer_bytes")} | {
             "budget_s": budget_s,
             "apart": apart,

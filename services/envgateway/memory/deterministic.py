@@ -22,9 +22,11 @@ import builtins
 import collections
 import fractions
 import string
+import symtable
 
 from services.common.text.parsing import PARSING, parsed_module
-from services.envgateway.sandbox.bare.harness.stateless import is_stateless
+from services.envgateway.sandbox.bare.harness.prelude import NAMES
+from services.envgateway.sandbox.bare.harness.stateless import HARMLESS, is_stateless
 
 LARGEST_SOURCE = 2048  # bytes; the look is made on the event loop
 
@@ -101,13 +103,27 @@ def is_deterministic(code: str, entry_points: frozenset[str] = frozenset()) -> b
     if len(source) > LARGEST_SOURCE:
         return False
     with PARSING:  # it parses too, and imports nothing of Rollmill
-        stateless = is_stateless(source)
+        stateless = is_stateless(source) and not _uses_supplied(code)
     if not stateless:
         return False
     try:
         return _Look(tree).is_deterministic(entry_points)
     except RecursionError:
         return False
+
+
+def _uses_supplied(code: str) -> bool:
+    """Whether a name may have the meaning that the ``prelude`` gives it: some draw numbers."""
+    top = symtable.symtable(code, "", "exec")
+    own = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_imported()}
+    own |= {symbol.get_name() for symbol in top.get_symbols() if symbol.is_namespace()} & HARMLESS
+    tables = [top]
+    for table in tables:  # which grows
+        tables += table.get_children()
+        used = {symbol.get_name() for symbol in table.get_symbols() if table is top or symbol.is_global()}
+        if used & NAMES - own:
+            return True
+    return False
 
 
 class _Look:

@@ -100,7 +100,7 @@ def _parts(tests: Tests) -> tuple[Any, ...]:
         case StdinTests(cases=cases):
             return "stdin", [(case.stdin, case.expected) for case in cases]
         case CallTests(entry_point=entry_point, cases=calls):
-            return "call", entry_point, [(case.args, case.kwargs, case.expected) for case in calls]
+            return "call", entry_point, [(case.args, case.kwargs, case.expected, case.also) for case in calls]
         case AssertTests():
             return "assert", tests.tests, tests.entry_point, tests.preamble, tests.names
 

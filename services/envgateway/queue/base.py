@@ -18,20 +18,25 @@ class JobQueue(Protocol):
     """Runs programs when their turn has come. Cancelling the caller removes a waiting job, or kills a running one.
 
     ``request_id`` is the key of the job, empty for none: the same job under the same key joins the running one or gets
-    the stored result. ``deadline_s`` bounds waiting and running together.
+    the stored result. ``deadline_s`` bounds waiting and running together,
+    ``wait_s`` waiting alone.
 
     Raises:
-        CapacityError: too many wait already; says when to come back.
+        CapacityError: too many wait already, or no slot came free within ``wait_s``; says when to come back.
         DeadlineError: no result within ``deadline_s`` seconds; a running program was killed.
     """
 
     @overload
     async def run(
-        self, job: ExecutionRequest, *, lane: Lane, request_id: str, deadline_s: float
+        self, job: ExecutionRequest, *, lane: Lane, request_id: str, deadline_s: float, wait_s: float | None = None
     ) -> ExecutionResult: ...
     @overload
-    async def run(self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float) -> JudgeResult: ...
-    async def run(self, job: Job, *, lane: Lane, request_id: str, deadline_s: float) -> JobResult: ...
+    async def run(
+        self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float, wait_s: float | None = None
+    ) -> JudgeResult: ...
+    async def run(
+        self, job: Job, *, lane: Lane, request_id: str, deadline_s: float, wait_s: float | None = None
+    ) -> JobResult: ...
 
     @property
     def gauges(self) -> Mapping[str, float]:

@@ -41,24 +41,28 @@ class FairQueue:
 
     @overload
     async def run(
-        self, job: ExecutionRequest, *, lane: Lane, request_id: str, deadline_s: float
+        self, job: ExecutionRequest, *, lane: Lane, request_id: str, deadline_s: float, wait_s: float | None = None
     ) -> ExecutionResult: ...
     @overload
-    async def run(self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float) -> JudgeResult: ...
-    async def run(self, job: Job, *, lane: Lane, request_id: str, deadline_s: float) -> JobResult:
+    async def run(
+        self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float, wait_s: float | None = None
+    ) -> JudgeResult: ...
+    async def run(
+        self, job: Job, *, lane: Lane, request_id: str, deadline_s: float, wait_s: float | None = None
+    ) -> JobResult:
         # Another job under the same key is another job: no caller gets the result of another program.
         key = f"{request_id} {digest(encode_job(job))}" if request_id else ""
         client = current_client()
         try:
             async with deadline(deadline_s, f"execution {request_id or 'without id'} in the {lane} lane"):
-                return await self._shared.run(key, lambda: self._run(job, lane, client))
+                return await self._shared.run(key, lambda: self._run(job, lane, client, wait_s))
         except DeadlineError:
             self.counts["expired"] += 1
             raise
 
-    async def _run(self, job: Job, lane: Lane, client: str) -> JobResult:
+    async def _run(self, job: Job, lane: Lane, client: str, wait_s: float | None) -> JobResult:
         def in_turn() -> Awaitable[Any]:
-            return self._turns.run(lane, client, lambda: self._runner.run(job, lane))
+            return self._turns.run(lane, client, lambda: self._runner.run(job, lane), wait_s)
 
         if isinstance(job, JudgeRequest):
             if self.verdicts is not None:

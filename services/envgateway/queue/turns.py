@@ -70,12 +70,18 @@ class Turns:
             **{f"queue_{name}": float(count) for name, count in self.counts.items()},
         }
 
-    async def run(self, lane: Lane, client: str, work: Callable[[], Awaitable[Result]]) -> Result:
+    async def run(
+        self, lane: Lane, client: str, work: Callable[[], Awaitable[Result]], wait_s: float | None = None
+    ) -> Result:
         """Await a call while the caller holds a slot.
 
-        Raises ``CapacityError`` when too many wait. Cancelling the waiter gives up its place.
+        Raises ``CapacityError`` when too many wait, or after a wait of ``wait_s``. Cancelling the waiter gives up its place.
         """
-        await self._take(lane, client)
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._take(lane, client)
+        except TimeoutError:
+            raise self._full(lane) from None
         clock = asyncio.get_running_loop().time
         began = clock()
         try:

@@ -1,24 +1,32 @@
 """``code``: a completion is right when its program passes every test of the task.
 
-The program is the last fenced block, or the whole text when there is none. A task's row has its tests in one of the
+``program_of`` says which part of a completion is the program. ``also`` are other values that are right;
+``integer_keys``: dictionaries among the arguments whose keys all are integers in text have integers. A task's row has its tests in one of the
 forms
 
     {"kind": "stdin",  "cases": [{"stdin": text, "expected": text}, ...]}
-    {"kind": "call",   "entry_point": name, "cases": [{"args": [...], "expected": value}, ...]}
+    {"kind": "call",   "entry_point": name, "cases": [{"args": [...], "expected": value, "also": [value, ...]}, ...],
+     "integer_keys": bool}
     {"kind": "assert", "tests": code, "entry_point": name, "preamble": code, "names": [name, ...]}
 
 Cases are run until one fails, and the first failure decides the details. A rollout waits for the reward, as for a tool:
-the lane is the interactive one. Machinery that failed, and tests that can judge no program, are no reward.
+the lane is the interactive one. The time of a program counts from its start (``sandbox.judging_time_s``); a judgement that
+gets no slot in time is to be asked for again. The programs of one task leave a slot to others, however slow they are.
+Machinery that failed, and tests that can judge no program, are no reward.
 """
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Mapping
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError
 from services.common.telemetry.gateway_queue import Lane
 from services.common.text.programs import program_of, with_preamble
+from services.envgateway.calls import take_place
 from services.envgateway.judge.records import (
     AssertTests,
     CallCase,
@@ -33,13 +41,22 @@ from services.envgateway.rewards.result import CORRECT, RewardOutcome, RewardRes
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits
 
-JUDGING_TIMEOUT_S = 600.0  # of all cases together, the queue included
+JUDGING_TIMEOUT_S = (
+    600.0  # of a call; a judgement takes 500 s at most (sandbox.judging_time_s), the rest is for the wait
+)
+WAIT_S = 45.0  # for a place among the task's programs, and as long for a slot
+_INTEGER = re.compile(r"-?\d{1,18}")
 
 
 class JudgeQueue(Protocol):
     """Interface of the queue in which requests wait for a slot."""
 
-    async def run(self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float) -> JudgeResult: ...
+    @property
+    def num_slots(self) -> int: ...
+
+    async def run(
+        self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float, wait_s: float | None = None
+    ) -> JudgeResult: ...
 
 
 class CodeReward:
@@ -51,21 +68,39 @@ class CodeReward:
         """``case_time_s``: of a program on one case; None is the sandbox's limit."""
         self._queue = queue
         self._limits = ExecutionLimits(wall_s=case_time_s)
+        self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by task
 
     async def __call__(self, task: Mapping[str, Any], completion: str) -> RewardResult:
-        """Raises ``InvalidRequestError`` for a task with tests of unknown form."""
+        """Raises ``InvalidRequestError`` for a task with tests of unknown form, and ``CapacityError`` when no slot came free
+        in time."""
         tests = read_tests(task)
         code = program_of(completion)
         if not code.strip():
             return RewardResult(outcome=RewardOutcome.UNPARSED, detail="there is no program in the completion")
         if isinstance(tests, AssertTests):  # the completion may go on where the prompt ended
             code = with_preamble(code, tests.preamble, tests.entry_point)
+        else:
+            code = code.strip()
         request = JudgeRequest(code=code, tests=tests, limits=self._limits, stop_early=True, lane=Lane.INTERACTIVE)
+        places = self._places_of(tests)
+        await take_place(places, WAIT_S, "other programs of this task are being judged")
         try:
-            result = await self._queue.run(request, lane=request.lane, request_id="", deadline_s=self.timeout_s)
-        except (CapacityError, DeadlineError) as error:
-            return grader_failed(error.message)
+            result = await self._queue.run(
+                request, lane=request.lane, request_id="", deadline_s=self.timeout_s, wait_s=WAIT_S
+            )
+        except DeadlineError as error:  # it waited, at workers: no program runs for so long
+            raise CapacityError(error.message, retry_after_s=1.0) from None
+        finally:
+            places.release()
         return _reward(result)
+
+    def _places_of(self, tests: Tests) -> asyncio.Semaphore:
+        """The places of a task's programs: all slots but one, where there are several."""
+        key = tests.tests if isinstance(tests, AssertTests) else repr(tests.cases[:1])
+        places = self._places.get(key)
+        if places is None:
+            places = self._places[key] = asyncio.Semaphore(max(1, self._queue.num_slots - 1))
+        return places
 
 
 def read_tests(task: Mapping[str, Any]) -> Tests:
@@ -78,9 +113,17 @@ def read_tests(task: Mapping[str, Any]) -> Tests:
             cases = tuple(StdinCase(stdin=case["stdin"], expected=case.get("expected")) for case in tests["cases"])
             return StdinTests(cases=cases)
         if tests["kind"] == "call":
+            as_meant = _with_integer_keys if tests.get("integer_keys") else lambda value: value
             return CallTests(
                 entry_point=tests["entry_point"],
-                cases=tuple(CallCase(args=tuple(case["args"]), expected=case["expected"]) for case in tests["cases"]),
+                cases=tuple(
+                    CallCase(
+                        args=tuple(map(as_meant, case["args"])),
+                        expected=case["expected"],
+                        also=tuple(case.get("also", ())),
+                    )
+                    for case in tests["cases"]
+                ),
             )
         if tests["kind"] == "assert":
             return AssertTests(
@@ -92,6 +135,12 @@ def read_tests(task: Mapping[str, Any]) -> Tests:
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidRequestError(f"the task's tests have the wrong form: {error!r}") from None
     raise InvalidRequestError(f"the task's tests are of kind {tests['kind']!r}; there are stdin, call and assert")
+
+
+def _with_integer_keys(value: Any) -> Any:
+    if isinstance(value, dict) and all(_INTEGER.fullmatch(key) for key in value):
+        return {int(key): held for key, held in value.items()}
+    return value
 
 
 def _reward(result: JudgeResult) -> RewardResult:

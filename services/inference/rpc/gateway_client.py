@@ -52,7 +52,8 @@ T = TypeVar("T")
 
 EXECUTION_MARGIN_S = 60.0  # queueing and the gateway's own limits, beyond the table's 10 s
 CAPACITY_WAIT_S = 120.0
-JUDGING_S = 600.0  # of one program: a hundred cases that each run into their limit; the gateway has its own limit
+JUDGING_WAIT_S = 1800.0  # for a slot, while slow programs of the same task are judged
+JUDGING_S = 600.0  # of one call: a wait for a slot, and the judgement of a program, which takes 500 s at most
 DEFAULT_RETRY_S = 0.5
 MOST_TEXT_BYTES = 3 << 20  # of an action, a program or a completion; a message may have 4 MiB
 
@@ -211,7 +212,8 @@ class GatewayClient:
             completion=_encodable(completion),
         )
         timeout = JUDGING_S if reward == "code" else DEADLINES["ComputeReward"] or 0.0
-        response = await self._call("reward", timeout, lambda: calls.call(request, timeout))
+        wait_s = JUDGING_WAIT_S if reward == "code" else CAPACITY_WAIT_S
+        response = await self._call("reward", timeout, lambda: calls.call(request, timeout), wait_s)
         if response.outcome in (
             environment_pb2.REWARD_OUTCOME_GRADER_FAILED,
             environment_pb2.REWARD_OUTCOME_UNSPECIFIED,
@@ -239,10 +241,12 @@ class GatewayClient:
         for connection in self._channels:
             await connection.close()
 
-    async def _call(self, what: str, timeout: float, call: Callable[[], Awaitable[T]]) -> T:
-        """Call with a deadline; while the gateway is full, wait as long as its answer asks and call again."""
+    async def _call(
+        self, what: str, timeout: float, call: Callable[[], Awaitable[T]], wait_s: float = CAPACITY_WAIT_S
+    ) -> T:
+        """Call with a deadline; while the gateway is full, wait as long as its answer asks and call again, up to ``wait_s``."""
         with self._account.during(ActivityName.WAITING_FOR_GATEWAY.of(what), on=GATEWAY) as wait:
-            async with deadline(CAPACITY_WAIT_S + timeout, f"{what} at the environment gateway {self.address}"):
+            async with deadline(wait_s + timeout, f"{what} at the environment gateway {self.address}"):
                 while True:
                     try:
                         with translated_errors(f"environment gateway {self.address}"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from services.envgateway.judge.records import (
 )
 from services.envgateway.judge.together import MOST_CASES
 from services.envgateway.sandbox.bare.statuses import RunStatus
+from services.envgateway.sandbox.connection import RunMessage
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
 from tests.waiting import until
@@ -101,7 +104,7 @@ async def test_a_source_that_is_no_program_is_said_of_every_case(pool: SandboxPo
 @pytest.mark.slow
 @pytest.mark.parametrize("imported", ["math", "os"], ids=["stateless", "apart"])
 async def test_the_stack_is_as_deep_in_every_way_of_running(pool: SandboxPool, imported: str) -> None:
-    code = f"import {imported}\ndef deep(n): return deep(n + 1) if n < N else n\nprint(deep(0) and input())"
+    code = f"import {imported}, sys\nsys.setrecursionlimit(1000)\ndef deep(n): return deep(n + 1) if n < N else n\nprint(deep(0) and input())"
     tests = StdinTests(cases=tuple(StdinCase(stdin="1", expected="1") for _ in range(2)))
 
     async def judged(depth: int, num_cases: int) -> RunStatus:
@@ -116,6 +119,24 @@ async def test_the_stack_is_as_deep_in_every_way_of_running(pool: SandboxPool, i
         least, most = (middle, most) if await judged(middle, 1) is V.OK else (least, middle)
     assert await judged(least, 2) is V.OK
     assert await judged(most, 2) is V.RUNTIME_ERROR
+
+
+@pytest.mark.parametrize("imported", ["math", "os"], ids=["stateless", "apart"])
+async def test_answers_of_all_cases_together_wait_within_a_bound(
+    pool: SandboxPool, imported: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: Counter[int] = Counter()  # by run
+    put = asyncio.Queue.put_nowait
+
+    def count(queue: asyncio.Queue[Any], message: Any) -> None:
+        received[id(queue)] += len(message.data) if isinstance(message, RunMessage) else 0
+        put(queue, message)
+
+    monkeypatch.setattr(asyncio.Queue, "put_nowait", count)
+    code = f"import {imported}\ndef f(n): return 'x' * 1_200_000"
+    tests = CallTests(entry_point="f", cases=(CallCase(args=(1,), expected="x" * 1_200_000),) * 40)
+    assert verdicts(await Judge(pool).judge(JudgeRequest(code=code, tests=tests))) == [V.OK] * 40
+    assert 1_200_000 < max(received.values()) <= 32 << 20
 
 
 @pytest.mark.slow

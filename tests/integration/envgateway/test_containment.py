@@ -8,12 +8,12 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from services.common.errors import SandboxRefusedError
-from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import AssertTests, JudgeRequest, JudgeResult, StdinCase, StdinTests
 from services.envgateway.rewards.code import CodeReward
@@ -265,10 +265,12 @@ async def test_without_a_cgroup_unaccounted_memory_is_refused(world: World) -> N
 class _AtOnce:
     """A queue that judges at once."""
 
+    num_slots = 1
+
     def __init__(self, pool: SandboxPool) -> None:
         self._pool = pool
 
-    async def run(self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float) -> JudgeResult:
+    async def run(self, job: JudgeRequest, **_: Any) -> JudgeResult:
         return await Judge(self._pool).judge(job)
 
 

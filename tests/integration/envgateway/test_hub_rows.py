@@ -24,6 +24,8 @@ from tests.hub_rows import RIGHT, ROWS
 class AtOnce:
     """Judges without a queue."""
 
+    num_slots = 1
+
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
 

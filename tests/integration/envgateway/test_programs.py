@@ -12,6 +12,7 @@ from services.common.errors import CapacityError
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
+from tests import needs
 from tests.waiting import until
 
 from .conftest import CONFIG, LONG_S, SLEEP_LONG, Execute, long_programs
@@ -285,3 +286,15 @@ async def test_a_full_queue_says_when_to_come_back() -> None:
         assert pool.gauges["sandbox_busy_slots"] == pool.gauges["sandbox_queued"] == 0
     finally:
         await pool.close()
+
+
+async def test_cpp_is_compiled_by_a_recent_standard(pool: SandboxPool) -> None:
+    if not pool.has_cpp:
+        needs.unmet("C++ compiler", "there is no g++ here")
+    source = """#include <algorithm>
+#include <iostream>
+#include <ranges>
+#include <vector>
+int main() { std::vector<int> v{3, 1, 2}; std::ranges::sort(v); for (int n : v | std::views::reverse) std::cout << n; }"""
+    result = await pool.run(ExecutionRequest(code=source, language="cpp"))
+    assert (result.status, result.stdout) == (S.OK, b"321"), result.stderr

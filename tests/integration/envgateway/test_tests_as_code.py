@@ -130,6 +130,8 @@ async def test_names_that_a_row_lists_are_the_programs(judge: Judge) -> None:
 )
 async def test_tests_that_cannot_judge_are_no_reward(judge: Judge, tests: str) -> None:
     class Queue:
+        num_slots = 1
+
         async def run(self, job: JudgeRequest, **_: object) -> object:
             return await judge.judge(job)
 

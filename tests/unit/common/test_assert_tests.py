@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import random
+import statistics
+
 import pytest
 
 from services.common.text.assert_tests import (
@@ -10,6 +14,7 @@ from services.common.text.assert_tests import (
     UnusableTestsError,
     completed,
     defined_by,
+    in_prelude,
     names_of,
 )
 from services.envgateway.sandbox.bare.harness import prelude
@@ -83,3 +88,7 @@ def test_the_prelude_has_the_names_that_are_taken_for_granted() -> None:
     namespace: dict[str, object] = {}
     prelude.fill(namespace)
     assert set(PRELUDE_NAMES) <= namespace.keys() and set(PRELUDE_MODULES) == set(prelude.STAR)
+    assert not namespace.keys() & vars(builtins).keys()
+    for module in (random, statistics):  # named without an import
+        listed = {name for name in module.__all__ if in_prelude(name)}
+        assert len(listed) > 20 and listed <= prelude.NAMES

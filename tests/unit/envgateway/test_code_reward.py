@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from services.common.config.processes.envgateway import SandboxConfig
-from services.common.errors import CapacityError, InvalidRequestError
+from services.common.errors import CapacityError, DeadlineError, InvalidRequestError
 from services.common.telemetry.gateway_queue import Lane
-from services.common.text.programs import program_of
-from services.envgateway.judge.records import AssertTests, CaseResult, JudgeRequest, JudgeResult
+from services.common.text.programs import program_of, with_preamble
+from services.envgateway.judge.records import AssertTests, CallCase, CallTests, CaseResult, JudgeRequest, JudgeResult
 from services.envgateway.rewards.code import CodeReward, read_tests
 from services.envgateway.rewards.result import RewardOutcome
 from services.envgateway.sandbox.bare.statuses import RunStatus
@@ -20,6 +21,8 @@ STDIN = {"tests": {"kind": "stdin", "cases": [{"stdin": "1", "expected": "1"}]}}
 
 class Queue:
     """Records requests; answers with a verdict, or fails."""
+
+    num_slots = 4
 
     def __init__(self, verdict: RunStatus = RunStatus.OK, error: Exception | None = None) -> None:
         self.requests: list[JudgeRequest] = []
@@ -40,11 +43,54 @@ class Queue:
         ("```python\nprint(1)\n```", "print(1)\n"),
         ("```\na\n```\nbetter:\n```py\nb\n```\nthat is it", "b\n"),
         ("```cpp title=x\nint main(){}\n```", "int main(){}\n"),
-        ("```python\nunclosed", "```python\nunclosed"),
+        ("```python\nunclosed", "unclosed"),
+        ("```python\nprint(3)\n```\nOutput:\n```\n3\n```", "print(3)\n"),
+        ("```python\nprint(3)\n```\n```text\na long example of an output\n```", "print(3)\n"),
+        ("```\nfor n in range(3): print(n)\n```\n```\n0\n1\n2\n```", "for n in range(3): print(n)\n"),
+        (
+            "```python\nfirst_of_two = 1 + 1 + 1\n```\n```py\nsecond_of_two = 1 + 1 + 1\n```\n```python\nf(3)\n```",
+            "second_of_two = 1 + 1 + 1\n",
+        ),
+        (
+            "```python\na_closed_program = 1 + 2\n```\nno:\n```python\na_program_that_is_cut = 1 +",
+            "a_closed_program = 1 + 2\n",
+        ),
+        ("```\n1 2 3\n```\n```python\na_program_that_is_cut = 1 +", "a_program_that_is_cut = 1 +"),
+        ("```python import sys\nprint(1)\n```", "import sys\nprint(1)\n"),
+        ("```python n = 1```", "n = 1"),
+        ("```python main.py\nn = 1\n```", "n = 1\n"),
+        ("```Python3.8\nn = 1\n```", "n = 1\n"),
+        ("``` python\r\nn = 1\r\n```", "n = 1\r\n"),
+        ("```print(1)\nprint(2)```", "print(1)\nprint(2)"),
+        ("``` ``` ```", " "),
     ],
 )
 def test_the_last_fenced_block_is_the_program(completion: str, program: str) -> None:
     assert program_of(completion) == program
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "\n",
+        "\n    ",
+        " ",
+        "`",
+        "```",
+        "```python",
+        "``` ",
+        "```a\n",
+        "async ",
+        "def ",
+        "def\n",
+        "class\n\n",
+        "```python (",
+    ],
+)
+def test_a_text_that_repeats_itself_is_read_in_one_pass(unit: str) -> None:
+    """A quadratic look at these would take an hour."""
+    text = unit * (600_000 // len(unit))
+    assert with_preamble(program_of(text), "def f():\n", "f")
 
 
 @pytest.mark.parametrize(
@@ -70,9 +116,44 @@ async def test_a_case_has_the_time_that_is_set_or_the_sandboxes(case_time_s: flo
     assert (limits["wall_s"], limits["cpu_s"]) == (wall_s, 6.5)
 
 
-async def test_a_full_queue_is_no_reward() -> None:
-    result = await CodeReward(Queue(error=CapacityError("full")))(STDIN, "print(1)")
-    assert result.outcome is RewardOutcome.GRADER_FAILED
+@pytest.mark.parametrize("error", [CapacityError("full", retry_after_s=2.0), DeadlineError("waited at a worker")])
+async def test_a_program_that_only_waited_is_to_be_judged_later(error: Exception) -> None:
+    with pytest.raises(CapacityError) as full:
+        await CodeReward(Queue(error=error))(STDIN, "print(1)")
+    assert full.value.retry_after_s
+
+
+async def test_slow_programs_of_one_task_leave_a_slot_to_others() -> None:
+    running: list[str] = []
+    end = asyncio.Event()
+
+    class Slow(Queue):
+        async def run(self, job: JudgeRequest, **_: Any) -> JudgeResult:
+            running.append(job.code)
+            await end.wait()
+            return await super().run(job)
+
+    reward = CodeReward(Slow())
+    other = {"tests": {"kind": "stdin", "cases": [{"stdin": "2", "expected": "2"}]}}
+    group = [asyncio.create_task(reward(STDIN, f"print({n})")) for n in range(8)]
+    group.append(asyncio.create_task(reward(other, "print('other')")))
+    while "print('other')" not in running:
+        await asyncio.sleep(0)
+    assert len(running) == Slow.num_slots
+    end.set()
+    assert all(result.outcome is RewardOutcome.CORRECT for result in await asyncio.gather(*group))
+    assert len(running) == 9
+
+
+async def test_integer_keys_and_other_readings_of_a_row_reach_the_judge() -> None:
+    queue = Queue()
+    case = {"args": [{"1": 2}, {"a": 1}, {}], "expected": 4, "also": [[4], "4"]}
+    tests = {"kind": "call", "entry_point": "f", "cases": [case], "integer_keys": True}
+    await CodeReward(queue)({"tests": tests}, "def f(*given): return 4")
+    assert queue.requests[0].tests == CallTests(
+        entry_point="f", cases=(CallCase(args=({1: 2}, {"a": 1}, {}), expected=4, also=([4], "4")),)
+    )
+    assert JudgeRequest.from_json(queue.requests[0].to_json()) == queue.requests[0]
 
 
 async def test_an_empty_program_is_not_judged() -> None:
@@ -85,7 +166,7 @@ async def test_an_empty_program_is_not_judged() -> None:
     ("completion", "code"),
     [
         ("    return x", "def f(x):\n    return x"),
-        ("```python\ndef f(x):\n    return x\n```", "def f(x):\n    return x\n"),
+        ("```python\ndef f(x):\n    return x\n```", "def f(x):\n    return x"),
         ("class f:\n    pass", "class f:\n    pass"),
     ],
 )

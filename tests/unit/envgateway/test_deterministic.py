@@ -21,6 +21,7 @@ SAME = {
     "an error that is caught": "try:\n    print(int('a'))\nexcept (ValueError, KeyError):\n    print(0)",
     "a generator": "def f(s):\n    return sum(1 for c in s if c in 'aeiou')",
     "combinations": "import itertools, heapq\nprint(list(itertools.combinations(range(3), 2)))\nh = []\nheapq.heappush(h, 1)",
+    "own names in the place of supplied ones": "def gcd(a, b):\n    count = a\n    return count\nprint(gcd(1, 2))",
     "nothing": "x = None\nprint(x is None)",
 }  # fmt: skip
 
@@ -37,6 +38,10 @@ CHANCE = {
     "hash": "print(hash('a'))",
     "random": "import random\nprint(random.random())",
     "time": "import time\nprint(time.time())",
+    "random without an import": "print(randint(1, 6))",
+    "an address without an import": "print(permutations([1]))",
+    "a supplied name that is another function's own": "def h():\n    sample = 1\ndef g():\n    return sample([1, 2], 1)\nprint(g())",
+    "a supplied name that is read before it is bound": "print(sample([1, 2], 1))\nsample = 1",
     "the address of a lambda": "print(lambda: 0)",
     "the address of a function": "def f(): pass\nprint(f)",
     "an address in an f-string": "def f(): pass\nprint(f'{f}')",

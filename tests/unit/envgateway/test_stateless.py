@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.envgateway.sandbox.bare.endings import CaseRecord, records
-from services.envgateway.sandbox.bare.harness.stateless import LARGEST_SOURCE, is_stateless
+from services.envgateway.sandbox.bare.harness.stateless import LARGEST_SOURCE, is_stateless, supply
 
 STATELESS = {
     "a sum": "print(sum(map(int, input().split())))",
@@ -90,20 +92,30 @@ def test_a_program_that_could_reach_later_executions_is_not(code: str) -> None:
 )
 def test_names_of_a_prelude_are_allowed_only_in_computations(names: str) -> None:
     code = f"class Solution:\n    def f(self, n): return n\n    def seed(self): pass\ndef g(f): return {names}".encode()
-    assert is_stateless(code) and not is_stateless(code, with_prelude=True)
-    bound = code + b"\ndef h():\n    attrgetter = random = wraps = None"  # elsewhere
-    assert not is_stateless(bound, with_prelude=True)
+    assert not is_stateless(code)
+    name = re.split(r"\W", names)[0]
+    assert is_stateless(code + f"\ndef h():\n    {name} = None".encode()), "the program's own, and not supplied"
+    namespace: dict[str, object] = {}
+    supply(namespace, compile(code, "", "exec"))
+    assert name not in namespace
+
+
+def test_an_own_name_in_the_place_of_a_supplied_one_is_not_looked_for_where_its_absence_is_caught() -> None:
+    code = "try:\n    print(sample)\nexcept {}:\n    print(0)\nsample = 1"
+    assert is_stateless(code.format("ValueError").encode())
+    assert not is_stateless(code.format("NameError").encode())
+    assert not is_stateless(code.format("Exception").encode())
 
 
 @pytest.mark.parametrize("names", ["Counter(n)", "lru_cache(None)", "gcd(n, 4)", "heappop(n)", "itemgetter(1)", "inf"])
 def test_a_method_may_name_computing_functions_without_an_import(names: str) -> None:
     code = f"class Solution:\n    def f(self, n: List[int]) -> Optional[int]: return {names}"
-    assert is_stateless(code.encode(), with_prelude=True)
+    assert is_stateless(code.encode())
 
 
 def test_a_module_by_the_name_of_a_supplied_one_is_none() -> None:
-    assert is_stateless(b"import math\nmath.gcd(1, 2)", with_prelude=True)
-    assert not is_stateless(b"def f():\n    import math as random", with_prelude=True)
+    assert is_stateless(b"import math\nmath.gcd(1, 2)")
+    assert not is_stateless(b"def f():\n    import math as re")
 
 
 _NUMBERS = st.integers(0, 2**31 - 1)

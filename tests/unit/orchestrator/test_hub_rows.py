@@ -81,9 +81,11 @@ def test_rows_of_deepcoder_say_how_their_programs_are_called(root: Path) -> None
     assert [(found["kind"], found.get("entry_point")) for found in tests] == [
         ("stdin", None), ("call", "shout"), ("call", "Solution().ends"), ("call", "half"),
     ]  # fmt: skip
-    assert tests[1]["cases"] == [{"args": ["abc"], "expected": "ABC!"}, {"args": ["7"], "expected": "7!"}]
-    assert tests[2]["cases"][0] == {"args": [[3, 1, 2]], "expected": [1, 3]}
-    assert tests[3]["cases"] == [{"args": [9], "expected": 4}, {"args": [-3], "expected": -2}]
+    assert tests[1]["cases"] == [
+        {"args": ["abc"], "expected": "ABC!", "also": [["ABC!"]]}, {"args": ["7"], "expected": "7!", "also": [["7!"]]},
+    ]  # fmt: skip
+    assert tests[2]["cases"][0] == {"args": [[3, 1, 2]], "expected": [1, 3], "also": [[[1, 3]]]}
+    assert [case["expected"] for case in tests[3]["cases"]] == [4, -2]
     no_name, no_cases, too_large = source.left_out.reasons
     assert no_name.startswith("row 5, tests: the cases call a function and do not name it")
     assert no_cases.startswith("row 6, tests: neither pairs")

@@ -17,9 +17,9 @@ BOUND_AT_START = "LD_BIND_NOW"  # in a fork server's environment
 
 # Use of the source by a child.
 PROGRAM, ECHO, CALL, SESSION, TESTS, COMPILE, BINARY, CELLS = b"P", b"N", b"C", b"S", b"T", b"K", b"X", b"J"
-CASES = b"A"
+CASES, JUDGED = b"A", b"G"  # JUDGED: a program with the names of ``prelude``
 MODES = {"program": PROGRAM, "echo": ECHO, "call": CALL, "session": SESSION, "tests": TESTS, "compile": COMPILE,
-         "binary": BINARY, "cells": CELLS, "cases": CASES}  # fmt: skip
+         "binary": BINARY, "cells": CELLS, "cases": CASES, "judged": JUDGED}  # fmt: skip
 
 # program text, stdin, stdout, stderr, note (a socket), ask, answer; at tier 2 also the slot's pid namespace, elsewhere something
 # in its place where inputs follow: the stdin of each of a host's cases

@@ -1,14 +1,17 @@
 """Converts programming problems into one form: ``{"problem": text, "tests": {...}}``.
 
     {"kind": "stdin",  "cases": [{"stdin": text, "expected": text}, ...]}
-    {"kind": "call",   "entry_point": name, "cases": [{"args": [...], "expected": value}, ...]}
+    {"kind": "call",   "entry_point": name, "cases": [{"args": [...], "expected": value, "also": [value, ...]}, ...],
+     "integer_keys": bool}
     {"kind": "assert", "tests": code, "entry_point": name, "preamble": code, "names": [name, ...]}
 
 Input layouts: lists of ``input``/``output`` pairs, ``inputs``/``outputs``, both also as JSON text or a Python literal
 and inside ``verification_info``; ``functional`` test code, HumanEval's columns, and MBPP's lists of asserts. Pairs may
 have a ``type`` (``stdin_stdout``; ``function_call`` or ``functional``) and the name of the called function (``fn_name``
 or ``metadata.func_name``, in the pair or in the row); without a type, a pair that names a function calls it. Arguments
-of a call are a list, or a text with one JSON value per line. ``names`` are other names that the tests use and the
+of a call are a list, or a text with one JSON value per line; ``integer_keys``: a dictionary among them has keys that
+JSON made text. Where the value of a call can be read in two ways (a list of one is the value or holds it, a text is the
+value or its JSON), ``also`` has the other ones. ``names`` are other names that the tests use and the
 reference solution defines. A reference solution is kept under ``solution``, several also under ``solutions``. Refuses
 every other layout, without guesses.
 """
@@ -19,6 +22,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NoReturn
 
 from services.common.errors import DatasetError
@@ -30,6 +34,7 @@ Tests = dict[str, Any]
 
 _PROBLEM_COLUMNS = ("problem", "question", "text", "prompt")
 _TESTS_COLUMNS = ("tests", "input_output", "test_cases", "verification_info")
+_INTEGER = re.compile(r"-?\d{1,18}")
 _IS_CALL = {"stdin_stdout": False, "stdin": False, "function_call": True, "functional": True}  # by the type of a pair
 
 
@@ -48,6 +53,7 @@ def code_row(row: Row, where: str) -> dict[str, Any]:
     if isinstance(row.get("starter_code"), str) and row["starter_code"].strip():
         normal["starter_code"] = row["starter_code"]
     if normal["tests"]["kind"] == "call":
+        _without_text(normal["tests"], normal)
         normal["tests"]["entry_point"] = _called(normal["tests"]["entry_point"], normal)
     if normal["tests"]["kind"] == "assert" and solution is not None:
         names = defined_by(solution, normal["tests"]["tests"])
@@ -65,6 +71,16 @@ def _called(name: str, normal: Row) -> str:
     method = re.compile(rf"^\s*class Solution\b.*?^\s+def {re.escape(name)}\(", re.MULTILINE | re.DOTALL)
     is_method = any(method.search(normal.get(column, "")) for column in ("problem", "starter_code", "solution"))
     return f"Solution().{name}" if is_method else name
+
+
+def _without_text(tests: Tests, normal: Row) -> None:
+    """Leave out readings as text where the row says that the function returns something else."""
+    head = re.compile(rf"\bdef {re.escape(tests['entry_point'])}\([^)]*+\)\s*+->([^:\n]*+):")
+    heads = [head.search(normal.get(column, "")) for column in ("problem", "starter_code", "solution")]
+    if any(found and not re.search(r"\b(str|Any)\b", found[1]) for found in heads):
+        for case in tests["cases"]:
+            also = [value for value in case.pop("also", []) if not isinstance(value, str)]
+            case.update({"also": also} if also else {})
 
 
 def _problem(row: Row, where: str) -> str:
@@ -178,9 +194,21 @@ def _calls(name: str, inputs: list[Any], outputs: list[Any], where: str) -> Test
     args = [_args(given, f"{where}, case {number}") for number, given in enumerate(inputs, start=1)]
     # APPS and its descendants put every returned value into a list of one; a row in which not all are such lists does not.
     wrapped = all(isinstance(expected, list) and len(expected) == 1 for expected in outputs)
-    values = [expected[0] if wrapped else _value(expected) for expected in outputs]
-    cases = [{"args": given, "expected": expected} for given, expected in zip(args, values, strict=True)]
-    return {"kind": "call", "entry_point": name, "cases": cases}
+    texts = [expected for expected in outputs if isinstance(expected, str)]
+    are_json = all(map(_is_json, texts))  # else all of them are the texts that the function returns
+    readings = [_readings(expected, are_json)[:: -1 if wrapped else 1] for expected in outputs]
+    cases: list[dict[str, Any]] = [
+        {"args": given, "expected": value, **({"also": also} if also else {})}
+        for given, (value, *also) in zip(args, readings, strict=True)
+    ]
+    tests: Tests = {"kind": "call", "entry_point": name, "cases": cases}
+    if any(map(_has_integer_keys, chain.from_iterable(args))):
+        tests["integer_keys"] = True
+    return tests
+
+
+def _has_integer_keys(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(_INTEGER.fullmatch(key) for key in value)
 
 
 def _args(given: Any, where: str) -> list[Any]:
@@ -194,13 +222,23 @@ def _args(given: Any, where: str) -> list[Any]:
         raise DatasetError(f"{where}: the arguments are not one JSON value per line: {error}") from None
 
 
-def _value(expected: Any) -> Any:
-    if not isinstance(expected, str):
-        return expected
+def _readings(expected: Any, are_json: bool) -> list[Any]:
+    """The values that an output may mean, the likeliest first.
+
+    >>> _readings("[4]", True), _readings("4", False), _readings([[1, 2]], True)
+    ([[4], 4, '[4]'], ['4'], [[[1, 2]], [1, 2]])
+    """
+    value = _json(expected) if isinstance(expected, str) and are_json else expected
+    held = value if isinstance(value, list) and len(value) == 1 else []
+    return [value, *held, *([expected] if isinstance(expected, str) and not isinstance(value, str) else [])]
+
+
+def _is_json(text: str) -> bool:
     try:
-        return _json(expected)
+        _json(text)
     except ValueError:
-        return expected  # a function that returns text
+        return False
+    return True
 
 
 def _parsed(value: Any, where: str) -> Any:

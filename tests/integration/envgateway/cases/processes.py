@@ -83,7 +83,7 @@ def _overflow(r: Any) -> bool:
     """The stack overflows, or from Python 3.12 on the interpreter may prevent the overflow, for any limit that the
     program sets."""
     seen = sys.version_info >= (3, 12) and "RecursionError" in first(r).stderr
-    return bool(seen or first(r).signal == signal.SIGSEGV)
+    return bool(seen or first(r).signal == signal.SIGSEGV or first(r).verdict is ML)  # the stack is memory
 
 
 CASES: list[Bad] = [
@@ -153,8 +153,8 @@ for _ in range(20):
     bad(38, "recursion", "def f(): f()\nf()", RE, check=lambda r: "RecursionError" in first(r).stderr),
     bad(38, "recursion-without-limit", "import sys\nsys.setrecursionlimit(10**9)\ndef f(): return f()\nf()", RE, ML, wall_s=20.0),
     bad(38, "recursion-that-overflows-the-stack", "import sys\nsys.setrecursionlimit(10**9)\n"
-        "def f(x): return sorted([1], key=f)\nf(1)", RE, wall_s=20.0, check=_overflow),
-    bad(38, "recursion-in-c", "x = []\nfor _ in range(100000): x = [x]\nrepr(x)", RE),
+        "def f(x): return sorted([1], key=f)\nf(1)", RE, ML, wall_s=20.0, check=_overflow),
+    bad(38, "recursion-in-c", "import sys\nsys.setrecursionlimit(1000)\nx = []\nfor _ in range(100000): x = [x]\nrepr(x)", RE),
     bad(38, "recursion-in-json", "import json\njson.loads('[' * 100000)", RE),
     bad(46, "leaves-a-burner", _DAEMON.replace("CLOSE", "pass").replace("WORK", "pass"), OK, expected="parent done"),
     bad(48, "segmentation-fault", "import ctypes; ctypes.string_at(0)", RE, check=_killed_by(signal.SIGSEGV)),  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ _KEPT = {
     "builtins": "def f(n):\n    g = (i for i in ()).gi_frame.f_builtins\n    g['seen'] = g.get('seen', 0) + 1\n    return g['seen']",
     "a-pattern": "def f(n):\n    g = (i for i in ())\n    match g:\n        case object(gi_frame=frame):\n            b = frame.f_builtins\n    b['seen'] = b.get('seen', 0) + 1\n    return b['seen']",
     "a-name-for-a-frame": "def gi_frame(): pass\ndef f(n):\n    b = (i for i in ()).gi_frame.f_builtins\n    b['seen'] = b.get('seen', 0) + 1\n    return b['seen']",
-    "recursion": "import sys\ndef f(n):\n    if sys.getrecursionlimit() != 1000: return 2\n    sys.setrecursionlimit(5000)\n    return 1",
+    "recursion": "import sys\ndef f(n):\n    if sys.getrecursionlimit() == 5000: return 2\n    sys.setrecursionlimit(5000)\n    return 1",
     "its-own-builtins": "import math as __builtins__\ndef f(n): return 1",
     "a-subclass": "class A(list): pass\ndef f(n):\n    return len([kind for kind in list.__subclasses__() if kind.__name__ == 'A' and setattr(kind, 'seen', getattr(kind, 'seen', 0) + 1) is None and kind.seen == 1])",
 }  # fmt: skip

@@ -52,13 +52,57 @@ CALL = {"kind": "call", "entry_point": "add", "cases": [{"args": [1, 2], "expect
     ],
 )  # fmt: skip
 def test_layouts_are_understood(tests: dict[str, Any], normal: dict[str, Any]) -> None:
-    assert code_row({"problem": "Add.", **tests}, "row 1") == {"problem": "Add.", "tests": normal}
+    found = code_row({"problem": "Add.", **tests}, "row 1")
+    for case in found["tests"].get("cases", []):
+        case.pop("also", None)  # see below
+    assert found == {"problem": "Add.", "tests": normal}
 
 
 def test_text_arguments_are_one_value_per_line_and_never_stdin() -> None:
     pair = {"type": "function_call", "fn_name": "total", "input": "[1, 2]", "output": "3"}
     tests = code_row({"problem": "Sum a list.", "tests": [pair]}, "row 1")["tests"]
-    assert tests["cases"] == [{"args": [[1, 2]], "expected": 3}]
+    assert tests["cases"] == [{"args": [[1, 2]], "expected": 3, "also": ["3"]}]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "readings"),
+    [
+        ([[4], [5]], [[4, [4]], [5, [5]]]),  # the value, or the list of one that is the value
+        ([[4], [5, 6]], [[[4], 4], [[5, 6]]]),
+        (["[4]", "[5, 6]"], [[[4], 4, "[4]"], [[5, 6], "[5, 6]"]]),
+        (["12", "3"], [[12, "12"], [3, "3"]]),  # numbers, or texts that look like numbers
+        (["12", "abc"], [["12"], ["abc"]]),  # texts: one of them is nothing else
+        (['"12"', '"a"'], [["12"], ["a"]]),
+        ([True, None], [[True], [None]]),
+    ],
+)
+def test_an_output_that_can_be_read_in_several_ways_keeps_all_of_them(outputs: list[Any], readings: list[Any]) -> None:
+    tests = {"fn_name": "f", "inputs": [[1]] * len(outputs), "outputs": outputs}
+    cases = code_row({"problem": "p", "input_output": tests}, "")["tests"]["cases"]
+    assert [[case["expected"], *case.get("also", [])] for case in cases] == readings
+
+
+@pytest.mark.parametrize(
+    ("head", "also"),
+    [
+        ("def f(self, n: int) -> int:", []),
+        ("def f(n) -> str:", ["12"]),
+        ("def f(n):", ["12"]),
+        ("def g(n) -> int:", ["12"]),
+    ],
+)
+def test_a_text_is_no_result_of_a_function_that_returns_something_else(head: str, also: list[Any]) -> None:
+    row = {"problem": "p", "starter_code": head, "input_output": {"fn_name": "f", "inputs": [[1]], "outputs": ["12"]}}
+    assert code_row(row, "")["tests"]["cases"][0].get("also", []) == also
+
+
+def test_a_dictionary_of_integers_is_marked_because_json_has_text_keys_only() -> None:
+    def tests(*args: Any) -> dict[str, Any]:
+        found = {"fn_name": "f", "inputs": [json.loads(json.dumps(args))], "outputs": [1]}
+        return dict(code_row({"problem": "p", "input_output": found}, "")["tests"])
+
+    assert tests({1: 2, -3: 4})["integer_keys"] and tests(5, {1: 2})["integer_keys"]
+    assert not any("integer_keys" in tests(given) for given in ({"a": 1}, {"1": 2, "b": 3}, {}, [1]))
 
 
 def test_returned_values_are_unwrapped_only_where_a_row_wraps_all_of_them() -> None:

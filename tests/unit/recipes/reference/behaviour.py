@@ -57,6 +57,34 @@ BEHAVIOUR_ROWS = rows(
     absent("drawn with `envgateway.webshop.seed`, or read from a file: runs can be compared", {
         "WebShop's prices and price limits": "drawn anew by each server",
     }, of=WEBSHOP),
+    departs(
+        "time of all tests of a program together", "100 s", "envgateway.sandbox.judging_time_s", 300.0,
+        "a right program that is slow on many tests passes; one that takes longer has failed, as there", of=CODE - TWO_NODES,
+    ),
+    departs(
+        "time of all tests of a program together", "300 s, 100 s in evaluations", "envgateway.sandbox.judging_time_s", 300.0,
+        "evaluations judge as training does", of=TWO_NODES,
+    ),
+    departs(
+        "memory of a program", "5 GiB of address space", "envgateway.sandbox.memory_bytes", 2147483648,
+        "of resident memory; 64 programs run at once beside the trainers", of=CODE,
+    ),
+    absent("blocks labelled python go before others; then the last of at least 20 characters, closed or cut off by the end", {
+        "the program in an answer": "the last closed fenced block of at least 20 characters, whatever its label",
+    }, of=CODE),
+    absent("exact, also as `100000001.0` for `100000000`; decimals within 1e-5 (relative) or 1e-6, also beside words", {
+        "printed integers": "within 1e-5 where a line is no plain integer; decimals where all lines are one number each",
+    }, of=CODE),
+    absent("a list of one as itself or as its part, and a text as itself or as its JSON where the row does not say which", {
+        "an expected value of a call": "a list as itself or as its first part, a text as its JSON",
+    }, of=CODE),
+    absent("of all arguments, which a call keeps", {
+        "text keys of a dictionary that are integers": "become integers in the first argument, and the other arguments are dropped",
+    }, of=CODE),
+    absent("other than 0 is a runtime error", {"the exit code of a program": "ignored"}, of=CODE),
+    absent("a program is what Python runs as one: it does not compile, and names of the module are global", {
+        "`return` outside of a function": "ends the program, whose text becomes the body of a function",
+    }, of=CODE),
     absent("`run` names the file and the command that fetches it before any process starts", {
         "LiveCodeBench's file is missing": "the first evaluation fails",
     }, of=CODE),

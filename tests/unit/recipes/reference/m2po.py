@@ -33,8 +33,8 @@ NO_CAPACITY = (
     "this; only sequences that are too old are dropped"
 )
 TRACKER = (
-    "not built: trackers such as W&B are planned as an extra of their own. Metrics are written to `RUN/metrics/*.jsonl` and, "
-    "as TensorBoard event files, to `RUN/tensorboard`; runs are told apart by the name of their directory"
+    "`run.trackers` adds W&B (docs/trackers.md), which no recipe names: it needs an account. Metrics are written to "
+    "`RUN/metrics/*.jsonl` and, as TensorBoard event files, to `RUN/tensorboard`; runs are told apart by the name of their directory"
 )
 SLOTS = (
     "its services adapt their load; a service here has a fixed number of slots (`inference.<name>.num_slots`), and an engine "

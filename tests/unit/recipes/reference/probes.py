@@ -31,6 +31,7 @@ from tests.unit.envgateway.webshop.made import write_catalogue
 from tests.unit.envgateway.webshop.test_search import _product
 from tests.unit.inference import test_codegen_verifier, test_tool_math
 from tests.unit.orchestrator.builders import failure, group, trajectory
+from tests.unit.orchestrator.rows import test_code_rows
 from tests.unit.recipes.golden import REPOSITORY, load
 from tests.unit.trainer import test_step
 
@@ -207,6 +208,13 @@ def integers_are_exact_and_decimals_are_not() -> None:
     assert a_program("print(input())", ("100000001", "100000000"), ("0.3333333333", "0.333333")) == [False, True]
 
 
+def an_output_keeps_each_reading_that_its_row_leaves_open() -> None:
+    test_code_rows.test_an_output_that_can_be_read_in_several_ways_keeps_all_of_them([[4], [5]], [[4, [4]], [5, [5]]])
+    test_code_rows.test_an_output_that_can_be_read_in_several_ways_keeps_all_of_them(
+        ["12", "3"], [[12, "12"], [3, "3"]]
+    )
+
+
 PROBES: dict[str, Probe] = {
     "a failed sample": a_failed_sample_leaves_its_siblings_compared,
     "log-probabilities of truncated sampling": log_probabilities_are_over_what_is_kept,
@@ -231,4 +239,7 @@ PROBES: dict[str, Probe] = {
     "the exit code of a program": an_exit_code_is_an_error,
     "`return` outside of a function": a_return_outside_of_a_function_does_not_compile,
     "printed integers": integers_are_exact_and_decimals_are_not,
+    "an expected value of a call": an_output_keeps_each_reading_that_its_row_leaves_open,
+    "text keys of a dictionary that are integers":
+        test_code_rows.test_a_dictionary_of_integers_is_marked_because_json_has_text_keys_only,
 }  # fmt: skip

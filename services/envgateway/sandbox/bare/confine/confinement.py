@@ -41,7 +41,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 # A call, its arguments, and whether a returned value other than 0 is a failure.
 Step = tuple[Callable[..., Any], tuple[Any, ...], bool]
 _PER_RUN = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE,
-            resource.RLIMIT_NPROC)  # fmt: skip
+            resource.RLIMIT_NPROC, resource.RLIMIT_STACK)  # fmt: skip
 
 
 def take(steps: Sequence[Step]) -> None:
@@ -208,6 +208,8 @@ class Confinement:
         ]
         if self._tier in ("U", "0"):
             found.append((resource.setrlimit, (RLIMIT_MSGQUEUE, (0, run.mark)), False))
+        if run.mode in (messages.JUDGED, messages.CALL, messages.CASES):  # deep recursion through functions in C
+            found.append(self._limit(resource.RLIMIT_STACK, run.memory_bytes))
         if run.mode != messages.CASES:  # a host holds the input of many, and is counted with the hosts of other slots
             found += self._limits_of_children(run)
         return found

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from .. import messages
 from ..confine.confinement import Confinement, Step, take
-from ..harness import calls, cells, checker, native, program
+from ..harness import calls, cells, checker, native, prelude, program
 from ..messages import ANSWER_FD, ASK_FD, NAMESPACE_FD, NOTE_FD, SOURCE_FD, STDERR_FD, STDIN_FD, STDOUT_FD, Start
 from . import host
 
@@ -64,7 +64,7 @@ class Entry:
             *self.confinement.steps(run),
             (dup2, (fds[NOTE_FD], NOTE, False), False),
         ]
-        if mode in (messages.PROGRAM, messages.ECHO):
+        if mode in (messages.PROGRAM, messages.ECHO, messages.JUDGED):
             found.append((os.closerange, (ASK, ANSWER + 1), False))
         else:
             ask = fds[ASK_FD if mode != messages.BINARY else SOURCE_FD]
@@ -101,6 +101,8 @@ class Entry:
         program.remember_source(source)
         if mode in (messages.PROGRAM, messages.ECHO):
             return program.run(source, mode == messages.ECHO, NOTE)
+        if mode == messages.JUDGED:
+            return program.run(source, False, NOTE, supply=prelude.prepare)
         if mode == messages.CALL:
             payload = json.loads(os.pread(ASK, os.fstat(ASK).st_size, 0))
             os.close(ASK)
@@ -111,9 +113,9 @@ class Entry:
             served = host.Host(self.confinement, run, source, steps.only_process)
             for case in served.cases():  # done here, where the stack is as deep as in a run of its own
                 if case.call is None:
-                    case.exit_code = program.run(source, False, case.note_fd, case.code)
+                    case.exit_code = program.run(source, False, case.note_fd, case.code, case.supply)
                 else:
-                    case.exit_code = calls.run_one(source, case.call, case.note_fd, case.tell, case.code)
+                    case.exit_code = calls.run_one(source, case.call, case.note_fd, case.tell, case.code, case.supply)
             return served.exit_code
         if mode == messages.SESSION:
             return calls.serve(source, NOTE, ASK, ANSWER)

@@ -96,6 +96,9 @@ class ForkServerChild:
             if self._profile == "scientific":
                 _import_if_there(_SCIENTIFIC)
                 _warm_up_sympy()
+            if self._profile == "native":
+                native.choose_standard()
+            sys.set_int_max_str_digits(0)  # programs print integers of any length; their CPU time is limited
             if procfs.num_threads(os.getpid()) != 1:
                 raise OSError("a preloaded library has started threads, which do not survive a fork")
             paths.relocate()

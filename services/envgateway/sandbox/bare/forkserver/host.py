@@ -46,7 +46,7 @@ from .. import endings, messages
 from ..confine.confinement import Confinement, Step, take
 from ..confine.quota import Room
 from ..endings import CaseRecord
-from ..harness import calls, program, stateless
+from ..harness import calls, prelude, program, stateless
 from ..pipes import CappedPipe
 from ..statuses import STOOD_STILL_S
 
@@ -231,12 +231,20 @@ class _Watched:
 class Case:
     """Task of a case's process: ``call`` a function, or if None run a program that reads its stdin."""
 
-    def __init__(self, call: dict[str, Any] | None, code: Any, note_fd: int, tell: Callable[[bytes], None]) -> None:
-        """``tell`` gets the value of a call."""
+    def __init__(
+        self,
+        call: dict[str, Any] | None,
+        code: Any,
+        note_fd: int,
+        tell: Callable[[bytes], None],
+        supply: program.Supply = prelude.prepare,
+    ) -> None:
+        """``tell`` gets the value of a call, ``supply`` puts names into the program's namespace."""
         self.call = call
         self.code = code
         self.note_fd = note_fd
         self.tell = tell
+        self.supply = supply
         self.exit_code = messages.FAILED_EXIT  # set by the executor of the case
 
 
@@ -280,8 +288,7 @@ class Host:
             sys.stderr = stderr
 
     def _is_stateless(self) -> bool:
-        has_prelude = any(case.get("prelude") for case in self._settings["cases"])
-        return stateless.is_stateless(self._source, has_prelude)
+        return stateless.is_stateless(self._source)
 
     def _send_records(self) -> None:
         if self._unsent:
@@ -328,8 +335,8 @@ class Host:
         watched.wait()
         return watched
 
-    def _case(self, case: dict[str, Any], note_fd: int, tell: Callable[[bytes], None]) -> Case:
-        return Case(case if "args" in case else None, self._code, note_fd, tell)
+    def _case(self, case: dict[str, Any], note_fd: int, *how: Any) -> Case:
+        return Case(case if "args" in case else None, self._code, note_fd, *how)
 
     def _is_recorded(self, case: dict[str, Any], watched: _Watched) -> bool:
         """Record a case. Returns False for a case that must run alone."""
@@ -390,7 +397,7 @@ class Host:
             sys.setrecursionlimit(usual_depth)
             began_s, began_cpu_s = time.monotonic(), time.process_time()
             _signal.setitimer(_signal.ITIMER_REAL, _SHORT_S)  # its signal ends the process
-            done = self._case(case, _NOBODY, answers.append)
+            done = self._case(case, _NOBODY, answers.append, stateless.supply)
             yield done
             _signal.setitimer(_signal.ITIMER_REAL, 0)
             times = time.monotonic() - began_s, time.process_time() - began_cpu_s

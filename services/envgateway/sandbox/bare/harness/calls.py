@@ -52,11 +52,10 @@ def _read_exactly(fd: int, size: int) -> bytes | None:
     return bytes(data)
 
 
-def _load(source: bytes, with_prelude: bool, note_fd: int, code: Any = None) -> types.ModuleType:
+def _load(source: bytes, supply: program.Supply, note_fd: int, code: Any = None) -> types.ModuleType:
     module = program.new_main(MODULE)
     code = code if code is not None else program.compiled(source, note_fd)
-    if with_prelude:
-        prelude.fill(module.__dict__)
+    supply(module.__dict__, code)
     exec(code, module.__dict__)
     return module
 
@@ -73,14 +72,19 @@ def find(module: types.ModuleType, entry_point: str) -> Any:
 
 
 def run_one(
-    source: bytes, payload: dict[str, Any], note_fd: int, tell: Callable[[bytes], None], code: Any = None
+    source: bytes,
+    payload: dict[str, Any],
+    note_fd: int,
+    tell: Callable[[bytes], None],
+    code: Any = None,
+    supply: program.Supply = prelude.prepare,
 ) -> int:
-    """The exit code; ``tell`` gets the value, framed. Payload: entry_point, args, kwargs (trees), prelude. ``code``:
-    the compiled source, if any."""
+    """The exit code; ``tell`` gets the value, framed. Payload: entry_point, args, kwargs (trees). ``code``: the compiled
+    source, if any. ``supply``: puts names into the namespace of the code."""
     streams = [sys.stdout, sys.stderr]
 
     def call() -> None:
-        module = _load(source, payload["prelude"], note_fd, code)
+        module = _load(source, supply, note_fd, code)
         function = find(module, _defined_entry(module, payload["entry_point"]))
         args = plain.from_tree(payload["args"], nodes=True)
         kwargs = plain.from_tree(payload["kwargs"], nodes=True)
@@ -137,13 +141,12 @@ _FEATURES = {
 
 
 def serve(source: bytes, note_fd: int, ask_fd: int, answer_fd: int) -> int:
-    """Load the program and answer calls until ``ask_fd`` ends. First frame: {"prelude": bool}."""
+    """Load the program and answer calls until ``ask_fd`` ends. The first frame begins the session."""
     streams = [sys.stdout, sys.stderr]
 
     def answer_all() -> None:
-        first = read_frame(ask_fd)
-        settings = plain.parse(first or b"{}")
-        module = _load(source, bool(settings.get("prelude")), note_fd)
+        read_frame(ask_fd)
+        module = _load(source, prelude.prepare, note_fd)
         objects = _Objects()
         while (frame := read_frame(ask_fd)) is not None:
             sys_limit = sys.getrecursionlimit()

@@ -20,13 +20,25 @@ TOOL_TREES = ["/usr/bin", "/bin", "/usr/include", "/usr/local/include", "/usr/li
 SHELL_TREES = ["/usr", "/bin", "/sbin", "/etc/alternatives", "/etc/passwd", "/etc/group", "/etc/mime.types",
                "/etc/python3", "/etc/perl", "/etc/java", "/etc/fonts"]  # fmt: skip
 _SOURCE, _OUTPUT = "main.cpp", "program"
-_FLAGS = ("-std=c++17", "-O2", "-fmax-errors=5", "-fdiagnostics-color=never", "-fno-diagnostics-show-caret",
+_STANDARDS = ("c++23", "c++20", "c++17")  # the newest that the compiler knows is taken
+_FLAGS = ("-O2", "-fmax-errors=5", "-fdiagnostics-color=never", "-fno-diagnostics-show-caret",
           "-ftemplate-depth=512")  # fmt: skip
 _OWN_LINE = re.compile(
     rb"(In file included from |\s+from )?(main\.cpp\b|/usr/include/|/usr/lib/gcc/|/usr/bin/ld: |collect2: |cc1plus: "
     rb"|g\+\+: |compilation terminated)"
 )
 _COMPILE_FAILED_EXIT = 1
+_standard = [_STANDARDS[-1]]
+
+
+def choose_standard() -> None:
+    """Find the newest standard of the compiler, where there is one, for all that is compiled later."""
+    quiet = [(os.POSIX_SPAWN_OPEN, 2, "/dev/null", os.O_WRONLY, 0)]
+    for standard in _STANDARDS if os.access(COMPILER, os.X_OK) else ():
+        arguments = [COMPILER, f"-std={standard}", "-fsyntax-only", "-x", "c++", "/dev/null"]
+        if os.waitpid(os.posix_spawn(COMPILER, arguments, {"PATH": "/usr/bin:/bin"}, file_actions=quiet), 0)[1] == 0:
+            _standard[0] = standard
+            return
 
 
 def compile_program(source: bytes, answer_fd: int) -> int:
@@ -36,7 +48,7 @@ def compile_program(source: bytes, answer_fd: int) -> int:
     os.closerange(3, answer_fd)
     os.closerange(answer_fd + 1, 1 << 16)
     said_read, said_write = os.pipe()
-    arguments = [COMPILER, *_FLAGS, _SOURCE, "-o", _OUTPUT]
+    arguments = [COMPILER, f"-std={_standard[0]}", *_FLAGS, _SOURCE, "-o", _OUTPUT]
     actions = [(os.POSIX_SPAWN_DUP2, said_write, 1), (os.POSIX_SPAWN_DUP2, said_write, 2)]
     # "." and not the directory's name: a folder above may be closed to the slot's user, as /tmp is on some machines.
     environment = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TMPDIR": "."}

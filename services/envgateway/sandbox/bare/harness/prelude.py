@@ -1,40 +1,71 @@
-"""Names that call-style problems use without a definition: common imports, and nodes of lists and trees.
+"""Names that a judged program may use without an import, and the depth that it may recurse to, as graders of programs
+give them: the names of common modules, and nodes of lists and trees.
 
-Executed into the program's module before its source, only for methods of ``Solution``; and before test code.
+Put into the program's module before its source, so no line of the source moves; and before test code.
 """
 
 from __future__ import annotations
 
+import builtins
+import sys
 import types
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from . import plain
 
-STAR = ("typing", "functools", "collections", "itertools", "heapq", "bisect", "string", "operator", "math")
-_WHOLE = ("random", "functools", "collections", "string", "math", "datetime", "itertools", "heapq", "bisect", "re",
-          "typing", "operator")  # fmt: skip
+# of two equal names the later module's is taken; names of the interpreter keep their meaning
+STAR = ("typing", "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
+        "itertools", "functools", "operator", "io", "sys", "json")  # fmt: skip
+_RECURSION = 600_000
+_BY_TEXT = frozenset(
+    ("eval", "exec", "globals", "locals", "vars")
+)  # with them a program may name what its code does not
 
 
-def names() -> frozenset[str]:
-    """All names that ``fill`` supplies, without importing modules that are not loaded for every program."""
-    return frozenset((*_WHOLE, "inf", "pow", "ListNode", "TreeNode")).union(*map(_listed, map(__import__, STAR)))
+# not imported before a program needs them: both hook into every fork
+_LISTED = {
+    "random": """Random SystemRandom betavariate choice choices expovariate gammavariate gauss getrandbits getstate
+        lognormvariate normalvariate paretovariate randbytes randint randrange sample seed setstate shuffle triangular
+        uniform vonmisesvariate weibullvariate""",
+    "statistics": """NormalDist StatisticsError correlation covariance fmean geometric_mean harmonic_mean
+        linear_regression mean median median_grouped median_high median_low mode multimode pstdev pvariance quantiles stdev
+        variance""",
+}
 
 
-def _listed(module: types.ModuleType) -> list[str]:
+def _listed(name: str) -> list[str]:
+    if name in _LISTED:
+        return _LISTED[name].split()
+    module = __import__(name)
     return getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]
 
 
-def fill(namespace: dict[str, Any]) -> None:
-    """Names that the program's own definitions then replace."""
-    for name in STAR:
-        module = __import__(name)
-        namespace.update((n, getattr(module, n)) for n in _listed(module))
-    for name in _WHOLE:
-        namespace[name] = __import__(name)
-    namespace["inf"] = float("inf")
-    namespace["pow"] = pow  # math's would hide the built-in with three arguments
-    namespace["ListNode"] = plain.ListNode
-    namespace["TreeNode"] = plain.TreeNode
+_MODULE_OF = {name: module for module in STAR for name in _listed(module)}
+NAMES = frozenset((*_MODULE_OF, *STAR, "ListNode", "TreeNode")) - vars(builtins).keys()
+
+
+def prepare(namespace: dict[str, Any], code: types.CodeType, among: Container[str] = NAMES) -> None:
+    """Supply the names that a program mentions, of those in ``among``, and let it recurse deeply. Its own definitions
+    then replace them."""
+    sys.setrecursionlimit(_RECURSION)
+    mentioned = NAMES.intersection(_mentioned(code))
+    fill(namespace, (name for name in mentioned if name in among))
+
+
+def fill(namespace: dict[str, Any], names: Iterable[str] = NAMES) -> None:
+    for name in names:
+        if name in STAR:
+            namespace[name] = __import__(name)
+        else:  # looked up now: a case has streams of its own
+            namespace[name] = getattr(__import__(_MODULE_OF[name]) if name in _MODULE_OF else plain, name)
+
+
+def _mentioned(code: types.CodeType) -> Iterator[str]:
+    yield from NAMES if not _BY_TEXT.isdisjoint(code.co_names) else code.co_names
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _mentioned(part)
 
 
 def fill_tests(namespace: dict[str, Any], common: bool) -> None:

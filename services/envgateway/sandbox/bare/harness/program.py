@@ -15,22 +15,24 @@ import sys
 import traceback
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..messages import NO_COMPILE_NOTE, OUT_OF_MEMORY_NOTE
 
 FILENAME = "<program>"
 _LONGEST_SHOWN_LINE = 1000
+_SHOWN_FRAMES = 1000  # the last, as the interpreter shows them
+Supply: TypeAlias = Callable[[dict[str, Any], types.CodeType], None]
 
 
-def run(source: bytes, echo: bool, note_fd: int, code: Any = None) -> int:
+def run(source: bytes, echo: bool, note_fd: int, code: Any = None, supply: Supply | None = None) -> int:
     """The program's exit code. ``note_fd`` gets events with a verdict of their own: a failed compile, an uncaught
-    MemoryError. ``code``: the compiled source, if any."""
+    MemoryError. ``code``: the compiled source, if any. ``supply``: puts names into the namespace of the code."""
     main = new_main("__main__")
     streams = [sys.stdout, sys.stderr]
     left_with = 1
     try:
-        left_with = guarded(lambda: _execute(source, echo, main, note_fd, code), note_fd)
+        left_with = guarded(lambda: _execute(source, echo, main, note_fd, code, supply), note_fd)
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()  # waits for non-daemon threads, bounded by the wall limit
         atexit._run_exitfuncs()
@@ -88,11 +90,14 @@ def note(note_fd: int, what: bytes) -> None:
         pass
 
 
-def _execute(source: bytes, echo: bool, main: types.ModuleType, note_fd: int, code: Any) -> None:
+def _execute(source: bytes, echo: bool, main: types.ModuleType, note_fd: int, code: Any, supply: Supply | None) -> None:
     if echo:
         execute_echoing(source, main.__dict__, note_fd)
-    else:
-        exec(code if code is not None else compiled(source, note_fd), main.__dict__)
+        return
+    code = code if code is not None else compiled(source, note_fd)
+    if supply is not None:
+        supply(main.__dict__, code)
+    exec(code, main.__dict__)
 
 
 def execute_echoing(source: bytes, namespace: dict[str, Any], note_fd: int, filename: str = FILENAME) -> None:
@@ -137,6 +142,11 @@ def report(error: BaseException | None, note_fd: int, filename: str = FILENAME) 
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != filename:
         trace = trace.tb_next
+    shown = trace
+    for _ in range(_SHOWN_FRAMES):
+        shown = shown and shown.tb_next
+    while shown is not None and trace is not None:  # by hand: the library looks at each of half a million frames
+        shown, trace = shown.tb_next, trace.tb_next
     try:
         traceback.print_exception(type(error), error, trace)
     except (OSError, ValueError, AttributeError):  # stderr is closed or replaced

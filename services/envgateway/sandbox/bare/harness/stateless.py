@@ -95,17 +95,24 @@ _LEADING_OUT = _public(
      types.ModuleType, types.BuiltinFunctionType, type, abc.ABCMeta, Exception, classmethod, property)
 ) | (_public((io.TextIOWrapper, io.BufferedReader, io.BytesIO)) - _ATTRIBUTES)  # fmt: skip
 _FIELD_WITH_A_PATH = re.compile(r"\{[^{}:!]*[.\[]")  # of a format: such a field reads any attribute of an object
-# names that a prelude supplies without an import; the allowed ones are those of their modules
-_SUPPLIED = prelude.names()
-_HARMLESS = frozenset(("inf", "pow")).union(*(_MODULES[name] for name in prelude.STAR)) | (
-    frozenset(name for name in dir(operator) if not name.startswith("_")) - {"attrgetter", "methodcaller"}
-)
+# of the names that a prelude supplies without an import: those that the program may use
+HARMLESS = frozenset(name for name in dir(operator) if not name.startswith("_")).union(
+    *(_MODULES.get(m, ()) for m in prelude.STAR)
+) - {"attrgetter", "methodcaller", *prelude.STAR}
+_HARMFUL = prelude.NAMES - HARMLESS
+_SUPPLIED = HARMLESS | _MODULES.keys()
+_CATCH_NAMES = frozenset(("Exception", "NameError"))
 _DECORATED_BY = frozenset(("cache", "lru_cache", "functools", "staticmethod", "classmethod"))
 
 
-def is_stateless(source: bytes, with_prelude: bool = False) -> bool:
-    """Whether no state of one execution is left for the next. The program must compile; ``with_prelude``: the names of
-    ``prelude`` have their meaning during the execution.
+def supply(namespace: dict[str, Any], code: types.CodeType) -> None:
+    """Supply the names of ``prelude`` of which no execution can make state; without another, an execution fails that the
+    name's meaning decides, and is repeated in a process of its own."""
+    prelude.prepare(namespace, code, _SUPPLIED)
+
+
+def is_stateless(source: bytes) -> bool:
+    """Whether no state of one execution is left for the next, with the names of ``supply``. The program must compile.
 
     >>> is_stateless(b"def f(x): return (x + 3) * 7"), is_stateless(b"print(sum(map(int, input().split())))")
     (True, True)
@@ -118,7 +125,7 @@ def is_stateless(source: bytes, with_prelude: bool = False) -> bool:
         return False
     try:
         tree = ast.parse(source.decode().removeprefix("\ufeff"))  # as the compiler gets it: a cookie names no encoding
-        return _Program(tree, with_prelude).is_stateless()
+        return _Program(tree).is_stateless()
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
 
@@ -136,18 +143,19 @@ def _all_nodes(tree: ast.AST) -> list[ast.AST]:
 
 
 class _Program:
-    def __init__(self, tree: ast.Module, with_prelude: bool) -> None:
-        self._supplied = _SUPPLIED if with_prelude else frozenset()
+    def __init__(self, tree: ast.Module) -> None:
         self._nodes = _all_nodes(tree)
         self._modules: dict[str, str] = {}  # the meaning of a name
         self._inside: set[int] = set()  # nodes that their attribute has been looked at with
         self._methods = frozenset(node.name for node in self._nodes if type(node) is ast.FunctionDef)
+        self._own = self._bound()
+        self._hides = bool(self._own & _HARMFUL)  # perhaps read before they are bound
 
     def is_stateless(self) -> bool:
         imports = [node for node in self._nodes if type(node) in (ast.Import, ast.ImportFrom)]
         if self._methods & _LEADING_OUT or not all(map(self._is_import_known, imports)):
             return False
-        if self._modules and self._bound() & self._modules.keys():
+        if self._own & self._modules.keys():
             return False
         for node in self._nodes:
             check = _CHECKS.get(type(node))
@@ -179,7 +187,7 @@ class _Program:
                     known_as = name.asname or name.name
                     if name.name not in _MODULES or self._modules.get(known_as, name.name) != name.name:
                         return False
-                    if known_as in self._supplied and known_as != name.name:
+                    if known_as in _SUPPLIED and known_as != name.name:
                         return False
                     self._modules[known_as] = name.name
                 return all(map(self._may_name, self._modules))
@@ -196,7 +204,7 @@ class _Program:
     def _is_name_known(self, node: ast.Name) -> bool:
         if id(node) in self._inside:
             return True
-        if node.id in self._supplied and node.id not in _HARMLESS:  # at any place where the program rebinds the name
+        if node.id in _HARMFUL and node.id not in self._own and node.id not in self._modules:
             return False
         plain = node.id == "__name__" and isinstance(node.ctx, ast.Load)
         return node.id not in self._modules and (plain or self._may_name(node.id))
@@ -209,7 +217,7 @@ class _Program:
     def _is_handler_known(self, node: ast.ExceptHandler) -> bool:
         # the handler may catch the end of the stack, whose depth differs between runs
         caught = {inner.id for inner in ast.walk(node.type) if isinstance(inner, ast.Name)} if node.type else {"all"}
-        return "all" not in caught and self._may_name(node.name or "")
+        return not ("all" in caught or (self._hides and caught & _CATCH_NAMES)) and self._may_name(node.name or "")
 
     def _is_attribute_known(self, node: ast.Attribute) -> bool:
         if not isinstance(node.ctx, ast.Load):

@@ -34,7 +34,7 @@ from .run import Limits, Run, result_without_run
 from .sealed import sealed
 
 _PR_SET_CHILD_SUBREAPER = 36
-_WITHOUT_ANSWER = ("program", "echo")  # modes whose only outputs are stdout and stderr
+_WITHOUT_ANSWER = ("program", "judged", "echo")  # modes whose only outputs are stdout and stderr
 _CLEANING_LOOK_S = 0.002
 _KILL_TAKES_S = 0.05  # before a run that was stopped is looked at again
 
