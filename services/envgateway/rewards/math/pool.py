@@ -28,6 +28,7 @@ import structlog
 
 from services.common.config.processes.envgateway import MathRewardConfig, ReasoningGymConfig
 from services.common.errors import CapacityError
+from services.common.text.thoughts import after_thoughts
 from services.envgateway.calls import take_place
 from services.envgateway.child import Child, ChildDied, ChildFailed, ChildLost
 from services.envgateway.rewards.result import RewardOutcome, RewardResult, grader_failed, unparsed
@@ -189,7 +190,10 @@ class MathPool:
         """And whether the answer is blamed for a failure."""
         frame = wire.encode(
             {"kind": "grade"},
-            [truth.encode(errors="replace"), completion[-MAX_COMPLETION_CHARS:].encode(errors="replace")],
+            [
+                truth.encode(errors="replace"),
+                after_thoughts(completion)[-MAX_COMPLETION_CHARS:].encode(errors="replace"),
+            ],
         )
         failed, crashes, why = 0, 0, ""
         for _ in range(_MOST_TRIES):

@@ -65,22 +65,32 @@ def main() -> None:
 
 def _load_grader() -> Grade:
     logging.disable(logging.WARNING)  # Math-Verify warns on every call that its timeouts are off
+    from services.envgateway.rewards.math.boxed import ends_in_bare_list, final_answers
     from services.envgateway.rewards.math.compare import MathComparison
+    from services.envgateway.rewards.math.forms import asks_for_one, without_unit
 
     compared = MathComparison()
 
     def grade(truth: str, completion: str) -> Verdict:
-        gold = _of_the_row(lambda: compared.gold(truth))
+        gold = _of_the_row(lambda: compared.gold(without_unit(truth)))
         if isinstance(gold, str):
             return "grader_failed", f"the reference answer cannot be parsed: {gold}"
         if not gold:
             return "grader_failed", "the reference answer cannot be parsed"
         try:
-            answer = compared.answer(completion)
-            if not answer:
-                return "unparsed", "no answer found"
-            wrong = compared.wrong(truth, gold, completion, answer)
-            return ("correct", "") if wrong is None else ("wrong", wrong)
+            is_one, boxed = asks_for_one(truth), final_answers(completion)
+            if not boxed and is_one and ends_in_bare_list(completion):
+                return "wrong", "a list where one value is asked for"
+            # each is the answer, or all are together
+            boxed = [f"$\\boxed{{{without_unit(part)}}}$" for part in (boxed if is_one else [", ".join(boxed)]) if part]
+            for said in boxed or [completion]:
+                answer = compared.answer(said)
+                if not answer:
+                    return "unparsed", "no answer found"
+                wrong = compared.wrong(without_unit(truth), gold, said, answer)
+                if wrong is not None:
+                    return "wrong", wrong
+            return "correct", ""
         except (MemoryError, RecursionError):
             raise
         except Exception as error:  # noqa: BLE001 - sympy may raise anything on untrusted text

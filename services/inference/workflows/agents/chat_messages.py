@@ -17,9 +17,8 @@ from typing import Any
 import orjson
 
 from services.common.text.chat import Message
+from services.common.text.thoughts import END_OF_THOUGHT, THOUGHT
 from services.common.text.tool_calls import CLOSE, OPEN, MalformedCall, parse_json_call, split_calls
-
-THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from services.common.text.programs import fenced_blocks
+from services.common.text.thoughts import after_thoughts
 from services.common.text.tool_calls import cut_text
 from services.inference.workflows.base import CaseOutcome, JudgeCase, ProgramStatus
 
@@ -32,7 +33,6 @@ MAX_CASE_BYTES = 1 << 16  # of one case's JSON: longer cases were not worked out
 _LISTS = ("cases", "tests", "test_cases")
 _TEXT_GIVEN, _TEXT_EXPECTED = ("input", "stdin"), ("output", "expected_output", "expected", "stdout")
 _CALL_GIVEN, _CALL_EXPECTED = ("args", "arguments", "input"), ("expected", "expected_output", "output", "return")
-_THOUGHT_ENDS, _THOUGHT_BEGINS = "</think>", "<think>"
 _CHECK_CALL = re.compile(r"^check\(([\w.()]+)\)\s*$", re.MULTILINE)
 _MISSING = object()
 
@@ -55,18 +55,6 @@ class GeneratedCases:
     problem: str = ""  # why there are no cases
 
 
-def answer_of(text: str) -> str:
-    """The text after the last thought; empty if the thought never ends.
-
-    >>> answer_of("<think>hm</think> 42"), answer_of("42"), answer_of("<think>hm")
-    (' 42', '42', '')
-    """
-    _, ended, answer = text.rpartition(_THOUGHT_ENDS)
-    if ended:
-        return answer
-    return "" if _THOUGHT_BEGINS in text else text
-
-
 def entry_point_of(tests: Mapping[str, Any]) -> str | None:
     """The entry point of a task's programs: a function's name, "" for programs that read stdin, None if unknown.
 
@@ -83,7 +71,7 @@ def entry_point_of(tests: Mapping[str, Any]) -> str | None:
 
 def read_cases(text: str, *, is_function: bool, num_cases: int) -> GeneratedCases:
     """The ``num_cases`` cases in a verifier's text, or none, by the rules above."""
-    written = next((found for block in reversed(fenced_blocks(answer_of(text))) if (found := _listed(block))), [])
+    written = next((found for block in reversed(fenced_blocks(after_thoughts(text))) if (found := _listed(block))), [])
     cases: list[JudgeCase] = []
     for item in written:
         case = _case(item, is_function)
