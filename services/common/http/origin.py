@@ -26,6 +26,7 @@ from aiohttp import web
 
 from services.common.errors import ConfigError, InvalidRequestError, PermissionDeniedError, RollmillError
 from services.common.telemetry.logs import Repeats
+from services.common.text.encodable import encodable
 
 log = structlog.get_logger()
 
@@ -185,4 +186,4 @@ def _shown(text: str) -> str:
 
 def json_answer(value: object, status: int = 200) -> web.Response:
     """``value`` as JSON."""
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+    return web.Response(body=orjson.dumps(encodable(value)), status=status, content_type="application/json")

@@ -34,7 +34,7 @@ TELL_AGAIN_S = 1.0
 
 # Only texts with one of these are searched: most have none.
 _HINTS = ("eyJ", "earer ", "PRIVATE KEY", "uthorization", "@")
-_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s\"']*@")
+_PASSWORD = re.compile(r"(?<=[a-z0-9+.-]://)[^/@\s\"']*+@")
 _SECRETS = (
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----|.*)", re.DOTALL), HIDDEN),
     (re.compile(r"eyJ[\w-]{8,}(?:\.[\w-]*){0,2}(?:~[\w-]+)?"), HIDDEN),  # a JWT, and the session that may follow it
@@ -45,7 +45,7 @@ _SECRETS = (
         ),
         rf"\1{HIDDEN}",
     ),
-    (_PASSWORD, rf"\1{HIDDEN}@"),
+    (_PASSWORD, f"{HIDDEN}@"),
 )
 
 
@@ -55,7 +55,7 @@ def without_passwords(tree: Any) -> Any:
         return {key: without_passwords(value) for key, value in tree.items()}
     if isinstance(tree, list):
         return [without_passwords(value) for value in tree]
-    return _PASSWORD.sub(rf"\1{HIDDEN}@", tree) if isinstance(tree, str) else tree
+    return _PASSWORD.sub(f"{HIDDEN}@", tree) if isinstance(tree, str) else tree
 
 
 def redacted(text: str) -> str:

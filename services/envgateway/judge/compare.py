@@ -32,7 +32,7 @@ from services.envgateway.sandbox.bare.harness import plain
 
 _LARGEST_PARSED = 1 << 18  # bytes of a JSON or literal text: parsing untrusted text costs a multiple in memory
 _INTEGER = re.compile(rb"[+-]?\d+")
-_NUMBER = re.compile(rb"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(rb"[+-]?(?:\d++\.?+\d*+|\.\d++)(?:[eE][+-]?\d++)?")
 _INFINITE = re.compile(rb"([+-]?)inf(?:inity)?", re.IGNORECASE)
 _SHOWN_BYTES = 100
 

@@ -6,7 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
+import structlog
+
 from services.common.errors import InvalidRequestError, RollmillError
+
+log = structlog.get_logger()
 
 MOST_CALLS = 256  # of one message
 
@@ -49,4 +53,7 @@ async def _told(answer: Awaitable[Response]) -> Response | None:
     try:
         return await answer
     except RollmillError:
+        return None
+    except Exception:  # of one call: its caller, who makes it again alone, is told
+        log.exception("batches.call_failed")
         return None

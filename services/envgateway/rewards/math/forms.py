@@ -77,7 +77,7 @@ _AS_READ = tuple(  # other spellings of signs that Math-Verify reads
 )
 _WHOLE_TEXT = re.compile(r"\\(?:text|mathrm|textrm|textbf|mbox)\s*+\{(\s*+[+-]?\d[^{}]*+)\}")
 _UNIT = re.compile(
-    r"(?:\s|\\[ ,;])\s*+((?:[A-Za-z]{3,}+|[ckmd][mgsl]|ft|lb|oz|mL|[mg](?=/))(?:\^\{?[23]\}?)?(?:\s*+/\s*+[A-Za-z]++(?:\^\{?[23]\}?)?|\s++[A-Za-z]{3,}+)*+)(?![A-Za-z])"
+    r"(?<!\s)(?:\s|\\[ ,;])\s*+((?:[A-Za-z]{3,}+|[ckmd][mgsl]|ft|lb|oz|mL|[mg](?=/))(?:\^\{?[23]\}?)?(?:\s*+/\s*+[A-Za-z]++(?:\^\{?[23]\}?)?|\s++[A-Za-z]{3,}+)*+)(?![A-Za-z])"
 )
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?!\s*+=)")
 _NO_UNIT = re.compile(
@@ -317,7 +317,7 @@ def intervals(text: str) -> tuple[list[Span], bool] | None:
 
 
 def _bracketed(text: str) -> Span | None:
-    text = _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
+    text = text[label.end() :] if (label := _LABEL.match(text)) else text
     if text[:1] not in ("(", "[") or text[-1:] not in (")", "]"):
         return None
     bounds = split(text[1:-1], ",")
@@ -378,7 +378,7 @@ def _plain(text: str) -> str:
     """The text without spaces, dollars, sizes of brackets, grouping of digits, a label and a full stop."""
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text[:_LONGEST])
     text = _SPACING.sub("", text).rstrip(".")
-    return _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
+    return text[label.end() :] if (label := _LABEL.match(text)) else text
 
 
 def _closing_place(text: str) -> int:

@@ -11,8 +11,8 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 
 from services.common.text.chat import Chat
-from services.inference.endpoint.dialects.base import AnswerWriter, DialectRequest
 from services.common.text.thoughts import END_OF_THOUGHT, THOUGHT
+from services.inference.endpoint.dialects.base import AnswerWriter, DialectRequest
 from services.inference.workflows.agents.chat_messages import Answer, Call
 from services.inference.workflows.agents.stop_text import settled
 from services.inference.workflows.agents.turns import CapturedTurn
