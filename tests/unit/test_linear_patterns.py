@@ -149,7 +149,9 @@ def limit_s() -> Iterator[float]:
 
 
 PATTERNS = patterns()
-PATTERNS.pop("services.common.text.programs: '^\\\\s*(?:async\\\\s+)?(?:def|class)\\\\s+word\\\\b'", None)  # quadratic over empty lines
+PATTERNS.pop(
+    "services.common.text.programs: '^\\\\s*(?:async\\\\s+)?(?:def|class)\\\\s+word\\\\b'", None
+)  # quadratic over empty lines
 
 
 @pytest.mark.parametrize("name", sorted(PATTERNS))

@@ -26,7 +26,7 @@ from services.common import run_files
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 MOST_CHARACTERS = 2000  # of one value
 # Control characters, directions of writing, and halves of surrogate pairs, which no file takes.
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 HIDDEN = "[hidden]"
@@ -127,7 +127,7 @@ def _tamed(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
         if name != "exception" and len(value) > MOST_CHARACTERS:
             value = f"{value[:MOST_CHARACTERS]}... ({len(value)} characters)"
         if not value.isprintable():
-            value = _OBEYED.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
+            value = OBEYED.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
             if name != "exception":
                 value = value.replace("\n", "\n    ")
         event[name] = value
