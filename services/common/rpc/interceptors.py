@@ -274,6 +274,11 @@ def _reader(name: str, limit: Limit, parse: Parse | None) -> Callable[[bytes], A
                 f"a message of {name} has {len(data)} bytes; at most {limit.request_bytes} are taken",
                 limit=f"{name}.request_bytes",
             )
+        if limit.requests is not None and num_fields(data, limit.requests) > limit.requests:
+            raise InvalidRequestError(
+                f"a message of {name} has more than {limit.requests} requests: send them in several messages",
+                limit=f"{name}.requests",
+            )
         if parse is None:
             return data
         try:
@@ -282,6 +287,42 @@ def _reader(name: str, limit: Limit, parse: Parse | None) -> Callable[[bytes], A
             raise InvalidRequestError(f"a message of {name} cannot be parsed: {error}") from None
 
     return read
+
+
+def num_fields(data: bytes, most: int) -> int:
+    """The fields of a message, counted up to ``most`` + 1 and before any is parsed: an empty request of two bytes takes
+    hundreds when it is parsed. An ending or a group in place of a field counts as too many."""
+    place = count = 0
+
+    def number() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = data[place]
+            place += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    try:
+        while place < len(data) and count <= most:
+            count += 1
+            match number() & 7:
+                case 0:
+                    number()
+                case 1:
+                    place += 8
+                case 2:
+                    size = number()
+                    place += size
+                case 5:
+                    place += 4
+                case _:
+                    return most + 1
+    except IndexError:  # cut: the parser says so
+        pass
+    return count
 
 
 def _writer(name: str, limit: Limit, serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:

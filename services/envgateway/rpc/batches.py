@@ -8,11 +8,9 @@ from typing import TypeVar
 
 import structlog
 
-from services.common.errors import InvalidRequestError, RollmillError
+from services.common.errors import RollmillError
 
 log = structlog.get_logger()
-
-MOST_CALLS = 256  # of one message
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -23,16 +21,11 @@ async def answered(
 ) -> AsyncGenerator[list[tuple[int, Response | None]], None]:
     """Places and answers, those that came together in one list; None for a call that failed, which its caller makes again
     alone, to be told why. Leaving ends the calls that run.
-
-    Raises ``InvalidRequestError`` for more than ``MOST_CALLS``.
     """
-    todo = list(requests)
-    if len(todo) > MOST_CALLS:
-        raise InvalidRequestError(f"{len(todo)} calls in one message; at most {MOST_CALLS} are taken")
     ended: asyncio.Queue[int] = asyncio.Queue()
     tasks: list[asyncio.Task[Response | None]] = []
     try:
-        for place, request in enumerate(todo):
+        for place, request in enumerate(requests):
             task = asyncio.create_task(_told(answer(request)), name=f"call {place} of a message")
             task.add_done_callback(lambda _, place=place: ended.put_nowait(place))  # type: ignore[misc]
             tasks.append(task)
