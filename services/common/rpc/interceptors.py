@@ -8,6 +8,7 @@ need no message.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
@@ -34,6 +35,7 @@ log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # subscripts in stubs only
 
+_FIRST_FIELD = 0x0A  # the tag of field 1, a message
 _UNARY_RESPONSE = ("unary_unary", "stream_unary")
 _STREAM_RESPONSE = ("unary_stream", "stream_stream")
 
@@ -290,38 +292,17 @@ def _reader(name: str, limit: Limit, parse: Parse | None) -> Callable[[bytes], A
 
 
 def num_fields(data: bytes, most: int) -> int:
-    """The fields of a message, counted up to ``most`` + 1 and before any is parsed: an empty request of two bytes takes
-    hundreds when it is parsed. An ending or a group in place of a field counts as too many."""
+    """The values of a message's first field, counted up to ``most`` + 1 and before any is parsed: an empty request of two
+    bytes takes hundreds when it is parsed. Another field counts as too many: these messages have one."""
     place = count = 0
-
-    def number() -> int:
-        nonlocal place
-        value = shift = 0
-        while True:
-            byte = data[place]
-            place += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    try:
+    with contextlib.suppress(IndexError):  # cut: the parser says so
         while place < len(data) and count <= most:
-            count += 1
-            match number() & 7:
-                case 0:
-                    number()
-                case 1:
-                    place += 8
-                case 2:
-                    size = number()
-                    place += size
-                case 5:
-                    place += 4
-                case _:
-                    return most + 1
-    except IndexError:  # cut: the parser says so
-        pass
+            if data[place] != _FIRST_FIELD:
+                return most + 1
+            count, place, size, shift = count + 1, place + 1, 0, 0
+            while data[place] >= 0x80:
+                size, place, shift = size | (data[place] & 0x7F) << shift, place + 1, shift + 7
+            place += 1 + (size | data[place] << shift)
     return count
 
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic_core import SchemaError, SchemaValidator, ValidationError, core_schema
+from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from services.common.text.encodable import encodable
 
@@ -93,14 +93,6 @@ def _pattern(pattern: str, where: str = "pattern") -> SchemaValidator:
         ) from None
 
 
-def _matches(pattern: str, value: str) -> bool:
-    try:
-        _pattern(pattern).validate_python(value, strict=True)
-    except ValidationError:
-        return False
-    return True
-
-
 def problem_with(arguments: Any, schema: Mapping[str, Any]) -> str | None:
     """The error in the arguments of a call, or None.
 
@@ -122,7 +114,7 @@ def _problem(value: Any, schema: Mapping[str, Any], path: str) -> str | None:
         return f"{name} must be {_shown(schema['const'])}, not {_shown(value)}"
     if "enum" in schema and not any(_same(value, allowed) for allowed in schema["enum"]):
         return f"{name} must be {_joined(_shown(allowed) for allowed in schema['enum'])}, not {_shown(value)}"
-    if isinstance(value, str) and "pattern" in schema and not _matches(schema["pattern"], value):
+    if isinstance(value, str) and "pattern" in schema and not _pattern(schema["pattern"]).isinstance_python(value):
         return f"{name} must match {schema['pattern']}, unlike {_shown(value)}"
     if "anyOf" in schema:
         problems = [_problem(value, option, path) for option in schema["anyOf"]]

@@ -18,8 +18,6 @@ _Number: TypeAlias = int | float | complex | Fraction
 _SHOWN_CHARS = 200
 _LONGEST_DECIMAL, _LARGEST_EXPONENT = 2000, 5000
 _LARGEST_RANGE = 1_000_000
-_MOST_DIMENSIONS = 64  # of an array of numpy
-_MOST_DIGITS = 5000  # of each part of a fraction, in hexadecimal
 _BRACKETS = {"q": "[]", "l": "[]", "t": "()", "s": "{}", "z": "{}", "d": "{}", "L": "[]", "T": "[]"}
 _NO_TREE = (
     RecursionError,
@@ -156,7 +154,7 @@ def _number(tree: Tree) -> _Number | None:
         if tree[0] == "c":
             return complex(float.fromhex(tree[1]), float.fromhex(tree[2]))
         if tree[0] == "F":
-            return _fraction(tree[1], tree[2])
+            return Fraction(_whole(tree[1]), _whole(tree[2]))
         if tree[0] == "D":
             return _decimal(tree[1])
     return None
@@ -167,12 +165,6 @@ def _whole(tree: Tree) -> int:
     if not isinstance(number, int):
         raise ValueError("a fraction is of integers")
     return number
-
-
-def _fraction(above: Tree, below: Tree) -> Fraction:
-    if any(isinstance(part, list) and len(part[1]) > _MOST_DIGITS for part in (above, below)):
-        raise ValueError("a fraction that is too long to compare")
-    return Fraction(_whole(above), _whole(below))
 
 
 def _decimal(text: str) -> _Number:
@@ -203,8 +195,6 @@ def _range(tree: Tree) -> range:
 
 
 def _array(tree: Tree) -> Tree:
-    if len(tree[2]) > _MOST_DIMENSIONS + 1:
-        raise ValueError("an array of too many dimensions")
     shape, values = [_whole(part) for part in tree[2][1:]], tree[3:]
     if math.prod(shape) != len(values) or (not values and shape[0]):  # an empty one is compared by its first axis only
         raise ValueError("an array of another shape")

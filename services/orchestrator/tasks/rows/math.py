@@ -20,19 +20,12 @@ Row = Mapping[str, Any]
 _PROBLEM_COLUMNS = ("problem", "question")
 _CHAT_MARKS = re.compile(r"<｜[A-Za-z▁]+｜>")  # role marks of a chat template that was applied to the text
 _INSTRUCTION = re.compile(
-    r"Let['’]?s think step by step and output the final answer within \\boxed\{\}\.?\s*\Z".replace(" ", r"\s+"),
+    r"(?<!\s)(?<!\\n)(?:\\n|\s)*+Let['’]?s think step by step and output the final answer within \\boxed\{\}\.?\s*\Z".replace(
+        " ", r"\s+"
+    ),
     re.IGNORECASE,
 )
-_ESCAPED_LINE = "\\n"
 _KEPT = ("level", "subject", "difficulty", "url")
-
-
-def _without_instruction(text: str) -> str:
-    found = _INSTRUCTION.search(text)
-    text = text[: found.start()].rstrip() if found else text
-    while found and text.endswith(_ESCAPED_LINE):
-        text = text.removesuffix(_ESCAPED_LINE).rstrip()
-    return text.strip()
 
 
 def math_row(row: Row, where: str) -> dict[str, Any]:
@@ -76,10 +69,10 @@ def _problem(row: Row, where: str) -> str:
     if isinstance(prompt, list) and prompt:
         last = prompt[-1]
         if isinstance(last, Mapping) and last.get("role") == "user" and isinstance(last.get("content"), str):
-            return _without_instruction(str(last["content"]))
+            return _INSTRUCTION.sub("", str(last["content"])).strip()
         raise DatasetError(f"{where}: prompt must end with a user message that has text")
     if isinstance(prompt, str) and prompt.strip():
-        return _without_instruction(_CHAT_MARKS.sub("", prompt))
+        return _INSTRUCTION.sub("", _CHAT_MARKS.sub("", prompt)).strip()
     raise DatasetError(f"{where}: no problem: looked for problem, question and prompt in {sorted(row)}")
 
 
