@@ -92,7 +92,8 @@ class Judge:
             return await _Judgement(slot, request, self._sandbox.tier, self._compare).run(direct)
 
     async def _compare(self, check: Check, answer: bytes) -> str:
-        if len(answer) <= _SLOW_TO_COMPARE:
+        size = len(answer) + (len(check.expected) if isinstance(check, TextCheck) else 0)
+        if size <= _SLOW_TO_COMPARE:
             return failure(check, answer)
         if self._comparisons is None:
             self._comparisons = MathPool(_COMPARISON, COMPARISON)
