@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.config.processes.envgateway import MathRewardConfig
 from services.common.text.assert_tests import UnusableTestsError
 from services.envgateway.judge.asserts import DirectAssert, names, num_asserts, read
 from services.envgateway.judge.checks import Check, TextCheck, ValueCheck, failure, packed
@@ -37,8 +36,6 @@ from services.envgateway.judge.records import (
 )
 from services.envgateway.judge.results import RETRYABLE, case_result, refused, unusable, whole_result
 from services.envgateway.judge.together import MOST_CASES, CaseHost, HostedCase, is_unfinished, result_of
-from services.envgateway.rewards.math.pool import MathPool
-from services.envgateway.rewards.math.worker import COMPARISON
 from services.envgateway.sandbox.bare.harness import plain
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.connection import SubmittedRun
@@ -52,7 +49,6 @@ MAX_CASES = 10_000
 _FRAME = struct.Struct("!I")
 _MORE_WHEN_PASSED = 8
 _SLOW_TO_COMPARE = 1 << 12  # bytes from which comparing leaves the event loop, for a process that can be killed
-_COMPARISON = MathRewardConfig(num_workers=2, timeout_s=5.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +63,13 @@ class _Case:
 class Judge:
     """Judges over a sandbox. A request takes one slot at a time, so its cost in slots is that of one execution."""
 
-    def __init__(self, sandbox: SandboxPool) -> None:
+    def __init__(
+        self, sandbox: SandboxPool, compare_apart: Callable[[bytes, bytes], Awaitable[str]] | None = None
+    ) -> None:
+        """``compare_apart``: compares a large answer, by its packed check, in a process that can be killed; left out, a
+        thread does, for programs that are trusted."""
         self._sandbox = sandbox
-        self._comparisons: MathPool | None = None
+        self._compare_apart = compare_apart
 
     async def judge(self, request: JudgeRequest, queue_timeout_s: float = 60.0) -> JudgeResult:
         """Every case's verdict. Cancelling the caller kills the running programs.
@@ -95,10 +95,9 @@ class Judge:
         size = len(answer) + (len(check.expected) if isinstance(check, TextCheck) else 0)
         if size <= _SLOW_TO_COMPARE:
             return failure(check, answer)
-        if self._comparisons is None:
-            self._comparisons = MathPool(_COMPARISON, COMPARISON)
-            self._sandbox.on_close.append(self._comparisons.close)
-        return await self._comparisons.failure(packed(check), answer)
+        if self._compare_apart is None:
+            return await asyncio.to_thread(failure, check, answer)
+        return await self._compare_apart(packed(check), answer)
 
 
 class _Judgement:

@@ -15,7 +15,7 @@ import asyncio
 import collections
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -59,7 +59,6 @@ class SandboxPool:
         self._memory_cgroup = int(supervisor.facts["memory_cgroup"])  # its version; 0 where processes are watched
         self.counts: collections.Counter[str] = collections.Counter()
         self.live = LiveSlots(self, config.num_live)
-        self.on_close: list[Callable[[], Awaitable[None]]] = []
 
     @classmethod
     def start_before_threads(cls, config: SandboxConfig, tiers: tuple[str, ...] | None = None) -> SandboxPool:
@@ -152,8 +151,6 @@ class SandboxPool:
     async def close(self) -> None:
         """End all runs and the supervisor."""
         self._closed = True
-        for end in self.on_close:
-            await end()
         for turn in self._leases.waiting:
             turn.cancel()
         if self._connecting is not None:

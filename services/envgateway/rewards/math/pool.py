@@ -31,6 +31,7 @@ from services.common.errors import CapacityError, InfrastructureError
 from services.common.text.thoughts import after_thoughts
 from services.envgateway.calls import take_place
 from services.envgateway.child import Child, ChildDied, ChildFailed, ChildLost
+from services.envgateway.rewards.math.worker import COMPARISON
 from services.envgateway.rewards.result import RewardOutcome, RewardResult, grader_failed, unparsed
 from services.envgateway.sandbox.bare import procfs, wire
 
@@ -255,6 +256,11 @@ class MathPool:
             yield
         finally:
             self._room.release()
+
+
+def comparisons() -> MathPool:
+    """For the judge: compares answers of programs."""
+    return MathPool(MathRewardConfig(num_workers=2, timeout_s=5.0), COMPARISON)
 
 
 def _result(answer: dict[str, Any]) -> RewardResult:
