@@ -23,7 +23,7 @@ def install(extra: str) -> str:
 
 def missing(extra: str) -> list[str]:
     """The packages of an extra that this interpreter lacks; none where the metadata of Rollmill are missing."""
-    named = (re.match(rf"([\w.-]+).*extra == ['\"]{extra}['\"]", line) for line in _requirements())
+    named = (re.match(rf"([\w.-]++).*extra == ['\"]{extra}['\"]", line) for line in _requirements())
     return [found[1] for found in named if found and not _is_installed(found[1])]
 
 

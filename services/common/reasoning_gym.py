@@ -15,7 +15,7 @@ from typing import Any
 
 from services.common.errors import DatasetError
 from services.common.installing import install
-from services.common.text.thoughts import answer_of
+from services.common.text.thoughts import after_thoughts
 
 COLUMN = "reasoning_gym"  # of a row: the arguments of its dataset, and its place there
 MISSING = f"the package reasoning-gym is not installed here: {install('reasoning-gym')}"
@@ -90,7 +90,7 @@ def answer_in(completion: str) -> str:
     >>> answer_in("It is <answer> 7 </answer>"), answer_in(" 7 ")
     ('7', '7')
     """
-    said = answer_of(completion)
+    said = after_thoughts(completion)
     _, opened, rest = said.rpartition("<answer>")
     content, closed, _ = rest.partition("</answer>")
     return (content if opened and closed else said).strip()

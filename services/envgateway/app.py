@@ -43,7 +43,7 @@ from services.envgateway.prometheus import METRICS
 from services.envgateway.queue.embedded import EmbeddedQueue
 from services.envgateway.queue.fair import FairQueue
 from services.envgateway.queue.streams.queue import StreamsQueue
-from services.envgateway.rewards.math.pool import MathPool
+from services.envgateway.rewards.math.pool import MathPool, comparisons
 from services.envgateway.rewards.math.worker import REASONING_GYM
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rpc import membership
@@ -85,7 +85,9 @@ class Gateway:
         self._metrics = metrics or MetricsConfig()
         self._run_dir = run_dir
         self._math = MathPool(config.math)
-        self.queue = _make_queue(config, sandbox, config.queue.redis_uri if redis_uri is None else redis_uri)
+        self._comparisons = comparisons()
+        redis_uri = config.queue.redis_uri if redis_uri is None else redis_uri
+        self.queue = _make_queue(config, sandbox, redis_uri, Judge(sandbox, self._comparisons.failure))
         self._reasoning = MathPool(config.reasoning_gym, REASONING_GYM)
         self._rewards = Rewards(
             self._math,
@@ -164,7 +166,9 @@ class Gateway:
         await self.tools.close()
         self._watchdog.stop()
         await self.queue.close()
-        await asyncio.gather(self._math.close(), self._reasoning.close(), self.sandbox.close())
+        await asyncio.gather(
+            self._math.close(), self._reasoning.close(), self._comparisons.close(), self.sandbox.close()
+        )
 
     def _gauges(self) -> dict[str, float]:
         return {
@@ -182,11 +186,11 @@ class Gateway:
         }
 
 
-def _make_queue(config: EnvGatewayConfig, sandbox: SandboxPool, redis_uri: str) -> FairQueue:
+def _make_queue(config: EnvGatewayConfig, sandbox: SandboxPool, redis_uri: str, judge: Judge) -> FairQueue:
     if redis_uri:
         return StreamsQueue(config.queue, redis_uri)
     num_slots = config.sandbox.num_slots
-    queue = EmbeddedQueue(sandbox, Judge(sandbox), num_slots=num_slots, queue_size=config.queue.lane_size)
+    queue = EmbeddedQueue(sandbox, judge, num_slots=num_slots, queue_size=config.queue.lane_size)
     if config.judge.verdicts:
         queue.verdicts = JudgeMemory(config.judge, config.sandbox, lambda: sandbox.tier, queue.counts)
     if config.runs.results:

@@ -19,9 +19,10 @@ from grpc_reflection.v1alpha import reflection_pb2
 from benchmarks._hostile import MODULES, all_rpcs
 from services.common.errors import CapacityError, InvalidRequestError
 from services.common.net.hosts import peer_of_grpc
-from services.common.pb import pool_pb2, pool_pb2_grpc, status_pb2, status_pb2_grpc
+from services.common.pb import environment_pb2, pool_pb2, pool_pb2_grpc, status_pb2, status_pb2_grpc
 from services.common.rpc import limits
 from services.common.rpc.client.channel import DEADLINES, channel, translated_errors
+from services.common.rpc.interceptors import num_fields
 from services.common.rpc.limits import LIMITS, MOST_BYTES, Limit, Rates, limit_of
 from services.common.rpc.server import Server
 from services.orchestrator.rpc.servicer_pool import PoolServicer
@@ -31,6 +32,7 @@ from tests.waiting import WAIT_S
 
 ASK = status_pb2.GetStatusRequest()
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+EMPTY_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 
@@ -229,6 +231,18 @@ async def test_what_no_method_takes_is_refused_before_it_is_read(served: Served)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+def test_requests_of_a_message_are_counted_before_any_is_parsed() -> None:
+    def message(number: int) -> bytes:
+        request = environment_pb2.ComputeRewardRequest(reward="math", task_json=b"\n\x00" * 300, completion="x" * 200)
+        return environment_pb2.ComputeRewardsRequest(requests=[request] * number).SerializeToString()
+
+    assert [num_fields(message(number), 256) for number in (0, 1, 256, 257, 9999)] == [0, 1, 256, 257, 257]
+    assert num_fields(b"\x0a\x00" * 1_900_000, 256) == 257
+    assert num_fields(b"\x10\xff\xff\xff\x7f" + b"\x0a\x00" * 1_000_000, 256) == 257  # behind another field
+    assert num_fields(b"\x0b" + b"\x0a\x00" * 1_000_000, 256) == 257  # in a group
+    assert num_fields(b"\x0a\xff", 256) == 1  # cut: for the parser to refuse
+
+
 # -- connections that do not speak ---------------------------------------------------------------------------------------
 
 
@@ -267,7 +281,9 @@ async def answers(server: Server) -> bool:
     return True
 
 
-@pytest.mark.parametrize("first", [b"", PREFACE[:10], PREFACE, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00"])
+@pytest.mark.parametrize(
+    "first", [b"", PREFACE[:10], PREFACE, PREFACE + EMPTY_SETTINGS, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00"]
+)
 async def test_who_connects_and_does_not_speak_is_hung_up_on_and_disturbs_nobody(hasty: Server, first: bytes) -> None:
     silent = await connect(hasty, first)
     assert await answers(hasty)

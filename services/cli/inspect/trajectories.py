@@ -27,6 +27,7 @@ from services.common.config.reading.loading import load_resolved
 from services.common.errors import ConfigError
 from services.common.records.dataset_rows import truth_in
 from services.common.records.types import TokenSource
+from services.common.telemetry.logs import OBEYED
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.rollouts import plain_trajectory
@@ -231,8 +232,5 @@ def expected(issue: Row) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text with control characters escaped, so that text of a policy or tool cannot control the terminal."""
-    return text.translate(_SHOWN)
-
-
-_SHOWN = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+    """The text with control characters and marks of direction escaped: no text of a policy or tool controls the terminal."""
+    return OBEYED.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -8,7 +8,7 @@ GET /api/curves?runs=    curves            GET /api/runs/N/rollouts/NUMBER    on
 from __future__ import annotations
 
 import asyncio
-import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -160,7 +160,7 @@ def _number(text: str, name: str, kind: Callable[[str], Number]) -> Number:
         found = kind(text)
     except ValueError:
         raise InvalidRequestError(f"{name} is {text[:50]!r}: write a number") from None
-    if not math.isfinite(found) or abs(found) >= 2**63:
+    if not -(2**63) < found < 2**63:
         raise InvalidRequestError(f"{name} is {text[:50]!r}: write a smaller number")
     return found
 
@@ -175,7 +175,7 @@ def _json(value: Json) -> web.Response:
 
 def _file(name: str) -> web.Response:
     path = ASSETS / name
-    if path.parent != ASSETS or path.suffix not in _TYPES or not path.is_file():
+    if name not in os.listdir(ASSETS) or path.suffix not in _TYPES:
         raise NotFoundError(f"there is no file {name!r}")
     headers = {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"}
     return web.Response(body=path.read_bytes(), content_type=_TYPES[path.suffix], charset="utf-8", headers=headers)

@@ -69,6 +69,9 @@ def read_task(directory: Path) -> HarborTask:
     missing = [part for part in PARTS if not (directory / part).exists()]
     if missing:
         raise DatasetError(f"task {name}: missing {', '.join(missing)} in {directory}")
+    for part in (*PARTS, "environment/Dockerfile"):
+        if not (directory / part).resolve().is_relative_to(directory.resolve()):
+            raise DatasetError(f"task {name}: {part} is a link to a place outside of {directory}: put a file there")
     try:
         settings = tomllib.loads((directory / "task.toml").read_text(encoding="utf-8"))
         instruction = (directory / "instruction.md").read_text(encoding="utf-8")

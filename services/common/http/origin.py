@@ -26,6 +26,7 @@ from aiohttp import web
 
 from services.common.errors import ConfigError, InvalidRequestError, PermissionDeniedError, RollmillError
 from services.common.telemetry.logs import Repeats
+from services.common.text.encodable import encodable
 
 log = structlog.get_logger()
 
@@ -163,6 +164,8 @@ def _check_body(request: web.Request) -> None:
     types = request.headers.getall("Content-Type", [])
     if "Content-Encoding" in request.headers:
         raise _refused("encoding", 415, "the body has a Content-Encoding: send it as it is")
+    if request.headers.get("Transfer-Encoding", "chunked").strip().lower() != "chunked":
+        raise _refused("encoding", 415, "the body has a Transfer-Encoding other than chunked: send it as it is")
     if not request.can_read_body and not any(_OF_PAGES.match(each) for each in types):
         return  # clients name types of their own for no body at all
     if len(types) != 1 or not _JSON.fullmatch(types[0].strip()):
@@ -185,4 +188,4 @@ def _shown(text: str) -> str:
 
 def json_answer(value: object, status: int = 200) -> web.Response:
     """``value`` as JSON."""
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+    return web.Response(body=orjson.dumps(encodable(value)), status=status, content_type="application/json")

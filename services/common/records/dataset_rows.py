@@ -47,7 +47,8 @@ class BuiltInTool(enum.StrEnum):
 
 PROMPT_FIELDS = ("messages", "prompt", "problem", "question")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BOX = re.compile(r"\\(?:boxed|fbox)\s*+\{")
+_BRACE = re.compile(r"(?<!\\)[{}]")
 TRUTH_FIELDS = ("answer", "ground_truth", "solution")
 TEST_KINDS = ("stdin", "call", "assert")
 
@@ -114,12 +115,15 @@ def last_boxed(text: str) -> str | None:
     start = None
     for match in BOX.finditer(text):
         start = match.end()
-    if start is None:
-        return None
+    end = None if start is None else closing_brace(text, start)
+    return None if end is None else text[start:end].strip()
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    """The place of the brace that closes the one before ``start``; None without one."""
     depth = 1
-    for position in range(start, len(text)):
-        if text[position] in "{}" and text[position - 1] != "\\":
-            depth += 1 if text[position] == "{" else -1
-            if depth == 0:
-                return text[start:position].strip()
+    for brace in _BRACE.finditer(text, start):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return brace.start()
     return None

@@ -34,6 +34,7 @@ class Limit:
     calls_per_s: float = 200.0
     burst: int = 400  # calls at once, after a pause
     concurrent: int = 64  # calls that run at once
+    requests: int | None = None  # of one message, each in a field of the message
 
 
 DEFAULT = Limit()
@@ -44,7 +45,7 @@ _READ = Limit(calls_per_s=500.0, burst=1000, concurrent=256)
 # A replica plays thousands of rollouts at once, and each may call at the same moment.
 _ROLLOUT = Limit(request_bytes=MOST_BYTES, calls_per_s=20_000.0, burst=20_000, concurrent=8192)
 # Several of these calls in one message, made in one round of a replica's event loop.
-_ROLLOUTS = Limit(request_bytes=MOST_BYTES, calls_per_s=2_000.0, burst=4_000, concurrent=1024)
+_ROLLOUTS = Limit(request_bytes=MOST_BYTES, calls_per_s=2_000.0, burst=4_000, concurrent=1024, requests=256)
 
 LIMITS: dict[str, Limit] = {
     "JoinPool": _HELLO,
@@ -81,7 +82,7 @@ LIMITS: dict[str, Limit] = {
     "ServerReflectionInfo": Limit(calls_per_s=20.0, burst=200),
 }
 
-HANDSHAKE_S = 10.0  # for TLS and HTTP/2's first frames; silent connections are closed
+HANDSHAKE_S = 10.0  # for TLS and HTTP/2's first frames; connections without a call for as long are closed
 MOST_CONNECTIONS = 1024  # of one server; more are closed as they come
 METADATA_BYTES = 8 * KIB
 # A connection's memory is bounded by this times the largest message; calls above it wait at the caller.
@@ -111,6 +112,7 @@ def server_options(service: str) -> list[tuple[str, Any]]:
         ("grpc.max_metadata_size", METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
+        ("grpc.max_connection_idle_ms", int(HANDSHAKE_S * 1000)),
         ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
     ]
 

@@ -26,7 +26,7 @@ from services.common import run_files
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 MOST_CHARACTERS = 2000  # of one value
 # Control characters, directions of writing, and halves of surrogate pairs, which no file takes.
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _JSON = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 HIDDEN = "[hidden]"
@@ -34,7 +34,7 @@ TELL_AGAIN_S = 1.0
 
 # Only texts with one of these are searched: most have none.
 _HINTS = ("eyJ", "earer ", "PRIVATE KEY", "uthorization", "@")
-_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s\"']*@")
+_PASSWORD = re.compile(r"(?<=[a-z0-9+.-]://)[^/@\s\"']*+@")
 _SECRETS = (
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----|.*)", re.DOTALL), HIDDEN),
     (re.compile(r"eyJ[\w-]{8,}(?:\.[\w-]*){0,2}(?:~[\w-]+)?"), HIDDEN),  # a JWT, and the session that may follow it
@@ -45,7 +45,7 @@ _SECRETS = (
         ),
         rf"\1{HIDDEN}",
     ),
-    (_PASSWORD, rf"\1{HIDDEN}@"),
+    (_PASSWORD, f"{HIDDEN}@"),
 )
 
 
@@ -55,7 +55,7 @@ def without_passwords(tree: Any) -> Any:
         return {key: without_passwords(value) for key, value in tree.items()}
     if isinstance(tree, list):
         return [without_passwords(value) for value in tree]
-    return _PASSWORD.sub(rf"\1{HIDDEN}@", tree) if isinstance(tree, str) else tree
+    return _PASSWORD.sub(f"{HIDDEN}@", tree) if isinstance(tree, str) else tree
 
 
 def redacted(text: str) -> str:
@@ -127,7 +127,7 @@ def _tamed(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
         if name != "exception" and len(value) > MOST_CHARACTERS:
             value = f"{value[:MOST_CHARACTERS]}... ({len(value)} characters)"
         if not value.isprintable():
-            value = _OBEYED.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
+            value = OBEYED.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
             if name != "exception":
                 value = value.replace("\n", "\n    ")
         event[name] = value

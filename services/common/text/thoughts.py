@@ -18,10 +18,10 @@ def split_thought(text: str, *, thinks: bool = False) -> tuple[str, str]:
     return thought.strip(), said.strip()
 
 
-def answer_of(text: str) -> str:
+def after_thoughts(text: str) -> str:
     """The text after the last thought, up to one that never ends.
 
-    >>> answer_of("<think>hm</think> 42"), answer_of("42"), answer_of("<think>hm")
+    >>> after_thoughts("<think>hm</think> 42"), after_thoughts("42"), after_thoughts("<think>hm")
     (' 42', '42', '')
     """
     return text.rpartition(END_OF_THOUGHT)[2].partition(THOUGHT)[0]

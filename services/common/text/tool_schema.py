@@ -8,11 +8,15 @@ uses another keyword is refused at the registration of its tool, so that each ke
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from pydantic_core import SchemaError, SchemaValidator, core_schema
+
+from services.common.text.encodable import encodable
 
 _ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "format"}
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
@@ -47,6 +51,7 @@ _KNOWN = {
     *_BOUNDS,
 }
 _MAX_SHOWN_CHARS = 60
+_MAX_REASON_CHARS = 120
 
 
 def check_schema(schema: Any, where: str = "parameters") -> None:
@@ -62,7 +67,7 @@ def check_schema(schema: Any, where: str = "parameters") -> None:
     if "additionalProperties" in schema and not isinstance(schema["additionalProperties"], bool):
         raise ValueError(f"{where}.additionalProperties must be true or false")
     if "pattern" in schema:
-        re.compile(schema["pattern"])
+        _pattern(str(schema["pattern"]), where)
     properties = schema.get("properties", {})
     for name in schema.get("required", ()):
         if name not in properties:
@@ -73,6 +78,19 @@ def check_schema(schema: Any, where: str = "parameters") -> None:
         check_schema(schema["items"], f"{where}.items")
     for index, inner in enumerate(schema.get("anyOf", ())):
         check_schema(inner, f"{where}.anyOf[{index}]")
+
+
+@functools.lru_cache(maxsize=1024)
+def _pattern(pattern: str, where: str = "pattern") -> SchemaValidator:
+    """Raises ``ValueError`` for a pattern that the engine, whose time is linear in the text, does not take."""
+    try:
+        return SchemaValidator(core_schema.str_schema(pattern=pattern))
+    except SchemaError as error:
+        why = " ".join(str(error).split())[-_MAX_REASON_CHARS:]
+        raise ValueError(
+            f"{where}.pattern {pattern!r} cannot be checked in linear time: write it without look-around, references "
+            f"to groups and other features that Rust's regex lacks ({why})"
+        ) from None
 
 
 def problem_with(arguments: Any, schema: Mapping[str, Any]) -> str | None:
@@ -96,7 +114,7 @@ def _problem(value: Any, schema: Mapping[str, Any], path: str) -> str | None:
         return f"{name} must be {_shown(schema['const'])}, not {_shown(value)}"
     if "enum" in schema and not any(_same(value, allowed) for allowed in schema["enum"]):
         return f"{name} must be {_joined(_shown(allowed) for allowed in schema['enum'])}, not {_shown(value)}"
-    if isinstance(value, str) and "pattern" in schema and not re.search(schema["pattern"], value):
+    if isinstance(value, str) and "pattern" in schema and not _pattern(schema["pattern"]).isinstance_python(value):
         return f"{name} must match {schema['pattern']}, unlike {_shown(value)}"
     if "anyOf" in schema:
         problems = [_problem(value, option, path) for option in schema["anyOf"]]
@@ -171,7 +189,7 @@ def _same(left: Any, right: Any) -> bool:
 def _shown(value: Any) -> str:
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(encodable(value), ensure_ascii=False)
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
 
 

@@ -9,6 +9,7 @@ from services.common.pb import account_pb2
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
 from services.common.telemetry.activities import ActivityLabel
 from services.common.telemetry.components import Component
+from services.common.text.encodable import encodable
 from services.common.wire.records import finite
 
 
@@ -25,7 +26,7 @@ def account_to_proto(state: AccountState) -> account_pb2.TimeAccount:
                 longest_now_s=a.longest_now_s,
                 num_done=a.num_done,
                 longest_done_s=a.longest_done_s,
-                detail=a.detail,
+                detail=encodable(a.detail),
             )
             for a in state.activities
         ],
@@ -62,7 +63,7 @@ def peer_to_proto(peer: PeerState) -> account_pb2.PeerState:
         component=peer.component,
         address=peer.address,
         silent_s=peer.silent_s,
-        detail=peer.detail,
+        detail=encodable(peer.detail),
         gauges=dict(peer.gauges),
         accounts=[account_to_proto(account) for account in peer.accounts],
     )

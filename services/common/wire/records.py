@@ -39,6 +39,7 @@ from services.common.records.types import (
     TrainingSequence,
     Trajectory,
 )
+from services.common.text.encodable import encodable
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
@@ -300,7 +301,7 @@ def timing_to_proto(timing: RolloutTiming) -> trajectory_pb2.RolloutTiming | Non
                 num_tokens=phase.num_tokens,
                 first_version=phase.first_version,
                 last_version=phase.last_version,
-                detail=phase.detail,
+                detail=encodable(phase.detail),
             )
             for phase in timing.phases
         ],
@@ -333,8 +334,8 @@ def failure_to_proto(failure: RolloutFailure) -> trajectory_pb2.RolloutFailure:
     return trajectory_pb2.RolloutFailure(
         task_group_id=failure.task_group_id,
         index=failure.index,
-        reason=failure.reason,
-        detail=failure.detail,
+        reason=encodable(failure.reason),
+        detail=encodable(failure.detail),
         started_at=timestamp_to_proto(failure.started_at),
         finished_at=timestamp_to_proto(failure.finished_at),
         timing=timing_to_proto(failure.timing),

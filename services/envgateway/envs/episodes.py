@@ -30,6 +30,7 @@ from services.common.errors import (
     RollmillError,
     StateError,
 )
+from services.common.text.encodable import encodable
 from services.common.user_code import place_of_error
 from services.envgateway.calls import call_plain_or_async
 from services.envgateway.envs.base import Environment, EpisodeLostError, Observation, StepResult
@@ -322,4 +323,4 @@ def _text(text: Any) -> str:
     """Replaces lone surrogates, which no message can carry. Raises ``TypeError`` for a value that is not text."""
     if not isinstance(text, str):
         raise TypeError(f"it returned a {type(text).__name__} where text belongs")
-    return str(text) if text.isascii() else text.encode(errors="replace").decode()
+    return encodable(str(text))

@@ -22,6 +22,7 @@ from services.common.config.processes.envgateway import HttpConfig
 from services.common.http.listener import Listener
 from services.common.http.origin import json_answer
 from services.common.telemetry.gateway_queue import Lane
+from services.common.text.encodable import encodable
 from services.envgateway.http.schema import (
     BatchSubmission,
     UnreadableBodyError,
@@ -116,7 +117,7 @@ class HttpServer:
             finally:
                 await ended(running)
             outcomes = [outcome.shown(with_output) for outcome in running.result()]
-            await response.write_eof(orjson.dumps(batch_answer(batch.sub_id, outcomes)))
+            await response.write_eof(orjson.dumps(encodable(batch_answer(batch.sub_id, outcomes))))
             return response
 
         return _for_client(handle)

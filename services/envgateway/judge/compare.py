@@ -34,7 +34,7 @@ from services.envgateway.sandbox.bare.harness import plain
 
 _LARGEST_PARSED = 1 << 18  # bytes of a JSON or literal text: parsing untrusted text costs a multiple in memory
 _INTEGER = re.compile(rb"[+-]?\d+")
-_NUMBER = re.compile(rb"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,9})?")
+_NUMBER = re.compile(rb"[+-]?(?:\d++\.?+\d*+|\.\d++)(?:[eE][+-]?\d{1,9}+)?")
 _INFINITE = re.compile(rb"([+-]?)inf(?:inity)?", re.IGNORECASE)
 _LONGEST_NUMBER = 400  # bytes of a word that is compared as a number; integers are compared as text, at any length
 _ABSOLUTE, _RELATIVE = 1e-6, 1e-5  # distance of numbers with a decimal part; the wider of the two

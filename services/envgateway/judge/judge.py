@@ -22,7 +22,8 @@ from typing import Any
 
 from services.common.text.assert_tests import UnusableTestsError
 from services.envgateway.judge.asserts import DirectAssert, names, num_asserts, read
-from services.envgateway.judge.compare import VALUE_MODES, difference, value_rule
+from services.envgateway.judge.checks import Check, TextCheck, ValueCheck, failure, packed
+from services.envgateway.judge.compare import VALUE_MODES, value_rule
 from services.envgateway.judge.interactive_judge import InteractiveJudge
 from services.envgateway.judge.records import (
     AssertTests,
@@ -35,7 +36,6 @@ from services.envgateway.judge.records import (
 )
 from services.envgateway.judge.results import RETRYABLE, case_result, refused, unusable, whole_result
 from services.envgateway.judge.together import MOST_CASES, CaseHost, HostedCase, is_unfinished, result_of
-from services.envgateway.judge.values import equal, shown
 from services.envgateway.sandbox.bare.harness import plain
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.connection import SubmittedRun
@@ -48,12 +48,7 @@ from services.envgateway.sandbox.records import ExecutionResult
 MAX_CASES = 10_000
 _FRAME = struct.Struct("!I")
 _MORE_WHEN_PASSED = 8
-_SLOW_TO_COMPARE = 1 << 16  # bytes from which comparing leaves the event loop
-
-# Errors that a program can cause by a false frame in place of its harness's: none of them is a failure of ours.
-_NO_DATA = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-
-Wrong = Callable[[Any], str]  # the fault in the tree of a returned value; empty for a right value
+_SLOW_TO_COMPARE = 1 << 12  # bytes from which comparing leaves the event loop, for a process that can be killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +63,13 @@ class _Case:
 class Judge:
     """Judges over a sandbox. A request takes one slot at a time, so its cost in slots is that of one execution."""
 
-    def __init__(self, sandbox: SandboxPool) -> None:
+    def __init__(
+        self, sandbox: SandboxPool, compare_apart: Callable[[bytes, bytes], Awaitable[str]] | None = None
+    ) -> None:
+        """``compare_apart``: compares a large answer, by its packed check, in a process that can be killed; left out, a
+        thread does, for programs that are trusted."""
         self._sandbox = sandbox
+        self._compare_apart = compare_apart
 
     async def judge(self, request: JudgeRequest, queue_timeout_s: float = 60.0) -> JudgeResult:
         """Every case's verdict. Cancelling the caller kills the running programs.
@@ -89,13 +89,24 @@ class Judge:
         if wrong:
             return refused(request, wrong, self._sandbox.tier)
         async with self._sandbox.lease(request.lane, queue_timeout_s) as slot:
-            return await _Judgement(slot, request, self._sandbox.tier).run(direct)
+            return await _Judgement(slot, request, self._sandbox.tier, self._compare).run(direct)
+
+    async def _compare(self, check: Check, answer: bytes) -> str:
+        size = len(answer) + (len(check.expected) if isinstance(check, TextCheck) else 0)
+        if size <= _SLOW_TO_COMPARE:
+            return failure(check, answer)
+        if self._compare_apart is None:
+            return await asyncio.to_thread(failure, check, answer)
+        return await self._compare_apart(packed(check), answer)
 
 
 class _Judgement:
     """One request in one slot's turn."""
 
-    def __init__(self, slot: SlotLease, request: JudgeRequest, tier: str) -> None:
+    def __init__(
+        self, slot: SlotLease, request: JudgeRequest, tier: str, compare: Callable[[Check, bytes], Awaitable[str]]
+    ) -> None:
+        self._compare = compare
         self._slot = slot
         self._request = request
         self._tier = tier
@@ -111,23 +122,16 @@ class _Judgement:
             case CallTests() as tests:
                 rule = value_rule(self._request.comparison)
 
-                def compare(*right: Any) -> Wrong:
-                    return lambda actual: (
-                        ""
-                        if any(equal(expected, actual, rule) for expected in right)
-                        else f"expected {shown(right[0])}, got {shown(actual)}"
-                    )
-
                 calls = [
                     self._call(tests.entry_point, plain.to_tree(case.args), plain.to_tree(case.kwargs),
-                               compare(*map(plain.to_tree, (case.expected, *case.also))))
+                               ValueCheck(plain.to_tree(case.expected), rule, [*map(plain.to_tree, case.also)]))
                     for case in tests.cases
                 ]  # fmt: skip
                 return await self._all(calls)
             case AssertTests() as tests:
                 if direct is None:
                     return await self._judge_interactively(tests)
-                return await self._all([self._call(d.entry_point, d.args, d.kwargs, d.failure) for d in direct])
+                return await self._all([self._call(d.entry_point, d.args, d.kwargs, d) for d in direct])
 
     async def _all(self, cases: list[_Case]) -> JudgeResult:
         """The result of each case, until their total time is used up; a program that does not compile is not tried
@@ -230,15 +234,14 @@ class _Judgement:
         async def judged(index: int, result: ExecutionResult, answer: bytes) -> CaseResult:
             if result.status is not RunStatus.OK or case.expected is None:
                 return case_result(index, result)
-            size = len(case.expected) + len(result.stdout)
-            wrong = await _compare_in_thread(size, difference, case.expected, result.stdout, self._request.comparison)
+            wrong = await self._compare(TextCheck(case.expected, self._request.comparison), result.stdout)
             return case_result(index, result, RunStatus.WRONG_ANSWER if wrong else RunStatus.OK, wrong)
 
         return _Case(HostedCase(limits, stdin), alone, judged)
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    def _call(self, entry_point: str, args: Any, kwargs: Any, wrong: Wrong) -> _Case:
+    def _call(self, entry_point: str, args: Any, kwargs: Any, check: Check) -> _Case:
         call = {"entry_point": entry_point, "args": args, "kwargs": kwargs}
 
         def alone() -> Job:
@@ -251,8 +254,8 @@ class _Judgement:
             value = _framed_value(answer)
             if value is None:
                 return case_result(index, result, RunStatus.WRONG_ANSWER, "the program ended before the call returned")
-            failure = await _compare_in_thread(len(value), _judged_value, value, wrong)
-            return case_result(index, result, RunStatus.WRONG_ANSWER if failure else RunStatus.OK, failure)
+            wrong = await self._compare(check, value)
+            return case_result(index, result, RunStatus.WRONG_ANSWER if wrong else RunStatus.OK, wrong)
 
         return _Case(HostedCase(self._limits, call=call), alone, judged)
 
@@ -321,18 +324,6 @@ def _framed_value(answer: bytes) -> bytes | None:
     if len(answer) < _FRAME.size or len(answer) != _FRAME.size + _FRAME.unpack_from(answer)[0]:
         return None
     return answer[_FRAME.size :]
-
-
-def _judged_value(value: bytes, wrong: Wrong) -> str:
-    try:
-        return wrong(plain.parse(value))
-    except _NO_DATA as error:
-        return f"the returned value is no data: {error!r}"
-
-
-async def _compare_in_thread(size: int, function: Callable[..., str], *arguments: Any) -> str:
-    """Compare; a long comparison runs in a thread, so that the event loop goes on."""
-    return await asyncio.to_thread(function, *arguments) if size > _SLOW_TO_COMPARE else function(*arguments)
 
 
 def _again(result: CaseResult, index: int) -> CaseResult:

@@ -47,7 +47,10 @@ def equal(expected: Tree, actual: Tree, rule: ValueRule) -> bool:
     """Whether two trees represent equal values; False for a value that is not a tree."""
     try:
         if rule.unordered:
-            expected, actual = _listed(expected), _listed(actual)
+            expected = _listed(expected)
+            if _is_range(actual) and not _has_length(expected, actual):
+                return False
+            actual = _listed(actual)
         if rule.unordered and _is_sequence(expected) and _is_sequence(actual):
             return _same_multiset(expected[1:], actual[1:], rule)
         return _equal(expected, actual, rule)
@@ -64,7 +67,7 @@ def truth(tree: Tree) -> bool | None:
         if number is not None:
             return bool(number)
         if tree[0] == "r":
-            return bool(_listed(tree)[1:])
+            return bool(_range(tree))
         if tree[0] == "n":  # an array of one value is as true as this; others are neither
             return truth(tree[3]) if len(tree) == 4 else None
         if tree[0] == "b":
@@ -117,10 +120,21 @@ def _show(tree: Tree, parts: list[str]) -> None:
 def _shown_leaf(leaf: list[Any]) -> str:
     number = _number(leaf)
     if number is None:
-        return f"<{leaf[1]}>" if leaf[0] not in ("r", "n") else {"r": "range", "n": "array"}[leaf[0]] + f"({leaf[1:]})"
+        if leaf[0] in ("r", "n"):
+            return f"{'range' if leaf[0] == 'r' else 'array'}({leaf[1:_SHOWN_CHARS]})"
+        return f"<{leaf[1][:_SHOWN_CHARS].encode('unicode_escape').decode()}>"
     if isinstance(number, Fraction):
         return str(leaf[1:])
     return repr(number) if not isinstance(number, int) else f"{leaf[1][:_SHOWN_CHARS]}"
+
+
+def _is_range(tree: Tree) -> bool:
+    return isinstance(tree, list) and tree[:1] == ["r"]
+
+
+def _has_length(tree: Tree, other: Tree) -> bool:
+    """Whether a tree has as many parts as a range has values: asked before a range of few digits becomes a list."""
+    return isinstance(tree, list) and len(tree) - 1 == len(_range(other))
 
 
 def _is_sequence(tree: Tree) -> bool:
@@ -167,13 +181,17 @@ def _listed(tree: Tree) -> Tree:
     if tree[0] == "q":
         return ["l", *tree[1:]]
     if tree[0] == "r":
-        values = range(*(_whole(part) for part in tree[1:]))
+        values = _range(tree)
         if len(values) > _LARGEST_RANGE:
             raise ValueError("a range that is too long to compare")
         return ["l", *values]
     if tree[0] == "n":
         return _array(tree)
     return tree
+
+
+def _range(tree: Tree) -> range:
+    return range(*map(_whole, tree[1:]))
 
 
 def _array(tree: Tree) -> Tree:
@@ -202,8 +220,13 @@ def close(expected: _Number, actual: _Number, tolerance: float | None) -> bool:
 
 
 def _equal(a: Tree, b: Tree, rule: ValueRule) -> bool:
+    if _is_range(a) and _is_range(b):
+        return _range(a) == _range(b)
     if not rule.strict:
-        a, b = _listed(a), _listed(b)
+        a = _listed(a)
+        if _is_range(b) and not _has_length(a, b):
+            return False
+        b = _listed(b)
     elif isinstance(b, list) and b[:1] == ["n"] and len(b) == 4:  # numpy compares part by part; here the result is one
         a, b = _only_value(a), b[3]
     if rule.booleans and isinstance(a, bool) is not isinstance(b, bool):
@@ -224,8 +247,6 @@ def _equal(a: Tree, b: Tree, rule: ValueRule) -> bool:
         return False
     if kind in ("L", "T", "q"):
         return _all_equal(a, b, rule)
-    if kind == "r":
-        return range(*map(_whole, a[1:])) == range(*map(_whole, b[1:]))
     if kind == "d":
         return _equal_dicts(a, b, rule)
     return kind == "b" and bool(a[1] == b[1])
@@ -292,7 +313,10 @@ def key(tree: Tree) -> str:
         return f"b'{parts[0]}'"
     if kind in ("o", "h"):
         raise ValueError("an object is no data")
-    if kind in ("r", "q", "n"):
+    if kind == "r":
+        values = _range(tree)
+        return f"r:{len(values)},{values[0]},{values.step}" if len(values) > 1 else f"r:{list(values)}"
+    if kind in ("q", "n"):
         return f"{kind}:" + key(_listed(tree))
     keys = [key(part) for part in parts]
     if kind in ("s", "z"):

@@ -17,12 +17,13 @@ import structlog
 from services.common.errors import InvalidRequestError, RollmillError
 from services.common.importing import load_object
 from services.common.reasoning_gym import COLUMN
-from services.common.records.dataset_rows import BuiltInReward, last_boxed
+from services.common.records.dataset_rows import BuiltInReward
+from services.common.text.thoughts import after_thoughts
 from services.common.user_code import check_call
 from services.envgateway.calls import call_plain_or_async
 from services.envgateway.rewards.code import CodeReward, JudgeQueue
-from services.envgateway.rewards.math.boxed import boxed_match, compare_plainly, ends_in_bare_list, num_boxes
-from services.envgateway.rewards.math.pool import MathPool
+from services.envgateway.rewards.math.boxed import boxed_match, compare_plainly, final_answers
+from services.envgateway.rewards.math.pool import MAX_COMPLETION_CHARS, MathPool
 from services.envgateway.rewards.result import RewardFunction, RewardOutcome, RewardResult, grader_failed, truth_of
 
 log = structlog.get_logger()
@@ -50,22 +51,16 @@ class ReasoningGymReward:
 
 
 class MathReward:
-    """Right when Math-Verify accepts the answer, or when that is clear without algebra. Boxed answers first, then LaTeX and plain expressions in the text. No numeric tolerance."""
+    """Right when Math-Verify accepts the answer, or when that is clear without algebra. The last box after the thought decides; without a box LaTeX and plain expressions in the text. No numeric tolerance."""
 
     def __init__(self, pool: MathPool) -> None:
         self._pool = pool
 
     async def __call__(self, task: Mapping[str, Any], completion: str) -> RewardResult:
         truth = truth_of(task)
-        # Several boxes may together be one answer, a set: that is for Math-Verify to say.
-        answer = last_boxed(completion) if num_boxes(completion) == 1 else None
-        if answer is not None:
-            plain = compare_plainly(answer, truth)
-            if plain is not None:
-                return plain
-        elif num_boxes(completion) == 0 and "," not in truth and ends_in_bare_list(completion[-1000:]):
-            return RewardResult(outcome=RewardOutcome.WRONG, detail="a list where one value is asked for")
-        return await self._pool.grade(truth, completion)
+        answers = final_answers(after_thoughts(completion)[-MAX_COMPLETION_CHARS:])
+        plain = compare_plainly(answers[0], truth) if len(answers) == 1 else None
+        return plain or await self._pool.grade(truth, completion)
 
 
 FUNCTION_TIMEOUT_S = 60.0

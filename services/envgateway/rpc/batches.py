@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
-from services.common.errors import InvalidRequestError, RollmillError
+import structlog
 
-MOST_CALLS = 256  # of one message
+from services.common.errors import RollmillError
+
+log = structlog.get_logger()
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -19,16 +21,11 @@ async def answered(
 ) -> AsyncGenerator[list[tuple[int, Response | None]], None]:
     """Places and answers, those that came together in one list; None for a call that failed, which its caller makes again
     alone, to be told why. Leaving ends the calls that run.
-
-    Raises ``InvalidRequestError`` for more than ``MOST_CALLS``.
     """
-    todo = list(requests)
-    if len(todo) > MOST_CALLS:
-        raise InvalidRequestError(f"{len(todo)} calls in one message; at most {MOST_CALLS} are taken")
     ended: asyncio.Queue[int] = asyncio.Queue()
     tasks: list[asyncio.Task[Response | None]] = []
     try:
-        for place, request in enumerate(todo):
+        for place, request in enumerate(requests):
             task = asyncio.create_task(_told(answer(request)), name=f"call {place} of a message")
             task.add_done_callback(lambda _, place=place: ended.put_nowait(place))  # type: ignore[misc]
             tasks.append(task)
@@ -49,4 +46,7 @@ async def _told(answer: Awaitable[Response]) -> Response | None:
     try:
         return await answer
     except RollmillError:
+        return None
+    except Exception:  # of one call: its caller, who makes it again alone, is told
+        log.exception("batches.call_failed")
         return None

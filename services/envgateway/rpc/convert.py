@@ -9,6 +9,7 @@ from services.common.errors import InvalidRequestError
 from services.common.pb import environment_pb2
 from services.common.pb import judge_pb2 as pb
 from services.common.telemetry.gateway_queue import Lane
+from services.common.text.encodable import encodable
 from services.common.wire.records import duration_from_proto, duration_to_proto
 from services.envgateway.judge.records import (
     AssertTests,
@@ -56,7 +57,7 @@ def execution_to_proto(result: ExecutionResult) -> environment_pb2.ExecuteCodeRe
         cpu_time=duration_to_proto(result.cpu_s),
         peak_memory_bytes=result.peak_memory_bytes,
         isolation_tier=result.tier,
-        detail=result.detail,
+        detail=encodable(result.detail),
     )
 
 
@@ -142,7 +143,7 @@ def judge_result_to_proto(result: JudgeResult) -> pb.JudgeResponse:
         cases=[_case_to_proto(case) for case in result.cases],
         num_cases=result.num_cases,
         isolation_tier=result.tier,
-        detail=_encodable(result.detail),
+        detail=encodable(result.detail),
     )
 
 
@@ -150,9 +151,9 @@ def _case_to_proto(case: CaseResult) -> pb.CaseResult:
     return pb.CaseResult(
         index=case.index,
         verdict=_VERDICT[case.verdict],
-        detail=_encodable(case.detail),
-        stdout=_encodable(case.stdout),
-        stderr=_encodable(case.stderr),
+        detail=encodable(case.detail),
+        stdout=encodable(case.stdout),
+        stderr=encodable(case.stderr),
         truncated=case.truncated,
         exit_code=case.exit_code,
         signal=case.signal,
@@ -160,8 +161,3 @@ def _case_to_proto(case: CaseResult) -> pb.CaseResult:
         cpu_time=duration_to_proto(case.cpu_s),
         peak_memory_bytes=case.peak_memory_bytes,
     )
-
-
-def _encodable(text: str) -> str:
-    """The text without lone surrogates, which a returned value may hold and a detail shows."""
-    return text.encode(errors="replace").decode()

@@ -12,6 +12,7 @@ import orjson
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.telemetry.gateway_queue import Lane
+from services.common.text.encodable import encodable
 from services.common.wire.records import duration_to_proto, json_object
 from services.envgateway.calls import SharedCalls
 from services.envgateway.envs.episodes import EpisodeManager
@@ -39,9 +40,9 @@ class EnvironmentServicer(pb_grpc.EnvironmentServiceServicer):
         observation = start.observation
         return pb.CreateEpisodeResponse(
             episode_id=start.episode_id,
-            observation=observation.text,
-            admissible_actions=observation.admissible_actions,
-            tools_json=orjson.dumps(observation.tools) if observation.tools else b"",
+            observation=encodable(observation.text),
+            admissible_actions=encodable(observation.admissible_actions),
+            tools_json=orjson.dumps(encodable(observation.tools)) if observation.tools else b"",
             lease=duration_to_proto(start.lease_s),
             messages=[pb.ChatMessage(role=one["role"], content=one["content"]) for one in observation.messages],
         )
@@ -106,7 +107,9 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         result = await self._shared.run(
             request.request_id, lambda: self._rewards.compute(request.reward, task, request.completion)
         )
-        return pb.ComputeRewardResponse(outcome=_OUTCOME[result.outcome], reward=result.reward, detail=result.detail)
+        return pb.ComputeRewardResponse(
+            outcome=_OUTCOME[result.outcome], reward=result.reward, detail=encodable(result.detail)
+        )
 
 
 def _is_graded(result: RewardResult) -> bool:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from services.common.errors import RollmillError
 from services.common.http.origin import Handler
+from services.common.text.encodable import encodable
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -53,5 +54,5 @@ async def read(request: web.Request, model: type[Body]) -> Body:
 
 
 def _json(value: object, status: int) -> web.Response:
-    body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    body = orjson.dumps(encodable(value), option=orjson.OPT_NON_STR_KEYS)
     return web.Response(body=body, status=status, content_type="application/json")

@@ -17,6 +17,7 @@ from services.envgateway.prometheus import WORKER_METRICS
 from services.envgateway.queue.base import LocalRunner
 from services.envgateway.queue.streams.connection import connect
 from services.envgateway.queue.streams.names import Names
+from services.envgateway.rewards.math.pool import comparisons
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.variables import WorkerSettings
 from services.envgateway.worker.worker import Worker
@@ -38,10 +39,11 @@ async def work(
         ConfigError: a URI that cannot be used.
     """
     client = connect(settings.redis_uri, settings.queue.allow_plain_redis)
+    apart = comparisons()
     worker = Worker(
         client,
         Names(settings.queue.redis_prefix),
-        LocalRunner(sandbox, Judge(sandbox)),
+        LocalRunner(sandbox, Judge(sandbox, apart.failure)),
         num_slots=settings.sandbox.num_slots,
         lease_s=settings.queue.lease_s,
         max_attempts=settings.queue.max_attempts,
@@ -72,5 +74,6 @@ async def work(
     finally:
         if served is not None:
             await served.stop()
+        await apart.close()
         await sandbox.close()
         await client.aclose()

@@ -16,16 +16,16 @@ from services.inference.scripts.base import Cue
 from services.inference.scripts.words import reasoning
 
 _EXPERTS = ("expert", "walkthrough", "actions")
-_INSTRUCTION = re.compile(r"Instruction:\s*(?:\[SEP\]\s*)?(.+?)\s*(?:\[SEP\]|\n)")
+_INSTRUCTION = re.compile(r"Instruction:\s*+(?:\[SEP\]\s*+)?+((?:(?!Instruction:|\[SEP\]).)++)(?:\[SEP\]|\n)")
 _PRODUCT = re.compile(r"\bB[0-9A-Z]{9}\b")
-_LISTED = re.compile(r"AVAILABLE ACTIONS:\s*(.+?)\s*(?:<\||\Z)", re.DOTALL)
+_LISTED = re.compile(r"AVAILABLE ACTIONS:\s*+(.+?)(?:<\||\Z)", re.DOTALL)
 _IDLE = "look"
 
 
 def act(cue: Cue) -> str:
     turn = len(cue.said)
     page = cue.prompt[max(0, cue.prompt.rfind("<|im_start|>user")) :]  # the environment's last message
-    instructions = _INSTRUCTION.findall(page)
+    instructions = [found.strip() for found in _INSTRUCTION.findall(page)]
     if cue.is_right():
         expert = _expert(cue)
         if turn < len(expert):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import re
 
-_TAG = re.compile(r"<verdict>\s*(.*?)\s*</verdict>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<verdict>((?:(?!</?verdict>).)*+)</verdict>", re.DOTALL | re.IGNORECASE)
 _APPROVES = re.compile(r"\bapprove[ds]?\b", re.IGNORECASE)
 _REJECTS = re.compile(r"\breject(?:s|ed|ing|ion)?\b", re.IGNORECASE)
 

@@ -50,7 +50,7 @@ class Clients:
 async def gateway() -> AsyncIterator[Clients]:
     config = EnvGatewayConfig(
         port=0, sandbox=CONFIG, math=MathRewardConfig(num_workers=1, timeout_s=3.0), max_episodes=3,
-        environments={"parity": f"{__name__}:Parity"}, rewards=[f"{__name__}:failing"],
+        environments={"parity": f"{__name__}:Parity"}, rewards=[f"{__name__}:failing", f"{__name__}:odd"],
     )  # fmt: skip
     started = Gateway(config, SandboxPool.start_before_threads(CONFIG))
     port = await started.start()
@@ -219,6 +219,34 @@ async def test_a_failed_grader_is_an_error_and_never_a_reward(gateway: Clients) 
 
 def failing(task: dict[str, Any], completion: str) -> float:
     raise ZeroDivisionError
+
+
+def odd(task: dict[str, Any], completion: str) -> float:
+    if completion == "odd":
+        raise ValueError("\ud800")
+    return 1.0
+
+
+async def test_an_odd_answer_fails_itself_and_no_other_of_its_message(gateway: Clients) -> None:
+    requests = [
+        pb.ComputeRewardRequest(reward=f"{__name__}:odd", task_json=b"{}", completion=text)
+        for text in ("1", "odd", "2")
+    ]
+    alone = await gateway.rewards.ComputeReward(requests[1], timeout=WAIT_S)
+    assert (alone.outcome, alone.detail.endswith("ValueError: ?")) == (pb.REWARD_OUTCOME_GRADER_FAILED, True)
+    stream = gateway.rewards.ComputeRewards(pb.ComputeRewardsRequest(requests=requests), timeout=WAIT_S)
+    answers = {one.index: one.response.reward async for some in stream for one in some.answers}
+    assert answers == {0: 1.0, 1: 0.0, 2: 1.0}
+
+
+async def test_a_program_that_raises_an_odd_text_is_wrong(gateway: Clients) -> None:
+    tests = [("assert", "def check(f):\n    r = f(1)\n    assert r == 5, f'got {r}'\n"), ("assert", "assert f(1) == 5")]
+    for code in ("def f(n): raise ValueError('\\ud800')", "def f(n): return '\\ud800'"):
+        for kind, text in tests:
+            task = {"tests": {"kind": kind, "tests": text, "entry_point": "f"}}
+            request = pb.ComputeRewardRequest(reward="code", task_json=json.dumps(task).encode(), completion=code)
+            result = await gateway.rewards.ComputeReward(request, timeout=WAIT_S)
+            assert (result.outcome, result.reward) == (pb.REWARD_OUTCOME_WRONG, 0.0), (code, text)
 
 
 async def test_a_users_environment_by_import_path(gateway: Clients) -> None:

@@ -255,6 +255,8 @@ async def test_runs_of_other_seeds_are_one_curve_with_a_band(runs: Path) -> None
         ("runs/0/secrets", 404, "there is no 'secrets'"),
         ("runs/0/rollouts/999999", 404, "there is no rollout with the number 999999"),
         ("runs/0/rollouts/99999999999999999999", 400, "write a smaller number"),
+        (f"runs/0/rollouts/{'9' * 400}", 400, "write a smaller number"),
+        (f"runs/0/rollouts?step={'9' * 400}", 400, "write a smaller number"),
         ("runs/0/rollouts?step=two", 400, "step is 'two': write a number"),
         ("runs/0/rollouts?min_reward=nan", 400, "write a smaller number"),
         ("runs/0/rollouts?order=;drop", 400, "order is ';drop': write one of newest"),

@@ -88,10 +88,19 @@ def test_what_a_policy_wrote_sends_nothing_to_the_terminal(
 ) -> None:
     tokenizer = qwen_like_tokenizer()
     tokenizer.save_pretrained(tmp_path)
-    for text in ("\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "a\rb", "\x08\x08", "\x1b]52;c;eA==\x07"):
+    for text in (
+        "\x1b]0;title\x07",
+        "\x1b[2J",
+        "\x9b31m",
+        "a\rb",
+        "\x08\x08",
+        "\x1b]52;c;eA==\x07",
+        "\u202edcba",
+        "\u2066\u200f",
+    ):
         told = shown(monkeypatch, str(tmp_path), row(*tokenizer.encode(f"begin {text} end\n\tline")))
         assert "begin" in told and "end" in told
-        assert not [c for c in told if c != "\n" and (c < " " or "\x7f" <= c < "\xa0")]
+        assert not [c for c in told if c != "\n" and (c < " " or "\x7f" <= c < "\xa0" or c in "\u202e\u2066\u200f")]
     assert no_network == []
 
 

@@ -165,6 +165,12 @@ def test_truncated_sampling_is_refused_where_an_engine_cannot_tell_what_was_kept
         ("extends: recipe.yaml\n", "extends itself"),
         ("- a list\n", "holds no mapping"),
         ("name: [unclosed\n", "not valid YAML"),
+        (f"name: {'[' * 5000}", "nested too deeply"),
+        ("name: a\ntrain: &a {train: *a}\n", "recipe.yaml:2: .*holds itself"),
+        ("name: a\ntrain: &a {<<: *a, b: 1}\n", "recipe.yaml:2: .*holds itself"),
+        ("name: &a [*a]\n", "recipe.yaml:1: .*holds itself"),
+        (f"name: a\nrun: {{steps: {'9' * 10_000}}}\n", "recipe.yaml:2: run.steps is '999"),
+        ("name: 2020-13-99\n", "recipe.yaml:1: name is '2020-13-99'"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, text: str, advice: str) -> None:
@@ -172,6 +178,23 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, advice: str) -> None:
     with pytest.raises(ConfigError, match=advice) as caught:
         load_recipe(path)
     assert path.name in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"x={'[' * 5000}",
+        f"{'.'.join('a' * 10_000)}=1",
+        f"run.steps={'9' * 10_000}",
+        "x=&a [*a]",
+        "x=&a {<<: *a}",
+        "x=2020-13-99",
+    ],
+)
+def test_an_override_that_cannot_be_read_is_named(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--set '") as caught:
+        load_recipe(write(tmp_path, MINIMAL), [override])
+    assert len(caught.value.message) < 1000
 
 
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:

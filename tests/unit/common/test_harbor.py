@@ -143,6 +143,15 @@ def test_limits_are_those_of_the_file_in_both_spellings(tasks: Path) -> None:
     assert (task.memory_bytes, task.storage_bytes, task.agent_s) == (2 << 30, 10 << 20, 600.0)
 
 
+@pytest.mark.parametrize("part", ["instruction.md", "task.toml", "environment/Dockerfile", "tests/test.sh"])
+def test_a_part_that_is_a_link_to_another_place_is_refused(tasks: Path, tmp_path: Path, part: str) -> None:
+    outside = tmp_path / "outside"
+    (tasks / "add-numbers" / part).rename(outside)
+    (tasks / "add-numbers" / part).symlink_to(outside)
+    with pytest.raises(DatasetError, match=f"{part} is a link to a place outside"):
+        read_task(tasks / "add-numbers")
+
+
 def test_no_file_outside_of_the_task_is_read(tasks: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("key")
     task = tasks / "count-lines"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -113,3 +114,18 @@ def test_a_schema_with_unchecked_parts_is_refused(schema: Any, told: str) -> Non
     with pytest.raises(ValueError, match=told):
         check_schema(schema)
     check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("pattern", [r"(?<=a)b", r"(a)\1", r"a(?!b)", "["])
+def test_a_pattern_without_a_linear_engine_is_refused_with_its_place(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"parameters\.code\.pattern .*linear time"):
+        check_schema({"type": "object", "properties": {"code": {"type": "string", "pattern": pattern}}})
+
+
+def test_a_pattern_that_repeats_a_repetition_is_checked_in_linear_time() -> None:
+    schema = {"type": "string", "pattern": r"^(\w+\s?)+$"}
+    began = time.process_time()
+    assert problem_with("a" * 32_000, schema) is None
+    assert problem_with("a" * 32_000 + "!", schema) is not None
+    assert problem_with("\ud800", schema) is not None
+    assert time.process_time() - began < 1.0  # for ever, with backtracking

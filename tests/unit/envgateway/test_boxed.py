@@ -21,6 +21,8 @@ R = RewardOutcome
         (r"\boxed{ 1786 }", R.CORRECT),
         (r"\boxed{+01786}", R.CORRECT),
         (r"first \boxed{3}, no: \boxed{1786}", R.CORRECT),
+        (r"<think>\boxed{3}</think> \boxed{1786}", R.CORRECT),
+        (r"<think>\boxed{1786}</think> I give up", R.UNPARSED),
         (r"\boxed{1787}", R.WRONG),
         (r"\boxed{1786} no, \boxed{3}", R.WRONG),
         (r"\boxed{1786.0}", R.WRONG),

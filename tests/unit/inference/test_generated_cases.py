@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.text.thoughts import after_thoughts
 from services.inference.workflows.base import CaseOutcome, JudgeCase, ProgramStatus
 from services.inference.workflows.codegen.generated_cases import (
     VerifierReward,
-    answer_of,
     entry_point_of,
     needs_retry,
     read_cases,
@@ -111,7 +111,7 @@ def test_whatever_is_written_is_read_without_failing(text: str, num_cases: int) 
     [("a", "a"), ("<think>t</think>a", "a"), ("t</think>a", "a"), ("<think>t", ""), ("<think>1</think>b<think>2</think>a", "a")],
 )  # fmt: skip
 def test_thinking_is_no_answer(text: str, answer: str) -> None:
-    assert answer_of(text) == answer
+    assert after_thoughts(text) == answer
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ from services.common.importing import look_in
 from services.common.public_names import new_name
 
 RESOLVED = "recipe.json"
+_MOST_DEPTH = 50  # of a setting in a recipe
+_MOST_SHOWN = 200  # characters of a text in an error
 
 Profile = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -183,11 +185,11 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {override!r}: write it as a.b=value, for example --set run.steps=20")
-    try:
-        value = _absolute(yaml.safe_load(text), Path.cwd())
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override!r}: {text!r} is not valid YAML") from None
     path = key.strip().split(".")
+    where = f"--set {override[:_MOST_SHOWN]!r}"
+    if len(path) > _MOST_DEPTH:
+        raise ConfigError(f"{where}: it names more than {_MOST_DEPTH} keys, one below the other: no setting is as deep")
+    value = _absolute(_parsed(text, f"{where}: {text[:_MOST_SHOWN]!r}"), Path.cwd())
     if _leads_into_a_list(tree, path):
         set_at(tree, path, value)
         return
@@ -322,34 +324,47 @@ def read_yaml(file: Path, *, own_paths: bool = False) -> Any:
         ConfigError: no YAML, a key twice in one mapping, or an import path into ``services``; each with its line.
     """
     try:
-        loader = yaml.SafeLoader(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not valid YAML: {error}") from None
+    return _parsed(text, str(file), own_paths)
+
+
+def _parsed(text: str, where: str, own_paths: bool = True) -> Any:
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None
-        for key, scalar in _scalars(node, file):
+        for key, scalar in _scalars(node, where):
+            try:
+                loader.construct_object(scalar)
+            except ValueError as error:  # an integer of thousands of digits, a day that no month has
+                raise ConfigError(
+                    f"{_line(where, scalar)}: {key or 'it'} is {scalar.value[:50]!r}, which is no value: {str(error).partition(';')[0]}"
+                ) from None
             if not own_paths and _OLD_PATH.fullmatch(scalar.value):
                 raise ConfigError(
-                    f"{_line(file, scalar)}: {key or scalar.value} names {scalar.value}, an inside of Rollmill: {new_name(scalar.value)}"
+                    f"{_line(where, scalar)}: {key or scalar.value} names {scalar.value}, an inside of Rollmill: {new_name(scalar.value)}"
                 )
         return loader.construct_document(node)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from None
-    finally:
-        loader.dispose()
+        raise ConfigError(f"{where} is not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is nested too deeply: no setting is more than {_MOST_DEPTH} deep") from None
 
 
-def _scalars(node: yaml.Node, file: Path, path: str = "") -> Iterator[tuple[str, yaml.ScalarNode]]:
-    """Every scalar value with its path. Refuses keys that stand twice."""
+def _scalars(node: yaml.Node, file: str, path: str = "", depth: int = 0) -> Iterator[tuple[str, yaml.ScalarNode]]:
+    """Every scalar value with its path. Refuses keys that stand twice, and what is too deep or holds itself."""
+    if depth > _MOST_DEPTH:
+        raise ConfigError(f"{_line(file, node)}: {path[:_MOST_SHOWN]} is more than {_MOST_DEPTH} deep, or holds itself")
     if isinstance(node, yaml.ScalarNode):
         yield path, node
     elif isinstance(node, yaml.SequenceNode):
         for place, item in enumerate(node.value):
-            yield from _scalars(item, file, f"{path}[{place}]")
+            yield from _scalars(item, file, f"{path}[{place}]", depth + 1)
     elif isinstance(node, yaml.MappingNode):
         seen: dict[str, yaml.Node] = {}
         for key, value in node.value:
@@ -360,8 +375,8 @@ def _scalars(node: yaml.Node, file: Path, path: str = "") -> Iterator[tuple[str,
                     f"{seen[name].start_mark.line + 1}: give one of them another name, or leave it out"
                 )
             seen[name] = key
-            yield from _scalars(value, file, f"{path}.{name}" if path else name)
+            yield from _scalars(value, file, f"{path}.{name}" if path else name, depth + 1)
 
 
-def _line(file: Path, node: yaml.Node) -> str:
+def _line(file: str, node: yaml.Node) -> str:
     return f"{file}:{node.start_mark.line + 1}"

@@ -223,7 +223,7 @@ class _VectorEpisode(_Base):
 _MOST_DIGITS = 18
 _MARKED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0?m", re.DOTALL)
 _CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_LINE_OF_COPY = re.compile(r"^\s*(\d{1,6})\s*[:.)]\s*(.*)$", re.MULTILINE)
+_LINE_OF_COPY = re.compile(r"^[^\S\n]*+(\d{1,6})\s*+[:.)]\s*+(.*)$", re.MULTILINE)
 
 
 def text_of(observation: Any) -> str:

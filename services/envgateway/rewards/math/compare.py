@@ -13,7 +13,6 @@ from decimal import Decimal, InvalidOperation, localcontext
 from typing import Any
 
 from services.common.records.dataset_rows import last_boxed
-from services.envgateway.rewards.math.boxed import num_boxes
 from services.envgateway.rewards.math.forms import (
     Span,
     equations,
@@ -59,9 +58,12 @@ class MathComparison:
         if self.is_equal(gold, answer):
             if is_merely_near(gold, answer):
                 return "near, and not equal"
-            if num_boxes(completion) > 1:  # together a set, by Math-Verify
-                return None
-            return other_form(wanted, given) or self._broken_chain(given) or self._exchanged(wanted, given) or None
+            return (
+                other_form(rewritten(wanted), rewritten(given))
+                or self._broken_chain(given)
+                or self._exchanged(wanted, given)
+                or None
+            )
         if self._same_percent(wanted, given):
             return None
         if self._same_intervals(wanted, given) or self._same_turned(gold, given) or self._same_complex(gold, answer):
@@ -147,8 +149,7 @@ class MathComparison:
 
 def _text(parsed: _Parsed, source: str) -> str:
     """The text that was read as the answer."""
-    boxed = last_boxed(source) if num_boxes(source) == 1 else None
-    return boxed or next((part for part in parsed if isinstance(part, str)), source)
+    return last_boxed(source) or next((part for part in parsed if isinstance(part, str)), source)
 
 
 def _is_number(value: Any) -> bool:
@@ -161,6 +162,7 @@ def _has_i(value: Any) -> bool:
 
 _LEAST_DIGITS = 6
 _DIGITS = 60  # of the evaluation of values other than decimals
+_SAME = 1e-40  # of two such values, relatively
 
 
 def is_merely_near(gold: Any, answer: Any) -> bool:
@@ -170,18 +172,38 @@ def is_merely_near(gold: Any, answer: Any) -> bool:
     decimal counts for a number only if both are equal; or, for a number without an exact decimal (1/3, a root, pi), if
     the decimal is the number rounded at the decimal's last place and shows at least six significant digits.
 
-    False unless both are plain numbers and one of them is a decimal: percentages, sets, symbols.
+    Other numbers are compared exactly if both are rational, else by their first digits. Sets, tuples, intervals and
+    matrices are compared part by part. False for other values: percentages, symbols.
     """
     if not gold or not answer or any("%" in str(part) for part in (*gold[1:], *answer[1:])):
         return False
-    left, right = _number(gold[0]), _number(answer[0])
+    return _are_apart(gold[0], answer[0])
+
+
+def _are_apart(first: Any, second: Any) -> bool:
+    import sympy
+
+    if all(
+        isinstance(value, (sympy.FiniteSet, sympy.Tuple, sympy.Interval, sympy.MatrixBase)) for value in (first, second)
+    ):
+        ours, theirs = (value if isinstance(value, sympy.MatrixBase) else value.args for value in (first, second))
+        if isinstance(first, sympy.FiniteSet) or isinstance(second, sympy.FiniteSet):
+            return any(all(_are_apart(one, other) for other in theirs) for one in ours)
+        return any(map(_are_apart, ours, theirs))
+    left, right = _number(first), _number(second)
     if left is None or right is None:
         return False
     if isinstance(left, Decimal) and isinstance(right, Decimal):
         return left != right
     if isinstance(right, Decimal):
         left, right = right, left
-    return not _is_rounded(left, right) if isinstance(left, Decimal) else False
+    if isinstance(left, Decimal):
+        return not _is_rounded(left, right)
+    left, right = left.doit(), right.doit()
+    if left.is_Rational and right.is_Rational:
+        return bool(left != right)
+    largest = max(abs(number.evalf(_DIGITS)) for number in (left, right))
+    return bool(abs((left - right).evalf(_DIGITS)) > largest * _SAME)
 
 
 def _number(value: Any) -> Any:

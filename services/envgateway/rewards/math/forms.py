@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections import deque
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -43,6 +44,8 @@ _RELATION = re.compile(
     r"|[<>≤≥≠¬])=?"
 )
 _BEGINS = re.compile(rf"^{_RELATION.pattern}|[=,]\s*{_RELATION.pattern}")
+_DIVIDES = re.compile(r"\\n?mid(?![A-Za-z])|\d\s*+\|\s*+\d")
+_ABOUT = re.compile(r"([+-]?\d++)\s*+\\approx\s*+([+-]?\d++)")
 _AND_SO_ON = re.compile(r"\\(?:[lcd]?dots|dots[cbmi])(?![A-Za-z])|\.\.\.|…")
 _AT_LEAST = re.compile(
     r"(?<![a-z])(?:or\s+(?:more|less|fewer|greater|higher|lower|larger|smaller)|at\s+(?:least|most)|(?:more|less|fewer|greater)"
@@ -51,6 +54,35 @@ _AT_LEAST = re.compile(
 )
 _BASED = re.compile(r"(\d{1,300})(?:_\{?(?:\\text\{)?(\d{1,2})\}{0,2})?")
 _ASSIGNED = re.compile(r"([A-Za-z])=(.+)")
+_ROMAN = re.compile(
+    r"\\(?:mathrm|operatorname|textrm)\*?\s*+\{\s*+(?:([ei])|(ln|lg|log|exp|gcd|det|min|max|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?))\s*+\}"
+)
+_AS_READ = tuple(  # other spellings of signs that Math-Verify reads
+    (re.compile(pattern), sign)
+    for pattern, sign in (
+        (r"\\log_\s*+(?:\{\s*+e\s*+\}|e(?![A-Za-z]))", r"\\ln "),
+        (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
+        (r"\\(arc)?tg(?![A-Za-z])", r"\\\1tan"),
+        (r"\\(arc)?ctg(?![A-Za-z])", r"\\\1cot"),
+        (r"\\uppi(?![A-Za-z])", r"\\pi"),
+        (r"\\l(?:brace|angle)(?![A-Za-z])", lambda match: "(" if "g" in match[0] else r"\{"),
+        (r"\\r(?:brace|angle)(?![A-Za-z])", lambda match: ")" if "g" in match[0] else r"\}"),
+        (r"\\varnothing(?![A-Za-z])|∅|\\\{\s*+\\\}|\\text\s*+\{\s*+(?:the )?empty set\s*+\}", r"\\emptyset"),
+        (
+            r"\\R(?![A-Za-z])|\\text\s*+\{\s*+(?:all )?real numbers\s*+\}|\(\s*+-\s*+\\infty\s*+,\s*+\+?+\\infty\s*+\)",
+            r"\\mathbb{R}",
+        ),
+        (r"(?<=\d),\\!\s*+(?=\d{3})", ","),
+    )
+)
+_WHOLE_TEXT = re.compile(r"\\(?:text|mathrm|textrm|textbf|mbox)\s*+\{(\s*+[+-]?\d[^{}]*+)\}")
+_UNIT = re.compile(
+    r"(?<!\s)(?:\s|\\[ ,;])\s*+((?:[A-Za-z]{3,}+|[ckmd][mgsl]|ft|lb|oz|mL|[mg](?=/))(?:\^\{?[23]\}?)?(?:\s*+/\s*+[A-Za-z]++(?:\^\{?[23]\}?)?|\s++[A-Za-z]{3,}+)*+)(?![A-Za-z])"
+)
+_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?!\s*+=)")
+_NO_UNIT = re.compile(
+    r"\b(?:hundred|thousand|[a-z]+illion|dozen|percent|hal[fv]e?s?|thirds?|quarters?|squared|cubed|factorial|or|and|not|more|less|than)\b"
+)
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -60,12 +92,23 @@ def rewritten(text: str) -> str:
     >>> rewritten(r"0.1\overline{6}"), rewritten(r"3.8 \times 10^{3}"), rewritten("1.5e-3"), rewritten("-3 1/2")
     ('\\frac{1}{6}', '3800', '0.0015', '-7/2')
     """
+    text = _ROMAN.sub(_italic, text)
+    for pattern, sign in _AS_READ:
+        text = pattern.sub(sign, text)
     text = _UNMEANT.sub("", _DEGREE.sub(r"^\\circ", text))
     text = _THIN_GROUPED.sub(lambda match: re.sub(r"\\[,; ]|~", "", match[0]), text)
     text = _SPACE_GROUPED.sub(lambda match: match[0].replace(" ", ""), text)
     text = _ENDING_POINT.sub("", _REPEATING.sub(_as_fraction, text))
     text = _POWER.sub(_as_digits, text)
     return _MIXED.sub(_as_improper, text)
+
+
+def _italic(match: re.Match[str]) -> str:
+    """A constant or a function in the spelling that Math-Verify reads."""
+    if match[2]:
+        return f"\\{match[2]} "
+    before, behind = match.string[: match.start()][-1:], match.string[match.end() :][:1]
+    return f"{' ' * before.isalpha()}{match[1]}{' ' * behind.isalpha()}"
 
 
 def _as_fraction(match: re.Match[str]) -> str:
@@ -89,6 +132,21 @@ def _as_digits(match: re.Match[str]) -> str:
 def _as_improper(match: re.Match[str]) -> str:
     below = int(match[4][:50])
     return f"{match[1]}{int(match[2][:50]) * below + int(match[3][:50])}/{below}" if below else match[0]
+
+
+def without_unit(text: str) -> str:
+    r"""The number of an answer that plain words of a unit follow; any other answer unchanged.
+
+    >>> without_unit("2.50 dollars"), without_unit("5 km/h"), without_unit("2x apples"), without_unit("7 or more")
+    ('2.50', '5', '2x apples', '7 or more')
+    """
+    whole = _WHOLE_TEXT.fullmatch(text.strip())
+    plain = (whole[1] if whole else text).rstrip(" .$")
+    units = deque(_UNIT.finditer(plain), maxlen=1)
+    if not units or units[0].end() != len(plain) or _NO_UNIT.search(plain, units[0].start()):
+        return text
+    number = plain[: units[0].start()].strip(" $")
+    return number if any(map(str.isdigit, number)) and not _LETTER.search(number) else text
 
 
 class Form(enum.StrEnum):
@@ -116,6 +174,11 @@ def form_of(text: str) -> Form:
     return Form.ONE
 
 
+def asks_for_one(truth: str) -> bool:
+    """Whether a reference answer is one value."""
+    return form_of(truth) is Form.ONE and "," not in truth and "\\pm" not in truth and not _UNION.search(truth)
+
+
 def other_form(truth: str, answer: str) -> str:
     """Why an answer is no answer though its value is right; empty when its form suits."""
     wanted, given = form_of(truth), form_of(answer)
@@ -126,9 +189,17 @@ def other_form(truth: str, answer: str) -> str:
         return f"{given} where {wanted} is asked for"
     if wanted is Form.SET and "\\{" in answer and len(split(_plain(answer), ",")) > 1:
         return "sets where one is asked for"
-    for rule, what in ((_AND_SO_ON, "more than is written"), (_AT_LEAST, "a bound"), (_BEGINS, "a relation")):
+    for rule, what in (
+        (_AND_SO_ON, "more than is written"),
+        (_AT_LEAST, "a bound"),
+        (_BEGINS, "a relation"),
+        (_DIVIDES, "a relation"),
+    ):
         if rule.search(_worded(answer)) and not rule.search(_worded(truth)):
             return f"{what} where {wanted} is asked for"
+    about = _ABOUT.fullmatch(_worded(answer))
+    if about and about[1] != about[2]:
+        return "an equation that does not hold"
     if _bases_differ(truth, answer):
         return "a number in another base"
     return "values of names in another order" if wanted is Form.ORDERED and _disordered(answer) else ""
@@ -246,7 +317,7 @@ def intervals(text: str) -> tuple[list[Span], bool] | None:
 
 
 def _bracketed(text: str) -> Span | None:
-    text = _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
+    text = text[label.end() :] if (label := _LABEL.match(text)) else text
     if text[:1] not in ("(", "[") or text[-1:] not in (")", "]"):
         return None
     bounds = split(text[1:-1], ",")
@@ -307,7 +378,7 @@ def _plain(text: str) -> str:
     """The text without spaces, dollars, sizes of brackets, grouping of digits, a label and a full stop."""
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text[:_LONGEST])
     text = _SPACING.sub("", text).rstrip(".")
-    return _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
+    return text[label.end() :] if (label := _LABEL.match(text)) else text
 
 
 def _closing_place(text: str) -> int:

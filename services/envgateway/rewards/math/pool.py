@@ -27,9 +27,11 @@ from typing import Any
 import structlog
 
 from services.common.config.processes.envgateway import MathRewardConfig, ReasoningGymConfig
-from services.common.errors import CapacityError
+from services.common.errors import CapacityError, InfrastructureError
+from services.common.text.thoughts import after_thoughts
 from services.envgateway.calls import take_place
 from services.envgateway.child import Child, ChildDied, ChildFailed, ChildLost
+from services.envgateway.rewards.math.worker import COMPARISON
 from services.envgateway.rewards.result import RewardOutcome, RewardResult, grader_failed, unparsed
 from services.envgateway.sandbox.bare import procfs, wire
 
@@ -171,6 +173,18 @@ class MathPool:
             return grader_failed(f"the reference answer cannot be compared with anything: {result.detail}")
         return result
 
+    async def failure(self, check: bytes, answer: bytes) -> str:
+        """The fault of a program's answer; an answer that uses up the time or memory of its comparison has one.
+
+        Raises:
+            CapacityError: too many are waiting.
+            InfrastructureError: the comparison was ended by others than its answer.
+        """
+        result, _ = await self._ask(wire.encode({"kind": "grade"}, [check, answer]))
+        if result.outcome is RewardOutcome.GRADER_FAILED:
+            raise InfrastructureError(f"an answer was not compared: {result.detail}")
+        return result.detail
+
     async def close(self) -> None:
         for seat in self._seats:
             seat.empty()
@@ -189,8 +203,14 @@ class MathPool:
         """And whether the answer is blamed for a failure."""
         frame = wire.encode(
             {"kind": "grade"},
-            [truth.encode(errors="replace"), completion[-MAX_COMPLETION_CHARS:].encode(errors="replace")],
+            [
+                truth.encode(errors="replace"),
+                after_thoughts(completion)[-MAX_COMPLETION_CHARS:].encode(errors="replace"),
+            ],
         )
+        return await self._ask(frame)
+
+    async def _ask(self, frame: bytes) -> tuple[RewardResult, bool]:
         failed, crashes, why = 0, 0, ""
         for _ in range(_MOST_TRIES):
             async with self._place():
@@ -236,6 +256,11 @@ class MathPool:
             yield
         finally:
             self._room.release()
+
+
+def comparisons() -> MathPool:
+    """For the judge: compares answers of programs."""
+    return MathPool(MathRewardConfig(num_workers=2, timeout_s=5.0), COMPARISON)
 
 
 def _result(answer: dict[str, Any]) -> RewardResult:

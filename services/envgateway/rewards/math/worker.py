@@ -1,4 +1,4 @@
-"""A worker process that grades with Math-Verify or with reasoning-gym, one answer at a time, until its channel closes.
+"""A worker process that grades with Math-Verify or with reasoning-gym, or compares a program's answer, one answer at a time, until its channel closes.
 
 A separate process can be killed: a power tower or a pathological parse never returns, and Math-Verify's own
 timeouts are signals, which need the main thread. The owner keeps the deadlines.
@@ -36,13 +36,13 @@ _MAX_DETAIL = 300
 _WORN_BYTES = 512 << 20
 
 Verdict = tuple[str, str] | tuple[str, str, float]  # outcome, detail, and a reward that is neither 0 nor 1
-Grade = Callable[[str, str], Verdict]  # of a reference answer and a completion
+Grade = Callable[[bytes, bytes], Verdict]  # of a reference answer and a completion
 
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent_if_asked(signal.SIGKILL)  # a worker that is busy for ever must not outlive the gateway
-    grade = load_scorer() if sys.argv[2] == REASONING_GYM else _load_grader()
+    grade = {REASONING_GYM: load_scorer, COMPARISON: _load_comparer}.get(sys.argv[2], _load_grader)()
     _restrict()
     gc.collect()
     gc.freeze()  # the collector walks the objects of a grading, not all of sympy again and again: a tenth of the time
@@ -52,7 +52,7 @@ def main() -> None:
         for _, (truth, completion) in frames.feed(data):
             exhausted = False
             try:
-                outcome, detail, *reward = grade(truth.decode(), completion.decode(errors="replace"))
+                outcome, detail, *reward = grade(truth, completion)
             except (MemoryError, RecursionError) as error:
                 exhausted = True
                 outcome, detail, *reward = "unparsed", f"grading ended with {type(error).__name__}"
@@ -65,22 +65,33 @@ def main() -> None:
 
 def _load_grader() -> Grade:
     logging.disable(logging.WARNING)  # Math-Verify warns on every call that its timeouts are off
+    from services.envgateway.rewards.math.boxed import ends_in_bare_list, final_answers
     from services.envgateway.rewards.math.compare import MathComparison
+    from services.envgateway.rewards.math.forms import asks_for_one, without_unit
 
     compared = MathComparison()
 
-    def grade(truth: str, completion: str) -> Verdict:
-        gold = _of_the_row(lambda: compared.gold(truth))
+    def grade(reference: bytes, said: bytes) -> Verdict:
+        truth, completion = reference.decode(), said.decode(errors="replace")
+        gold = _of_the_row(lambda: compared.gold(without_unit(truth)))
         if isinstance(gold, str):
             return "grader_failed", f"the reference answer cannot be parsed: {gold}"
         if not gold:
             return "grader_failed", "the reference answer cannot be parsed"
         try:
-            answer = compared.answer(completion)
-            if not answer:
-                return "unparsed", "no answer found"
-            wrong = compared.wrong(truth, gold, completion, answer)
-            return ("correct", "") if wrong is None else ("wrong", wrong)
+            is_one, boxed = asks_for_one(truth), final_answers(completion)
+            if not boxed and is_one and ends_in_bare_list(completion):
+                return "wrong", "a list where one value is asked for"
+            # each is the answer, or all are together
+            boxed = [f"$\\boxed{{{without_unit(part)}}}$" for part in (boxed if is_one else [", ".join(boxed)]) if part]
+            for text in boxed or [completion]:
+                answer = compared.answer(text)
+                if not answer:
+                    return "unparsed", "no answer found"
+                wrong = compared.wrong(without_unit(truth), gold, text, answer)
+                if wrong is not None:
+                    return "wrong", wrong
+            return "correct", ""
         except (MemoryError, RecursionError):
             raise
         except Exception as error:  # noqa: BLE001 - sympy may raise anything on untrusted text
@@ -117,6 +128,20 @@ def _restrict() -> None:
             return
 
 
+COMPARISON = "comparison"
+
+
+def _load_comparer() -> Grade:
+    """The grader of a worker that compares answers of programs."""
+    from services.envgateway.judge.checks import failure, unpacked
+
+    def grade(check: bytes, answer: bytes) -> Verdict:
+        wrong = failure(unpacked(check), answer)
+        return ("wrong", wrong) if wrong else ("correct", "")
+
+    return grade
+
+
 REASONING_GYM = "reasoning_gym"  # the grader's name on the worker's command line
 
 
@@ -126,7 +151,7 @@ def load_scorer() -> Grade:
         import reasoning_gym  # noqa: F401 - takes seconds, which are not an answer's
     scorer = Scorer()
 
-    def grade(truth: str, completion: str) -> Verdict:
+    def grade(truth: bytes, completion: bytes) -> Verdict:
         reference = json.loads(truth)
         try:
             dataset, entry = scorer.entry(reference)
@@ -138,7 +163,7 @@ def load_scorer() -> Grade:
                 "reasoning-gym makes another task here than where the row was made: install one version",
             )
         try:
-            score = float(dataset.score_answer(answer_in(completion), entry))
+            score = float(dataset.score_answer(answer_in(completion.decode(errors="replace")), entry))
         except (MemoryError, RecursionError):
             raise
         except Exception as error:  # noqa: BLE001 - a score function may raise anything on untrusted text

@@ -29,7 +29,7 @@ from services.common.records.types import Sequence as TokenSequence
 from services.common.telemetry.metrics import RolloutKey
 from services.common.text.chat import Message
 from services.common.text.programs import program_of, with_preamble
-from services.common.text.thoughts import answer_of
+from services.common.text.thoughts import after_thoughts
 from services.inference.workflows.base import (
     CaseOutcome,
     JudgeCase,
@@ -238,7 +238,7 @@ class CodegenVerifier:
             thinking=self._settings.thinking,
         )
         turn = await conversation.generate()
-        answer = answer_of(turn.text)
+        answer = after_thoughts(turn.text)
         reward = await self._grade(job.context.gateway, job.task, answer)
         return _Attempt(conversation, turn, program_of(answer), reward)
 

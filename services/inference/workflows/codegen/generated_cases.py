@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from services.common.text.programs import fenced_blocks
-from services.common.text.thoughts import answer_of
+from services.common.text.thoughts import after_thoughts
 from services.common.text.tool_calls import cut_text
 from services.inference.workflows.base import CaseOutcome, JudgeCase, ProgramStatus
 
@@ -71,7 +71,7 @@ def entry_point_of(tests: Mapping[str, Any]) -> str | None:
 
 def read_cases(text: str, *, is_function: bool, num_cases: int) -> GeneratedCases:
     """The ``num_cases`` cases in a verifier's text, or none, by the rules above."""
-    written = next((found for block in reversed(fenced_blocks(answer_of(text))) if (found := _listed(block))), [])
+    written = next((found for block in reversed(fenced_blocks(after_thoughts(text))) if (found := _listed(block))), [])
     cases: list[JudgeCase] = []
     for item in written:
         case = _case(item, is_function)

@@ -10,11 +10,12 @@ inside a sentence stay.
 from __future__ import annotations
 
 import re
+import string
 
-_DECORATION = re.compile(r"^[\s>#*_=\-~|]+|[\s*_=\-~|]+$")
-_NUMBER = r"(?:\s*(?:no\.?\s*)?#?\s*\d+)?"
+_DECORATION = string.whitespace + "\xa0*_=-~|"
+_NUMBER = r"(?:\s*+(?:no\.?+\s*+)?+#?+\s*+\d++)?+"
 _EXAMPLE = re.compile(
-    rf"(?:(?:sample|example)s?{_NUMBER}(?:\s+(?:tests?|test\s+cases?|cases?|inputs?|outputs?|io|and|&|/)){{0,4}}{_NUMBER}"
+    rf"(?:(?:sample|example)s?{_NUMBER}(?:\s++(?:tests?|test\s++cases?|cases?|inputs?|outputs?|io|and|&|/)){{0,4}}{_NUMBER}"
     r"|examples?\s+of\s+(?:input|output).*|demo|(?:inputs?|outputs?)\s+(?:sample|example)s?"
     rf"{_NUMBER})",
     re.IGNORECASE,
@@ -65,4 +66,8 @@ def _begins_whole(line: str) -> bool:
 
 def _heading(line: str) -> str:
     """The line up to a colon, without rules, marks and spaces around it; a sentence is no heading."""
-    return _DECORATION.sub("", _DECORATION.sub("", line).partition(":")[0])
+    return _undecorated(_undecorated(line).partition(":")[0])
+
+
+def _undecorated(text: str) -> str:
+    return text.lstrip(_DECORATION + ">#").rstrip(_DECORATION)

@@ -12,7 +12,6 @@ the right answers with the lowest penalty. Source: rStar2-Agent (arXiv 2508.2072
 
 from __future__ import annotations
 
-import re
 from typing import ClassVar
 
 from pydantic import Field
@@ -100,7 +99,7 @@ def format_term(turns: list[str], tag: str) -> float:
     (0.0, 1.0)
     """
     text = "".join(turns)
-    blocks = len(re.findall(rf"<{re.escape(tag)}>.*?</{re.escape(tag)}>", text, re.DOTALL))
-    if not blocks or text.count(f"<{tag}>") != blocks or text.count(f"</{tag}>") != blocks:
+    before, *blocks = text.split(f"<{tag}>")
+    if not blocks or f"</{tag}>" in before or any(block.count(f"</{tag}>") != 1 for block in blocks):
         return 1.0
-    return min((blocks - 1) / len(turns), 1.0)
+    return min((len(blocks) - 1) / len(turns), 1.0)

@@ -62,14 +62,18 @@ def code_row(row: Row, where: str) -> dict[str, Any]:
     return normal
 
 
+_SOLUTION = re.compile(r"^[^\S\n]*+class Solution\b", re.MULTILINE)
+
+
 def _called(name: str, normal: Row) -> str:
     r"""The entry point: a method of ``Solution`` where the problem, its starter code or its solution has that class.
 
     >>> _called("add", {"starter_code": "class Solution:\n    def add(self, a, b):"})
     'Solution().add'
     """
-    method = re.compile(rf"^\s*class Solution\b.*?^\s+def {re.escape(name)}\(", re.MULTILINE | re.DOTALL)
-    is_method = any(method.search(normal.get(column, "")) for column in ("problem", "starter_code", "solution"))
+    method = re.compile(rf"^[^\S\n]++def {re.escape(name)}\(", re.MULTILINE)
+    texts = (normal.get(column, "") for column in ("problem", "starter_code", "solution"))
+    is_method = any((begun := _SOLUTION.search(text)) and method.search(text, begun.end()) for text in texts)
     return f"Solution().{name}" if is_method else name
 
 

@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 _PROBLEM_COLUMNS = ("problem", "question")
 _CHAT_MARKS = re.compile(r"<｜[A-Za-z▁]+｜>")  # role marks of a chat template that was applied to the text
 _INSTRUCTION = re.compile(
-    r"(?:\\n|\s)*Let['’]?s think step by step and output the final answer within \\boxed\{\}\.?\s*\Z".replace(
+    r"(?<!\s)(?<!\\n)(?:\\n|\s)*+Let['’]?s think step by step and output the final answer within \\boxed\{\}\.?\s*\Z".replace(
         " ", r"\s+"
     ),
     re.IGNORECASE,

@@ -20,6 +20,9 @@ from services.envgateway.envs.alfworld import prompts
 from services.envgateway.envs.webshop import dialogue
 from services.envgateway.envs.webshop.catalogue import draw_prices, find_files, read_catalogue
 from services.envgateway.envs.webshop.search import SearchIndex
+from services.envgateway.judge.judge import Judge
+from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
+from services.envgateway.sandbox.pool import SandboxPool
 from services.inference.engine.torch.sampler import SamplingRows, sample
 from services.inference.workflows.actor_verifier import TRY_AGAIN, VERIFY
 from services.inference.workflows.base import Episode
@@ -27,6 +30,7 @@ from services.inference.workflows.codegen.generated_cases import read_cases
 from services.inference.workflows.tools.tool_math import ToolMathSettings, format_term
 from services.inference.workflows.verdicts import ReviewVerdict, read_verdict
 from services.orchestrator.buffer.rewards import advantage_groups, dynamic_sampling
+from tests.integration.envgateway.conftest import CONFIG
 from tests.unit.envgateway.webshop.made import write_catalogue
 from tests.unit.envgateway.webshop.test_search import _product
 from tests.unit.inference import test_codegen_verifier, test_tool_math
@@ -171,41 +175,28 @@ def short_and_unlabelled_blocks_do_not_hide_the_program() -> None:
     assert program_of(f"```python\n{program}").strip() == program, "one that the end cut off"
 
 
-def a_program(code: str, *cases: tuple[str, str]) -> list[bool]:
+async def passes(code: str, *cases: tuple[str, str]) -> list[bool]:
     """Whether a program passes each case, under the judge of the gateway."""
-    import asyncio
-
-    from services.envgateway.judge.judge import Judge
-    from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
-    from services.envgateway.sandbox.pool import SandboxPool
-    from tests.integration.envgateway.conftest import CONFIG
-
-    async def judged() -> list[bool]:
-        pool = SandboxPool.start_before_threads(CONFIG)
-        try:
-            results = [
-                await Judge(pool).judge(
-                    JudgeRequest(code=code, tests=StdinTests(cases=(StdinCase(stdin=given, expected=expected),)))
-                )
-                for given, expected in cases
-            ]
-        finally:
-            await pool.close()
-        return [result.num_passed == 1 for result in results]
-
-    return asyncio.run(judged())
+    pool = SandboxPool.start_before_threads(CONFIG)
+    try:
+        tests = [StdinTests(cases=(StdinCase(stdin=given, expected=expected),)) for given, expected in cases]
+        results = [await Judge(pool).judge(JudgeRequest(code=code, tests=one)) for one in tests]
+    finally:
+        await pool.close()
+    return [result.num_passed == 1 for result in results]
 
 
-def an_exit_code_is_an_error() -> None:
-    assert a_program("import sys; print(1); sys.exit(int(input()))", ("0", "1"), ("3", "1")) == [True, False]
+async def an_exit_code_is_an_error() -> None:
+    assert await passes("import sys; print(1); sys.exit(int(input()))", ("0", "1"), ("3", "1")) == [True, False]
 
 
-def a_return_outside_of_a_function_does_not_compile() -> None:
-    assert a_program("print(1)\nreturn", ("", "1")) == [False]
+async def a_return_outside_of_a_function_does_not_compile() -> None:
+    assert await passes("print(1)\nreturn", ("", "1")) == [False]
 
 
-def integers_are_exact_and_decimals_are_not() -> None:
-    assert a_program("print(input())", ("100000001", "100000000"), ("0.3333333333", "0.333333")) == [False, True]
+async def integers_are_exact_and_decimals_are_not() -> None:
+    cases = ("100000001", "100000000"), ("0.3333333333", "0.333333")
+    assert await passes("print(input())", *cases) == [False, True]
 
 
 def an_output_keeps_each_reading_that_its_row_leaves_open() -> None:

@@ -1,0 +1,70 @@
+"""Conditions on the answer of a case, in a form that another process can carry out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.envgateway.judge.asserts import DirectAssert, Relation
+from services.envgateway.judge.compare import difference
+from services.envgateway.judge.records import Comparison, ComparisonMode
+from services.envgateway.judge.values import ValueRule, equal, shown
+from services.envgateway.sandbox.bare.harness import plain
+
+# Errors that a program can cause by a false frame in place of its harness's: none of them is a failure of ours.
+_NO_DATA = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+@dataclass(frozen=True, slots=True)
+class TextCheck:
+    """The printed text is the expected one."""
+
+    expected: str
+    comparison: Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class ValueCheck:
+    """The returned value, a tree, is the expected one, or one of ``also``."""
+
+    expected: Any
+    rule: ValueRule
+    also: Sequence[Any] = ()
+
+    def failure(self, actual: Any) -> str:
+        if any(equal(expected, actual, self.rule) for expected in (self.expected, *self.also)):
+            return ""
+        return f"expected {shown(self.expected)}, got {shown(actual)}"
+
+
+Check = TextCheck | ValueCheck | DirectAssert
+
+
+def failure(check: Check, answer: bytes) -> str:
+    """The fault of an answer; empty for a right one."""
+    if isinstance(check, TextCheck):
+        return difference(check.expected, answer, check.comparison)
+    try:
+        return check.failure(plain.parse(answer))
+    except _NO_DATA as error:
+        return f"the returned value is no data: {error!r}"
+
+
+def packed(check: Check) -> bytes:
+    if isinstance(check, DirectAssert):
+        check = dataclasses.replace(check, args=None, kwargs=None)
+    fields = {field.name: getattr(check, field.name) for field in dataclasses.fields(check)}
+    return json.dumps([type(check).__name__, fields], default=dataclasses.asdict).encode()
+
+
+def unpacked(data: bytes) -> Check:
+    name, fields = json.loads(data)
+    if name == TextCheck.__name__:
+        mode, tolerance = fields["comparison"]["mode"], fields["comparison"]["tolerance"]
+        return TextCheck(fields["expected"], Comparison(mode=mode and ComparisonMode(mode), tolerance=tolerance))
+    if name == ValueCheck.__name__:
+        return ValueCheck(fields["expected"], ValueRule(**fields["rule"]), fields["also"])
+    return DirectAssert(**fields | {"relation": Relation(fields["relation"])})
