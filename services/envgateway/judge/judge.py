@@ -2,11 +2,12 @@
 
     programs        stdin in, stdout compared here
     function calls  arguments in, one call a process; the returned value comes out as plain data, compared here
-    asserts         read as calls and values where their text allows it; else run as code (see ``interactive_judge``)
+    asserts         read as calls and values where their text allows it; else opaque: run beside the program (``test_code``)
 
 The cases of a Python program are run by one host while they leave no trace (see ``together``); others are run alone.
 
-Expected values, test code and the rules of comparison never enter the process of the program. A call is complete when
+Expected values and the rules of comparison never enter the process of the program, except for opaque tests, whose
+verdict is marked. A call is complete when
 its harness has written the value to a descriptor of its own, after the last step; an exit code of 0 without the value
 is a wrong answer.
 """
@@ -14,16 +15,21 @@ is a wrong answer.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import json
+import secrets
 import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.text.assert_tests import UnusableTestsError
-from services.envgateway.judge.asserts import DirectAssert, names, num_asserts, read
+from services.common.text.asserted_calls import AssertedCall
+from services.common.text.literals import to_tree
+from services.envgateway.judge import test_code
+from services.envgateway.judge.asserts import failure, read
 from services.envgateway.judge.compare import VALUE_MODES, difference, value_rule
-from services.envgateway.judge.interactive_judge import InteractiveJudge
 from services.envgateway.judge.records import (
     AssertTests,
     CallTests,
@@ -33,7 +39,7 @@ from services.envgateway.judge.records import (
     StdinCase,
     StdinTests,
 )
-from services.envgateway.judge.results import RETRYABLE, case_result, refused, unusable, whole_result
+from services.envgateway.judge.results import RETRYABLE, case_result, last_line, refused, unusable, whole_result
 from services.envgateway.judge.together import MOST_CASES, CaseHost, HostedCase, is_unfinished, result_of
 from services.envgateway.judge.values import equal, shown
 from services.envgateway.sandbox.bare.harness import plain
@@ -77,7 +83,7 @@ class Judge:
         Raises:
             CapacityError: no slot came free in time; says when to come back.
         """
-        direct: tuple[DirectAssert, ...] | None = None
+        direct: tuple[AssertedCall, ...] | None = None
         wrong = _why_refused(request)
         if not wrong and (broken := _why_unusable_tests(request)):
             return unusable(request, broken, self._sandbox.tier)
@@ -104,7 +110,7 @@ class _Judgement:
         self._profile = profile_of(self._source)
         self._spent_s = 0.0  # of the slot's time, by the program
 
-    async def run(self, direct: tuple[DirectAssert, ...] | None) -> JudgeResult:
+    async def run(self, direct: tuple[AssertedCall, ...] | None) -> JudgeResult:
         match self._request.tests:
             case StdinTests(cases=cases):
                 return await self._stdin(cases)
@@ -117,15 +123,17 @@ class _Judgement:
                     )
 
                 calls = [
-                    self._call(tests.entry_point, plain.to_tree(case.args), plain.to_tree(case.kwargs),
-                               compare(plain.to_tree(case.expected)))
+                    self._call(tests.entry_point, to_tree(case.args), to_tree(case.kwargs),
+                               compare(to_tree(case.expected)))
                     for case in tests.cases
                 ]  # fmt: skip
                 return await self._all(calls)
             case AssertTests() as tests:
                 if direct is None:
-                    return await self._judge_interactively(tests)
-                return await self._all([self._call(d.entry_point, d.args, d.kwargs, d.failure) for d in direct])
+                    return await self._opaque(tests)
+                return await self._all([
+                    self._call(d.entry_point, d.args, d.kwargs, functools.partial(failure, d), d.applied) for d in direct
+                ])  # fmt: skip
 
     async def _all(self, cases: list[_Case]) -> JudgeResult:
         """The result of each case, until their total time is used up; a program that does not compile is not tried
@@ -236,9 +244,9 @@ class _Judgement:
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    def _call(self, entry_point: str, args: Any, kwargs: Any, wrong: Wrong) -> _Case:
+    def _call(self, entry_point: str, args: Any, kwargs: Any, wrong: Wrong, applied: tuple[str, ...] = ()) -> _Case:
         has_prelude = entry_point.startswith("Solution") or b"class Solution" in self._source
-        call = {"entry_point": entry_point, "args": args, "kwargs": kwargs, "prelude": has_prelude}
+        call = {"entry_point": entry_point, "args": args, "kwargs": kwargs, "applied": applied, "prelude": has_prelude}
 
         def alone() -> Job:
             payload = json.dumps(call).encode()
@@ -255,20 +263,27 @@ class _Judgement:
 
         return _Case(HostedCase(self._limits, call=call), alone, judged)
 
-    # -- tests that have to be run ----------------------------------------------------------------------------------
+    # -- opaque tests ---------------------------------------------------------------------------------------------
 
-    async def _judge_interactively(self, tests: AssertTests) -> JudgeResult:
-        meant = names(tests)
-        expected = max(1, num_asserts(tests))
-        cases = await InteractiveJudge(self._slot, self._request, tests, meant, expected).run()
-        if isinstance(cases, str):
-            return unusable(self._request, cases, self._tier)
-        if not cases:
-            return unusable(
-                self._request, f"the tests of {meant.entry_point or 'the program'} have no assert", self._tier
+    async def _opaque(self, tests: AssertTests) -> JudgeResult:
+        """One run of the program with its tests. Whatever fails there is wrong, because the program may be the cause."""
+        nonce = secrets.token_hex(16)
+        run = await self._run(
+            Job(
+                mode="tests",
+                profile=profile_of(b"\n".join([self._source, tests.tests.encode(), tests.preamble.encode()])),
+                source=self._source,
+                payload=test_code.payload_of(tests, nonce),
+                limits=test_code.longest(tests, self._limits, self._slot.config.judging_time_s),
             )
-        stopped = self._request.stop_early and cases[-1].verdict is not RunStatus.OK
-        return whole_result(self._request, cases, max(expected, len(cases)) if stopped else len(cases), self._tier)
+        )
+        result = run.result.result()
+        case = case_result(0, result)
+        if result.status is RunStatus.OK and _framed_value(run.answer) != nonce.encode():
+            case = case_result(
+                0, result, RunStatus.WRONG_ANSWER, last_line(result) or "the program ended before its tests"
+            )
+        return dataclasses.replace(whole_result(self._request, [case], 1, self._tier), opaque=True)
 
 
 def _why_refused(request: JudgeRequest) -> str:

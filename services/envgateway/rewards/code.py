@@ -14,6 +14,7 @@ the lane is the interactive one. Machinery that failed, and tests that can judge
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError
@@ -96,9 +97,9 @@ def read_tests(task: Mapping[str, Any]) -> Tests:
 
 def _reward(result: JudgeResult) -> RewardResult:
     if result.verdict is RunStatus.OK:
-        return CORRECT
+        return replace(CORRECT, opaque=result.opaque)
     passed = f"{result.num_passed} of {result.num_cases} cases passed before"
     detail = "; ".join(part for part in (f"{result.verdict}", passed, result.detail) if part)
     if not result.verdict.is_about_the_program:
         return grader_failed(detail)
-    return RewardResult(outcome=RewardOutcome.WRONG, detail=detail)
+    return RewardResult(outcome=RewardOutcome.WRONG, detail=detail, opaque=result.opaque)

@@ -143,6 +143,7 @@ def judge_result_to_proto(result: JudgeResult) -> pb.JudgeResponse:
         num_cases=result.num_cases,
         isolation_tier=result.tier,
         detail=_encodable(result.detail),
+        opaque=result.opaque,
     )
 
 

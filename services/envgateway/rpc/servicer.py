@@ -105,7 +105,9 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         result = await self._shared.run(
             request.request_id, lambda: self._rewards.compute(request.reward, task, request.completion)
         )
-        return pb.ComputeRewardResponse(outcome=_OUTCOME[result.outcome], reward=result.reward, detail=result.detail)
+        return pb.ComputeRewardResponse(
+            outcome=_OUTCOME[result.outcome], reward=result.reward, detail=result.detail, opaque=result.opaque
+        )
 
 
 def _is_graded(result: RewardResult) -> bool:

@@ -16,9 +16,9 @@ PLAIN, SHELL = "plain", "shell"  # profiles that the supervisor and the fork ser
 BOUND_AT_START = "LD_BIND_NOW"  # in a fork server's environment
 
 # Use of the source by a child.
-PROGRAM, ECHO, CALL, SESSION, TESTS, COMPILE, BINARY, CELLS = b"P", b"N", b"C", b"S", b"T", b"K", b"X", b"J"
+PROGRAM, ECHO, CALL, TESTS, COMPILE, BINARY, CELLS = b"P", b"N", b"C", b"T", b"K", b"X", b"J"
 CASES = b"A"
-MODES = {"program": PROGRAM, "echo": ECHO, "call": CALL, "session": SESSION, "tests": TESTS, "compile": COMPILE,
+MODES = {"program": PROGRAM, "echo": ECHO, "call": CALL, "tests": TESTS, "compile": COMPILE,
          "binary": BINARY, "cells": CELLS, "cases": CASES}  # fmt: skip
 
 # program text, stdin, stdout, stderr, note (a socket), ask, answer; at tier 2 also the slot's pid namespace, elsewhere something
