@@ -237,10 +237,10 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _evaluation_judges_all_rows(self) -> DataConfig:
         for name, config in self.evaluation.items():
-            if "opaque_tests" in config.model_fields_set:
+            if config.opaque_tests == "together":
                 raise ValueError(
-                    f"evaluation.{name}.opaque_tests is {config.opaque_tests!r}: it is for data.train; evaluations judge such "
-                    "rows and mark the verdict"
+                    f"evaluation.{name}.opaque_tests is 'together': it is for data.train, and evaluations judge such rows "
+                    "in any case: leave it out"
                 )
         return self
 
