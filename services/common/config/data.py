@@ -97,10 +97,10 @@ class DatasetConfig(Section):
     rows and the same number takes these alone."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Leave out tasks with a longer text, without chat template and instruction, and count them."""
-    opaque_tests: Literal["leave_out", "together"] = "leave_out"
-    """Under `data.train` only, for the reward `code`: rows whose test code cannot be read as calls and values are left out
-    and counted, or judged with the program in one process, where the program can forge the verdict (docs/envgateway.md).
-    Evaluations judge such rows, and mark the verdict."""
+    opaque_tests: Literal["leave_out", "together"] | None = None
+    """For the reward `code`: rows whose test code cannot be read as calls and values are left out and counted, or judged
+    with the program in one process, where the program can forge the verdict (docs/envgateway.md). Left out, training
+    leaves such rows out, and evaluations judge them and mark the verdict."""
     samples_per_task: int | None = Field(default=None, ge=1)
     """Under `data.evaluation` only: trajectories per task and sampling; left out, `evaluation.samples_per_task`."""
     workflow: WorkflowConfig | None = None
@@ -231,16 +231,6 @@ class DataConfig(Section):
                 raise ValueError(
                     f"{where.removeprefix('data.')}.samples_per_task is {config.samples_per_task}: it is for data.evaluation; "
                     "write rollout.group_size for training"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluation_judges_all_rows(self) -> DataConfig:
-        for name, config in self.evaluation.items():
-            if config.opaque_tests == "together":
-                raise ValueError(
-                    f"evaluation.{name}.opaque_tests is 'together': it is for data.train, and evaluations judge such rows "
-                    "in any case: leave it out"
                 )
         return self
 

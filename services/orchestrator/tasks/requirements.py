@@ -42,9 +42,7 @@ def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], st
     default = BuiltInReward.CODE if workflow.name == BuiltInWorkflow.CODEGEN_VERIFIER else None
     reward = workflow.settings.get("reward", default)
 
-    config = recipe.data.sections()[section]
-    leaves_out_opaque = is_training(section) and config.opaque_tests == "leave_out"
-
+    opaque_tests = recipe.data.sections()[section].opaque_tests or ("leave_out" if is_training(section) else "together")
     skips_run = recipe.envgateway is not None and recipe.envgateway.harbor.skip_run
 
     def check(row: Mapping[str, Any], where: str) -> None:
@@ -52,10 +50,10 @@ def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], st
             raise DatasetError(harbor.needs_programs(row[harbor.TASK_FIELD], run))
         tests, environment = row.get("tests"), row.get("environment")
         by_environment = environment.get("reward") if isinstance(environment, Mapping) else None
-        if leaves_out_opaque and BuiltInReward.CODE in (reward, by_environment) and are_opaque(tests):
+        if opaque_tests == "leave_out" and BuiltInReward.CODE in (reward, by_environment) and are_opaque(tests):
             raise DatasetError(
                 f"{where}: its test code cannot be read as calls and values, so programs could forge their verdict: write "
-                f"{section}.opaque_tests: together to train on such rows all the same"
+                f"{section}.opaque_tests: together to use such rows all the same"
             )
         if workflow.name not in WITH_PROMPT:
             return

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from services.common.config.data import DataConfig, DatasetConfig
+from services.common.config.data import DatasetConfig
 from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.config.processes.environments import HarborConfig
 from services.common.config.recipe import Recipe
@@ -152,10 +152,3 @@ def test_training_leaves_out_rows_with_opaque_tests_and_evaluation_does_not(
         update={"data": needed.data.model_copy(update={"train": DatasetConfig(path="unused", opaque_tests="together")})}
     )
     assert left_out(path, together) == []
-
-
-def test_evaluations_have_no_choice_of_opaque_tests() -> None:
-    with pytest.raises(ValueError, match=r"evaluation\.mine\.opaque_tests is 'together'"):
-        DataConfig.model_validate(
-            {"train": {"path": "a"}, "evaluation": {"mine": {"path": "b", "opaque_tests": "together"}}}
-        )
