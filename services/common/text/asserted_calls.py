@@ -22,6 +22,7 @@ import builtins
 import copy
 import enum
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,23 +33,10 @@ from services.common.text.literals import NotLiteralError, tree_of
 
 # Functions of one argument that a test applies to the returned value. They are applied in the program's process: the program
 # chooses their result as freely as the value itself.
-APPLIED = (
-    "list",
-    "tuple",
-    "set",
-    "frozenset",
-    "sorted",
-    "dict",
-    "len",
-    "str",
-    "int",
-    "float",
-    "abs",
-    "sum",
-    "min",
-    "max",
-)
+APPLIED = ("list", "tuple", "set", "frozenset", "sorted", "dict", "len", "str", "int", "float", "abs", "sum", "min",
+           "max")  # fmt: skip
 _MOST_STEPS = 10_000  # of all loops together
+_MOST_NODES = 300_000  # of all expressions with names
 _Bound = dict[str, ast.expr]
 
 
@@ -88,7 +76,7 @@ def asserted_calls(
     reader = _Reader(names_of(tests, entry_point, preamble, names))
     try:
         reader.read_module(parsed(tests).body)
-    except NotLiteralError:
+    except (NotLiteralError, RecursionError):
         return None
     return tuple(reader.calls) or None
 
@@ -99,7 +87,7 @@ class _Reader:
         self.calls: list[AssertedCall] = []
         self._module: _Bound = {}
         self._functions = set[str]()  # of the tests, that are read at their definition
-        self._num_steps = 0
+        self._num_steps = self._num_nodes = 0
 
     def read_module(self, statements: list[ast.stmt]) -> None:
         """Read all. Raises ``NotLiteralError``."""
@@ -107,7 +95,7 @@ class _Reader:
 
     def _read_scope(self, statements: list[ast.stmt], bound: _Bound, owner: str = "") -> None:
         self._read(statements, bound, owner)
-        if any(map(self._is_program, bound.values())):
+        if any(map(self._is_once, bound.values())):
             raise NotLiteralError("a call that no check uses")
 
     def _read(self, statements: list[ast.stmt], bound: _Bound, owner: str) -> None:
@@ -117,7 +105,7 @@ class _Reader:
                 case ast.Assert(test=ast.Constant(value=value)) if value:
                     pass
                 case ast.Assert(test=test):
-                    self.calls.append(self._condition(_resolved(test, bound, self._is_program)))
+                    self.calls.append(self._condition(self._resolved(test, bound)))
                 case ast.FunctionDef(name=name, body=body, decorator_list=[]) if bound is self._module and _is_run(
                     statement
                 ):
@@ -130,7 +118,7 @@ class _Reader:
                 case ast.Expr(value=ast.Call(func=ast.Name(id=name))) if name in self._functions or name == "check":
                     pass
                 case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=check), args=args, keywords=keywords)) if name == owner:  # fmt: skip
-                    parts = [_resolved(arg, bound, self._is_program) for arg in args]
+                    parts = [self._resolved(arg, bound) for arg in args]
                     self.calls.append(self._unittest(check, parts, keywords))
                 case ast.Expr(value=ast.Constant() | ast.Name()) | ast.Pass():
                     pass
@@ -139,11 +127,11 @@ class _Reader:
                 case ast.If(body=body, orelse=[]) if is_main(statement):
                     self._read(body, bound, owner)
                 case ast.For(target=target, iter=values, body=body, orelse=[]):
-                    for item in self._items(_resolved(values, bound, self._is_program)):
+                    for item in self._items(self._resolved(values, bound)):
                         self._bind(target, item, bound)
                         self._read(body, bound, owner)
                 case ast.Assign(targets=[target], value=value):
-                    self._assign(target, _resolved(value, bound, self._is_program), bound)
+                    self._assign(target, self._resolved(value, bound), bound)
                 case ast.Import() | ast.ImportFrom():
                     _refuse_other_functions(statement)
                 case _:
@@ -170,7 +158,7 @@ class _Reader:
     def _bind(self, target: ast.expr, value: ast.expr, bound: _Bound) -> None:
         match target, value:
             case ast.Name(id=name), _ if name not in self._names.aliases | self._names.remote:
-                if name in bound and (self._is_program(bound[name]) or (bound is self._module and self._functions)):
+                if name in bound and (self._is_once(bound[name]) or (bound is self._module and self._functions)):
                     raise NotLiteralError("a name for several values, of which a function may use any")
                 bound[name] = value
             case ((ast.Tuple(elts=targets) | ast.List(elts=targets)), (ast.Tuple(elts=values) | ast.List(elts=values))):
@@ -187,6 +175,26 @@ class _Reader:
             if self._num_steps > _MOST_STEPS:
                 raise NotLiteralError("too many steps")
             yield item
+
+    def _resolved(self, node: ast.expr, bound: _Bound) -> ast.expr:
+        """The expression with literals in place of names. A name of a call stands for its call once: a second use would be
+        the value of a second call."""
+        if not bound:
+            return node
+        is_once = self._is_once
+
+        class Resolver(ast.NodeTransformer):
+            def visit_Name(self, name: ast.Name) -> ast.expr:
+                value = bound.get(name.id, name)
+                if is_once(value):
+                    del bound[name.id]
+                return value
+
+        resolved: ast.expr = Resolver().visit(copy.deepcopy(node))
+        self._num_nodes += sum(1 for _ in itertools.islice(ast.walk(resolved), _MOST_NODES))
+        if self._num_nodes > _MOST_NODES:  # literals within literals
+            raise NotLiteralError("too many literals")
+        return resolved
 
     # -- conditions -----------------------------------------------------------------------------------------------
 
@@ -279,6 +287,10 @@ class _Reader:
             relative=relative,
         )
 
+    def _is_once(self, node: ast.AST) -> bool:
+        """A call for one use; an object of ``Solution`` is made anew for each call of a method."""
+        return self._is_program(node) and ast.unparse(node) != "Solution()"
+
     def _is_program(self, node: ast.AST) -> bool:
         """A call of the program's: by ``candidate``, or by a name that is the program's."""
         if not isinstance(node, ast.Call):
@@ -306,22 +318,6 @@ def _refuse_other_functions(statement: ast.Import | ast.ImportFrom) -> None:
             raise NotLiteralError(f"another function under the name {name}")
 
 
-def _resolved(node: ast.expr, bound: _Bound, is_call: Any) -> ast.expr:
-    """The expression with literals in place of names. A name of a call stands for its call once: a second use would be the
-    value of a second call."""
-    if not bound:
-        return node
-
-    class Resolver(ast.NodeTransformer):
-        def visit_Name(self, name: ast.Name) -> ast.expr:
-            value = bound.get(name.id, name)
-            if is_call(value):
-                del bound[name.id]
-            return value
-
-    return Resolver().visit(copy.deepcopy(node))  # type: ignore[no-any-return]
-
-
 def _listed(values: ast.expr) -> list[ast.expr]:
     """The parts of a literal over which a loop goes."""
     match values:
@@ -335,7 +331,9 @@ def _listed(values: ast.expr) -> list[ast.expr]:
                 numbers = range(*bounds)
             except (TypeError, ValueError) as error:
                 raise NotLiteralError(str(error)) from None
-            return [ast.Constant(number) for number in numbers[: _MOST_STEPS + 1]]
+            if len(numbers) > _MOST_STEPS:
+                raise NotLiteralError("a range that is too long")
+            return [ast.Constant(number) for number in numbers]
         case ast.Call(func=ast.Name(id="zip"), args=args, keywords=[]):
             return [ast.Tuple(list(parts)) for parts in zip(*map(_listed, args), strict=False)]
         case ast.Call(func=ast.Name(id="enumerate"), args=[arg], keywords=[]):

@@ -2,14 +2,13 @@
 
     programs        stdin in, stdout compared here
     function calls  arguments in, one call a process; the returned value comes out as plain data, compared here
-    asserts         read as calls and values where their text allows it; else opaque: run beside the program (``test_code``)
+    asserts         read as calls and values where their text allows it; else opaque: run with the program (``test_code``)
 
 The cases of a Python program are run by one host while they leave no trace (see ``together``); others are run alone.
 
 Expected values and the rules of comparison never enter the process of the program, except for opaque tests, whose
-verdict is marked. A call is complete when
-its harness has written the value to a descriptor of its own, after the last step; an exit code of 0 without the value
-is a wrong answer.
+verdict is marked. A call is complete when its harness has written the value to a descriptor of its own, after the last
+step; an exit code of 0 without the value is a wrong answer.
 """
 
 from __future__ import annotations

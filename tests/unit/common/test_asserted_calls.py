@@ -103,11 +103,19 @@ def test_functions_of_the_value_and_tolerances_are_read(
         "import random\nfor n in range(2):\n    x = random.random()\n    assert f(x) == 1",
         "import unittest\nclass T(unittest.TestCase):\n  def setUp(self): self.x = 1\n  def test_a(self): self.assertEqual(f(self.x), 2)",
         "with open('x'):\n    assert f(1) == 1",
+        "assert f(*range(10 ** 6)) == 1",
+        "a = [1] \nb = [a, a]\n" + "".join(f"b = [{', '.join('bbbbbbbbb')}]\n" for _ in range(12)) + "assert f(b) == 1",
         "str = 'abc'\nassert str(f(1)) == '1'",
     ],
 )  # fmt: skip
 def test_anything_else_is_opaque(tests: str) -> None:
     assert asserted_calls(tests, "f") is None
+
+
+def test_an_object_of_solution_is_made_anew_for_each_call_of_a_method() -> None:
+    calls = asserted_calls("s = Solution()\nassert s.f(1) == 2\nassert s.f(2) == 3")
+    assert calls is not None and [(call.entry_point, call.expected) for call in calls] == [("Solution().f", 2), ("Solution().f", 3)]  # fmt: skip
+    assert asserted_calls("s = Stack(3)\nassert s.f(1) == 2\nassert s.f(2) == 3", names=("Stack",)) is None
 
 
 @pytest.mark.parametrize("tests", ["def", "assert candidate(1) == 1", "\0", "(" * 100_000, "x" * 2_000_000])
