@@ -1,8 +1,8 @@
 """Can the judge be broken? Every bad input at each tier, then a hostile mix at full load beside honest jobs.
 
 Root has tiers 2 and 1, any other user U and 0. First each bad input of tests/integration/envgateway/cases (rows 1 to 48
-of the table of bad inputs, 54 to 59, bytes, memory and files that a program may not gain, and 60 to 65, data that
-crosses between test code and a program; most in several forms), a judgement that is cancelled (49) and a supervisor
+of the table of bad inputs, 54 to 59, bytes, memory and files that a program may not gain, and 60 to 65, test code
+that is read and opaque test code; most in several forms), a judgement that is cancelled (49) and a supervisor
 that is killed in mid-run (50): the verdict must be the expected one, the slot empty, the next program unaffected, the
 planted secret unseen. Several sandboxes go through them side by side, each with one input at a time; a failed input is
 judged again alone, which decides. Rows 51 to 53 are about queues, workers and formulas: for these their tests are run,

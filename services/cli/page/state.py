@@ -114,6 +114,7 @@ def _evaluation(row: Row) -> Json:
         "mean_reward": row["mean_reward"],
         "num_trajectories": row.get("num_trajectories"),
         "num_failed": row.get("num_failed"),
+        "num_opaque": row.get("num_opaque"),
         "difference": row.get("difference"),
         "datasets": [
             {"name": d.get("name"), "mean_reward": d.get("mean_reward"), "pass_at": d.get("pass_at", {})}

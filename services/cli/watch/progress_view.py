@@ -280,9 +280,12 @@ class ProgressView:
             told = f", change {change} since {result.compared_with}" if change else ""
             named = result.name + played_by(result.name, result.versions, result.newest_versions)
             failed = f"; {failed_rollouts(result.num_failed, progress.counters)}" if result.num_failed else ""
+            opaque = (
+                f"; {result.num_opaque} rewards by opaque tests, which programs can forge" if result.num_opaque else ""
+            )
             say(
                 self._console,
-                f"evaluation {named}: {result.mean_reward:.3f} over {result.num_trajectories}{told}{failed}",
+                f"evaluation {named}: {result.mean_reward:.3f} over {result.num_trajectories}{told}{failed}{opaque}",
                 "bold yellow" if failed else None,
             )
         self._num_evaluations = len(progress.evaluations)

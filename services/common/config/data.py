@@ -115,6 +115,10 @@ class DatasetConfig(Section):
     rows and the same number takes these alone."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Leave out tasks with a longer text, without chat template and instruction, and count them."""
+    opaque_tests: Literal["leave_out", "together"] | None = None
+    """For the reward `code`: rows whose test code cannot be read as calls and values are left out and counted, or judged
+    with the program in one process, where the program can forge the verdict (docs/envgateway.md). Left out, training
+    leaves such rows out, and evaluations judge them and mark the verdict."""
     samples_per_task: int | None = Field(default=None, ge=1)
     """Under `data.evaluation` only: trajectories per task and sampling; left out, `evaluation.samples_per_task`."""
     workflow: WorkflowConfig | None = None

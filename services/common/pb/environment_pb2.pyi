@@ -507,20 +507,24 @@ class ComputeRewardResponse(google.protobuf.message.Message):
     OUTCOME_FIELD_NUMBER: builtins.int
     REWARD_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
+    OPAQUE_FIELD_NUMBER: builtins.int
     outcome: Global___RewardOutcome.ValueType
     """How it came about."""
     reward: builtins.float
     """The reward; meaningless with GRADER_FAILED."""
     detail: builtins.str
     """For people."""
+    opaque: builtins.bool
+    """Test code ran in the process of the program, which can therefore forge this reward."""
     def __init__(
         self,
         *,
         outcome: Global___RewardOutcome.ValueType = ...,
         reward: builtins.float = ...,
         detail: builtins.str = ...,
+        opaque: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["detail", b"detail", "outcome", b"outcome", "reward", b"reward"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "opaque", b"opaque", "outcome", b"outcome", "reward", b"reward"]) -> None: ...
 
 Global___ComputeRewardResponse: typing_extensions.TypeAlias = ComputeRewardResponse
 

@@ -3,7 +3,8 @@
 isort:skip_file
 Judging programs: served by the environment gateway.
 
-Expected values and test code never reach the process of the program that is judged.
+Expected values never reach the process of the program that is judged, except with test code that cannot be read as
+calls and values: its verdict is marked as opaque.
 """
 
 import builtins
@@ -281,11 +282,11 @@ class AssertTests(google.protobuf.message.Message):
     PREAMBLE_FIELD_NUMBER: builtins.int
     NAMES_FIELD_NUMBER: builtins.int
     tests: builtins.str
-    """The test code; it runs in an interpreter of its own and calls the program from there."""
+    """The test code; read as calls and values where its text allows it, else run in the process of the program."""
     entry_point: builtins.str
     """What candidate is; may be empty when the tests call check themselves."""
     preamble: builtins.str
-    """Trusted code that the tests may use, such as the task's prompt."""
+    """Code that the tests may use, such as the task's prompt."""
     @property
     def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """What else the program defines and the tests use; any other free name is the library's, or the tests are refused."""
@@ -448,6 +449,7 @@ class JudgeResponse(google.protobuf.message.Message):
     NUM_CASES_FIELD_NUMBER: builtins.int
     ISOLATION_TIER_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
+    OPAQUE_FIELD_NUMBER: builtins.int
     verdict: Global___Verdict.ValueType
     """OK when every case is, else the first other."""
     num_cases: builtins.int
@@ -456,6 +458,8 @@ class JudgeResponse(google.protobuf.message.Message):
     """The isolation it ran under: "2", "1", "U" or "0"."""
     detail: builtins.str
     """For people."""
+    opaque: builtins.bool
+    """Test code ran in the process of the program, which can therefore forge this verdict."""
     @property
     def cases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CaseResult]:
         """Every case; after an early stop, those that ran."""
@@ -468,7 +472,8 @@ class JudgeResponse(google.protobuf.message.Message):
         num_cases: builtins.int = ...,
         isolation_tier: builtins.str = ...,
         detail: builtins.str = ...,
+        opaque: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cases", b"cases", "detail", b"detail", "isolation_tier", b"isolation_tier", "num_cases", b"num_cases", "verdict", b"verdict"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cases", b"cases", "detail", b"detail", "isolation_tier", b"isolation_tier", "num_cases", b"num_cases", "opaque", b"opaque", "verdict", b"verdict"]) -> None: ...
 
 Global___JudgeResponse: typing_extensions.TypeAlias = JudgeResponse

@@ -3,7 +3,8 @@
 isort:skip_file
 Judging programs: served by the environment gateway.
 
-Expected values and test code never reach the process of the program that is judged.
+Expected values never reach the process of the program that is judged, except with test code that cannot be read as
+calls and values: its verdict is marked as opaque.
 """
 
 import abc

@@ -561,6 +561,7 @@ class EvaluationResult(google.protobuf.message.Message):
     ROLES_FIELD_NUMBER: builtins.int
     COMPARED_WITH_FIELD_NUMBER: builtins.int
     DIFFERENCE_FIELD_NUMBER: builtins.int
+    NUM_OPAQUE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Which: such as "start/greedy"."""
     mean_reward: builtins.float
@@ -573,6 +574,8 @@ class EvaluationResult(google.protobuf.message.Message):
     """Whether every trajectory was sampled from exactly `versions`."""
     compared_with: builtins.str
     """The run's first evaluation of the same kind; empty for that one."""
+    num_opaque: builtins.int
+    """Trajectories whose reward the program can forge, by opaque tests."""
     @property
     def versions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """The version of each policy."""
@@ -607,9 +610,10 @@ class EvaluationResult(google.protobuf.message.Message):
         roles: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         compared_with: builtins.str = ...,
         difference: Global___Estimate | None = ...,
+        num_opaque: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["difference", b"difference"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["compared_with", b"compared_with", "datasets", b"datasets", "difference", b"difference", "mean_reward", b"mean_reward", "name", b"name", "newest_versions", b"newest_versions", "num_failed", b"num_failed", "num_trajectories", b"num_trajectories", "pinned", b"pinned", "roles", b"roles", "versions", b"versions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["compared_with", b"compared_with", "datasets", b"datasets", "difference", b"difference", "mean_reward", b"mean_reward", "name", b"name", "newest_versions", b"newest_versions", "num_failed", b"num_failed", "num_opaque", b"num_opaque", "num_trajectories", b"num_trajectories", "pinned", b"pinned", "roles", b"roles", "versions", b"versions"]) -> None: ...
 
 Global___EvaluationResult: typing_extensions.TypeAlias = EvaluationResult
 

@@ -109,6 +109,7 @@ class RolloutKey(enum.StrEnum):
     """Keys of the metrics of a trajectory or an episode that several workflows and environments of the gateway write."""
 
     REWARD_UNPARSED = "reward_unparsed"  # 1 where no answer could be read from the completion
+    REWARD_OPAQUE = "reward_opaque"  # 1 where the program can forge its reward, by opaque tests; else left out
     TRUNCATED = "truncated"  # 1 where a budget cut the policy's last turn
 
 

@@ -36,6 +36,7 @@ class EvaluationSummary(TypedDict):
     mean_reward: float
     num_trajectories: int
     num_failed: int
+    num_opaque: int
     datasets: list[DatasetSummary]
     roles: dict[str, float]
     compared_with: str

@@ -115,8 +115,6 @@ def names_of(tests: str, entry_point: str = "", preamble: str = "", names: tuple
         raise UnusableTestsError(
             "the tests never call the program" if root else "candidate is not defined: give an entry_point"
         )
-    if _passes_a_function(tree, remote | aliases):
-        raise UnusableTestsError("the tests pass a function of their own to the program, which cannot be sent")
     if not root and aliases & _loaded(tree):
         raise UnusableTestsError("candidate is not defined: give an entry_point")
     return TestNames(
@@ -260,6 +258,11 @@ def is_test_case(node: ast.AST) -> bool:
     )
 
 
+def is_main(node: ast.stmt) -> bool:
+    """``if __name__ == "__main__":``"""
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("__name__ == '__main__'", "'__main__' == __name__")
+
+
 def _why_not_importable(statements: Sequence[ast.stmt]) -> str:
     for node in (inner for statement in statements for inner in ast.walk(statement)):
         modules: Iterable[str] = ()
@@ -274,18 +277,6 @@ def _why_not_importable(statements: Sequence[ast.stmt]) -> str:
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module not in _MODULES.values():
             return f"the tests import every name of {node.module}: name those that they use"
     return ""
-
-
-def _passes_a_function(tree: ast.Module, program: Iterable[str]) -> bool:
-    """Whether a lambda is an argument of the program."""
-    names = set(program)
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return any(
-        isinstance(call.func, ast.Name)
-        and call.func.id in names
-        and any(isinstance(arg, ast.Lambda) for arg in call.args)
-        for call in calls
-    )
 
 
 # -- names ----------------------------------------------------------------------------------------------------------

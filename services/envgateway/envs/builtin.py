@@ -50,8 +50,10 @@ async def graded_end(
     result = await rewards.compute(name, task, answer)
     if result.outcome is RewardOutcome.GRADER_FAILED:
         raise GraderFailedError(f"the grader of reward {name!r} failed: {result.detail}")
-    unparsed = float(result.outcome is RewardOutcome.UNPARSED)
-    return StepResult(reward=result.reward, done=True, metrics={RolloutKey.REWARD_UNPARSED.value: unparsed, **metrics})
+    graded = {RolloutKey.REWARD_UNPARSED.value: float(result.outcome is RewardOutcome.UNPARSED)}
+    if result.opaque:
+        graded[RolloutKey.REWARD_OPAQUE.value] = 1.0
+    return StepResult(reward=result.reward, done=True, metrics={**graded, **metrics})
 
 
 class ToolLoop:

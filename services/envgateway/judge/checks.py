@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.envgateway.judge.asserts import DirectAssert, Relation
+from services.common.text.asserted_calls import AssertedCall, Relation
+from services.envgateway.judge import asserts
 from services.envgateway.judge.compare import difference
 from services.envgateway.judge.records import Comparison, ComparisonMode
 from services.envgateway.judge.values import ValueRule, equal, shown
@@ -40,7 +41,7 @@ class ValueCheck:
         return f"expected {shown(self.expected)}, got {shown(actual)}"
 
 
-Check = TextCheck | ValueCheck | DirectAssert
+Check = TextCheck | ValueCheck | AssertedCall
 
 
 def failure(check: Check, answer: bytes) -> str:
@@ -48,13 +49,14 @@ def failure(check: Check, answer: bytes) -> str:
     if isinstance(check, TextCheck):
         return difference(check.expected, answer, check.comparison)
     try:
-        return check.failure(plain.parse(answer))
+        value = plain.parse(answer)
+        return asserts.failure(check, value) if isinstance(check, AssertedCall) else check.failure(value)
     except _NO_DATA as error:
         return f"the returned value is no data: {error!r}"
 
 
 def packed(check: Check) -> bytes:
-    if isinstance(check, DirectAssert):
+    if isinstance(check, AssertedCall):
         check = dataclasses.replace(check, args=None, kwargs=None)
     fields = {field.name: getattr(check, field.name) for field in dataclasses.fields(check)}
     return json.dumps([type(check).__name__, fields], default=dataclasses.asdict).encode()
@@ -67,4 +69,4 @@ def unpacked(data: bytes) -> Check:
         return TextCheck(fields["expected"], Comparison(mode=mode and ComparisonMode(mode), tolerance=tolerance))
     if name == ValueCheck.__name__:
         return ValueCheck(fields["expected"], ValueRule(**fields["rule"]), fields["also"])
-    return DirectAssert(**fields | {"relation": Relation(fields["relation"])})
+    return AssertedCall(**fields | {"relation": Relation(fields["relation"])})

@@ -26,11 +26,10 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
+from services.common.text.literals import NotLiteralError, to_tree, tree_of
 from services.common.text.parsing import parsed_expression
-from services.envgateway.judge.literals import NotLiteralError, tree_of
 from services.envgateway.judge.records import Comparison, ComparisonMode
 from services.envgateway.judge.values import ValueRule, close, equal
-from services.envgateway.sandbox.bare.harness import plain
 
 _LARGEST_PARSED = 1 << 18  # bytes of a JSON or literal text: parsing untrusted text costs a multiple in memory
 _INTEGER = re.compile(rb"[+-]?\d+")
@@ -207,7 +206,7 @@ def _why_no_value(printed: bytes) -> str:
 
 
 def _json_tree(text: bytes) -> Any:
-    return plain.to_tree(json.loads(text))
+    return to_tree(json.loads(text))
 
 
 def _literal_tree(text: bytes) -> Any:

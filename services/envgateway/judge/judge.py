@@ -2,29 +2,33 @@
 
     programs        stdin in, stdout compared here
     function calls  arguments in, one call a process; the returned value comes out as plain data, compared here
-    asserts         read as calls and values where their text allows it; else run as code (see ``interactive_judge``)
+    asserts         read as calls and values where their text allows it; else opaque: run with the program (``test_code``)
 
 The cases of a Python program are run by one host while they leave no trace (see ``together``); others are run alone.
 
-Expected values, test code and the rules of comparison never enter the process of the program. A call is complete when
-its harness has written the value to a descriptor of its own, after the last step; an exit code of 0 without the value
-is a wrong answer.
+Expected values and the rules of comparison never enter the process of the program, except for opaque tests, whose
+verdict is marked. A call is complete when its harness has written the value to a descriptor of its own, after the last
+step; an exit code of 0 without the value is a wrong answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import secrets
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.text.assert_tests import UnusableTestsError
-from services.envgateway.judge.asserts import DirectAssert, names, num_asserts, read
+from services.common.text.asserted_calls import AssertedCall
+from services.common.text.literals import to_tree
+from services.envgateway.judge import test_code
+from services.envgateway.judge.asserts import read
 from services.envgateway.judge.checks import Check, TextCheck, ValueCheck, failure, packed
 from services.envgateway.judge.compare import VALUE_MODES, value_rule
-from services.envgateway.judge.interactive_judge import InteractiveJudge
 from services.envgateway.judge.records import (
     AssertTests,
     CallTests,
@@ -34,9 +38,8 @@ from services.envgateway.judge.records import (
     StdinCase,
     StdinTests,
 )
-from services.envgateway.judge.results import RETRYABLE, case_result, refused, unusable, whole_result
+from services.envgateway.judge.results import RETRYABLE, case_result, last_line, refused, unusable, whole_result
 from services.envgateway.judge.together import MOST_CASES, CaseHost, HostedCase, is_unfinished, result_of
-from services.envgateway.sandbox.bare.harness import plain
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.connection import SubmittedRun
 from services.envgateway.sandbox.cpp import compile_cpp, cpp_job
@@ -77,7 +80,7 @@ class Judge:
         Raises:
             CapacityError: no slot came free in time; says when to come back.
         """
-        direct: tuple[DirectAssert, ...] | None = None
+        direct: tuple[AssertedCall, ...] | None = None
         wrong = _why_refused(request)
         if not wrong and (broken := _why_unusable_tests(request)):
             return unusable(request, broken, self._sandbox.tier)
@@ -115,7 +118,7 @@ class _Judgement:
         self._profile = profile_of(self._source)
         self._spent_s = 0.0  # of the slot's time, by the program
 
-    async def run(self, direct: tuple[DirectAssert, ...] | None) -> JudgeResult:
+    async def run(self, direct: tuple[AssertedCall, ...] | None) -> JudgeResult:
         match self._request.tests:
             case StdinTests(cases=cases):
                 return await self._stdin(cases)
@@ -123,15 +126,15 @@ class _Judgement:
                 rule = value_rule(self._request.comparison)
 
                 calls = [
-                    self._call(tests.entry_point, plain.to_tree(case.args), plain.to_tree(case.kwargs),
-                               ValueCheck(plain.to_tree(case.expected), rule, [*map(plain.to_tree, case.also)]))
+                    self._call(tests.entry_point, to_tree(case.args), to_tree(case.kwargs),
+                               ValueCheck(to_tree(case.expected), rule, [*map(to_tree, case.also)]))
                     for case in tests.cases
                 ]  # fmt: skip
                 return await self._all(calls)
             case AssertTests() as tests:
                 if direct is None:
-                    return await self._judge_interactively(tests)
-                return await self._all([self._call(d.entry_point, d.args, d.kwargs, d) for d in direct])
+                    return await self._opaque(tests)
+                return await self._all([self._call(d.entry_point, d.args, d.kwargs, d, d.applied) for d in direct])
 
     async def _all(self, cases: list[_Case]) -> JudgeResult:
         """The result of each case, until their total time is used up; a program that does not compile is not tried
@@ -241,8 +244,8 @@ class _Judgement:
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    def _call(self, entry_point: str, args: Any, kwargs: Any, check: Check) -> _Case:
-        call = {"entry_point": entry_point, "args": args, "kwargs": kwargs}
+    def _call(self, entry_point: str, args: Any, kwargs: Any, check: Check, applied: Sequence[str] = ()) -> _Case:
+        call = {"entry_point": entry_point, "args": args, "kwargs": kwargs, "applied": applied}
 
         def alone() -> Job:
             payload = json.dumps(call).encode()
@@ -259,20 +262,27 @@ class _Judgement:
 
         return _Case(HostedCase(self._limits, call=call), alone, judged)
 
-    # -- tests that have to be run ----------------------------------------------------------------------------------
+    # -- opaque tests ---------------------------------------------------------------------------------------------
 
-    async def _judge_interactively(self, tests: AssertTests) -> JudgeResult:
-        meant = names(tests)
-        expected = max(1, num_asserts(tests))
-        cases = await InteractiveJudge(self._slot, self._request, tests, meant, expected).run()
-        if isinstance(cases, str):
-            return unusable(self._request, cases, self._tier)
-        if not cases:
-            return unusable(
-                self._request, f"the tests of {meant.entry_point or 'the program'} have no assert", self._tier
+    async def _opaque(self, tests: AssertTests) -> JudgeResult:
+        """One run of the program with its tests. Whatever fails there is wrong, because the program may be the cause."""
+        nonce = secrets.token_hex(16)
+        run = await self._run(
+            Job(
+                mode="tests",
+                profile=profile_of(b"\n".join([self._source, tests.tests.encode(), tests.preamble.encode()])),
+                source=self._source,
+                payload=test_code.payload_of(tests, nonce),
+                limits=test_code.longest(tests, self._limits, self._slot.config.judging_time_s),
             )
-        stopped = self._request.stop_early and cases[-1].verdict is not RunStatus.OK
-        return whole_result(self._request, cases, max(expected, len(cases)) if stopped else len(cases), self._tier)
+        )
+        result = run.result.result()
+        case = case_result(0, result)
+        if result.status is RunStatus.OK and _framed_value(run.answer) != nonce.encode():
+            case = case_result(
+                0, result, RunStatus.WRONG_ANSWER, last_line(result) or "the program ended before its tests"
+            )
+        return dataclasses.replace(whole_result(self._request, [case], 1, self._tier), opaque=True)
 
 
 def _why_refused(request: JudgeRequest) -> str:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from services.common.errors import InvalidRequestError
 from services.common.telemetry.gateway_queue import Lane
+from services.common.text.literals import to_tree
 from services.envgateway.sandbox.bare.harness import plain
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits
@@ -63,7 +64,7 @@ class StdinTests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCase:
-    """One call: plain data (None, bool, int, float, str, bytes, list, tuple, set, dict, ``plain.Linked``/``Tree``)."""
+    """One call: plain data (None, bool, int, float, str, bytes, list, tuple, set, dict)."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -87,9 +88,9 @@ class CallTests:
 class AssertTests:
     """Test code: bare asserts, or a ``check(candidate)`` that the tests call, or leave to be called.
 
-    ``preamble`` is trusted code that the tests may use, such as the task's own prompt. The program never sees either:
-    the tests run in an interpreter of their own and call the program from there. Only the entry point and ``names`` are
-    calls into the program (``services.common.text.assert_tests``).
+    Tests that can be read as calls and values (``services.common.text.asserted_calls``) never enter the program's
+    process. Other tests run there, and their verdict is ``opaque``. ``preamble`` is code that the tests may use, such as
+    the task's own prompt. Only the entry point and ``names`` are the program's (``services.common.text.assert_tests``).
     """
 
     tests: str
@@ -190,6 +191,7 @@ class JudgeResult:
     tier: str = ""
     detail: str = ""
     request_id: str = ""
+    opaque: bool = False  # test code ran in the program's process: the program can forge this verdict
 
     @property
     def num_passed(self) -> int:
@@ -203,6 +205,7 @@ class JudgeResult:
             "tier": self.tier,
             "detail": self.detail,
             "request_id": self.request_id,
+            "opaque": self.opaque,
         }
 
     @staticmethod
@@ -215,9 +218,7 @@ def _tests_to_json(tests: Tests) -> dict[str, Any]:
     if isinstance(tests, StdinTests):
         return {"kind": "stdin", "cases": [[case.stdin, case.expected] for case in tests.cases]}
     if isinstance(tests, CallTests):
-        cases = [
-            [plain.to_tree(part) for part in (case.args, case.kwargs, case.expected, case.also)] for case in tests.cases
-        ]
+        cases = [[to_tree(part) for part in (case.args, case.kwargs, case.expected, case.also)] for case in tests.cases]
         return {"kind": "call", "entry_point": tests.entry_point, "cases": cases}
     return {
         "kind": "assert",

@@ -10,6 +10,7 @@ from services.envgateway.sandbox.records import ExecutionResult
 
 _SHOWN_BYTES = 2000
 _SHOWN_LINE = 300
+_FAILED = (RunStatus.RUNTIME_ERROR, RunStatus.COMPILE_ERROR)
 RETRYABLE = (RunStatus.INFRA_ERROR,)
 
 
@@ -18,7 +19,7 @@ def case_result(index: int, run: ExecutionResult, verdict: RunStatus | None = No
     return CaseResult(
         index=index,
         verdict=verdict if verdict is not None else run.status,
-        detail=detail or run.detail or _last_line(run),
+        detail=detail or run.detail or (last_line(run) if run.status in _FAILED else ""),
         stdout=run.stdout[:_SHOWN_BYTES].decode(errors="replace"),
         stderr=run.stderr[-_SHOWN_BYTES:].decode(errors="replace"),
         truncated=run.truncated,
@@ -30,14 +31,12 @@ def case_result(index: int, run: ExecutionResult, verdict: RunStatus | None = No
     )
 
 
-def _last_line(run: ExecutionResult) -> str:
+def last_line(run: ExecutionResult) -> str:
     """The last line of a failed program's output, which names its error."""
-    if run.status not in (RunStatus.RUNTIME_ERROR, RunStatus.COMPILE_ERROR):
-        return ""
     if run.signal is not None:
         return f"signal {run.signal}"
     lines = run.stderr[-_SHOWN_BYTES:].decode(errors="replace").strip().splitlines()
-    return lines[-1][:_SHOWN_LINE] if lines else f"exit code {run.exit_code}"
+    return lines[-1][:_SHOWN_LINE] if lines else f"exit code {run.exit_code}" if run.exit_code else ""
 
 
 def whole_result(request: JudgeRequest, cases: Sequence[CaseResult], num_cases: int, tier: str) -> JudgeResult:

@@ -14,6 +14,7 @@ from typing import Any
 
 from services.common.config.processes.envgateway import JudgeMemoryConfig, SandboxConfig
 from services.common.text.assert_tests import UnusableTestsError
+from services.common.text.literals import to_tree
 from services.envgateway.judge.asserts import read
 from services.envgateway.judge.records import (
     AssertTests,
@@ -26,7 +27,6 @@ from services.envgateway.judge.records import (
 )
 from services.envgateway.memory.deterministic import LARGEST_SOURCE, is_deterministic
 from services.envgateway.memory.known import Memory, is_within_shares
-from services.envgateway.sandbox.bare.harness import plain
 from services.envgateway.sandbox.bare.statuses import RunStatus
 
 _LARGEST_TESTS = 1 << 16  # bytes as JSON; more cost more to look up than to judge
@@ -109,7 +109,7 @@ def _is_deterministic(request: JudgeRequest) -> bool:
     tests = request.tests
     if isinstance(tests, CallTests):
         try:
-            given = [plain.to_tree(part) for case in tests.cases for part in (case.args, case.kwargs)]
+            given = [to_tree(part) for case in tests.cases for part in (case.args, case.kwargs)]
         except (ValueError, RecursionError):  # no data: the judge says so
             return False
         return _is_ordered(given) and is_deterministic(request.code, frozenset((tests.entry_point,)))
@@ -121,8 +121,10 @@ def _is_deterministic(request: JudgeRequest) -> bool:
         direct = read(tests)
     except UnusableTestsError:
         return False
-    # tests that have to be run may draw numbers themselves
-    if direct is None or not _is_ordered([part for case in direct for part in (case.args, case.kwargs)]):
+    # opaque tests may draw numbers themselves, and a function that is applied may show an address or an order
+    if direct is None or any(case.applied for case in direct):
+        return False
+    if not _is_ordered([part for case in direct for part in (case.args, case.kwargs)]):
         return False
     return is_deterministic(request.code, frozenset(case.entry_point for case in direct))
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -145,9 +146,9 @@ def _with_integer_keys(value: Any) -> Any:
 
 def _reward(result: JudgeResult) -> RewardResult:
     if result.verdict is RunStatus.OK:
-        return CORRECT
+        return replace(CORRECT, opaque=result.opaque)
     passed = f"{result.num_passed} of {result.num_cases} cases passed before"
     detail = "; ".join(part for part in (f"{result.verdict}", passed, result.detail) if part)
     if not result.verdict.is_about_the_program:
         return grader_failed(detail)
-    return RewardResult(outcome=RewardOutcome.WRONG, detail=detail)
+    return RewardResult(outcome=RewardOutcome.WRONG, detail=detail, opaque=result.opaque)

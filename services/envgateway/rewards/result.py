@@ -40,6 +40,7 @@ class RewardResult:
     outcome: RewardOutcome
     reward: float = 0.0
     detail: str = ""
+    opaque: bool = False  # by test code that ran in the program's process: the program can forge it
 
     @classmethod
     def of(cls, reward: float) -> RewardResult:

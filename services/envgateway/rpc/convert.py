@@ -144,6 +144,7 @@ def judge_result_to_proto(result: JudgeResult) -> pb.JudgeResponse:
         num_cases=result.num_cases,
         isolation_tier=result.tier,
         detail=encodable(result.detail),
+        opaque=result.opaque,
     )
 
 

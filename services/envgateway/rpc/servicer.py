@@ -108,7 +108,10 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
             request.request_id, lambda: self._rewards.compute(request.reward, task, request.completion)
         )
         return pb.ComputeRewardResponse(
-            outcome=_OUTCOME[result.outcome], reward=result.reward, detail=encodable(result.detail)
+            outcome=_OUTCOME[result.outcome],
+            reward=result.reward,
+            detail=encodable(result.detail),
+            opaque=result.opaque,
         )
 
 

@@ -30,7 +30,7 @@ class Job:
     payload: bytes = b""  # input of a harness; the first messages of an interactive run
     interactive: bool = False
     lane: Lane = Lane.INTERACTIVE
-    place: str = PROGRAM  # COMPANION: beside the program that the tests call; LIVE: apart from the slots of programs
+    place: str = PROGRAM  # LIVE: apart from the slots of programs
 
     @property
     def head(self) -> dict[str, Any]:

@@ -66,8 +66,7 @@ class SupervisorLauncher:
     def __init__(self, config: SandboxConfig, tiers: tuple[str, ...] | None = None) -> None:
         self._config = config
         self._tiers = tiers if tiers is not None else _allowed_tiers(config)
-        # as many again for the tests that call programs
-        self._num_users = 2 * config.num_slots + config.num_live
+        self._num_users = config.num_slots + config.num_live
         self._users = SlotUsers(self._num_users)
         _remove_directories_of_dead_gateways()
         self.base_dir = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))

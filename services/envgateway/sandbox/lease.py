@@ -1,4 +1,4 @@
-"""One slot's turn: the runs of one caller, one after the other (or a program and the tests that call it)."""
+"""One slot's turn: the runs of one caller, one after the other."""
 
 from __future__ import annotations
 

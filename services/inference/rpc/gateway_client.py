@@ -223,6 +223,7 @@ class GatewayClient:
             value=response.reward,
             unparsed=response.outcome == environment_pb2.REWARD_OUTCOME_UNPARSED,
             detail=response.detail,
+            opaque=response.opaque,
         )
 
     async def judge(

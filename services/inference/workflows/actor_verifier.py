@@ -23,7 +23,7 @@ from services.common.records.types import StopReason, Task
 from services.common.telemetry.metrics import RolloutKey
 from services.common.text.chat import Message
 from services.common.user_code import check_call
-from services.inference.workflows.base import Gateway, Outcome, PolicyClient, WorkflowContext
+from services.inference.workflows.base import Gateway, Outcome, PolicyClient, Reward, WorkflowContext
 from services.inference.workflows.conversation import Conversation, Turn
 from services.inference.workflows.prompts import PromptSettings, build_messages, fill, with_instruction, with_last_text
 from services.inference.workflows.rewards import build_grader
@@ -109,7 +109,7 @@ class ActorVerifier:
         )
         solution = await first.generate()
         first_reward = await self._grade(context.gateway, task, solution.text)
-        sequences = [_solution(first, solution, first_reward.value, first_reward.unparsed, attempt=0)]
+        sequences = [_solution(first, solution, first_reward, attempt=0)]
         metrics = {"first_correct": first_reward.value}
         final = first_reward.value
 
@@ -138,7 +138,7 @@ class ActorVerifier:
             else:
                 second, solution = again
                 reward = await self._grade(context.gateway, task, solution.text)
-                sequences.append(_solution(second, solution, reward.value, reward.unparsed, attempt=1))
+                sequences.append(_solution(second, solution, reward, attempt=1))
                 final = reward.value
         metrics["solved_by_retry"] = float(final > first_reward.value)
         return Outcome(sequences=tuple(sequences), reward=final, metrics=metrics)
@@ -186,11 +186,11 @@ class ActorVerifier:
         return second, await second.generate()
 
 
-def _solution(conversation: Conversation, turn: Turn, reward: float, unparsed: bool, *, attempt: int) -> TokenSequence:
+def _solution(conversation: Conversation, turn: Turn, reward: Reward, *, attempt: int) -> TokenSequence:
     return conversation.sequence(
-        reward=reward,
+        reward=reward.value,
         stop_reason=_stop(turn),
-        metrics={RolloutKey.TRUNCATED.value: float(not turn.ended), RolloutKey.REWARD_UNPARSED.value: float(unparsed)},
+        metrics={RolloutKey.TRUNCATED.value: float(not turn.ended), **reward.metrics},
         role="solver",
         attempt=attempt,
     )

@@ -19,6 +19,7 @@ from services.common.config.base import Section
 from services.common.errors import ConfigError, UnknownPolicyError
 from services.common.records.types import Purpose, Sampling, Task
 from services.common.records.types import Sequence as TokenSequence
+from services.common.telemetry.metrics import RolloutKey
 from services.common.text.chat import Chat, Message
 from services.inference.engine.base import Generation, Watch
 
@@ -101,11 +102,18 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """A score. ``unparsed`` says that no answer could be read from the completion."""
+    """A score. ``unparsed``: no answer could be read from the completion; ``opaque``: the program can forge it."""
 
     value: float
     unparsed: bool = False
     detail: str = ""
+    opaque: bool = False
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the graded sequence."""
+        opaque = {RolloutKey.REWARD_OPAQUE.value: 1.0} if self.opaque else {}
+        return {RolloutKey.REWARD_UNPARSED.value: float(self.unparsed), **opaque}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from services.common.records.types import StopReason, Task
 from services.common.telemetry.metrics import RolloutKey
 from services.common.text.chat import Message
 from services.common.user_code import place_of
-from services.inference.workflows.base import Outcome, WorkflowContext
+from services.inference.workflows.base import Outcome, Reward, WorkflowContext
 from services.inference.workflows.conversation import Conversation, Turn
 from services.inference.workflows.prompts import PromptSettings, build_messages
 from services.inference.workflows.rewards import build_grader
@@ -97,7 +97,7 @@ class Dialogue:
         self._role, self._attempt = role, attempt
         self._unanswered = False  # a message was appended, and no turn followed
         self._full = False  # a message had no room
-        self._unparsed = False
+        self._graded = Reward(value=0.0)
 
     @property
     def text(self) -> str:
@@ -126,7 +126,7 @@ class Dialogue:
         Raises ``InfrastructureError`` when the grader failed: let it pass, and the rollout is played again.
         """
         reward = await self._workflow.grader(self._context.gateway, self._task, self.text if text is None else text)
-        self._unparsed = reward.unparsed
+        self._graded = reward
         return reward.value
 
     def sequence(self, reward: float, stop_reason: StopReason | None = None, **metrics: float) -> TokenSequence:
@@ -138,7 +138,7 @@ class Dialogue:
         self._unanswered = False
         counted: Mapping[str, float] = {
             RolloutKey.TRUNCATED.value: float(cut),
-            RolloutKey.REWARD_UNPARSED.value: float(self._unparsed),
+            **self._graded.metrics,
             **metrics,
         }
         return self.conversation.sequence(

@@ -49,7 +49,7 @@ class SingleTurn:
             stop_reason=StopReason.STOP if turn.ended else StopReason.LENGTH,
             metrics={
                 RolloutKey.TRUNCATED.value: float(not turn.ended),
-                RolloutKey.REWARD_UNPARSED.value: float(reward.unparsed),
+                **reward.metrics,
             },
         )
         return Outcome(sequences=(sequence,), reward=reward.value)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from services.common.finite import finite
 from services.common.records.types import Sampling, Trajectory
+from services.common.telemetry.metrics import RolloutKey
 from services.orchestrator.buffer.assembly import MOST_ROLES, OTHER_ROLES
 from services.orchestrator.dispatch.threshold import step_of
 from services.orchestrator.journal.records import EvaluationResult
@@ -63,6 +64,7 @@ class EvaluationPass:
     begun: tuple[float, int] | None = field(default=None, repr=False)  # first look, and the samples resolved by then
     num_resolved: int = 0
     num_failed: int = 0
+    num_opaque: int = 0
     oldest: dict[str, int] = field(default_factory=dict)  # versions seen in the outcomes
     newest: dict[str, int] = field(default_factory=dict)
     finished_at: float = 0.0  # of the newest trajectory, in seconds since the epoch
@@ -126,6 +128,8 @@ class EvaluationPass:
             self.failed.setdefault(row, []).append(reward)
             return
         self.rewards.setdefault(row, []).append(reward)
+        metrics = [outcome.metrics, *(sequence.metrics for sequence in outcome.sequences)]
+        self.num_opaque += any(RolloutKey.REWARD_OPAQUE.value in some for some in metrics)
         self.finished_at = max(self.finished_at, outcome.finished_at)
         for sequence in outcome.sequences:
             role = f"{sequence.policy}/{sequence.role}/{sequence.attempt}"
@@ -152,6 +156,7 @@ class EvaluationPass:
             mean_reward=overall(scores),
             num_trajectories=self.num_trajectories,
             num_failed=self.num_failed,
+            num_opaque=self.num_opaque,
             datasets=compared(base.datasets, scores) if base is not None else scores,
             compared_with=base.name if base is not None else "",
             difference=overall_difference(base.datasets, scores) if base is not None else None,

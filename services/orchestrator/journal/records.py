@@ -103,6 +103,7 @@ class EvaluationResult:
     compared_with: str = ""  # the run's first evaluation of this kind; empty for that one
     difference: Estimate | None = None  # to that pass, of mean_reward, paired by items; None where unknown
     elapsed_s: float = 0.0  # from the begin of the run to its last trajectory
+    num_opaque: int = 0  # trajectories whose reward the program can forge, by opaque tests
 
 
 def pairs(values: Mapping[str, float]) -> list[Json]:
@@ -367,6 +368,7 @@ def evaluation_to_json(result: EvaluationResult) -> Json:
         "mean_reward": result.mean_reward,
         "num_trajectories": result.num_trajectories,
         "num_failed": result.num_failed,
+        "num_opaque": result.num_opaque,
         "datasets": [
             {
                 "name": found.name,
@@ -397,6 +399,7 @@ def evaluation_from_json(record: Json) -> EvaluationResult:
         mean_reward=record["mean_reward"],
         num_trajectories=record["num_trajectories"],
         num_failed=record["num_failed"],
+        num_opaque=record["num_opaque"],
         datasets=tuple(
             DatasetScore(
                 name=found["name"],

@@ -199,6 +199,7 @@ def evaluation_to_proto(result: EvaluationResult) -> run_pb2.EvaluationResult:
         mean_reward=result.mean_reward,
         num_trajectories=result.num_trajectories,
         num_failed=result.num_failed,
+        num_opaque=result.num_opaque,
         datasets=[
             run_pb2.DatasetScore(
                 name=found.name,

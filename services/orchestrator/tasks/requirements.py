@@ -1,7 +1,7 @@
 """Checks dataset rows against the built-in workflows and rewards of a recipe at the start of the run.
 
-Covers the workflows that read a prompt and the rewards ``math`` and ``code``; tests that run as code must be able to
-judge (``services.common.text.assert_tests``). Does not check rows for the workflows and rewards of users, which may
+Covers the workflows that read a prompt and the rewards ``math`` and ``code``; test code must be able to
+judge (``services.common.text.assert_tests``), and of training to be read (``asserted_calls``). Does not check rows for the workflows and rewards of users, which may
 read any field.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from services.common.config.data import is_training
 from services.common.config.recipe import Recipe
 from services.common.errors import DatasetError
 from services.common.harbor import task as harbor
@@ -23,6 +24,7 @@ from services.common.records.dataset_rows import (
     truth_in,
 )
 from services.common.text.assert_tests import UnusableTestsError, names_of
+from services.common.text.asserted_calls import asserted_calls
 
 WITH_PROMPT = (
     BuiltInWorkflow.SINGLE_TURN,
@@ -40,11 +42,19 @@ def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], st
     default = BuiltInReward.CODE if workflow.name == BuiltInWorkflow.CODEGEN_VERIFIER else None
     reward = workflow.settings.get("reward", default)
 
+    opaque_tests = recipe.data.sections()[section].opaque_tests or ("leave_out" if is_training(section) else "together")
     skips_run = recipe.envgateway is not None and recipe.envgateway.harbor.skip_run
 
     def check(row: Mapping[str, Any], where: str) -> None:
         if harbor.COLUMN in row and (run := row[harbor.COLUMN]["run"]) and not skips_run:
             raise DatasetError(harbor.needs_programs(row[harbor.TASK_FIELD], run))
+        tests, environment = row.get("tests"), row.get("environment")
+        by_environment = environment.get("reward") if isinstance(environment, Mapping) else None
+        if opaque_tests == "leave_out" and BuiltInReward.CODE in (reward, by_environment) and are_opaque(tests):
+            raise DatasetError(
+                f"{where}: its test code cannot be read as calls and values, so programs could forge their verdict: write "
+                f"{section}.opaque_tests: together to use such rows all the same"
+            )
         if workflow.name not in WITH_PROMPT:
             return
         prompt_in(row, field, where)
@@ -58,7 +68,6 @@ def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], st
                 f"{where} is no task of reasoning-gym, which alone the reward reasoning_gym scores: name another reward, or "
                 "rows with data.train.reasoning_gym"
             )
-        tests = row.get("tests")
         if reward == BuiltInReward.CODE and not (isinstance(tests, Mapping) and tests.get("kind") in TEST_KINDS):
             raise DatasetError(
                 f"{where} has no tests with a kind of {', '.join(TEST_KINDS)}; rows of other layouts are read with form: code"
@@ -69,17 +78,26 @@ def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], st
     return check
 
 
+def are_opaque(tests: Any) -> bool:
+    """Whether tests of a row are usable, and can be judged in the process of the program only."""
+    is_code = isinstance(tests, Mapping) and tests.get("kind") == "assert"
+    return is_code and not why_tests_are_unusable(tests) and asserted_calls(*_parts(tests)) is None
+
+
 def why_tests_are_unusable(tests: Mapping[str, Any]) -> str:
     """Reason for which a row's tests cannot judge a program; empty for usable tests, as far as their text shows."""
     if tests.get("kind") != "assert":
         cases = tests.get("cases")
         return "" if isinstance(cases, list) and cases else "its tests have no cases"
-    parts = [tests.get("tests"), tests.get("entry_point", ""), tests.get("preamble", "")]
-    names = tests.get("names", ())
-    if not all(isinstance(part, str) for part in parts) or not all(isinstance(name, str) for name in names):
+    *parts, names = _parts(tests)
+    if not all(isinstance(part, str) for part in (*parts, *names)):
         return "tests, entry_point, preamble and each of names must be text"
     try:
-        names_of(*parts, tuple(names))
+        names_of(*parts, names)
     except UnusableTestsError as error:
         return str(error)
     return ""
+
+
+def _parts(tests: Mapping[str, Any]) -> tuple[Any, Any, Any, tuple[Any, ...]]:
+    return tests.get("tests"), tests.get("entry_point", ""), tests.get("preamble", ""), tuple(tests.get("names", ()))

@@ -140,35 +140,46 @@ try:
 except ValueError as error:
     assert 'negative' in str(error)
 assert math.isclose(counter.add(0.5), 10.5)
-assert counter.add(1) == 1
+assert counter.add(1) == LAST
 """
 
 
-async def test_tests_that_have_to_be_run_may_hold_the_programs_objects(judge: Judge) -> None:
-    result = await judge.judge(JudgeRequest(code=COUNTER, tests=AssertTests(tests=COUNTER_TESTS)))
-    assert verdicts(result) == [V.OK] * 5 + [V.WRONG_ANSWER], result
-    assert "case 5" in result.detail
+@pytest.mark.parametrize(("last", "verdict"), [("11.5", V.OK), ("1", V.WRONG_ANSWER)])
+async def test_opaque_tests_run_with_the_program_and_mark_the_verdict(
+    judge: Judge, last: str, verdict: RunStatus
+) -> None:
+    tests = AssertTests(tests=COUNTER_TESTS.replace("LAST", last))
+    result = await judge.judge(JudgeRequest(code=COUNTER, tests=tests))
+    assert (result.verdict, result.opaque, len(result.cases)) == (verdict, True, 1), result
+    assert JudgeResult.from_json(result.to_json()) == result
 
 
-RUN_TESTS = "def check(candidate):\n    values = [1, 2, 3]\n    for n in values:\n        assert candidate(n) == n * n\n    assert candidate(5) == 25\n    assert candidate(values[0]) == 1\n"  # fmt: skip
+async def test_tests_that_are_read_leave_no_mark(judge: Judge) -> None:
+    result = await judge.judge(JudgeRequest(code="def f(n): return n", tests=AssertTests(tests="assert f(1) == 1")))
+    assert (result.verdict, result.opaque) == (V.OK, False)
+
+
+LOOP_TESTS = (
+    "def check(candidate):\n    for n in [1, 2]:\n        assert candidate(n) == n * n\n    assert candidate(5) == 25\n"
+)
 
 
 @pytest.mark.parametrize(
     ("body", "wanted"),
     [
         ("return n * n", [V.OK, V.OK, V.OK]),
-        ("return n * n if n < 5 else 0", [V.OK, V.WRONG_ANSWER, V.OK]),
-        ("return n * n if n < 5 else 1 / 0", [V.OK, V.RUNTIME_ERROR, V.OK]),
-        ("\n    while n == 2: pass\n    return n * n", [V.TIME_LIMIT, V.OK, V.OK]),
-        ("\n    import os\n    if n == 5: os._exit(0)\n    return n * n", [V.OK, V.WRONG_ANSWER, V.OK]),
-        ("\n    import os\n    if n == 5: os.kill(os.getpid(), 9)\n    return n * n", [V.OK, V.RUNTIME_ERROR, V.OK]),
-        ("\n    if n == 5: x = bytearray(b'1' * (300 << 20))\n    return n * n", [V.OK, V.MEMORY_LIMIT, V.OK]),
+        ("return n * n if n != 2 else 0", [V.OK, V.WRONG_ANSWER, V.OK]),
+        ("return n * n if n != 2 else 1 / 0", [V.OK, V.RUNTIME_ERROR, V.OK]),
+        ("\n    while n == 1: pass\n    return n * n", [V.TIME_LIMIT, V.OK, V.OK]),
+        ("\n    import os\n    if n == 2: os._exit(0)\n    return n * n", [V.OK, V.WRONG_ANSWER, V.OK]),
+        ("\n    import os\n    if n == 2: os.kill(os.getpid(), 9)\n    return n * n", [V.OK, V.RUNTIME_ERROR, V.OK]),
+        ("\n    if n == 2: x = bytearray(b'1' * (300 << 20))\n    return n * n", [V.OK, V.MEMORY_LIMIT, V.OK]),
     ],
 )
 async def test_a_program_that_dies_in_a_test_is_started_again_for_the_next(
     judge: Judge, pool: SandboxPool, body: str, wanted: list[RunStatus]
 ) -> None:
-    tests = AssertTests(tests=RUN_TESTS, entry_point="f")
+    tests = AssertTests(tests=LOOP_TESTS, entry_point="f")
     limits = ExecutionLimits(cpu_s=1.0)
     result = await judge.judge(JudgeRequest(code=f"def f(n): {body}", tests=tests, limits=limits))
     assert verdicts(result) == wanted, result

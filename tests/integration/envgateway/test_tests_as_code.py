@@ -1,5 +1,4 @@
-"""Right programs before tests that run as code: data that crosses between the processes is judged as in one
-interpreter."""
+"""Programs before opaque tests, which run with the program in one process."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ RIGHT = {
 }  # fmt: skip
 LISTED = [
     ("class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)\n    def __lt__(self, o): return self.x < o.x\n    def __repr__(self): return f'V({self.x})'",
-     "assert (V(1) + V(2)).x == 3 and repr(V(4)) == 'V(4)'\nassert [v.x for v in sorted([V(3), V(1)])] == [1, 3]\nassert V(1) == V(1) and V(1) != V(2) and len({V(1), V(1)}) == 1", ("V",)),
+     "assert (V(1) + V(2)).x == 3 and repr(V(4)) == 'V(4)'\nassert [v.x for v in sorted([V(3), V(1)])] == [1, 3]\nassert V(1) != V(2)", ("V",)),
     ("class V:\n    def __init__(self, x): self.x = x\n    def __mul__(self, n): return V(self.x * n)\n    def __add__(self, o): return V(self.x + o.x)\n    def __float__(self): return float(self.x)",
      "assert (V(2) * 3).x == 6 and (V(2) * 3 * 2 + V(1)).x == 13 and float(V(2)) == 2.0", ("V",)),
     ("class C:\n    def __enter__(self): return 5\n    def __exit__(self, *a): return True", "with C() as c:\n    assert c == 5", ("C",)),
@@ -104,10 +103,27 @@ async def test_wrong_programs_fail_the_same_tests(judge: Judge) -> None:
     assert {name: result for name, result in told.items() if result.verdict not in wrong} == {}
 
 
-async def test_no_trick_of_the_exchange_makes_a_wrong_program_right(judge: Judge) -> None:
+async def test_no_early_end_and_no_lying_object_makes_a_wrong_program_right(judge: Judge) -> None:
     results = await asyncio.gather(*(judge.judge(case.request) for case in exchange.CASES))
     told = [case.wrong(result) for case, result in zip(exchange.CASES, results, strict=True)]
     assert [line for line in told if line] == []
+
+
+@pytest.mark.parametrize("body", ["return 7 * n", "raise KeyError", "\n    import os\n    os._exit(0)"])
+async def test_the_reward_of_an_opaque_row_is_marked(judge: Judge, body: str) -> None:
+    task = {"tests": {"kind": "assert", "tests": "assert candidate(3) > 20", "entry_point": "f"}}
+    result = await CodeReward(_AtOnce(judge))(task, f"def f(n): {body}")  # type: ignore[arg-type]
+    assert result.opaque and (result.outcome is RewardOutcome.CORRECT) == ("return" in body)
+    read = {"tests": {"kind": "assert", "tests": "assert candidate(3) == 21", "entry_point": "f"}}
+    assert not (await CodeReward(_AtOnce(judge))(read, f"def f(n): {body}")).opaque  # type: ignore[arg-type]
+
+
+async def test_tests_do_not_change_the_names_that_the_program_uses(judge: Judge) -> None:
+    code = "n = 7\ndef helper(x): return n * x\ndef f(x): return helper(x)"
+    tests = AssertTests(
+        tests="n = 0\ndef helper(x): return 21\nassert candidate(3) > 20 and helper(3) == 21", entry_point="f"
+    )
+    assert (await judge.judge(JudgeRequest(code=code, tests=tests))).verdict is RunStatus.OK
 
 
 async def test_names_that_a_row_lists_are_the_programs(judge: Judge) -> None:
@@ -125,42 +141,25 @@ async def test_names_that_a_row_lists_are_the_programs(judge: Judge) -> None:
     assert (await judge.judge(JudgeRequest(code=STACK, tests=stack))).verdict is RunStatus.OK
 
 
-@pytest.mark.parametrize(
-    "tests", ["assert candidate(3 == 21", "assert nowhere(candidate(3))", "assert 1 / 0 == candidate(3)"]
-)
+class _AtOnce:
+    """A queue that judges at once."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+
+    async def run(self, job: JudgeRequest, **_: object) -> JudgeResult:
+        return await self._judge.judge(job)
+
+
+@pytest.mark.parametrize("tests", ["assert candidate(3 == 21", "assert nowhere(candidate(3))", "x = candidate(3)"])
 async def test_tests_that_cannot_judge_are_no_reward(judge: Judge, tests: str) -> None:
-    class Queue:
-        num_slots = 1
-
-        async def run(self, job: JudgeRequest, **_: object) -> object:
-            return await judge.judge(job)
-
     task = {"tests": {"kind": "assert", "tests": tests, "entry_point": "f"}}
-    result = await CodeReward(Queue())(task, "def f(n): return 21")  # type: ignore[arg-type]
+    result = await CodeReward(_AtOnce(judge))(task, "def f(n): return 21")  # type: ignore[arg-type]
     assert result.outcome is RewardOutcome.GRADER_FAILED
 
 
-async def test_an_answer_that_is_handed_back_never_makes_its_sample_drop_out(judge: Judge) -> None:
-    tests = AssertTests(tests="for n in [1]:\n    assert candidate([candidate(n)]) == 5", entry_point="f")
-    inner = (
-        "deque([[]])",
-        "range(3)",
-        "Fraction(1, 3)",
-        "Decimal('1')",
-        "P(1)",
-        "np.arange(2)",
-        "np.longdouble(1)",
-        "object()",
-    )
-    head = "from collections import deque, namedtuple\nfrom fractions import Fraction\nfrom decimal import Decimal\nP = namedtuple('P', 'x')\n"
-    for value in inner:
-        code = f"{head}{'import numpy as np' if 'np.' in value else ''}\ndef f(n):\n    v = {value}\n    for _ in range(199): v = [v]\n    return v"
-        result = await judge.judge(JudgeRequest(code=code, tests=tests))
-        assert result.verdict.is_about_the_program and result.verdict is not RunStatus.OK, (value, result)
-
-
 async def test_a_returned_value_never_drops_its_sample(judge: Judge) -> None:
-    """A failure after the first call is the program's fault: otherwise a program could avoid a 0."""
+    """A failure of the tests is the program's fault: otherwise a program could avoid a 0."""
     tests = AssertTests(tests="for n in [1]:\n    assert sum(candidate(n)) / len(candidate(n)) == 2", entry_point="f")
     for value in (
         "None",

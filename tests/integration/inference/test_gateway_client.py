@@ -89,6 +89,15 @@ async def test_text_that_is_no_unicode_can_be_sent(gateway: GatewayClient, gatew
     assert gateway_server.requests[0].code == "print('?')"
 
 
+@pytest.mark.parametrize("opaque", [True, False])
+async def test_the_mark_of_an_opaque_reward_comes_into_the_metrics(
+    gateway: GatewayClient, gateway_server: FakeGatewayServer, opaque: bool
+) -> None:
+    gateway_server.answer(env.ComputeRewardResponse(outcome=env.REWARD_OUTCOME_CORRECT, reward=1.0, opaque=opaque))
+    reward = await gateway.compute_reward("code", make_task(), "x")
+    assert reward.metrics == {"reward_unparsed": 0.0} | ({"reward_opaque": 1.0} if opaque else {})
+
+
 async def test_a_reward_is_converted(gateway: GatewayClient, gateway_server: FakeGatewayServer) -> None:
     gateway_server.answer(env.ComputeRewardResponse(outcome=env.REWARD_OUTCOME_UNPARSED, reward=0.0))
     reward = await gateway.compute_reward("math", make_task(), "no answer")

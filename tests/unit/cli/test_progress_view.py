@@ -48,6 +48,14 @@ def test_failed_rollouts_of_an_evaluation_are_told_with_their_reasons() -> None:
     assert "0.000 over 8; 8 failed (failures of the run: typeerror 16, timeout 1; the log of" in plain.getvalue()
 
 
+def test_rewards_of_an_evaluation_that_programs_can_forge_are_told() -> None:
+    result = run_pb2.EvaluationResult(name="start/greedy", mean_reward=0.5, num_trajectories=8, num_opaque=3)
+    plain = StringIO()
+    with ProgressView(Console(file=plain, width=200), "run") as view:
+        view.show(run_pb2.RunProgress(evaluations=[result]))
+    assert "0.500 over 8; 3 rewards by opaque tests, which programs can forge" in plain.getvalue()
+
+
 WANTED = "sampled reward at least 0.9, 2 evaluations in a row"
 
 

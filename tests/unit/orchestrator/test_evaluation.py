@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from services.common.errors import ConfigError
 from services.common.records.types import Purpose, Sampling, WeightVersion
+from services.common.telemetry.metrics import RolloutKey
 from services.orchestrator.dispatch.evaluation_pass import EvaluationPass
 from services.orchestrator.journal.records import EvaluationResult, evaluation_from_json, evaluation_to_json
 from services.orchestrator.members.commands import AnnounceVersion, CancelGroup
@@ -338,6 +340,18 @@ def test_an_evaluation_of_a_journal_without_items_is_read_and_compared_with_noth
     [old] = evaluation_from_json(record).datasets
     assert (old.mean_reward, old.item_rewards) == (found.mean_reward, ())
     assert difference(old, found) is None
+
+
+def test_a_pass_counts_rewards_that_programs_can_forge() -> None:
+    current = EvaluationPass(
+        name="start/greedy", evaluation_id="start", wanted={}, sampling=Sampling(), samples=(1,) * 3
+    )
+    marked = {RolloutKey.REWARD_OPAQUE.value: 1.0}
+    current.note(trajectory("g0"), 1.0, 0)
+    current.note(trajectory("g1", 0, replace(sequence(), metrics=marked)), 1.0, 1)
+    current.note(replace(trajectory("g2"), metrics=marked), 1.0, 2)  # of an episode
+    result = current.result((), None, 0.0)
+    assert result.num_opaque == 2 and evaluation_from_json(evaluation_to_json(result)) == result
 
 
 def test_a_pass_tells_how_far_it_is_and_the_time_left_at_its_pace(monkeypatch: pytest.MonkeyPatch) -> None:

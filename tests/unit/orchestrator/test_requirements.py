@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from services.common.config.data import DatasetConfig
@@ -36,8 +37,6 @@ def left_out(path: Path, needed: Recipe, section: str = "data.train") -> list[st
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    import orjson
-
     path = tmp_path / "rows.jsonl"
     made = [
         {"messages": MESSAGES, "answer": 1, "tests": TESTS, "other": "q"},
@@ -89,10 +88,8 @@ UNUSABLE = {
 
 
 def test_rows_whose_tests_can_judge_no_program_are_left_out_with_their_fault(tmp_path: Path) -> None:
-    import orjson
-
     fine = {"tests": "def check(fn): assert fn(3) == 21", "entry_point": "f"}
-    with_names = {"tests": "assert decode(encode(3)) == 3", "names": ["encode", "decode"]}
+    with_names = {"tests": "assert encode(3) == 4\nassert decode(4) == 3", "names": ["encode", "decode"]}
     path = tmp_path / "rows.jsonl"
     tests = [fine, with_names, *UNUSABLE.values()]
     path.write_bytes(
@@ -127,3 +124,31 @@ def test_a_harbor_task_whose_programs_are_not_here_is_left_out_unless_the_recipe
     assert reason.endswith("envgateway.harbor.skip_run: true")
     here = needed.model_copy(update={"envgateway": EnvGatewayConfig(harbor=HarborConfig(skip_run=True))})
     assert len(open_source(config, 0, requirement(here, "data.train"))) == 2
+
+
+OPAQUE = {"kind": "assert", "tests": "assert candidate(3) > 1", "entry_point": "f"}
+
+
+@pytest.mark.parametrize(
+    "row", [{"tests": OPAQUE}, {"tests": OPAQUE, "environment": {"name": "tool", "reward": "code"}}]
+)
+def test_training_leaves_out_rows_with_opaque_tests_and_evaluation_does_not(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    usable = {"problem": "q", "tests": {**OPAQUE, "tests": "assert candidate(3) == 1"}}
+    path.write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in (usable, {"problem": "q", **row})))
+    by_environment = "environment" in row
+    workflow = (
+        {"name": "agent_env", "settings": {"environment": "tool"}}
+        if by_environment
+        else {"name": "single_turn", "settings": {"reward": "code"}}
+    )
+    needed = recipe(workflow)
+    (reason,) = left_out(path, needed)
+    assert reason.startswith("row 2: its test code cannot be read") and "data.train.opaque_tests: together" in reason
+    assert left_out(path, needed, "data.evaluation.held_out") == []
+    together = needed.model_copy(
+        update={"data": needed.data.model_copy(update={"train": DatasetConfig(path="unused", opaque_tests="together")})}
+    )
+    assert left_out(path, together) == []

@@ -16,10 +16,10 @@ PLAIN, SHELL = "plain", "shell"  # profiles that the supervisor and the fork ser
 BOUND_AT_START = "LD_BIND_NOW"  # in a fork server's environment
 
 # Use of the source by a child.
-PROGRAM, ECHO, CALL, SESSION, TESTS, COMPILE, BINARY, CELLS = b"P", b"N", b"C", b"S", b"T", b"K", b"X", b"J"
+PROGRAM, ECHO, CALL, TESTS, COMPILE, BINARY, CELLS = b"P", b"N", b"C", b"T", b"K", b"X", b"J"
 CASES, JUDGED = b"A", b"G"  # JUDGED: a program with the names of ``prelude``
-MODES = {"program": PROGRAM, "echo": ECHO, "call": CALL, "session": SESSION, "tests": TESTS, "compile": COMPILE,
-         "binary": BINARY, "cells": CELLS, "cases": CASES, "judged": JUDGED}  # fmt: skip
+MODES = {"program": PROGRAM, "echo": ECHO, "call": CALL, "tests": TESTS, "compile": COMPILE, "binary": BINARY,
+         "cells": CELLS, "cases": CASES, "judged": JUDGED}  # fmt: skip
 
 # program text, stdin, stdout, stderr, note (a socket), ask, answer; at tier 2 also the slot's pid namespace, elsewhere something
 # in its place where inputs follow: the stdin of each of a host's cases

@@ -24,7 +24,6 @@ from services.common.errors import ConfigError
 from services.common.importing import load_object
 from services.common.records.types import Task
 from services.common.system.threads import DaemonThreads
-from services.common.telemetry.metrics import RolloutKey
 from services.common.user_code import check_call
 from services.inference.workflows.agents.agent_command import AgentFailedError, run_command
 from services.inference.workflows.agents.captured import CapturedSession
@@ -35,7 +34,7 @@ from services.inference.workflows.agents.session import (
     check_endpoint,
     in_session,
 )
-from services.inference.workflows.base import Outcome, WorkflowContext
+from services.inference.workflows.base import Outcome, Reward, WorkflowContext
 from services.inference.workflows.rewards import build_grader
 
 _THREADS = DaemonThreads(256)  # for agents that are plain functions, which mostly wait
@@ -108,8 +107,8 @@ class ExternalAgent:
         if session.last is None:
             raise AgentFailedError("the agent ended without an answer of the model: no tokens to train on")
         told = session.reward if given is None else given
-        reward, unparsed = await self._reward(told, task, context, session)
-        return captured_outcome(session, reward, {RolloutKey.REWARD_UNPARSED.value: float(unparsed)})
+        reward = await self._reward(told, task, context, session)
+        return captured_outcome(session, reward.value, reward.metrics)
 
     async def _in_time(self, task: Mapping[str, Any], base_url: str, session: str, seeds: Mapping[str, int]) -> Any:
         limit = asyncio.timeout(self._settings.timeout_s)
@@ -131,25 +130,22 @@ class ExternalAgent:
                 ) from None
             raise
 
-    async def _reward(
-        self, given: Any, task: Task, context: WorkflowContext, session: CapturedSession
-    ) -> tuple[float, bool]:
+    async def _reward(self, given: Any, task: Task, context: WorkflowContext, session: CapturedSession) -> Reward:
         if given is not None:
             reward = float(given)
             if not math.isfinite(reward):
                 raise AgentFailedError(f"the agent returned the reward {reward}; must be a finite number")
-            return reward, False
+            return Reward(value=reward)
         if self._grade_all is not None:
             rewards = await self._grade_all(task, session.conversations())
             if rewards.each is not None:
                 session.reward_each(rewards.each)
-            return rewards.rollout, False
+            return Reward(value=rewards.rollout)
         if self._grade is None or session.last is None:
             raise ConfigError(
                 "the agent returned no reward, posted none to /v1/rewards, and workflow.settings.reward names none"
             )
-        graded = await self._grade(context.gateway, task, session.last.text)
-        return graded.value, graded.unparsed
+        return await self._grade(context.gateway, task, session.last.text)
 
 
 def _parameters(agent: Any) -> frozenset[str]:

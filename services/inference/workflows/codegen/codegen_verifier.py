@@ -146,7 +146,7 @@ class _Attempt:
             stop_reason=_stop(self.turn),
             metrics={
                 RolloutKey.TRUNCATED.value: float(not self.turn.ended),
-                RolloutKey.REWARD_UNPARSED.value: float(self.reward.unparsed),
+                **self.reward.metrics,
             },
             role="coder",
             attempt=number,

@@ -18,7 +18,6 @@ from pydantic import Field
 
 from services.common.config.recipe import Recipe
 from services.common.records.types import Purpose, Task
-from services.common.telemetry.metrics import RolloutKey
 from services.inference.workflows.base import Outcome, WorkflowContext
 from services.inference.workflows.rewards import build_grader
 from services.inference.workflows.tools.tool_use import ToolUse, ToolUseSettings
@@ -73,7 +72,7 @@ class ToolMath:
             reward=reward.value,
             stop_reason=played.stop_reason,
             metrics={
-                RolloutKey.REWARD_UNPARSED.value: float(reward.unparsed),
+                **reward.metrics,
                 "tool_error_share": errors,
                 "format_penalty": shape,
                 "penalty": errors + shape,

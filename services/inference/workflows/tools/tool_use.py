@@ -108,7 +108,7 @@ class ToolUse:
         sequence = played.conversation.sequence(
             reward=reward.value,
             stop_reason=played.stop_reason,
-            metrics={RolloutKey.REWARD_UNPARSED.value: float(reward.unparsed), **played.metrics},
+            metrics={**reward.metrics, **played.metrics},
         )
         return Outcome(sequences=(sequence,), reward=reward.value)
 

@@ -18,8 +18,8 @@ from .model import ML, OK, RE, WA, Bad, bad, first
 ABOUT_THE_PROGRAM = tuple(verdict for verdict in RunStatus if verdict.is_about_the_program)
 _NOT_RIGHT = tuple(v for v in ABOUT_THE_PROGRAM if v not in (OK, RunStatus.INVALID_REQUEST))
 
-_LOOP = AssertTests(  # a loop is nothing that can be read off: these tests run, beside the program
-    tests="def check(candidate):\n    for n in [3, 4]:\n        assert candidate(n) == 5\n", entry_point="f"
+_LOOP = AssertTests(  # two conditions in one assert are opaque: these tests run with the program
+    tests="def check(candidate):\n    for n in [3, 4]:\n        assert n and candidate(n) == 5\n", entry_point="f"
 )
 _PASSED_ON = AssertTests(
     tests="def check(candidate):\n    for n in [3, 4]:\n        assert candidate([candidate(n)]) == 5\n",

@@ -19,15 +19,14 @@ from .model import CE, IR, OK, RE, WA, Bad, bad, first
 SECRET = 73_918_264  # an expected value; it must be found nowhere
 _CALL = CallTests(entry_point="f", cases=(CallCase(args=(3,), expected=SECRET),))
 _DIRECT = AssertTests(tests=f"def check(candidate):\n    assert candidate(3) == {SECRET}\n", entry_point="f")
-# A loop is nothing that can be read off: these tests run, beside the program.
-_RUN = AssertTests(
-    tests=f"def check(candidate):\n    for n in [3, 3]:\n        assert candidate(n) == {SECRET}\n    assert candidate(3) > 1\n",
+_LOOP = AssertTests(
+    tests=f"def check(candidate):\n    for n in [3, 3]:\n        assert candidate(n) == {SECRET}\n    assert set(candidate(3)) == {{1}}\n",
     entry_point="f",
 )
 _METHOD = AssertTests(
     tests="def check(candidate):\n    assert candidate(n = 3) == [1, 2]\n\ncheck(Solution().f)",
 )
-_ALL_TESTS = (("call", _CALL), ("assert", _DIRECT), ("tests", _RUN))
+_ALL_TESTS = (("call", _CALL), ("assert", _DIRECT), ("loop", _LOOP))
 
 _LIARS = """
 class Liar(BASE):

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from services.envgateway.judge.asserts import read
 from services.envgateway.judge.records import AssertTests, JudgeRequest
-from services.envgateway.sandbox.bare.harness import broadcasts, plain, prelude
+from services.envgateway.sandbox.bare.harness import plain, prelude
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
@@ -65,18 +65,23 @@ def load(code):
     return names
 def answer(names, case):
     entry, args, kwargs = case
-    args, kwargs = (plain.from_tree(part, nodes=True) for part in (args, kwargs))
+    args, kwargs = (plain.from_tree(part) for part in (args, kwargs))
     try:
         return eval(entry, names)(*args, **kwargs)
     except Exception as error:
         return ("raised", type(error))
 reference, mutant = (load(task[name]) for name in ("reference", "mutant"))
-def plainly(value):
-    return plain.from_tree(json.loads(plain.encode(value)))
+def plainly(tree):
+    if not isinstance(tree, list) or tree[0] in ("i", "f", "c", "b"):
+        return plain.from_tree(tree)
+    parts = [plainly(part) for part in tree[1:]]
+    if tree[0] == "d":
+        parts = list(zip(parts[::2], parts[1::2]))
+    return tree[0], sorted(parts, key=repr) if tree[0] in ("s", "z", "d") else parts
 different = False
 for case in task["cases"]:
     a, b = answer(reference, case), answer(mutant, case)
-    different = different or not (plainly(a) == plainly(b))
+    different = different or plainly(json.loads(plain.encode(a))) != plainly(json.loads(plain.encode(b)))
 print("different" if different else "same")
 """
 
@@ -104,14 +109,14 @@ async def counts(pool: SandboxPool, reference: JudgeRequest, mutant: JudgeReques
 def _library() -> str:
     """The tree form and the prelude as text: the sandbox has no path to our modules."""
     text = "import copy, json, sys, types\n"
-    for module in (broadcasts, plain, prelude):
+    for module in (plain, prelude):
         name = module.__name__.rpartition(".")[2]
         source = "\n".join(
             line for line in inspect.getsource(module).split("\n") if not line.startswith("from . import")
         )
         text += (
             f"{name} = types.ModuleType({name!r})\n"
-            f"{name}.__dict__.update(broadcasts=globals().get('broadcasts'), plain=globals().get('plain'))\n"
+            f"{name}.__dict__.update(plain=globals().get('plain'))\n"
             f"exec(compile({source!r}, {name!r}, 'exec'), {name}.__dict__)\n"
         )
     return text

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from .. import messages
 from ..confine.confinement import Confinement, Step, take
-from ..harness import calls, cells, checker, native, prelude, program
+from ..harness import calls, cells, native, prelude, program, test_code
 from ..messages import ANSWER_FD, ASK_FD, NAMESPACE_FD, NOTE_FD, SOURCE_FD, STDERR_FD, STDIN_FD, STDOUT_FD, Start
 from . import host
 
@@ -103,10 +103,6 @@ class Entry:
             return program.run(source, mode == messages.ECHO, NOTE)
         if mode == messages.JUDGED:
             return program.run(source, False, NOTE, supply=prelude.prepare)
-        if mode == messages.CALL:
-            payload = json.loads(os.pread(ASK, os.fstat(ASK).st_size, 0))
-            os.close(ASK)
-            return calls.run_one(source, payload, NOTE, lambda frame: calls.write_bytes(ANSWER, frame))
         if mode == messages.CELLS:
             return cells.serve(NOTE, ASK, ANSWER)
         if mode == messages.CASES:
@@ -117,6 +113,7 @@ class Entry:
                 else:
                     case.exit_code = calls.run_one(source, case.call, case.note_fd, case.tell, case.code, case.supply)
             return served.exit_code
-        if mode == messages.SESSION:
-            return calls.serve(source, NOTE, ASK, ANSWER)
-        return checker.run(source, NOTE, ASK, ANSWER)
+        payload = json.loads(os.pread(ASK, os.fstat(ASK).st_size, 0))
+        os.close(ASK)
+        run_one = test_code.run if mode == messages.TESTS else calls.run_one
+        return run_one(source, payload, NOTE, lambda frame: calls.write_bytes(ANSWER, frame))

@@ -80,7 +80,7 @@ def _play(entry: Entry, text: int, given: int, asked: int, answered: int) -> Non
 
 
 def _settings(given: int) -> bytes:
-    call = {"number": 0, "entry_point": "f", "args": ["t", 2, ["l", 1]], "kwargs": ["d"]}
+    call = {"number": 0, "entry_point": "f", "args": ["t", 2, ["l", 1]], "kwargs": ["d"], "applied": ()}
     case = {"number": 1, "input": given - host.FIRST_INPUT_FD}
     return json.dumps(
         {"cpu_s": 9.0, "memory_bytes": 1 << 40, "wall_s": 9.0, "answer_bytes": 1 << 16, "budget_s": 9.0, "apart": False,

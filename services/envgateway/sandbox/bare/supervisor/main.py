@@ -1,7 +1,7 @@
 """The supervisor's entry: finds the strongest tier that works here, reports the tier, serves.
 
-``argv[1]`` is a JSON object: channel, tiers (strongest first), base_dir, uids (of programs, then as many of companions,
-then of live processes; tiers 2 and 1), marks (as many), num_slots, batch_slots, num_live, packages, profiles, fork_server_runs,
+``argv[1]`` is a JSON object: channel, tiers (strongest first), base_dir, uids (of programs, then
+of live processes; tiers 2 and 1), marks (as many), num_slots, batch_slots, num_live, packages, profiles, fork_server_runs,
 links (of a shell), memory_cgroup. The first frame to the gateway is ``hello`` with the tier, or ``refused`` with the failure of each tier.
 """
 
@@ -17,7 +17,7 @@ from .. import wire
 from ..confine import landlock, memcg, seccomp
 from ..harness import native
 from ..statuses import RunStatus
-from .places import COMPANION, LIVE, PROGRAM, Places
+from .places import LIVE, PROGRAM, Places
 from .run import Limits
 from .slots import Slot
 from .supervisor import Supervisor, become_supervisor
@@ -55,7 +55,7 @@ def _try_tier(
     """A supervisor that has run the probe, and the operations that were refused in the probe; or why this tier does not
     work."""
     own_users = tier in ("2", "1")
-    num_all = 2 * settings["num_slots"] + settings["num_live"]
+    num_all = settings["num_slots"] + settings["num_live"]
     uids = settings["uids"] if own_users else [os.getuid()] * num_all
     if own_users and not uids:
         return f"tier {tier} needs root"
@@ -74,7 +74,7 @@ def _try_tier(
     fork_settings = {"packages": settings["packages"], "link_dir": os.path.join(base_dir, "packages"),
               "runs": settings["fork_server_runs"], "links": settings["links"]}  # fmt: skip
     num = settings["num_slots"]
-    places = Places({PROGRAM: slots[:num], COMPANION: slots[num : 2 * num], LIVE: slots[2 * num :]})
+    places = Places({PROGRAM: slots[:num], LIVE: slots[num:]})
     try:
         supervisor = Supervisor(gateway, tier, places, settings["batch_slots"], fork_settings, memory)
         head, blobs = supervisor.run_alone(_PROBE, _PROBE_LIMITS)
@@ -115,7 +115,7 @@ def main() -> None:
     gateway = socket.socket(fileno=settings["channel"])
     become_supervisor()
     reasons: list[str] = []
-    num_all = 2 * settings["num_slots"] + settings["num_live"]
+    num_all = settings["num_slots"] + settings["num_live"]
     granted = memcg.grant(num_all) if settings["memory_cgroup"] else "it is switched off"
     memory = granted if isinstance(granted, memcg.MemoryGroups) else None
     for tier in settings["tiers"]:

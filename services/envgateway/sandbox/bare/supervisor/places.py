@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from .slots import Slot
 
-# programs; tests that call a program, beside that program; processes that stay between calls
-PROGRAM, COMPANION, LIVE = "program", "companion", "live"
+PROGRAM, LIVE = "program", "live"  # LIVE: processes that stay between calls
 
 
 class Places:

@@ -1,5 +1,7 @@
 """Python literals as trees of plain data, from their syntax alone: only small arithmetic is evaluated.
 
+The sandbox's harness has the form of the trees (``services.envgateway.sandbox.bare.harness.plain``).
+
 Test code writes values as ``3 * 19``, ``list_node([1, 2])`` or ``float("inf")``; these are understood, too. An
 expression that could be large or slow is refused rather than bounded.
 """
@@ -11,8 +13,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from services.envgateway.sandbox.bare.harness import plain
-
+_SMALL = 1 << 53
 _LARGEST_OPERAND = 1e15
 _LARGEST_POWER = 64
 _FLOATS = ("inf", "-inf", "+inf", "infinity", "nan")
@@ -33,6 +34,26 @@ class NotLiteralError(ValueError):
     """The text of the expression does not give its value."""
 
 
+def to_tree(value: Any) -> Any:
+    """The tree of a value of ours. Raises ``ValueError`` for other than plain data."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return value if -_SMALL < value < _SMALL else ["i", hex(value)]
+    if isinstance(value, float):
+        return ["f", value.hex()]
+    if isinstance(value, complex):
+        return ["c", value.real.hex(), value.imag.hex()]
+    if isinstance(value, bytes):
+        return ["b", value.hex()]
+    if isinstance(value, dict):
+        return ["d", *(to_tree(part) for pair in value.items() for part in pair)]
+    for kind, tag in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z")):
+        if isinstance(value, kind):
+            return [tag, *map(to_tree, value)]
+    raise ValueError(f"a {type(value).__name__} is no plain data")
+
+
 def tree_of(node: ast.expr) -> Any:
     """The tree of a literal expression.
 
@@ -41,7 +62,7 @@ def tree_of(node: ast.expr) -> Any:
     """
     match node:
         case ast.Constant(value=value) if value is not Ellipsis:
-            return plain.to_tree(value)
+            return to_tree(value)
         case ast.List(elts=items):
             return ["l", *map(tree_of, items)]
         case ast.Tuple(elts=items):
@@ -51,9 +72,11 @@ def tree_of(node: ast.expr) -> Any:
         case ast.Dict(keys=keys, values=values) if None not in keys:
             return ["d", *(tree_of(part) for pair in zip(keys, values, strict=True) for part in pair if part)]
         case ast.UnaryOp() | ast.BinOp():
-            return plain.to_tree(_number(node))
+            return to_tree(_number(node))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
             return _call(name, arguments)
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="copy"), attr="deepcopy"), args=[argument], keywords=[]):
+            return tree_of(argument)
         case ast.Name(id="inf"):
             return ["f", "inf"]
     raise NotLiteralError(f"not a literal: {ast.unparse(node)[:100]}")
@@ -100,11 +123,20 @@ def _result(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
 def _call(name: str, arguments: list[ast.expr]) -> Any:
     match arguments:
         case [ast.Constant(value=str() as text)] if name == "float" and text.strip().lower() in _FLOATS:
-            return plain.to_tree(float(text))
+            return to_tree(float(text))
         case [argument] if name in _NODES or name in _CONVERSIONS:
             tree = tree_of(argument)
             if isinstance(tree, list) and tree[0] in ("l", "t", "s", "z"):
                 return _node(name, tree[1:]) if name in _NODES else [_CONVERSIONS[name], *tree[1:]]
+        case [argument] if name == "str" and type(number := tree_of(argument)) in (int, str):
+            return str(number)
+        case [argument] if name == "sorted":
+            tree = tree_of(argument)
+            parts = tree[1:] if isinstance(tree, list) and tree[0] in ("l", "t", "s", "z") else [None]
+            if {type(part) for part in parts} in ({int}, {str}):
+                return ["l", *sorted(parts)]
+        case [argument] if name == "deepcopy":
+            return tree_of(argument)
         case [] if name in _CONVERSIONS:
             return [_CONVERSIONS[name]]
         case [] if name == "dict":
