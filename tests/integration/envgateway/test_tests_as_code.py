@@ -144,6 +144,8 @@ async def test_names_that_a_row_lists_are_the_programs(judge: Judge) -> None:
 class _AtOnce:
     """A queue that judges at once."""
 
+    num_slots = 1
+
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
 
