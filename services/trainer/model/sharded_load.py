@@ -216,7 +216,7 @@ def _computed_buffers(causal_lm: Any) -> dict[str, torch.Tensor]:
         own = dict(module.named_buffers(recurse=False))
         if not own:
             continue
-        if own.keys() - module._non_persistent_buffers_set or any(module.parameters(recurse=False)):
+        if own.keys() - module._non_persistent_buffers_set or any(True for _ in module.parameters(recurse=False)):
             raise _NotByShardsError(f"{prefix} stores buffers")
         try:
             values = dict(type(module)(module.config).named_buffers(recurse=False))
