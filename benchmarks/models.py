@@ -49,9 +49,30 @@ BOUND = 2e-4
 SHORT, LONG = (11, 7, 13, 5), (17, 40, 9, 23, 33)
 SHARED = 5  # tokens that two documents begin with
 SWITCH = 16
-QUICK = ("llama", "lfm2", "bloom", "opt", "gemma3_text", "granite", "phimoe", "phi3", "mistral", "stablelm", "jamba", "qwen3_moe")
+LAYERS, EXPERTS = 4, 16
+QUICK = (
+    "llama",
+    "lfm2",
+    "bloom",
+    "opt",
+    "gemma3_text",
+    "granite",
+    "phimoe",
+    "phi3",
+    "mistral",
+    "stablelm",
+    "jamba",
+    "qwen3_moe",
+)
 # Values that a config needs and its defaults lack.
-_FILLED = {"head_dim": 16, "num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_topk": 2, "moe_intermediate_size": 32, "topk_method": "greedy"}
+_FILLED = {
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 32,
+    "topk_method": "greedy",
+}
 
 Tree = dict[str, Any]
 
@@ -60,22 +81,49 @@ def small_configs(model_type: str) -> tuple[Any, Tree]:
     """The default config of a type, and the smallest copy of it that computes."""
     config = CONFIG_MAPPING[model_type]()
     error: Exception = ValueError("no copy")
-    for filled in ({}, {key: value for key, value in _FILLED.items() if getattr(config, key, 0) is None}):
-        for tree in tiny_copies(config):
+    absent = {key: value for key, value in _FILLED.items() if getattr(config, key, 0) is None}
+    for tree in (small for copy in tiny_copies(config) for small in (few(copy), copy)):
+        for filled in (tree, {**tree, **absent}):
             try:
                 with torch.no_grad():
-                    build(config, {**tree, **filled})(input_ids=torch.arange(1, 9)[None], use_cache=False)
-                return config, {**tree, **filled}
-            except Exception as caught:
+                    build(config, filled)(input_ids=torch.arange(1, 9)[None], use_cache=False)
+                return config, filled
+            except Exception as caught:  # noqa: BLE001 - code of any architecture
                 error = caught
     raise error
+
+
+def few(tree: Tree) -> Tree:
+    """The config with four layers and sixteen experts, so that a survey takes minutes."""
+    number = next((tree[key] for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if tree.get(key)), 0)
+    found: Tree = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found[key] = few(value)
+        elif isinstance(value, (list, str)) and len(value) == number:
+            found[key] = value[:LAYERS]
+        elif type(value) is int and value == number and "layer" in key:
+            found[key] = min(value, LAYERS)
+        else:
+            found[key] = EXPERTS if type(value) is int and "experts" in key and value > EXPERTS else value
+    return found
 
 
 def variants(tree: Tree) -> Iterator[tuple[str, Tree]]:
     """Configs by name. Not every one makes a model."""
     yield "plain", tree
-    yield from _changed("noise", tree, lambda key, v: 0.1 if isinstance(v, float) and ("drop" in key or "jitter" in key or key.endswith("pdrop")) else v)
-    yield from _changed("factors", tree, lambda key, v: 0.5 if isinstance(v, float) and any(p in key for p in ("multiplier", "scal", "scale")) else v)
+    yield from _changed(
+        "noise",
+        tree,
+        lambda key, v: (
+            0.1 if isinstance(v, float) and ("drop" in key or "jitter" in key or key.endswith("pdrop")) else v
+        ),
+    )
+    yield from _changed(
+        "factors",
+        tree,
+        lambda key, v: 0.5 if isinstance(v, float) and any(p in key for p in ("multiplier", "scal", "scale")) else v,
+    )
     windowed = tree
     for at, value in numbers(tree):
         if any(part in at[-1] for part in ("window", "chunk", "topk")) and value > SWITCH:
@@ -84,7 +132,13 @@ def variants(tree: Tree) -> Iterator[tuple[str, Tree]]:
         if key in windowed and not windowed[key]:
             windowed = {**windowed, key: SWITCH}
     if windowed != tree:
-        yield "window", {**windowed, **({"use_sliding_window": True, "max_window_layers": 0} if "use_sliding_window" in tree else {})}
+        yield (
+            "window",
+            {
+                **windowed,
+                **({"use_sliding_window": True, "max_window_layers": 0} if "use_sliding_window" in tree else {}),
+            },
+        )
     layers = tree.get("layer_types")
     if isinstance(layers, list) and layers:
         for kind in ("conv", "linear_attention", "sliding_attention", "chunked_attention", "mamba", "full_attention"):
@@ -93,10 +147,21 @@ def variants(tree: Tree) -> Iterator[tuple[str, Tree]]:
                 yield f"layers {kind}", {**windowed, "layer_types": mixed}
     rope = tree.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:
-        half = (tree.get("head_dim") or tree["hidden_size"] // tree["num_attention_heads"]) * rope.get("partial_rotary_factor", 1.0) / 2
+        half = (
+            (tree.get("head_dim") or tree["hidden_size"] // tree["num_attention_heads"])
+            * rope.get("partial_rotary_factor", 1.0)
+            / 2
+        )
         long = {"short_factor": [1.0] * int(half), "long_factor": [3.0] * int(half), "factor": 4.0}
         yield "longrope", {**tree, "original_max_position_embeddings": SWITCH, "rope_parameters": {**rope, **long, "rope_type": "longrope", "original_max_position_embeddings": SWITCH}}  # fmt: skip
-        yield "dynamic", {**tree, "max_position_embeddings": SWITCH, "rope_parameters": {**rope, "rope_type": "dynamic", "factor": 2.0}}
+        yield (
+            "dynamic",
+            {
+                **tree,
+                "max_position_embeddings": SWITCH,
+                "rope_parameters": {**rope, "rope_type": "dynamic", "factor": 2.0},
+            },
+        )
 
 
 def _changed(name: str, tree: Tree, change: Any) -> Iterator[tuple[str, Tree]]:
@@ -155,25 +220,32 @@ def verdict(config: Any, tree: Tree) -> tuple[str, str] | None:
             model = build(config, tree, seed=1)
             for document in documents(LONG, 32):
                 with torch.no_grad():
-                    logits = model(input_ids=torch.as_tensor(document.token_ids, dtype=torch.int64)[None], use_cache=False).logits
+                    logits = model(
+                        input_ids=torch.as_tensor(document.token_ids, dtype=torch.int64)[None], use_cache=False
+                    ).logits
                 assert logits.isfinite().all()
             model.save_pretrained(path)
             AutoModelForCausalLM.from_pretrained(path)
-        except Exception:
+        except Exception:  # noqa: BLE001 - code of any architecture
             return None
         try:
             policy = load_policy_model(path, Ranks.single())
         except (ModelMismatchError, ConfigError) as error:
             return "refused", error.message
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - code of any architecture
             return "crash", f"{type(error).__name__}: {error}"
         try:
             worst = difference(path, policy, LONG)
         except ModelMismatchError as error:
             worst = difference(path, policy, SHORT)
             kind = "refused" if worst <= BOUND else "wrong"
-            return kind, f"{error.message}; shorter ones: {worst:.1g}" if kind == "refused" else f"short documents {worst:.2g} nats"
-        except Exception as error:
+            return (
+                kind,
+                f"{error.message}; shorter ones: {worst:.1g}"
+                if kind == "refused"
+                else f"short documents {worst:.2g} nats",
+            )
+        except Exception as error:  # noqa: BLE001 - code of any architecture
             return "crash", f"{type(error).__name__}: {error}"
         return ("exact" if worst <= BOUND else "wrong"), f"{worst:.2g} nats"
 
@@ -185,7 +257,7 @@ def survey(types: list[str]) -> dict[str, Any]:
         began = time.monotonic()
         try:
             config, tree = small_configs(model_type)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - code of any architecture
             found["skipped"][model_type] = f"{type(error).__name__}: {error}"[:160]
             continue
         told = []

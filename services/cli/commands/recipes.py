@@ -120,7 +120,7 @@ def check(
         typer.Option(help="Run the reference solutions of so many rows of each data set of programs, in a sandbox."),
     ] = 0,
 ) -> None:
-    """Validate a recipe and all files and modules that the recipe names. Only --solutions starts processes."""
+    """Validate a recipe and all files and modules that the recipe names. Starts processes for models, and for --solutions."""
     from services.cli.check.launch import on_this_machine
     from services.cli.check.recipe import check_recipe, describe
     from services.cli.plan.profiles import load_with_profile

@@ -33,6 +33,7 @@ from services.trainer.model.attention import Documents, Kernel, register_attenti
 from services.trainer.model.logprobs import CHUNK_TOKENS, Drawn, Targets, token_logprobs
 from services.trainer.model.self_test import Limit, check_architecture, check_loaded
 from services.trainer.model.sharded_load import open_by_shards
+from services.trainer.model.tiny_copy import NoTinyCopyError
 from services.trainer.model.value_head import ValueHead, value_head_for
 from services.trainer.ranks.sharding import Ranks, shard
 
@@ -258,7 +259,11 @@ def load_policy_model(
     """
     by_shards = open_by_shards(path, dtype)
     causal_lm = by_shards.causal_lm if by_shards is not None else load_model(path, dtype)
-    limit = check_architecture(causal_lm.config, partial(PolicyModel, attention="sdpa"))
+    try:
+        limit = architecture_limit(causal_lm.config)
+    except NoTinyCopyError as reason:
+        limit = None
+        log.warning("model.no_tiny_copy", path=str(path), reason=str(reason))
     model = build_policy_model(
         causal_lm,
         ranks,
@@ -282,3 +287,12 @@ def load_policy_model(
     model.limit = limit
     check_loaded(model, ranks.device)
     return model
+
+
+def architecture_limit(config: Any) -> Limit | None:
+    """``check_architecture`` of the policy model."""
+    return check_architecture(config, _small)
+
+
+def _small(causal_lm: Any) -> PolicyModel:
+    return PolicyModel(causal_lm, attention="sdpa")

@@ -14,6 +14,7 @@ Nothing here knows names of architectures: an effect decides. Bounds of a differ
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import structlog
 import torch
 from torch.distributed.fsdp import FSDPModule
 
@@ -30,8 +30,6 @@ from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets
 from services.trainer.model.tiny_copy import NoTinyCopyError, build, is_size, numbers, tiny_copies, with_number
 from services.trainer.ranks.sharding import peer_loss
-
-log = structlog.get_logger()
 
 BOUND, BOUND_16_BITS = 1e-3, 0.25
 _SHORT = (4, 6)  # tokens of the documents
@@ -73,13 +71,9 @@ def check_loaded(model: Any, device: torch.device) -> None:
 def check_architecture(config: Any, make: Make) -> Limit | None:
     """Compare tiny copies of a config; returns the longest document that is computed right, None if any is.
 
-    Raises ``ModelMismatchError`` for a difference. A config of which no small model can be made is logged and accepted.
+    Raises ``ModelMismatchError`` for a difference, and ``NoTinyCopyError`` for a config of which no small model can be made.
     """
-    try:
-        return _checked(_Config(config), make)
-    except NoTinyCopyError as reason:
-        log.warning("model.no_tiny_copy", model=config.model_type, reason=str(reason))
-        return None
+    return _checked(_Config(config), make)
 
 
 class _Config:
@@ -108,7 +102,9 @@ def _checked(key: _Config, make: Make) -> Limit | None:
     limits = [
         Limit(model=name, field=".".join(at), tokens=original[at])
         for at, value in numbers(tree)
-        if value > max(_SHORT) and not is_size(at[-1]) and _is_limit(config, with_number(tree, at, min(value, _LOWERED)), make)
+        if value > max(_SHORT)
+        and not is_size(at[-1])
+        and _is_limit(config, with_number(tree, at, min(value, _LOWERED)), make)
     ]
     return min(limits, key=lambda limit: limit.tokens, default=None)
 
@@ -121,7 +117,7 @@ def _smallest(config: Any, make: Make) -> tuple[Any, dict[str, Any]]:
             model = build(config, tree)
             with torch.no_grad():
                 model(input_ids=_documents(_SHORT)[0][None], use_cache=False)
-        except Exception as error:  # code of any architecture, with sizes that its authors did not try
+        except Exception as error:  # noqa: BLE001 - code of any architecture, with sizes that its authors did not try
             reason = error
             continue
         with _refusing(type(model).__name__):
@@ -137,11 +133,11 @@ def _is_limit(config: Any, tree: dict[str, Any], make: Make) -> bool:
             return False
         with torch.no_grad():
             model.plain(_documents(_AROUND)[1])
-    except Exception:  # no model, or one of as many positions
+    except Exception:  # noqa: BLE001 - no model, or one of as many positions
         return False
     try:
         return not _compare(model, _documents(_AROUND)).fits
-    except Exception:  # a refusal of the attention, or a mask of another shape
+    except Exception:  # noqa: BLE001 - a refusal of the attention, or a mask of another shape
         return True
 
 
@@ -163,7 +159,8 @@ def _compare(model: Any, documents: Rows) -> _Found:
     model.logit_scale = _factor(torch.cat(plain), torch.cat([ours for _, ours in passes]).float())
     found = _packed(model, documents)
     expected = [
-        scores[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0] for scores, tokens in zip(plain, documents, strict=True)
+        scores[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        for scores, tokens in zip(plain, documents, strict=True)
     ]
     if isinstance(model, FSDPModule):
         model.reshard()  # no backward pass does: the gathered weights would be those of now for ever
@@ -180,7 +177,7 @@ def _packed(model: Any, documents: Rows) -> torch.Tensor:
     """Log-probabilities of all tokens but the first of each document, from one row."""
     tokens = torch.cat(documents)
     ends = np.cumsum([0, *map(len, documents)])
-    targets = torch.cat([torch.arange(start + 1, end) for start, end in zip(ends, ends[1:], strict=False)]).to(tokens.device)
+    targets = torch.cat([torch.arange(start + 1, end) for start, end in itertools.pairwise(ends)]).to(tokens.device)
     positions = torch.cat([torch.arange(len(each)) for each in documents]).to(tokens.device)
     scores = model(tokens, positions, Documents.from_offsets(ends, tokens.device), Targets.at(targets, tokens), 1.0)
     logprobs: torch.Tensor = scores[0]

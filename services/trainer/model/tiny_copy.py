@@ -42,9 +42,9 @@ def with_number(tree: dict[str, Any], at: Path, value: int) -> dict[str, Any]:
 
 def is_size(key: str) -> bool:
     """Whether a number of a config is a width, a number of heads, experts or layers, or a token: none depends on lengths."""
-    return any(part in key for part in ("size", "dim", "rank", "width", "d_", "n_", "num_", "embd", "_id", "head", "state")) and not any(
-        part in key for part in ("window", "chunk", "position", "ctx")
-    )
+    return any(
+        part in key for part in ("size", "dim", "rank", "width", "d_", "n_", "num_", "embd", "_id", "head", "state")
+    ) and not any(part in key for part in ("window", "chunk", "position", "ctx"))
 
 
 def build(config: Any, tree: dict[str, Any], seed: int = 0) -> Any:
@@ -76,7 +76,11 @@ def tiny_copies(config: Any) -> Iterator[dict[str, Any]]:
     heads = [value for key, value in found.items() if "head" in key and not _is_head_dim(key)]
     common = math.gcd(*heads) if heads else 1
     # Two heads at least, so that a mixture of heads shows.
-    shared = next(common // part for part in range(1, common + 1) if common % part == 0 and max(heads, default=2) * part >= 2 * common)
+    shared = next(
+        common // part
+        for part in range(1, common + 1)
+        if common % part == 0 and max(heads, default=2) * part >= 2 * common
+    )
     width = next((found[key] for key in ("hidden_size", "d_model", "n_embd") if key in found), 0)
     head_dim = found.get("head_dim") or (width // max(heads) if heads else 0)
     narrow = 1 << max(0, (head_dim // _HEAD_DIM).bit_length() - 1)
@@ -87,7 +91,9 @@ def tiny_copies(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def _shrunk(tree: dict[str, Any], by_heads: int, by_dim: int, layers: int) -> dict[str, Any]:
-    num_layers = next((tree[key] for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if tree.get(key)), 0)
+    num_layers = next(
+        (tree[key] for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if tree.get(key)), 0
+    )
     small: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -97,11 +103,15 @@ def _shrunk(tree: dict[str, Any], by_heads: int, by_dim: int, layers: int) -> di
         else:
             small[key] = _divided(key, value, by_heads, by_dim) if type(value) is int and value > 1 else value
     if layers and num_layers > layers:
-        lengths = [len(value) for key, value in small.items() if isinstance(value, list) and len(tree[key]) == num_layers]
+        lengths = [
+            len(value) for key, value in small.items() if isinstance(value, list) and len(tree[key]) == num_layers
+        ]
         for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
             if key in small:
                 small[key] = max([layers, *lengths])
-                small |= {k: tree[k][: small[key]] for k in small if isinstance(tree[k], list) and len(tree[k]) == num_layers}
+                small |= {
+                    k: tree[k][: small[key]] for k in small if isinstance(tree[k], list) and len(tree[k]) == num_layers
+                }
     return small
 
 
@@ -119,7 +129,7 @@ def _divided(key: str, value: int, by_heads: int, by_dim: int) -> int:
         return min(value, VOCABULARY)
     if key.endswith("_id"):
         return value % VOCABULARY
-    if not is_size(key) or "expert" in key and "size" not in key:
+    if not is_size(key) or ("expert" in key and "size" not in key):
         return value
     if any(part in key for part in ("intermediate", "ffn", "rank", "mlp")):  # of a layer alone: any multiple will do
         return max(_MULTIPLE, value // (by_heads * by_dim) // _MULTIPLE * _MULTIPLE)
@@ -131,6 +141,6 @@ def _divided(key: str, value: int, by_heads: int, by_dim: int) -> int:
         factor = by_heads * by_dim
     else:
         factor = by_dim if "dim" in key or "state" in key else 1
-    while value % factor or value // factor % _MULTIPLE and factor > 1:
+    while value % factor or (value // factor % _MULTIPLE and factor > 1):
         factor = factor // 2 or 1
     return value // factor
