@@ -146,12 +146,9 @@ def variants(tree: Tree) -> Iterator[tuple[str, Tree]]:
             if mixed != layers:
                 yield f"layers {kind}", {**windowed, "layer_types": mixed}
     rope = tree.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        half = (
-            (tree.get("head_dim") or tree["hidden_size"] // tree["num_attention_heads"])
-            * rope.get("partial_rotary_factor", 1.0)
-            / 2
-        )
+    width = tree.get("head_dim") or tree.get("hidden_size", 0) // (tree.get("num_attention_heads") or 1)
+    if isinstance(rope, dict) and "rope_theta" in rope and width:
+        half = width * rope.get("partial_rotary_factor", 1.0) / 2
         long = {"short_factor": [1.0] * int(half), "long_factor": [3.0] * int(half), "factor": 4.0}
         yield "longrope", {**tree, "original_max_position_embeddings": SWITCH, "rope_parameters": {**rope, **long, "rope_type": "longrope", "original_max_position_embeddings": SWITCH}}  # fmt: skip
         yield (
