@@ -5,7 +5,8 @@
                          of the config that may be a length is small, for windows and switches of rotary factors
     check_loaded         the loaded model itself, in the run's type, attention kernel and sharding: a few tokens
 
-Both pack two short documents into one row for ``PolicyModel.forward``, and give each alone to the model's own forward pass.
+Both pack short documents into one row for ``PolicyModel.forward``, of which two begin alike, and give each alone to the model's
+own forward pass.
 Nothing here knows names of architectures: an effect decides. Bounds of a difference between log-probabilities:
 
 * float32: 1e-3 for each token. Equal formulas differ by 1e-6 to 1e-5.
@@ -26,6 +27,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from services.common.errors import ModelMismatchError, RollmillError
+from services.trainer.data.packing import Document, pack
 from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets
 from services.trainer.model.tiny_copy import NoTinyCopyError, build, is_size, numbers, tiny_copies, with_number
@@ -153,14 +155,17 @@ class _Found:
 
 @torch.no_grad()
 def _compare(model: Any, documents: Rows) -> _Found:
-    """Also sets the factor of the head."""
-    passes = [model.plain(tokens) for tokens in documents]
+    """Compare the documents and a third one, which begins as the first. Also sets the factor of the head."""
+    given = [*documents, torch.cat([documents[0][:2], documents[1][1:4]])]
+    passes = [model.plain(tokens) for tokens in given]
     dtype, plain = passes[0][1].dtype, [logits.float() for logits, _ in passes]
     model.logit_scale = _factor(torch.cat(plain), torch.cat([ours for _, ours in passes]).float())
-    found = _packed(model, documents)
+    (batch,) = pack([Document.supervised(tokens.cpu().numpy(), np.arange(len(tokens)) > 0) for tokens in given], 1 << 10)
+    tokens, positions = (torch.as_tensor(each, device=given[0].device) for each in (batch.token_ids, batch.position_ids))
+    targets = Targets.of(batch.predecessors, batch.target_ids, tokens.device, distinct=True)
+    found, *_ = model(tokens, positions, Documents(batch.branches, tokens.device), targets, 1.0)
     expected = [
-        scores[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-        for scores, tokens in zip(plain, documents, strict=True)
+        plain[source][:-1].log_softmax(-1).gather(1, given[source][1:, None])[:, 0] for source in batch.sources.tolist()
     ]
     if isinstance(model, FSDPModule):
         model.reshard()  # no backward pass does: the gathered weights would be those of now for ever
@@ -174,7 +179,7 @@ def _factor(logits: torch.Tensor, ours: torch.Tensor) -> float:
 
 
 def _packed(model: Any, documents: Rows) -> torch.Tensor:
-    """Log-probabilities of all tokens but the first of each document, from one row."""
+    """Log-probabilities of all tokens but the first of each document, from one row without shared tokens."""
     tokens = torch.cat(documents)
     ends = np.cumsum([0, *map(len, documents)])
     targets = torch.cat([torch.arange(start + 1, end) for start, end in itertools.pairwise(ends)]).to(tokens.device)
@@ -232,6 +237,9 @@ def _mixing(model: Any, documents: Rows) -> str:
                     while type(model.get_submodule(name)).__module__.startswith("torch."):
                         name = name.rpartition(".")[0]
                     return f"{type(model.get_submodule(name)).__name__} ({name.removeprefix('causal_lm.')})"
+    logits, ours = model.plain(documents[0])
+    if torch.allclose(logits, model.logit_scale * ours, rtol=1e-3, atol=1e-3):
+        return "attention of its own, which does not know beginnings that documents share,"
     return f"its head ({type(model.causal_lm.get_output_embeddings()).__name__}, more than a matrix and a factor)"
 
 

@@ -66,6 +66,9 @@ def build(config: Any, tree: dict[str, Any], seed: int = 0) -> Any:
             else:
                 parameter.copy_(noise * math.prod(parameter.shape[1:]) ** -0.5 if parameter.ndim == 2 else noise * 0.2)
         model.get_input_embeddings().weight.normal_()
+        head = model.get_output_embeddings()
+        if head is not None and head.weight is not model.get_input_embeddings().weight:
+            head.weight.mul_(4)  # else a cap on the logits has no effect
     return model.eval()
 
 
