@@ -160,8 +160,12 @@ def _compare(model: Any, documents: Rows) -> _Found:
     passes = [model.plain(tokens) for tokens in given]
     dtype, plain = passes[0][1].dtype, [logits.float() for logits, _ in passes]
     model.logit_scale = _factor(torch.cat(plain), torch.cat([ours for _, ours in passes]).float())
-    (batch,) = pack([Document.supervised(tokens.cpu().numpy(), np.arange(len(tokens)) > 0) for tokens in given], 1 << 10)
-    tokens, positions = (torch.as_tensor(each, device=given[0].device) for each in (batch.token_ids, batch.position_ids))
+    (batch,) = pack(
+        [Document.supervised(tokens.cpu().numpy(), np.arange(len(tokens)) > 0) for tokens in given], 1 << 10
+    )
+    tokens, positions = (
+        torch.as_tensor(each, device=given[0].device) for each in (batch.token_ids, batch.position_ids)
+    )
     targets = Targets.of(batch.predecessors, batch.target_ids, tokens.device, distinct=True)
     found, *_ = model(tokens, positions, Documents(batch.branches, tokens.device), targets, 1.0)
     expected = [

@@ -45,7 +45,11 @@ def loaded(folder: Path) -> PolicyModel:
         ("Granite", {"logits_scaling": 8.0, "embedding_multiplier": 12.0}, None),
         ("Cohere", {"logit_scale": 0.0625}, None),
         ("Gemma2", {"head_dim": 8}, "softcap"),
-        ("GPTNeo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}, "beginnings that documents share"),
+        (
+            "GPTNeo",
+            {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+            "beginnings that documents share",
+        ),
     ],
 )
 def test_an_architecture_is_exact_or_refused_by_the_layer_that_differs(
