@@ -47,6 +47,8 @@ def built(model: Path, **trainer: Any) -> tuple[TrainStep, PolicyModel]:
 
 def is_checkpointed(model: PolicyModel) -> bool:
     """Whether a layer computes its forward pass a second time for the backward pass."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return False
     calls: list[int] = []
     hook = model.layers[0].get_submodule("mlp").register_forward_pre_hook(lambda *_: calls.append(1))
     model.plain(torch.arange(4, device=next(model.parameters()).device))[0].float().sum().backward()  # two passes
