@@ -11,6 +11,7 @@ import torch
 
 from services.common.checkpoints.directory import checkpoints_directory
 from services.common.config.recipe import Recipe
+from services.common.errors import ModelMismatchError
 from services.common.lora import identity_of
 from services.common.system.devices import chosen_device, log_device
 from services.common.text.huggingface import check_model_matches, check_same_vocabulary, load_tokenizer
@@ -46,7 +47,8 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
 
     Raises:
         ConfigError: no model or no tokenizer at ``path``.
-        ModelMismatchError: the tokenizer has ids that the model lacks, or a teacher has another tokenizer.
+        ModelMismatchError: the tokenizer has ids that the model lacks, a teacher has another tokenizer, or the trainer computes
+            the model otherwise than the model itself.
     """
     recipe = recipe.with_devices(has_gpu=ranks.device.type == "cuda")
     config = recipe.policies[policy]
@@ -55,6 +57,8 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
     same = config.trainer.compute_dtype == config.trainer.master_dtype
     compute: torch.dtype | None = None if same else getattr(torch, config.trainer.compute_dtype)
     model = _trained_model(recipe, policy, path, ranks, master, compute)
+    if model.limit is not None and config.model.context_length > model.limit.tokens:
+        raise ModelMismatchError(model.limit.refusal(config.model.context_length))
     check_model_matches(model.causal_lm, tokenizer=tokenizer)
 
     def frozen(source: str) -> PolicyModel:

@@ -5,18 +5,19 @@ Reads names, ``config.json`` and the headers of safetensors files, so a model of
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from services.common.checkpoints.safetensors_files import INDEX, SINGLE, places, read_object, weight_files
 from services.common.config.reading.loading import RESOLVED
 from services.common.config.recipe import Recipe
+from services.common.errors import ConfigError
 from services.common.text.huggingface import vocabulary_difference
 
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # in the names of architectures
-_MOST_HEADER_BYTES = 100_000_000  # as safetensors allows
+_MOST_STRETCH = 1e6
 _STRETCHED = ("yarn", "linear", "dynamic")  # kinds of rope scaling whose positions config.json does not count
 
 
@@ -43,10 +44,9 @@ def config_of(model: str) -> Mapping[str, Any]:
     """The model's ``config.json``; empty where there is none, or none that can be read."""
     file = file_of(model, "config.json")
     try:
-        tree = json.loads(file.read_bytes()) if file is not None else {}
-    except (OSError, ValueError):
+        return {} if file is None else read_object(file)
+    except ConfigError:
         return {}
-    return tree if isinstance(tree, dict) else {}
 
 
 def positions(model: str) -> int | None:
@@ -68,32 +68,17 @@ def _stretched_by(section: Mapping[str, Any]) -> float:
             factor = scaling.get("factor", 1.0)
             if scaling.get("original_max_position_embeddings") not in (None, section.get("max_position_embeddings")):
                 return 1.0  # they are counted
-            return float(factor) if isinstance(factor, int | float) and factor > 1 else 1.0
+            return float(factor) if isinstance(factor, int | float) and 1 < factor < _MOST_STRETCH else 1.0
     return 1.0
 
 
 def weight_names(model: str) -> frozenset[str]:
     """Names of a model's weights, from the index or the header of its safetensors; empty where neither can be read."""
-    index, whole = file_of(model, "model.safetensors.index.json"), file_of(model, "model.safetensors")
+    file = file_of(model, INDEX) or file_of(model, SINGLE)
     try:
-        if index is not None:
-            names = json.loads(index.read_bytes())["weight_map"]
-        elif whole is not None:
-            names = _header(whole)[0]
-        else:
-            return frozenset()
-        return frozenset(name for name in names if name != "__metadata__")
-    except (OSError, ValueError, KeyError, TypeError):
+        return frozenset() if file is None else frozenset(weight_files(file.parent))
+    except ConfigError:
         return frozenset()
-
-
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where its tensors begin. ``ValueError`` for a file without a header."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > min(file.stat().st_size, _MOST_HEADER_BYTES):
-            raise ValueError(f"a header of {length} bytes")
-        return json.loads(opened.read(length)), 8 + length
 
 
 def other_architecture(model: str) -> str | None:
@@ -113,10 +98,9 @@ def lacks_chat_template(model: str) -> bool:
     if file_of(model, "chat_template.jinja") or file_of(model, "chat_template.json"):
         return False
     try:
-        tree = json.loads(config.read_bytes())
-    except (OSError, ValueError):
+        return not read_object(config).get("chat_template")
+    except ConfigError:
         return False
-    return not (isinstance(tree, dict) and tree.get("chat_template"))
 
 
 def model_problems(recipe: Recipe) -> list[str]:
@@ -167,9 +151,9 @@ def _other_vocabulary(own: Path, teacher: Path, where: str) -> list[str]:
 def _vocabulary(folder: Path) -> dict[str, int] | None:
     """Token -> id by ``tokenizer.json``; None where there is none, or of a kind that lists its tokens in another way."""
     try:
-        tree = json.loads((folder / "tokenizer.json").read_bytes())
+        tree = read_object(folder / "tokenizer.json")
         return {**tree["model"]["vocab"], **{token["content"]: token["id"] for token in tree["added_tokens"]}}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ConfigError, KeyError, TypeError):
         return None
 
 
@@ -196,12 +180,12 @@ def _problem(folder: Path) -> str | None:
     for needed in ("config.json", "tokenizer_config.json"):
         if not (folder / needed).is_file():
             return f"{folder} holds no {needed}; {model_instead(folder)}"
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        return f"{folder / 'config.json'} cannot be read ({error}): copy it again from where the model came from"
-    if not isinstance(config, dict):
-        return f"{folder / 'config.json'} is no JSON object: copy it again from where the model came from"
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"):
+        try:
+            if (folder / name).is_file():
+                read_object(folder / name)
+        except ConfigError as error:
+            return error.message
     tensors = sorted(folder.glob("*.safetensors"))
     if not tensors and (pickled := sorted(folder.glob("*.bin"))):
         return (
@@ -209,9 +193,13 @@ def _problem(folder: Path) -> str | None:
         )
     if not tensors:
         return f"{folder} holds no weights (*.safetensors): copy the whole model directory; {model_instead(folder)}"
-    for file in tensors:
-        if (broken := _broken(file)) is not None:
-            return f"{file} {broken}: copy it again from where the model came from"
+    try:
+        if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
+            weight_files(folder)
+        for file in tensors:
+            places(file)
+    except ConfigError as error:
+        return error.message
     return None
 
 
@@ -227,19 +215,3 @@ def _convert(file: Path) -> str:
         f"{file} is a GGUF file, and training needs weights in safetensors: write {target}, after `pip install gguf "
         f"accelerate` and `python -c {shlex.quote(code)}`"
     )
-
-
-def _broken(file: Path) -> str | None:
-    """The defect of a safetensors file, from its header and its size."""
-    try:
-        size = file.stat().st_size
-        header, begin = _header(file)
-        ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return f"is no safetensors file, or was cut off ({size} bytes)"
-    expected = begin + max(ends, default=0)
-    if size != expected:
-        return f"has {size} bytes of {expected}"
-    return None

@@ -20,6 +20,7 @@ from services.cli.check.launch import launch_problems, problems_anywhere, refuse
 from services.cli.check.memory.estimate import GIB
 from services.cli.check.memory.gpus import estimates, with_others
 from services.cli.check.memory.host import embedded_estimates, host_lines
+from services.cli.check.model_trials import model_trials
 from services.cli.check.one_row import FIRST_ROW, Tried, try_rows
 from services.cli.check.sizes import size_notes, size_problems
 from services.cli.plan.specs import orchestrator_address, plan, ports_in_use
@@ -49,9 +50,11 @@ def check_recipe(recipe: Recipe, num_solutions: int = 0) -> list[str]:
     found = [*ports_in_use(recipe), *problems_anywhere(recipe)]
     tried = try_rows(recipe, sources) if not [*found, *named] else Tried([], [])  # broken parts are not tried
     refuse(recipe, [*found, *named, *tried.problems])
+    refused, untried = model_trials(recipe)
+    refuse(recipe, refused)
     from services.cli.check.overlap import overlap_lines
 
-    told = [*left_out, *size_notes(recipe), *tried.told, *overlap_lines(recipe, sources)]
+    told = [*left_out, *untried, *size_notes(recipe), *tried.told, *overlap_lines(recipe, sources)]
     if num_solutions:
         from services.cli.check.solutions import solution_lines
 

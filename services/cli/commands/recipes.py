@@ -120,7 +120,8 @@ def check(
         typer.Option(help="Run the reference solutions of so many rows of each data set of programs, in a sandbox."),
     ] = 0,
 ) -> None:
-    """Validate a recipe and all files and modules that the recipe names. Starts no process but a sandbox, for a moment, where the recipe runs programs."""
+    """Validate a recipe and all files and modules that the recipe names. Starts processes, for a moment, for models and where
+    the recipe runs programs."""
     from services.cli.check.launch import on_this_machine
     from services.cli.check.recipe import check_recipe, describe
     from services.cli.plan.profiles import load_with_profile

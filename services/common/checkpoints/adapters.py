@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from services.common.checkpoints.files import Piece, Progress, TensorReader, read_whole
 from services.common.checkpoints.manifest import DTYPES, EXPORTED, MODEL_FILES, Manifest
+from services.common.checkpoints.safetensors_files import INDEX, Place, places, weight_files
 from services.common.errors import ConfigError, CorruptDataError
 from services.common.weights.elements import ELEMENT_TYPES, Bits, cast_bits
 from services.common.weights.manifest import PEFT_PREFIX, A, AdapterIdentity, B, algorithm_of, tensor_digest
@@ -28,7 +29,7 @@ PEFT_CONFIG = "adapter_config.json"
 BASE_FILE = "base.json"  # in a checkpoint: where the base was read, its type, and the digest of each tensor
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _OF_A_MODEL = frozenset({"config.json", "generation_config.json"})  # not of an adapter's directory
-_INDEX = "model.safetensors.index.json"
+_KINDS = {stored: name for name, (stored, _) in DTYPES.items()}  # types by their names in safetensors
 
 
 class ExportForm(enum.StrEnum):
@@ -104,7 +105,7 @@ def merged_pieces(
     dtype = noted["dtype"]
 
     def data(name: str, digest: str) -> Iterator[memoryview]:
-        bits = stored[name].read(dtype)
+        bits = _read(stored[name], dtype)
         found = tensor_digest(bits, algorithm_of(digest))
         if found != digest:
             raise CorruptDataError(
@@ -121,7 +122,7 @@ def merged_pieces(
             dtype=dtype,
             shape=stored[name].shape,
             first=0,
-            count=stored[name].num_elements,
+            count=math.prod(stored[name].shape),
             data=partial(data, name, digest),
         )
         for name, digest in sorted(noted["tensors"].items())
@@ -148,64 +149,33 @@ def _factor(reader: TensorReader, name: str) -> npt.NDArray[np.float32]:
     return cast_bits(bits, tensor.dtype, "float32").view(np.float32).reshape(tensor.shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
-    """One tensor of the base's files."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def num_elements(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    def read(self, dtype: str) -> Bits:
-        """The flat bits, cast."""
-        kind = ELEMENT_TYPES[self.dtype].bits_dtype
-        return cast_bits(np.fromfile(self.file, kind, self.num_elements, offset=self.offset), self.dtype, dtype)
+def _read(place: Place, dtype: str) -> Bits:
+    """The flat bits of a tensor, cast."""
+    stored = _KINDS[place.dtype]
+    number = math.prod(place.shape)
+    return cast_bits(
+        np.fromfile(place.file, ELEMENT_TYPES[stored].bits_dtype, number, offset=place.offset), stored, dtype
+    )
 
 
-def _open_base(directory: Path) -> dict[str, _Stored]:
+def _open_base(directory: Path) -> dict[str, Place]:
     """The tensors of the safetensors files of a model. Reads headers only."""
     try:
-        index = directory / _INDEX
-        names = {"model.safetensors"}
-        if index.is_file():
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        found: dict[str, _Stored] = {}
-        for name in sorted(names):
-            found |= _header(directory / name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = {name: place for file in set(weight_files(directory).values()) for name, place in places(file).items()}
+        if unknown := sorted({place.dtype for place in found.values()} - _KINDS.keys()):
+            raise ConfigError(f"{directory} has tensors of the type {unknown[0]}, which cannot be merged")
+    except ConfigError as error:
         raise ConfigError(
-            f"{directory}: the base of the adapter cannot be read as safetensors: {error}; name its directory with --base, "
+            f"the base of the adapter cannot be read as safetensors: {error.message}; or name its directory with --base, "
             "or export with --adapter and merge with PEFT"
         ) from None
     return found
 
 
-def _header(file: Path) -> dict[str, _Stored]:
-    kinds = {stored: name for name, (stored, _) in DTYPES.items()}
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header: dict[str, Any] = json.loads(opened.read(size))
-    return {
-        name: _Stored(
-            file=file,
-            dtype=kinds[entry["dtype"]],
-            shape=tuple(entry["shape"]),
-            offset=8 + size + entry["data_offsets"][0],
-        )
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
-
-
 def _noted_base(checkpoint: Path) -> dict[str, Any]:
     try:
         noted: dict[str, Any] = json.loads(read_whole(checkpoint / MODEL_FILES / BASE_FILE))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptDataError(f"{checkpoint}: {BASE_FILE} cannot be read: {error}") from None
     return noted
 
@@ -223,6 +193,6 @@ def _directory(path: str) -> Path:
     except ImportError:
         raise ConfigError(f"{gone} (huggingface_hub, which would fetch it, is not installed)") from None
     try:
-        return Path(snapshot_download(path, allow_patterns=["*.safetensors", _INDEX]))
+        return Path(snapshot_download(path, allow_patterns=["*.safetensors", INDEX]))
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise ConfigError(f"{gone} ({error})") from error

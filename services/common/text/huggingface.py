@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from services.common.checkpoints.safetensors_files import INDEX, read_object, weight_files
 from services.common.errors import ConfigError, ModelMismatchError
 
 if TYPE_CHECKING:
@@ -37,9 +38,12 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32") -> Any:
     if not isinstance(resolved, torch.dtype):
         raise ConfigError(f"unknown dtype {dtype!r}; write float32, bfloat16 or float16")
     local = _is_local(path, "config.json")
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    if local:
+        read_object(Path(path) / "config.json")
+        if (Path(path) / INDEX).is_file():
+            weight_files(Path(path))  # transformers opens any path that an index names
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path),
@@ -51,10 +55,14 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32") -> Any:
         )
     except RuntimeError as error:  # transformers' word for weights whose shapes do not fit the config
         raise ModelMismatchError(f"{path}: weights do not fit config.json: {error}") from error
-    except (OSError, ValueError, SafetensorError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # the code of any architecture, with numbers of any author
         pickled = sorted(each.name for each in Path(path).glob("*.bin")) if local else []
         hint = f"; {pickled[0]} is pickled and is not read: convert the weights to safetensors" if pickled else ""
-        raise ConfigError(f"{path}: cannot load a causal language model: {error}{hint}") from error
+        raise ConfigError(
+            f"{path}: cannot load a causal language model: {type(error).__name__}: {error}{hint}"
+        ) from error
     model, found = loaded
     # transformers only warns about these, and goes on with random weights.
     wrong = {kind: sorted(found[kind]) for kind in ("missing_keys", "unexpected_keys") if found[kind]}
@@ -74,8 +82,12 @@ def load_tokenizer(path: str | Path) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=local, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot load a tokenizer: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # tokenizers raises the base class
+        raise ConfigError(
+            f"{path}: cannot load a tokenizer: {type(error).__name__}: {error}; copy its files again from where the model came from"
+        ) from error
     tokenizer.further_stops = _stops_of_generation(path, local, len(tokenizer))
     return tokenizer
 

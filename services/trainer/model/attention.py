@@ -30,7 +30,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -240,7 +240,7 @@ def register_attention(kernel: Kernel = "auto") -> str:
     """
     if kernel in _PACKAGES and (reason := why_unusable(kernel)):
         raise ConfigError(f"trainer.attention: {kernel} {reason}, or write auto")
-    name = f"rollmill_documents_{kernel}"
+    name = f"rollmill_documents_{get_args(Kernel).index(kernel)}"  # transformers refuses models by "sdpa" in a name
     AttentionInterface.register(name, partial(documents_attention, kernel=kernel))
     return name
 

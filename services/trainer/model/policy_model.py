@@ -1,7 +1,8 @@
 """The model being trained: a Hugging Face causal LM that returns log-probabilities of chosen tokens instead of logits.
 
 Independent of losses, optimizers and batches. Attention runs over packed documents (``attention``), the head in blocks
-(``logprobs``). Dropout is off: the ratio of the policy to itself must be 1.
+(``logprobs``). The model is always in evaluation mode, so that dropout, jitter and all other noise are off: the ratio of the
+policy to itself must be 1. ``self_test`` compares each model with its own forward pass at load.
 
 On the CPU, plain RMSNorms get a hand-written backward pass. transformers' RMSNorm is half a dozen elementwise operations
 forwards and twice as many backwards, each with one pass over memory: a seventh of a training step of a small model. The
@@ -12,12 +13,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, Self
 
 import structlog
 import torch
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.common.errors import ModelMismatchError
 from services.common.lora import adapter_weights, attach
@@ -26,7 +31,9 @@ from services.common.weights.manifest import AdapterIdentity
 from services.trainer.model.adapter import AdapterSetup, Base, reset_adapter
 from services.trainer.model.attention import Documents, Kernel, register_attention
 from services.trainer.model.logprobs import CHUNK_TOKENS, Drawn, Targets, token_logprobs
+from services.trainer.model.self_test import Limit, check_architecture, check_loaded
 from services.trainer.model.sharded_load import open_by_shards
+from services.trainer.model.tiny_copy import NoTinyCopyError
 from services.trainer.model.value_head import ValueHead, value_head_for
 from services.trainer.ranks.sharding import Ranks, shard
 
@@ -111,17 +118,30 @@ class PolicyModel(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._logprob_chunk_tokens = logprob_chunk_tokens
-        _check_head(causal_lm)
-        causal_lm.set_attn_implementation(register_attention(attention))
-        _disable_dropout(causal_lm)
+        self._own_attention = causal_lm.config._attn_implementation
+        self._attention = register_attention(attention)
+        if getattr(causal_lm.get_output_embeddings(), "weight", None) is None:
+            raise ModelMismatchError(f"{type(causal_lm).__name__} has no LM head that is a matrix: train another model")
+        causal_lm.set_attn_implementation(self._attention)
         self.causal_lm = causal_lm
         self.value_head = value_head
+        self.logit_scale = 1.0  # of the model's own head, as ``self_test`` finds it
+        self.limit: Limit | None = None
         # Of a model with an adapter, set once the base has its values.
         self.adapter: AdapterIdentity | None = None
         self.base: Base | None = None
         names = set(causal_lm._no_split_modules or ())
         # The repeated blocks: the unit of sharding and of gradient checkpointing. Found now: sharding renames classes.
-        self.layers: list[torch.nn.Module] = [m for m in causal_lm.modules() if type(m).__name__ in names]
+        self.layers: list[torch.nn.Module] = [
+            m
+            for m in causal_lm.modules()
+            if (type(m).__name__ in names if names else isinstance(m, GradientCheckpointingLayer))
+        ]
+        self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation mode: noise comes under too many names to be switched off one by one."""
+        return super().train(False)
 
     def forward(
         self,
@@ -135,14 +155,18 @@ class PolicyModel(torch.nn.Module):
         """Log-probability and entropy of each target under its sampling distribution. [num_targets] each
 
         With a value head also the value of the state before the target. [num_targets]
+
+        Raises ``ModelMismatchError`` for a document beyond the model's ``limit``.
         """
-        hidden = self.causal_lm.base_model(
+        if self.limit is not None and documents.max_length > self.limit.tokens:
+            raise ModelMismatchError(self.limit.refusal(documents.max_length))
+        hidden = self._below_head()(
             input_ids=token_ids[None], position_ids=position_ids[None], documents=documents, use_cache=False
         ).last_hidden_state[0]  # [num_tokens, hidden]
         # Only states that predict a trained token pass a head.
         predicting = hidden.index_select(0, targets.predecessors)
         logprobs, entropy = token_logprobs(
-            predicting,
+            predicting if self.logit_scale == 1.0 else predicting * self.logit_scale,
             self.causal_lm.get_output_embeddings().weight,
             targets.token_ids,
             temperature,
@@ -151,6 +175,23 @@ class PolicyModel(torch.nn.Module):
         )
         scores = (logprobs, entropy) if self.value_head is None else (logprobs, entropy, self.value_head(predicting))
         return tuple(targets.each(score) for score in scores)
+
+    def plain(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One document through the model's own forward pass and attention: its logits, and those of the head's matrix alone.
+
+        [num_tokens] -> [num_tokens, vocabulary] twice
+        """
+        self.causal_lm.set_attn_implementation(self._own_attention)
+        try:
+            logits = self.causal_lm(input_ids=token_ids[None], use_cache=False).logits[0]
+            hidden = self._below_head()(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
+            return logits, hidden @ self.causal_lm.get_output_embeddings().weight.to(hidden.dtype).T
+        finally:
+            self.causal_lm.set_attn_implementation(self._attention)
+
+    def _below_head(self) -> Any:
+        base = self.causal_lm.base_model  # the model itself where the attribute has another name
+        return base if base is not self.causal_lm else base.get_decoder()
 
     def published(self) -> Mapping[str, torch.Tensor]:
         """The tensors of a version, by name: those of the adapter if there is one, else all weights."""
@@ -182,14 +223,11 @@ def build_policy_model(
         attach(causal_lm, adapter.config, adapter.dtype)
     head = value_head_for(causal_lm) if value_head else None
     model = PolicyModel(causal_lm, logprob_chunk_tokens, attention, head)
-    if trainable:
-        model.train()
-        if gradient_checkpointing:
-            # transformers renamed it in 5.x and warns about the old name.
-            new_name = getattr(causal_lm, "activation_checkpointing_enable", None)
-            (new_name or causal_lm.gradient_checkpointing_enable)({"use_reentrant": False})
-    else:
-        model.eval().requires_grad_(False)
+    if trainable and gradient_checkpointing:
+        for layer in model.layers:  # not transformers' own, which asks for training mode
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)  # type: ignore[method-assign]
+    elif not trainable:
+        model.requires_grad_(False)
     if not causal_lm.get_input_embeddings().weight.is_meta:
         model.to(ranks.device)
         if adapter is not None:
@@ -197,6 +235,7 @@ def build_policy_model(
     if trainable:
         speed_up_norms(model, ranks.device)
     shard(model, model.layers, ranks, compute_dtype, offload, exact=[] if head is None else [head])
+    register_fsdp_forward_method(model, "plain")
     return model
 
 
@@ -219,8 +258,14 @@ def load_policy_model(
     Raises the errors of ``services.common.text.huggingface.load_model``.
     """
     by_shards = open_by_shards(path, dtype)
+    causal_lm = by_shards.causal_lm if by_shards is not None else load_model(path, dtype)
+    try:
+        limit = architecture_limit(causal_lm.config)
+    except NoTinyCopyError as reason:
+        limit = None
+        log.warning("model.no_tiny_copy", path=str(path), reason=str(reason))
     model = build_policy_model(
-        by_shards.causal_lm if by_shards is not None else load_model(path, dtype),
+        causal_lm,
         ranks,
         trainable=trainable,
         gradient_checkpointing=gradient_checkpointing,
@@ -239,23 +284,15 @@ def load_policy_model(
         if adapter is not None:
             reset_adapter(model.causal_lm, adapter)
         log.info("model.loaded", path=str(path), bytes=read, seconds=round(time.monotonic() - began, 3))
+    model.limit = limit
+    check_loaded(model, ranks.device)
     return model
 
 
-def _check_head(causal_lm: Any) -> None:
-    """Refuse heads with more than a matrix product: their log-probabilities would be silently wrong."""
-    name, config = type(causal_lm).__name__, causal_lm.config
-    if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
-        raise ModelMismatchError(f"{name} has a bias on its LM head, which the trainer does not support")
-    for field in ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale"):
-        value = getattr(config, field, None)
-        if value not in (None, 1, 1.0):
-            raise ModelMismatchError(f"{name} has {field}={value}, which the trainer does not support")
+def architecture_limit(config: Any) -> Limit | None:
+    """``check_architecture`` of the policy model."""
+    return check_architecture(config, _small)
 
 
-def _disable_dropout(causal_lm: torch.nn.Module) -> None:
-    for module in causal_lm.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+def _small(causal_lm: Any) -> PolicyModel:
+    return PolicyModel(causal_lm, attention="sdpa")

@@ -17,7 +17,6 @@ names belong together is transformers' own table; conversions of any other kind 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -28,6 +27,7 @@ from typing import Any
 import structlog
 import torch
 
+from services.common.checkpoints.safetensors_files import INDEX, SINGLE, weight_files
 from services.common.errors import ConfigError, ModelMismatchError
 from services.common.lora import base_weights
 from services.common.system.memory import available_bytes
@@ -37,9 +37,7 @@ from services.trainer.ranks.sharding import local_rows
 log = structlog.get_logger()
 
 _GIB = 1 << 30
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_PATTERNS = ["*.safetensors", _INDEX, "config.json", "generation_config.json"]
+_PATTERNS = ["*.safetensors", INDEX, "config.json", "generation_config.json"]
 
 Sources = tuple[str, ...]  # stored matrices of one expert, in the order of their rows
 
@@ -156,7 +154,9 @@ def _open(path: str | Path, dtype: torch.dtype) -> MetaModel:
             raise _NotByShardsError("its weights are quantised")
         with torch.device("meta"):
             causal_lm: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (OSError, ValueError) as error:  # loading the whole model gives a better message
+    except _NotByShardsError:
+        raise
+    except Exception as error:  # code of any architecture with numbers of any author; loading it whole tells the remedy
         raise _NotByShardsError(f"no model can be made from its config: {error}") from error
     shapes = {name: list(weight.shape) for name, weight in named_weights(causal_lm).items()}
     tied = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)} - shapes.keys()
@@ -196,17 +196,10 @@ def _directory(path: str | Path) -> Path:
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """The file of every stored tensor."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        if (directory / _INDEX).is_file():
-            index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
-            return {name: directory / file for name, file in index["weight_map"].items()}
-        with safe_open(directory / _SINGLE, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), directory / _SINGLE)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise _NotByShardsError(f"no safetensors: {error}") from error
+    """The file of every stored tensor. Raises ``ConfigError`` for damaged files."""
+    if not any((directory / name).is_file() for name in (INDEX, SINGLE)):
+        raise _NotByShardsError("no safetensors")
+    return weight_files(directory)
 
 
 def _computed_buffers(causal_lm: Any) -> dict[str, torch.Tensor]:
@@ -216,7 +209,7 @@ def _computed_buffers(causal_lm: Any) -> dict[str, torch.Tensor]:
         own = dict(module.named_buffers(recurse=False))
         if not own:
             continue
-        if own.keys() - module._non_persistent_buffers_set or any(module.parameters(recurse=False)):
+        if own.keys() - module._non_persistent_buffers_set or any(True for _ in module.parameters(recurse=False)):
             raise _NotByShardsError(f"{prefix} stores buffers")
         try:
             values = dict(type(module)(module.config).named_buffers(recurse=False))

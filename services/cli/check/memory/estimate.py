@@ -6,16 +6,17 @@ the allocator. Independent of processes and ports.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.cli.check.model_files import file_of
+from services.common.checkpoints.safetensors_files import read_object
 from services.common.config.processes.services import InferenceConfig
 from services.common.config.training.adapter import ALL_LINEAR, AdapterConfig
 from services.common.config.training.policy import OFFLOAD_BUCKET_BYTES, PolicyConfig
+from services.common.errors import ConfigError
 
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 4}  # auto: of a device that is not known yet
@@ -61,11 +62,16 @@ class ModelShape:
         """Of a decoder with gated MLPs, dense or with experts, counted from its dimensions; None when they are not all there.
         ``intermediate`` is then the width that a token passes through."""
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-            hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-            intermediate, heads = int(config["intermediate_size"]), int(config["num_attention_heads"])
-            vocabulary = int(config["vocab_size"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return cls._counted(read_object(file))
+        except (ConfigError, ValueError, KeyError, TypeError, ArithmeticError):
+            return None
+
+    @classmethod
+    def _counted(cls, config: dict[str, Any]) -> ModelShape | None:
+        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        intermediate, heads = int(config["intermediate_size"]), int(config["num_attention_heads"])
+        vocabulary = int(config["vocab_size"])
+        if min(hidden, layers, intermediate, heads, vocabulary) < 1:
             return None
         head_dim = int(config.get("head_dim") or hidden // heads)
         kv_width = int(config.get("num_key_value_heads") or heads) * head_dim

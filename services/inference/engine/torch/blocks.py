@@ -209,7 +209,7 @@ def _fuse_layers(model: Any, adapter: Adapter | None) -> list[Layer]:
     """
     names = [f"model.layers.{index}" for index in range(len(model.model.layers))]
     if adapter is not None:
-        _check_used(adapter, [f"{name}.{module}" for name in names for module in (*_ATTENTION, *_MLP)])
+        check_targets(model, adapter)
     return [_fuse(layer, name, adapter) for layer, name in zip(model.model.layers, names, strict=True)]
 
 
@@ -277,8 +277,10 @@ def _bias(module: Any) -> torch.Tensor | None:
     return None if module.bias is None else module.bias.data
 
 
-def _check_used(adapter: Adapter, modules: Sequence[str]) -> None:
+def check_targets(model: Any, adapter: Adapter) -> None:
     """Raise ``ModelMismatchError`` for a target outside the modules that the decoder computes."""
+    layers = range(len(model.model.layers))
+    modules = [f"model.layers.{index}.{module}" for index in layers for module in (*_ATTENTION, *_MLP)]
     known = {f"{PEFT_PREFIX}{name}.{factor}" for name in modules for factor in (A, B)}
     if unknown := sorted(adapter.tensors.keys() - known):
         raise ModelMismatchError(

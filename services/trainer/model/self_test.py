@@ -1,0 +1,269 @@
+"""Compares a model as the trainer computes it with the model's own forward pass, and refuses what differs.
+
+    check_architecture   a tiny copy of the config in float32 on the CPU: any layer that lets one packed document into another,
+                         attention code of its own, noise, heads beyond a matrix and a factor; then copies in which each number
+                         of the config that may be a length is small, for windows and switches of rotary factors
+    check_loaded         the loaded model itself, in the run's type, attention kernel and sharding: a few tokens
+
+Both pack short documents into one row for ``PolicyModel.forward``, of which two begin alike, and give each alone to the model's
+own forward pass.
+Nothing here knows names of architectures: an effect decides. Bounds of a difference between log-probabilities:
+
+* float32: 1e-3 for each token. Equal formulas differ by 1e-6 to 1e-5.
+* 16 bits: 0.25 in the mean. Rounding of logits and states alone makes up to 0.1; a mask that is wrong makes 1 or more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from services.common.errors import ModelMismatchError, RollmillError
+from services.trainer.data.packing import Document, pack
+from services.trainer.model.attention import Documents
+from services.trainer.model.logprobs import Targets
+from services.trainer.model.tiny_copy import NoTinyCopyError, build, is_size, numbers, tiny_copies, with_number
+from services.trainer.ranks.sharding import peer_loss
+
+BOUND, BOUND_16_BITS = 1e-3, 0.25
+_SHORT = (4, 6)  # tokens of the documents
+_LOWERED = 8  # a number that may be a length, in a copy; documents of the second length go beyond it
+_AROUND = (6, 12)
+_REMEDY = "train a model of another architecture (docs/trainer.md lists those that were tried)"
+
+Rows = list[torch.Tensor]  # the tokens of each document
+Make = Callable[[Any], Any]  # a policy model of a causal LM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The longest document that a model computes packed as it computes it alone."""
+
+    model: str  # its class
+    field: str  # of config.json
+    tokens: int
+
+    def refusal(self, length: int) -> str:
+        return (
+            f"{self.model} computes documents of more than {self.tokens} tokens ({self.field} of its config.json) in a way that "
+            f"packed training does not, and a document may have {length}: write model.context_length: {self.tokens} or less"
+        )
+
+
+def check_loaded(model: Any, device: torch.device) -> None:
+    """Compare a loaded model, and set the factor of its head. A collective: each rank computes the same tokens.
+
+    Raises ``ModelMismatchError`` for a difference.
+    """
+    name, size = type(model.causal_lm).__name__, model.causal_lm.get_input_embeddings().weight.shape[0]
+    with _refusing(name):
+        found = _compare(model, _documents(_SHORT, size, device))
+    if not found.fits:
+        raise ModelMismatchError(_difference(name, found, "a layer"))
+
+
+def check_architecture(config: Any, make: Make) -> Limit | None:
+    """Compare tiny copies of a config; returns the longest document that is computed right, None if any is.
+
+    Raises ``ModelMismatchError`` for a difference, and ``NoTinyCopyError`` for a config of which no small model can be made.
+    """
+    return _checked(_Config(config), make)
+
+
+class _Config:
+    """A config as a key: a policy and its reference are compared once."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self._text = config.to_json_string(use_diff=False)
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Config) and self._text == other._text
+
+
+@lru_cache(maxsize=64)
+def _checked(key: _Config, make: Make) -> Limit | None:
+    config, (model, tree) = key.config, _smallest(key.config, make)
+    name, documents = type(model.causal_lm).__name__, _documents(_SHORT)
+    with _refusing(name):
+        found = _compare(model, documents)
+    if not found.fits:
+        raise ModelMismatchError(_difference(name, found, _mixing(model, documents)))
+    original = dict(numbers(config.to_dict()))
+    limits = [
+        Limit(model=name, field=".".join(at), tokens=original[at])
+        for at, value in numbers(tree)
+        if value > max(_SHORT)
+        and not is_size(at[-1])
+        and _is_limit(config, with_number(tree, at, min(value, _LOWERED)), make)
+    ]
+    return min(limits, key=lambda limit: limit.tokens, default=None)
+
+
+def _smallest(config: Any, make: Make) -> tuple[Any, dict[str, Any]]:
+    """The first tiny copy that computes, with its config."""
+    reason: Exception = ValueError("its config has no copy")
+    for tree in tiny_copies(config):
+        try:
+            model = build(config, tree)
+            with torch.no_grad():
+                model(input_ids=_documents(_SHORT)[0][None], use_cache=False)
+        except Exception as error:  # noqa: BLE001 - code of any architecture, with sizes that its authors did not try
+            reason = error
+            continue
+        with _refusing(type(model).__name__):
+            return make(model), tree
+    raise NoTinyCopyError(f"{type(reason).__name__}: {reason}")
+
+
+def _is_limit(config: Any, tree: dict[str, Any], make: Make) -> bool:
+    """Whether short documents are computed as alone, and longer ones than the lowered number are not."""
+    try:
+        model = make(build(config, tree))
+        if not _compare(model, _documents((6, 4))).fits:
+            return False
+        with torch.no_grad():
+            model.plain(_documents(_AROUND)[1])
+    except Exception:  # noqa: BLE001 - no model, or one of as many positions
+        return False
+    try:
+        return not _compare(model, _documents(_AROUND)).fits
+    except Exception:  # noqa: BLE001 - a refusal of the attention, or a mask of another shape
+        return True
+
+
+class _Found:
+    """The differences of a comparison, in nats by token."""
+
+    def __init__(self, difference: torch.Tensor, dtype: torch.dtype) -> None:
+        self.exact = dtype in (torch.float32, torch.float64)
+        self.largest = float(difference.max() if self.exact else difference.mean())
+        self.bound = BOUND if self.exact else BOUND_16_BITS
+        self.fits = self.largest <= self.bound  # NaN does not
+
+
+@torch.no_grad()
+def _compare(model: Any, documents: Rows) -> _Found:
+    """Compare the documents and a third one, which begins as the first. Also sets the factor of the head."""
+    given = [*documents, torch.cat([documents[0][:2], documents[1][1:4]])]
+    passes = [model.plain(tokens) for tokens in given]
+    dtype, plain = passes[0][1].dtype, [logits.float() for logits, _ in passes]
+    model.logit_scale = _factor(torch.cat(plain), torch.cat([ours for _, ours in passes]).float())
+    (batch,) = pack(
+        [Document.supervised(tokens.cpu().numpy(), np.arange(len(tokens)) > 0) for tokens in given], 1 << 10
+    )
+    tokens, positions = (
+        torch.as_tensor(each, device=given[0].device) for each in (batch.token_ids, batch.position_ids)
+    )
+    targets = Targets.of(batch.predecessors, batch.target_ids, tokens.device, distinct=True)
+    found, *_ = model(tokens, positions, Documents(batch.branches, tokens.device), targets, 1.0)
+    expected = [
+        plain[source][:-1].log_softmax(-1).gather(1, given[source][1:, None])[:, 0] for source in batch.sources.tolist()
+    ]
+    if isinstance(model, FSDPModule):
+        model.reshard()  # no backward pass does: the gathered weights would be those of now for ever
+    return _Found((found.float() - torch.cat(expected)).abs(), dtype)
+
+
+def _factor(logits: torch.Tensor, ours: torch.Tensor) -> float:
+    """The factor between a head's logits and those of its matrix, by least squares; 1 where it is nearly 1."""
+    factor = float((logits * ours).double().sum() / ours.double().square().sum())
+    return factor if factor > 0 and abs(factor - 1) > 1e-3 else 1.0
+
+
+def _packed(model: Any, documents: Rows) -> torch.Tensor:
+    """Log-probabilities of all tokens but the first of each document, from one row without shared tokens."""
+    tokens = torch.cat(documents)
+    ends = np.cumsum([0, *map(len, documents)])
+    targets = torch.cat([torch.arange(start + 1, end) for start, end in itertools.pairwise(ends)]).to(tokens.device)
+    positions = torch.cat([torch.arange(len(each)) for each in documents]).to(tokens.device)
+    scores = model(tokens, positions, Documents.from_offsets(ends, tokens.device), Targets.at(targets, tokens), 1.0)
+    logprobs: torch.Tensor = scores[0]
+    return logprobs
+
+
+def _documents(lengths: tuple[int, int], vocabulary: int = 32, device: torch.device | str = "cpu") -> Rows:
+    """Documents of tokens that are far apart in a vocabulary."""
+    numbers_ = torch.arange(1, 1 + sum(lengths)) * 7919 % min(vocabulary, 1 << 20)
+    return [part.to(device) for part in numbers_.split(list(lengths))]
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Any error of the code of an architecture is a refusal; a lack of memory or a lost rank is none."""
+    try:
+        yield
+    except (RollmillError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if peer_loss(error) is not None or isinstance(error, torch.AcceleratorError):
+            raise
+        raise ModelMismatchError(
+            f"{name} cannot be computed on packed documents ({type(error).__name__}: {' '.join(str(error).split())[:200]}): {_REMEDY}"
+        ) from error
+
+
+def _difference(name: str, found: _Found, layer: str) -> str:
+    where = "in the largest" if found.exact else "in the mean"
+    return (
+        f"{name} computes other log-probabilities packed than alone: {layer} makes {found.largest:.2g} nats {where}, and "
+        f"{found.bound:g} is allowed: {_REMEDY}"
+    )
+
+
+@torch.no_grad()
+def _mixing(model: Any, documents: Rows) -> str:
+    """The innermost module with another output for the second document packed than alone, by its class and name."""
+    with _outputs(model) as packed:
+        _packed(model, documents)
+    with _outputs(model) as alone:
+        model.plain(documents[1])
+    begin, length = map(len, documents)
+    for name, output in packed.items():
+        other = alone.get(name)
+        if other is None or output.ndim != other.ndim:
+            continue
+        for axis in range(output.ndim):
+            if output.shape[axis] - other.shape[axis] == begin:
+                own, theirs = output.narrow(axis, begin, length), other.narrow(axis, 0, length)
+                if own.shape == theirs.shape and not torch.allclose(own, theirs, rtol=1e-3, atol=1e-3):
+                    while type(model.get_submodule(name)).__module__.startswith("torch."):
+                        name = name.rpartition(".")[0]
+                    return f"{type(model.get_submodule(name)).__name__} ({name.removeprefix('causal_lm.')})"
+    logits, ours = model.plain(documents[0])
+    if torch.allclose(logits, model.logit_scale * ours, rtol=1e-3, atol=1e-3):
+        return "attention of its own, which does not know beginnings that documents share,"
+    return f"its head ({type(model.causal_lm.get_output_embeddings()).__name__}, more than a matrix and a factor)"
+
+
+@contextmanager
+def _outputs(model: Any) -> Iterator[Mapping[str, torch.Tensor]]:
+    """The output of each module by name, in the order in which they end."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, torch.Tensor) and first.is_floating_point():
+            found.setdefault(name, first)
+
+    hooks = [
+        module.register_forward_hook(lambda _, args, output, name=name: keep(name, output))
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
