@@ -32,7 +32,7 @@ from benchmarks._gpu_check_rank import documents, share
 from benchmarks._processes import ROOT
 from benchmarks._rehearsal_memory import config_of
 from benchmarks._rehearsal_weights import POLICY, RUN, VERSION_BYTES, OneHost
-from recipes.quickstart.model import build_tokenizer
+from recipes.quickstart.model import build, build_tokenizer
 from services.cli.check.memory.estimate import GIB, KNOWN_SHAPES, ModelShape, trainer_rank_parts
 from services.common.config.training.policy import PolicyConfig
 from services.common.records.types import Sampling
@@ -59,6 +59,10 @@ Figures = Iterator[dict[str, Any]]
 TINY = ModelShape(
     num_parameters=2_000_000, num_layers=2, hidden=256, intermediate=512, kv_width=128, vocabulary=1000, tied=True
 )
+QWEN3_4B = ModelShape(
+    num_parameters=4_022_468_096, num_layers=36, hidden=2560, intermediate=9728, kv_width=1024, vocabulary=151_936,
+    query_width=4096, tied=True,
+)  # fmt: skip
 GATHERS = re.compile(r"gather|index|embedding", re.IGNORECASE)
 MARKS = ("FSDP::", "Optimizer.", "nccl:", "## ", "ProfilerStep")  # spans of other kernels
 ATTENTION = re.compile(r"fmha|flash|attention|softmax", re.IGNORECASE)
@@ -78,7 +82,7 @@ class Place:
         return small if self.small else large
 
     def shape(self, name: str) -> ModelShape:
-        return TINY if self.small else KNOWN_SHAPES[name]
+        return TINY if self.small else {**KNOWN_SHAPES, "Qwen3-4B": QWEN3_4B}[name]
 
     def wait(self) -> None:
         if self.device == "cuda":
@@ -119,7 +123,7 @@ class Place:
         """Random weights, made on the device."""
         torch.manual_seed(0)
         config = config_of(shape)
-        config.max_position_embeddings = 32_768
+        config.max_position_embeddings = 131_072
         with torch.device(self.device):
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
@@ -274,7 +278,7 @@ def trainer(place: Place) -> Figures:
     tokens = place.size(16_384, 256)
     for loss in ("grpo", "m2po"):  # grpo passes forwards and backwards once, like the figure to compare with
         training = Training(place, place.shape("Qwen3-0.6B"), policy_of(tokens, loss=loss))
-        told = training.figures(2)
+        told = training.figures(2, 3 if loss == "grpo" else 1)
         check_finite(told)
         if loss == "grpo":
             yield {**told, **training.estimate()}
@@ -284,18 +288,14 @@ def trainer(place: Place) -> Figures:
         training.close()
 
 
-def adapter_8b(place: Place) -> Figures:
+def adapter(place: Place) -> Figures:
     tokens = place.size(16_384, 256)
-    for name, kl in (("without_kl", 0.0), ("with_kl", 0.001)):
+    for model, name, kl in (("8B", "without_kl", 0.0), ("8B", "with_kl", 0.001), ("4B", "4b", 0.0)):
         policy = policy_of(tokens, kl=kl, adapter={"rank": 16, "alpha": 32})
-        training = Training(place, place.shape("Qwen3-8B"), policy)
+        training = Training(place, place.shape(f"Qwen3-{model}"), policy)
         told = {**training.figures(1, 2), **training.estimate()}
         check_finite(told)
-        yield {name: told}
-        yield {
-            "tokens_per_s": told["tokens_per_s"],
-            "memory_over_formula": told["memory_peak_gib"] / told["formula_gib"],
-        }
+        yield {name: told, "memory_over_formula": told["memory_peak_gib"] / told["formula_gib"]}
         training.close()
 
 
@@ -318,7 +318,8 @@ def fused(place: Place) -> Figures:
         for layer in causal_lm.model.layers:
             layer.compile()
 
-    ways: dict[str, Callable[[Any], object]] = {"plain": id, "liger": liger, "compiled": compiled}
+    # Liger last: it changes transformers' classes for good.
+    ways: dict[str, Callable[[Any], object]] = {"plain": id, "compiled": compiled, "liger": liger}
     tokens, plain = place.size(16_384, 256), (0.0, torch.zeros(0))
     for name, change in ways.items():
         if place.small and name != "plain":  # Triton needs a GPU
@@ -429,14 +430,10 @@ def version_8b(place: Place) -> Figures:
 
 
 def engine(place: Place) -> Figures:
-    names = ("Qwen3-0.6B",) if place.small else ("Qwen3-0.6B", "Qwen3-1.7B")
-    for name in names:
-        causal_lm = place.model(place.shape(name), torch.bfloat16)
-        yield {name: {"tokens_per_s": asyncio.run(generated(place, causal_lm))}}
-        release(place)
-        yield {f"{name} step": decoding(place, causal_lm)}
-        del causal_lm
-        release(place)
+    causal_lm = place.model(place.shape("Qwen3-0.6B"), torch.bfloat16)
+    yield {"tokens_per_s": asyncio.run(generated(place, causal_lm))}
+    release(place)
+    yield {"step": decoding(place, causal_lm)}
 
 
 async def generated(place: Place, causal_lm: Any) -> float:
@@ -639,5 +636,5 @@ def guide(place: Place) -> Figures:
 def shared_run(place: Place) -> Figures:
     size = gpu_run.SIZES["quick" if place.small else "gpu"]
     with tempfile.TemporaryDirectory(prefix="rollmill-gpu-kit-") as made:
-        gpu_run.build(Path(made) / "model", 1, **size["model"])
+        build(Path(made) / "model", 1, **size["model"])
         yield asdict(gpu_run.play(Path(made), "shared", place.device, place.size(4, 3), size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,15 +11,16 @@ import torch
 from services.trainer.publish import snapshot
 from services.trainer.publish.snapshot import HostCopier
 
-SIZES = (1, 5000, 2048, 0, 10_003)
+SIZES = (1, 5000, 2048, 0, 20_003)  # more pieces than buffers
 
 
 class DoneEvent:
-    """A CUDA event of work that is done at once."""
+    """A CUDA event of work that is done when it is waited for; by then other pieces are on their way."""
 
     def record(self, stream: object) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
