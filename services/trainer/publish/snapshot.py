@@ -232,12 +232,10 @@ class HostCopier:
         with ThreadPoolExecutor(_LANDING_THREADS, "snapshot.land") as pool:
             for turn, (source, target) in enumerate(_pieces(pairs)):
                 if turn >= len(self._buffers):
-                    landing.popleft().result()  # the buffer of this turn is empty
+                    landing.popleft()  # the buffer of this turn is empty
                 data = self._buffers[turn % len(self._buffers)].view(target.dtype)[: len(target)]
-                data.copy_(source.to(target.dtype), non_blocking=True)
-                ready = torch.cuda.Event()
-                ready.record(torch.cuda.current_stream(self._device))
-                landing.append(pool.submit(_land, ready, data, target))
+                data.copy_(source.to(target.dtype))
+                landing.append(pool.submit(_land, target, data))
             for landed in landing:
                 landed.result()
 
@@ -249,8 +247,7 @@ def _pieces(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tupl
         yield from zip(source.split(step), target.split(step), strict=True)
 
 
-def _land(ready: torch.cuda.Event, data: torch.Tensor, target: torch.Tensor) -> None:
-    ready.synchronize()
+def _land(target: torch.Tensor, data: torch.Tensor) -> None:
     target.copy_(data)
 
 
