@@ -232,7 +232,7 @@ class HostCopier:
         with ThreadPoolExecutor(_LANDING_THREADS, "snapshot.land") as pool:
             for turn, (source, target) in enumerate(_pieces(pairs)):
                 if turn >= len(self._buffers):
-                    landing.popleft()  # the buffer of this turn is empty
+                    landing.popleft().result()  # the buffer of this turn is empty
                 data = self._buffers[turn % len(self._buffers)].view(target.dtype)[: len(target)]
                 data.copy_(source.to(target.dtype))
                 landing.append(pool.submit(_land, target, data))
