@@ -108,6 +108,9 @@ test-recipes: $(STAMP) ## run every recipe's whole loop with --profile tiny, one
 test-gpu: $(STAMP) ## the tests that need a GPU
 	$(BIN)/python -m pytest -q -m gpu
 
+gpu-kit: $(STAMP) ## pack what benchmarks/gpu_kit.py needs on a GPU machine without a package index
+	$(BIN)/python benchmarks/gpu_kit.py --pack build/gpu-kit
+
 # Servers of engines, each in an environment of its own: their pins exclude this project's. The file .complete, at the end of an
 # install, is what `rollmill` looks for: an environment without it is not taken (services/inference/engine/served/environment.py).
 sglang-env: $(SGLANG)/.complete ## make .venv-sglang: SGLang for NVIDIA GPUs (Python 3.11 to 3.13, about 12 GB)
@@ -194,4 +197,4 @@ $(VENV)/.installed-docs: $(RUNTIME)
 clean: ## remove the virtual environments, caches and runs
 	rm -rf $(VENV) $(SGLANG) $(VLLM) $(SGLANG)-cpu $(VLLM)-cpu $(VERIFIERS) $(RACE) $(SKYPILOT) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-.PHONY: help install extra install-integrations install-verifiers quickstart run test test-skipped test-fast test-recipes test-gpu sglang-env vllm-env sglang-cpu-env vllm-cpu-env test-sglang test-vllm test-skypilot lint format protos bench chaos race-env race profile study docs clean
+.PHONY: help install extra install-integrations install-verifiers quickstart run test test-skipped test-fast test-recipes test-gpu gpu-kit sglang-env vllm-env sglang-cpu-env vllm-cpu-env test-sglang test-vllm test-skypilot lint format protos bench chaos race-env race profile study docs clean

@@ -37,21 +37,28 @@ WAYS: dict[str, dict[str, Any]] = {
 def sequences(num_tokens: int, vocabulary: int, seed: int) -> list[TrainingSequence]:
     """Prompts and answers of 64 to 512 tokens, half of each, in groups of four."""
     rng = np.random.default_rng(seed)
-    made: list[TrainingSequence] = []
-    while sum(item.sequence.num_tokens for item in made) < num_tokens:
-        half = int(rng.integers(32, 256))
-        prompt, answer = rng.integers(0, vocabulary, size=(2, half))
+    halves: list[int] = []
+    while 2 * sum(halves) < num_tokens:
+        halves.append(int(rng.integers(32, 256)))
+    return documents([(half, half) for half in halves], vocabulary, seed)
+
+
+def documents(lengths: list[tuple[int, int]], vocabulary: int, seed: int) -> list[TrainingSequence]:
+    """Sequences of one turn with these tokens of prompt and answer, in groups of four, half of them rewarded."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for index, (prompt, answer) in enumerate(lengths):
         segments = (
-            Segment.environment(prompt),
-            Segment.policy(answer, rng.normal(-10.0, 0.1, size=half), weight_version=0),
+            Segment.environment(rng.integers(0, vocabulary, size=prompt)),
+            Segment.policy(
+                rng.integers(0, vocabulary, size=answer), rng.normal(-10.0, 0.1, size=answer), weight_version=0
+            ),
         )
         made.append(
             TrainingSequence(
-                sequence_id=str(len(made)),
-                sequence=Sequence(
-                    policy="p", segments=segments, reward=float(len(made) % 2), stop_reason=StopReason.STOP
-                ),
-                group_mean=0.5, group_std=0.58, group_size=4, staleness=0, minibatch=0, position=len(made),
+                sequence_id=str(index),
+                sequence=Sequence(policy="p", segments=segments, reward=float(index % 2), stop_reason=StopReason.STOP),
+                group_mean=0.5, group_std=0.58, group_size=4, staleness=0, minibatch=0, position=index,
             )
         )  # fmt: skip
     return made

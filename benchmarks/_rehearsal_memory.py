@@ -177,24 +177,28 @@ def peak_bytes(shape: ModelShape, policy: PolicyConfig, chunk_tokens: int | None
     return float(storages.peak)
 
 
-def _model(
-    shape: ModelShape, policy: PolicyConfig, ranks: Ranks, chunk_tokens: int | None, *, trainable: bool
-) -> PolicyModel:
-    """On the meta device, sharded."""
-    trainer = policy.trainer
+def config_of(shape: ModelShape) -> Qwen2Config | Qwen3Config:
+    """The configuration of a model of this shape."""
     sizes: dict[str, Any] = {
         "vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.num_layers, "num_attention_heads": shape.queries // HEAD_DIM,
         "num_key_value_heads": shape.kv_width // HEAD_DIM, "tie_word_embeddings": shape.tied,
     }  # fmt: skip
-    config = Qwen3Config(head_dim=HEAD_DIM, **sizes) if shape.head_norms else Qwen2Config(**sizes)
+    return Qwen3Config(head_dim=HEAD_DIM, **sizes) if shape.head_norms else Qwen2Config(**sizes)
+
+
+def _model(
+    shape: ModelShape, policy: PolicyConfig, ranks: Ranks, chunk_tokens: int | None, *, trainable: bool
+) -> PolicyModel:
+    """On the meta device, sharded."""
+    trainer = policy.trainer
     adapter = None
     dtype = getattr(torch, trainer.master_dtype if trainable else trainer.frozen_dtype)
     if trainable and policy.adapter is not None:
         adapter = AdapterSetup(config=policy.adapter, dtype=dtype, seed=0)
         dtype = getattr(torch, trainer.compute_dtype)  # of the frozen base
     with torch.device("meta"):
-        causal_lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        causal_lm = AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
     return build_policy_model(
         causal_lm,
         ranks,

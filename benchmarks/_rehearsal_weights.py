@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,7 +51,7 @@ CODING_THREADS = 4  # of a publisher, which are 1.9 times as fast as one
 CODING_GAIN = 1.9
 CHANGED = {1: 2.3e-7, 5: 1.7e-6, 17: 7.6e-6}  # percent -> standard deviation of an update of masters around 0.02
 
-_RUN, _POLICY = "rehearsal", "model0"
+RUN, POLICY = "rehearsal", "model0"
 _BLOCK = 1 << 22
 _REPEATS = 3
 _THREADS = {"verify_s": num_threads(), "stage_s": num_threads()}  # the others are of one core
@@ -78,7 +78,7 @@ def weight_rows(quick: bool) -> dict[str, object]:
     rows = SHAPE.vocabulary // 4 if quick else None
     directory = Path(tempfile.mkdtemp(prefix="rollmill-rehearsal-", dir="/dev/shm"))
     try:
-        stages = asyncio.run(_OneHost(directory, layer_specs(rows=rows)).run())
+        stages = asyncio.run(OneHost(directory, layer_specs(rows=rows)).run())
     finally:
         shutil.rmtree(directory)
     wall, cpu = stages
@@ -94,60 +94,68 @@ def weight_rows(quick: bool) -> dict[str, object]:
     }
 
 
-class _OneHost:
+class OneHost:
     """Two versions from masters to the stage of an engine."""
 
-    def __init__(self, directory: Path, specs: list[TensorSpec]) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, specs: list[TensorSpec], repeats: int = _REPEATS) -> None:
+        self.directory = directory
         self._specs = specs
-        self._scale = VERSION_BYTES / sum(spec.size_bytes for spec in specs)
-        self._masters = _masters(1 << 27, 0)  # larger than caches; tensors take their values from it in turns
+        self._repeats = repeats
+        self.scale = VERSION_BYTES / sum(spec.size_bytes for spec in specs)
         self._wall: dict[str, float] = {}
         self._cpu: dict[str, float] = {}
 
     async def run(self) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of each stage for a version of 8B, the best of a few versions: by the clock, and in CPU seconds per thread
         of the stage, which are those of a machine without other load."""
-        store = PublisherStore(_RUN, _POLICY, WeightsConfig(transfer="auto"))
+        store = PublisherStore(RUN, POLICY, WeightsConfig(transfer="auto"))
         server = Server(service="publisher", instance_id="p", host="127.0.0.1", port=0)
         server.add(
             weights_pb2_grpc.add_WeightServiceServicer_to_server,
-            WeightServicer({_POLICY: store}),
+            WeightServicer({POLICY: store}),
             "rollmill.v1.WeightService",
         )
         await server.start()
-        mirror, stage = Mirror(_POLICY), None
-        fetcher = SourceFetcher(_RUN)
+        mirror, stage = Mirror(POLICY), None
+        fetcher = SourceFetcher(RUN)
         try:
-            for version in range(1, _REPEATS + 2):
-                path, manifest = self._write(version)
+            for version in range(1, self._repeats + 2):
+                path, manifest = self.write(version)
                 self._time("announce_s", partial(store.add, path))
-                wanted = WeightVersion(
-                    policy=_POLICY, number=version, digest=manifest.digest, sources=(server.address,)
-                )
+                wanted = WeightVersion(policy=POLICY, number=version, digest=manifest.digest, sources=(server.address,))
                 began, spent = time.perf_counter(), time.process_time()
                 fetched = await fetcher.fetch(wanted, mirror.base, None)
-                self._note("fetch_s", time.perf_counter() - began, time.process_time() - spent)
+                self.note("fetch_s", time.perf_counter() - began, time.process_time() - spent)
                 assert fetched.transport == "mapped", "one host maps"
                 verified = self._time("verify_s", partial(mirror.verify, fetched.payload, fetched.data, borrowed=True))
                 self._time("mirror_s", partial(mirror.write, verified))
                 whole = mirror.host_tensors()
                 if stage is None:
-                    stage = Stage(self._directory / "stage", whole, version)
+                    stage = Stage(self.directory / "stage", whole, version)
                 else:
                     self._time("stage_s", partial(stage.write, WeightUpdate.full(whole, version)))
+                self.serve(whole, version)
                 del fetched, verified, whole
         finally:
             await server.stop(grace_s=0.1)
             store.close()
         wall, cpu = (
-            {name: seconds * self._scale for name, seconds in times.items()} for times in (self._wall, self._cpu)
+            {name: seconds * self.scale for name, seconds in times.items()} for times in (self._wall, self._cpu)
         )
         return wall, cpu
 
-    def _write(self, version: int) -> tuple[Path, Manifest]:
+    def serve(self, whole: dict[str, torch.Tensor], version: int) -> None:
+        """Called with each version once it is on the stage."""
+
+    @cached_property
+    def _masters(self) -> torch.Tensor:
+        """Larger than caches; tensors take their values from it in turns."""
+        return _masters(1 << 27, 0)
+
+    def write(self, version: int) -> tuple[Path, Manifest]:
+        """Write and seal a version, and note the seconds of both parts."""
         with SnapshotWriter.create(
-            run_id=_RUN, policy=_POLICY, version=version, specs=self._specs, directories=(self._directory,)
+            run_id=RUN, policy=POLICY, version=version, specs=self._specs, directories=(self.directory,)
         ) as writer:
             copier, pairs, offset = HostCopier(torch.device("cpu")), [], version
             for entry in writer.tensors:
@@ -164,10 +172,10 @@ class _OneHost:
     def _time(self, name: str, action: Callable[[], T]) -> T:
         began, spent = time.perf_counter(), time.process_time()
         result = action()
-        self._note(name, time.perf_counter() - began, (time.process_time() - spent) / _THREADS.get(name, 1))
+        self.note(name, time.perf_counter() - began, (time.process_time() - spent) / _THREADS.get(name, 1))
         return result
 
-    def _note(self, name: str, wall_s: float, cpu_s: float) -> None:
+    def note(self, name: str, wall_s: float, cpu_s: float) -> None:
         self._wall[name] = min(wall_s, self._wall.get(name, wall_s))
         self._cpu[name] = min(cpu_s, self._cpu.get(name, cpu_s))
 

@@ -78,13 +78,15 @@ async def test_a_request_goes_on_after_a_turn_of_the_trainer(stepping: Stepping)
     model = build_model("qwen3", tied=False)
     newer = perturbed(model)
     served = build_model("qwen3", tied=False)
-    engine = TorchEngine(served, num_slots=8, context_length=1024, device="cuda", stepping=stepping)
+    # A cache of more than 20 MiB has memory of its own, which goes back whole.
+    engine = TorchEngine(served, num_slots=64, context_length=1024, device="cuda", stepping=stepping)
     await engine.start()
     try:
         prompt = make_prompt(30)
         running = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=TOKENS)))
         await until(lambda: engine.health().generated_tokens > 20)
         cache = sum(tensor.nbytes for tensor in engine._core.decoder.cache.tensors)
+        assert cache > 20 * MIB
         held = torch.cuda.memory_reserved()
         await engine.release()
         assert held - torch.cuda.memory_reserved() > 0.8 * cache

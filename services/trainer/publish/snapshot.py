@@ -17,7 +17,9 @@ keeps its training state.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +46,8 @@ from services.trainer.ranks.sharding import HostGroup, Ranks, own_part, whole_te
 
 log = structlog.get_logger()
 
-_STAGED_BYTES = 64 << 20  # of each of two pinned buffers
+_STAGED_BYTES = 16 << 20  # of each pinned buffer
+_LANDING_THREADS = 4  # the first write to a page of the file takes longer than its copy, and threads share that
 
 ROOM_LOOKS = 120  # attempts; counted and not timed, because all ranks must give up at the same one
 ROOM_EVERY_S = 5.0
@@ -205,17 +208,6 @@ def _share(entries: Sequence[TensorEntry], ranks: Ranks) -> list[TensorEntry]:
     return mine
 
 
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    ready: torch.cuda.Event
-    data: torch.Tensor
-    target: torch.Tensor
-
-    def land(self) -> None:
-        self.ready.synchronize()
-        self.target.copy_(self.data)
-
-
 class HostCopier:
     """Copies and casts tensors of one device into host memory: directly from the CPU, through pinned buffers from a GPU."""
 
@@ -226,33 +218,37 @@ class HostCopier:
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy each flat source on the device into its flat target on the CPU, of the same number of elements.
 
-        All copies are complete on return. From a GPU, one buffer is filled while the other is emptied.
+        All copies are complete on return. From a GPU, one buffer is filled while threads empty the others.
         """
         if self._device.type == "cpu":
             for source, target in pairs:
                 target.copy_(source)
             return
-        previous: _Staged | None = None
-        turn = 0
-        for source, target in pairs:
-            step = _STAGED_BYTES // target.element_size()
-            for start in range(0, len(source), step):
-                staged = self._stage(source[start : start + step], target[start : start + step], turn)
-                turn = 1 - turn
-                if previous is not None:
-                    previous.land()
-                previous = staged
-        if previous is not None:
-            previous.land()
-
-    def _stage(self, source: torch.Tensor, target: torch.Tensor, turn: int) -> _Staged:
         if not self._buffers:
-            self._buffers = [torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        data = self._buffers[turn].view(target.dtype)[: len(target)]
-        data.copy_(source.to(target.dtype), non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self._device))
-        return _Staged(ready, data, target)
+            self._buffers = [
+                torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_LANDING_THREADS + 1)
+            ]
+        landing: deque[Future[None]] = deque()
+        with ThreadPoolExecutor(_LANDING_THREADS, "snapshot.land") as pool:
+            for turn, (source, target) in enumerate(_pieces(pairs)):
+                if turn >= len(self._buffers):
+                    landing.popleft().result()  # the buffer of this turn is empty
+                data = self._buffers[turn % len(self._buffers)].view(target.dtype)[: len(target)]
+                data.copy_(source.to(target.dtype))
+                landing.append(pool.submit(_land, target, data))
+            for landed in landing:
+                landed.result()
+
+
+def _pieces(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The pairs in pieces that fit into a buffer."""
+    for source, target in pairs:
+        step = _STAGED_BYTES // target.element_size()
+        yield from zip(source.split(step), target.split(step), strict=True)
+
+
+def _land(target: torch.Tensor, data: torch.Tensor) -> None:
+    target.copy_(data)
 
 
 @dataclass(slots=True, kw_only=True)
