@@ -101,7 +101,10 @@ def run(
     if verdict is not None:
         tell(verdict, console)
     if resolved.run.steps:
-        say(console, f"trained model: {run_dir}/export; of an earlier step: rollmill export {run_dir} --step N")
+        exports = [run_files.export(run_dir, policy) for policy in resolved.policies]
+        there = ", ".join(str(path) for path in exports if path.exists())
+        said = f"trained model: {there}; of an earlier step" if there else "a model of a training step"
+        say(console, f"{said}: rollmill export {run_dir} --step N")
         say(console, f"evaluate it: rollmill eval RECIPE --checkpoint {run_dir}; see all: rollmill page {run_dir}")
     if as_json:
         typer.echo(json.dumps(headline(outcome.summary)))
