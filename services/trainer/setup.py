@@ -21,6 +21,7 @@ from services.trainer.model.policy_model import PolicyModel, Scorer, load_policy
 from services.trainer.model.value_head import own_rates
 from services.trainer.ranks.sharding import Ranks, init_ranks
 from services.trainer.step.metrics import peak_flops
+from services.trainer.step.numerics import NumericsGate
 from services.trainer.step.train_step import TrainStep
 
 # Timeout of the ranks' wait for the first, which waits for the orchestrator; a dead rank is noticed at once.
@@ -98,6 +99,15 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
         peak_flops=peak_flops(ranks.device, compute or master, config.trainer.peak_tflops),
     )
     return step, tokenizer
+
+
+def numerics_gate(recipe: Recipe, policy: str, step: TrainStep, tokenizer: Any) -> NumericsGate:
+    """The comparison of the policy's engines with its trainer."""
+    recipe = recipe.with_devices(has_gpu=step.ranks.device.type == "cuda")
+    bound, types = recipe.numerics(policy)
+    section = recipe.policies[policy]
+    bound, published = section.trainer.max_mismatch or bound, section.published_dtype
+    return NumericsGate(step, tokenizer, policy=policy, bound=bound, types=types, publish_dtype=published)
 
 
 def _trained_model(

@@ -1,4 +1,5 @@
-"""Pauses the run when a broken reward, a lost gateway or failing machinery would use up the dataset.
+"""Pauses the run when a broken reward, a lost gateway or failing machinery would use up the dataset, or a trainer refuses
+its batch because the engines compute other log-probabilities.
 
 Ends the run instead when no rollout has ever succeeded, or the recipe itself is wrong: no resume repairs that. The journal
 does not record such an end, so `rollmill run --resume` continues the run with a repaired workflow, reward or setting.
@@ -23,6 +24,7 @@ from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.ingest.ingest import Ingest
 from services.orchestrator.ingest.masked import MaskedSamples
 from services.orchestrator.members.pool import ReplicaPool
+from services.orchestrator.members.trainers import TrainerLeases
 from services.orchestrator.stalls.facts import PAUSED_ITSELF, Hold
 from services.orchestrator.state.run_control import RunControl
 
@@ -48,6 +50,7 @@ class FailurePause:
         ingest: Ingest,
         masked: MaskedSamples,
         pool: ReplicaPool,
+        trainers: TrainerLeases,
         counters: Counter[str],
         *,
         group_size: int,
@@ -60,6 +63,7 @@ class FailurePause:
         self._ingest = ingest
         self._masked = masked
         self._pool = pool
+        self._trainers = trainers
         self._counters = counters
         self._limit = max(LEAST_FAILURES, FAILED_GROUPS * group_size)  # failures in a row
         self._pause = pause
@@ -79,10 +83,16 @@ class FailurePause:
         if self._paused:
             self._resume_by_itself()
             return
+        if self._control.paused or self._control.ended:
+            return
+        if refusals := [trainer.refusal for trainer in self._trainers if trainer.refusal]:
+            self._unreachable = frozenset()
+            self._pause_run(Hold.NUMERICS, "; ".join(refusals))
+            return
         all_fail = self._ingest.failures_in_a_row >= self._limit
         streak = f"the last {self._ingest.failures_in_a_row} rollouts all failed"
         why = streak if all_fail else self._masked.too_many()
-        if not why or self._control.paused or self._control.ended:
+        if not why:
             return
         now, num_tokens = self._clock(), self._counters[RunCount.TOKENS_RECORDED.value]
         if num_tokens != self._num_tokens:
@@ -97,17 +107,23 @@ class FailurePause:
                 f"{before}{why}, {newest}; `rollmill fate RUN` counts the failures, and RUN/logs has the tracebacks. Fix the cause, "
                 "then go on: `rollmill run --resume RUN`"
             )
-        self._paused = True
         self._retry_at = math.inf if not by_itself else self._patient_until if self._unreachable else now + RETRY_S
-        self._counters[RunCount.PAUSES_FOR_FAILURES.value] += not by_itself
         reason = f"{why}, {newest}; fix the cause, then run `rollmill resume`"
         if self._unreachable:
             reason += f" (by itself once replicas hear of {', '.join(sorted(self._unreachable))} again)"
         elif by_itself:
             reason += f" (by itself after {RETRY_S:g} s)"
+        self._pause_run(Hold.ALL_FAIL if all_fail else Hold.MASKED, reason, by_itself=by_itself)
+
+    def _pause_run(self, hold: Hold, reason: str, *, by_itself: bool = False) -> None:
+        """``by_itself``: the run resumes without a person."""
+        self._paused = True
+        if not by_itself:
+            self._retry_at = math.inf
+            self._counters[RunCount.PAUSES_FOR_FAILURES.value] += 1
         log.error("run.paused", reason=reason)
         # Ahead of the pause, so that people see this reason.
-        self._dispatcher.hold(Hold.ALL_FAIL if all_fail else Hold.MASKED, reason)
+        self._dispatcher.hold(hold, reason)
         self._pause()
 
     def _resume_by_itself(self) -> None:
