@@ -105,9 +105,7 @@ def numerics_gate(recipe: Recipe, policy: str, step: TrainStep, tokenizer: Any) 
     """The comparison of the policy's engines with its trainer."""
     recipe = recipe.with_devices(has_gpu=step.ranks.device.type == "cuda")
     bound, types = recipe.numerics(policy)
-    section = recipe.policies[policy]
-    bound, published = section.trainer.max_mismatch or bound, section.published_dtype
-    return NumericsGate(step, tokenizer, policy=policy, bound=bound, types=types, publish_dtype=published)
+    return NumericsGate(step, tokenizer, policy, recipe.policies[policy].trainer.max_mismatch or bound, types)
 
 
 def _trained_model(

@@ -344,23 +344,21 @@ class Recipe(Section):
     def numerics(self, policy: str) -> tuple[float, dict[str, str]]:
         """The largest mean difference of engines and trainer that rounding explains, in nats, and the types that decide it by
         their keys. Infinite for an engine without a model."""
-        section = self.policies[policy]
-        serving = {
-            name: service
-            for name, service in self.inference.items()
-            if not service.policies or policy in service.policies
-        }
-        types: dict[str, str] = {
-            "trainer.compute_dtype": section.trainer.compute_dtype,
+        section, served = self.policies[policy], self.inference.items()
+        serving = {name: service for name, service in served if not service.policies or policy in service.policies}
+        types = {f"inference.{name}.dtype": str(service.dtype) for name, service in serving.items()}
+        types |= {
             "weights.publish_dtype": section.published_dtype,
-            **{f"inference.{name}.dtype": service.dtype for name, service in serving.items()},
+            "trainer.compute_dtype": section.trainer.compute_dtype,
         }
         engines = {service.engine for service in serving.values()}
+        if "scripted" in engines:
+            return math.inf, types
         exact = set(types.values()) == {"float32"} and engines <= {
             "torch",
             "forced",
         }  # servers have kernels of their own
-        return (math.inf if "scripted" in engines else EXACT_MISMATCH if exact else ROUNDED_MISMATCH), types
+        return EXACT_MISMATCH if exact else ROUNDED_MISMATCH, types
 
     def digest_algorithm(self, policy: str) -> Literal["xxh3-128", "blake3"]:
         """The digest algorithm of a policy's versions; trainer and replicas must agree.

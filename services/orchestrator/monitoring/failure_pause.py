@@ -83,47 +83,41 @@ class FailurePause:
         if self._paused:
             self._resume_by_itself()
             return
-        if self._control.paused or self._control.ended:
-            return
-        if refusals := [trainer.refusal for trainer in self._trainers if trainer.refusal]:
-            self._unreachable = frozenset()
-            self._pause_run(Hold.NUMERICS, "; ".join(refusals))
-            return
         all_fail = self._ingest.failures_in_a_row >= self._limit
         streak = f"the last {self._ingest.failures_in_a_row} rollouts all failed"
-        why = streak if all_fail else self._masked.too_many()
-        if not why:
+        refusal = "; ".join(trainer.refusal for trainer in self._trainers if trainer.refusal)
+        why = refusal or (streak if all_fail else self._masked.too_many())
+        if not why or self._control.paused or self._control.ended:
             return
         now, num_tokens = self._clock(), self._counters[RunCount.TOKENS_RECORDED.value]
         if num_tokens != self._num_tokens:
             self._num_tokens, self._patient_until = num_tokens, now + PATIENCE_S
-        self._unreachable = self._peers(silent=True)
+        self._unreachable = frozenset() if refusal else self._peers(silent=True)
         passes = all_fail and cause_of(self._ingest.last_failure.partition(":")[0]) in PASSING
-        by_itself = now < self._patient_until and (passes or bool(self._unreachable))
+        by_itself = not refusal and now < self._patient_until and (passes or bool(self._unreachable))
         newest = f"the newest with {self._ingest.last_failure}"
-        if all_fail and not by_itself and (not num_tokens or self._ingest.last_failure.startswith(LASTING)):
+        if (
+            all_fail
+            and not refusal
+            and not by_itself
+            and (not num_tokens or self._ingest.last_failure.startswith(LASTING))
+        ):
             before = "" if num_tokens else "no rollout of this run has succeeded: "
             raise ConfigError(
                 f"{before}{why}, {newest}; `rollmill fate RUN` counts the failures, and RUN/logs has the tracebacks. Fix the cause, "
                 "then go on: `rollmill run --resume RUN`"
             )
+        self._paused = True
         self._retry_at = math.inf if not by_itself else self._patient_until if self._unreachable else now + RETRY_S
-        reason = f"{why}, {newest}; fix the cause, then run `rollmill resume`"
+        self._counters[RunCount.PAUSES_FOR_FAILURES.value] += not by_itself
+        reason = refusal or f"{why}, {newest}; fix the cause, then run `rollmill resume`"
         if self._unreachable:
             reason += f" (by itself once replicas hear of {', '.join(sorted(self._unreachable))} again)"
         elif by_itself:
             reason += f" (by itself after {RETRY_S:g} s)"
-        self._pause_run(Hold.ALL_FAIL if all_fail else Hold.MASKED, reason, by_itself=by_itself)
-
-    def _pause_run(self, hold: Hold, reason: str, *, by_itself: bool = False) -> None:
-        """``by_itself``: the run resumes without a person."""
-        self._paused = True
-        if not by_itself:
-            self._retry_at = math.inf
-            self._counters[RunCount.PAUSES_FOR_FAILURES.value] += 1
         log.error("run.paused", reason=reason)
         # Ahead of the pause, so that people see this reason.
-        self._dispatcher.hold(hold, reason)
+        self._dispatcher.hold(Hold.NUMERICS if refusal else Hold.ALL_FAIL if all_fail else Hold.MASKED, reason)
         self._pause()
 
     def _resume_by_itself(self) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from services.common import finite
 from services.common.config.training.algorithm import AlgorithmConfig
-from services.common.errors import ConfigError, RollmillError
+from services.common.errors import ConfigError
 from services.common.records.types import MinibatchTotals, RankBatch
 from services.trainer.algorithms import algorithm_of
 from services.trainer.algorithms.advantages.sequences import (
@@ -128,7 +128,7 @@ class TrainStep:
         """Train on one batch. A collective: every rank passes its own share of the same batch.
 
         ``check`` gets the batch, and of its first minibatch the sum of |trainer - engine| over the fresh tokens and their
-        number. If it raises, nothing has changed.
+        number. It may raise: the weights have not changed.
         """
         started = time.perf_counter()
         self._usage.begin()
@@ -148,11 +148,7 @@ class TrainStep:
                 index, micro_batches, totals, proximal[index], sums, fresh_version, where
             )
             if check is not None and index == 0:
-                try:
-                    check(batch, sums["fresh_abs"], sums["fresh_tokens"])
-                except RollmillError:
-                    self.optimizer.adamw.zero_grad(set_to_none=True)
-                    raise
+                check(batch, sums["fresh_abs"], sums["fresh_tokens"])
             num_computed += 1
             stopped = self._stops_early(batch.training_step, index, ratios, totals)
             if stopped or num_kept == 0:

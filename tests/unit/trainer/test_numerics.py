@@ -19,9 +19,8 @@ from services.common.records.types import Sequence as Row
 from services.common.tiny.models import build
 from services.trainer.data.packing import Branch
 from services.trainer.model.adapter import AdapterSetup
-from services.trainer.step import micro_batches
+from services.trainer.step import micro_batches, probes
 from services.trainer.step.numerics import MismatchError, NumericsGate
-from services.trainer.step.probes import Probes
 from tests.unit.trainer.building import algorithm, rank_batch, train_step
 
 BOUND = 1e-3
@@ -58,9 +57,7 @@ class World:
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.directory, self.tokenizer = directory, AutoTokenizer.from_pretrained(directory)
         self.step = train_step(algorithm(), causal_lm=self.load(), max_tokens=512, **settings)
-        self.gate = NumericsGate(
-            self.step, self.tokenizer, policy="p", bound=BOUND, types=TYPES, publish_dtype="float32"
-        )
+        self.gate = NumericsGate(self.step, self.tokenizer, "p", BOUND, TYPES)
         self.engine = Engine(self.load())
 
     def load(self) -> Any:
@@ -152,7 +149,7 @@ FAULTS: dict[str, tuple[Callable[[World], None], str]] = {
     "colder": (engine(temperature=1 / 1.3), "temperature"),
     "end token behind": (engine(reads=lambda prompt: [*prompt, 1]), "one token more or less"),
     "begins with a token": (engine(reads=lambda prompt: [1, *prompt]), "one token more or less"),
-    "one token late": (engine(late=1), "tokens shifted by one"),
+    "one token late": (engine(late=1), "values of the next token"),
     "no opening": (lambda world: engine(reads=without_opening(world))(world), "template"),
     "no template": (lambda world: engine(reads=without_template(world))(world), "template"),
 }
@@ -215,8 +212,6 @@ def test_late_tokens_are_no_mismatch_and_the_next_fresh_batch_is_compared(direct
 def test_probes_end_at_their_deadline(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(directory)
     world.engine.temperature = 2.0
-    monkeypatch.setattr(Probes, "_late", property(lambda self: True))
+    monkeypatch.setattr(probes, "PROBES_S", -1.0)
     message = world.refusal()
     assert named(message).startswith("no probe explains")
-
-
