@@ -66,7 +66,7 @@ ADVICE = {
     Cause.ALL_FAIL: f"fix the cause in the failures, then run `rollmill resume` if the run was paused; {_CODE_CHANGES}",
     Cause.MASKED: f"fix the named causes, or raise rollout.max_masked_share, then run `rollmill resume`; {_CODE_CHANGES}",
     Cause.NUMERICS: "repair the named cause and start another run, or raise policies.<name>.trainer.max_mismatch "
-    "(docs/observability.md, engine and trainer)",
+    "(docs/doctor.md)",
     Cause.RECORDS_REFUSED: "fix the named reason at that replica (model, tokenizer, settings, workflow or reward), or end its "
     "process (SIGTERM); its rollouts are lost meanwhile (docs/protocol.md has the bounds)",
     Cause.NOTHING_TO_PLAY: "data.curation refuses the whole dataset: loosen its limits, or add tasks",

@@ -20,7 +20,7 @@ import torch
 
 from services.common.lora import adapter_off
 from services.common.records.types import RankBatch, Segment, TrainingSequence
-from services.trainer.data.packing import NO_VERSION, Document, dummy_micro_batch, pack
+from services.trainer.data.packing import Document, dummy_micro_batch, pack
 from services.trainer.ranks.sharding import full, local_rows
 from services.trainer.step.micro_batches import MicroTensors, forward, logprob_dtype
 from services.trainer.step.prompts import ONE_TOKEN, TEMPLATE, Change, prompt_changes
@@ -29,7 +29,7 @@ from services.trainer.step.train_step import TrainStep
 PROBED_ROWS = 8  # of each rank
 PROBES_S = 120.0
 MOST_PAIRS = 64  # of layers that are exchanged
-LIKE_ROUNDING = 4.0  # a difference within this factor of rounding's own is rounding
+LIKE_ROUNDING = 8.0  # a difference within this factor of rounding's own is rounding
 ROPE_BASES = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 TEMPERATURES = (0.25, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0)
 
@@ -137,7 +137,7 @@ class Probes:
         total, count = self._step.ranks.sum(
             torch.tensor([own.sum(), len(own)], device=self._step.ranks.device)
         ).tolist()
-        return float(total / max(count, 1.0))
+        return float(total / count) if count else math.inf
 
     def _most(self, value: float) -> int:
         return int(self._step.ranks.max(torch.tensor(int(value), device=self._step.ranks.device)))
@@ -179,14 +179,14 @@ class Probes:
             with self._head(full(head).detach().float()):
                 self._try("head in float32", "the head in float32")
         for half in (torch.bfloat16, torch.float16) if exact else ():
-            with self._holding({name: local_rows(w)[0].to("cpu", half) for name, w in model.published().items()}):
+            with torch.autocast(self._step.ranks.device.type, half):
                 scores = self._score(self.documents)
             after = self._mean(map(self._gaps, self.documents, scores))
             moved = [(new - row[2]).abs()[self.fresh(row[1])] for new, row in zip(scores, self._rows, strict=True)]
             own = self._mean(moved)
             if own / LIKE_ROUNDING < self.before < own * LIKE_ROUNDING:  # no rounding repeats another: its size tells
                 after = min(after, self.before / 2.01)
-            self._note("half precision", f"weights in {half}, which moves the trainer by {own:.2g}", after)
+            self._note("half precision", f"products in {half}, which moves the trainer by {own:.2g}", after)
 
     def _hotter(self, document: Document, factor: float) -> Document:
         own = np.full(document.num_tokens, math.nan) if document.temperatures is None else document.temperatures
@@ -254,12 +254,10 @@ def _with_prompt(item: TrainingSequence, change: Change) -> TrainingSequence:
 
 
 def _shifted(document: Document, by: int) -> Document:
-    """The document with each value of the engine at the trained token before or behind it."""
-    trained = np.flatnonzero(document.loss_mask)
-    behaviour, versions = document.behaviour.copy(), document.weight_versions.copy()
-    behaviour[trained] = np.roll(behaviour[trained], by)
-    versions[trained[0 if by > 0 else -1]] = NO_VERSION  # its value came from the other end
-    return replace(document, behaviour=behaviour, weight_versions=versions)
+    """The document with each value of the engine at the trained token behind it (``by`` 1) or before it."""
+    trained, behaviour = np.flatnonzero(document.loss_mask)[::by], document.behaviour.copy()
+    behaviour[trained[1:]] = document.behaviour[trained[:-1]]
+    return replace(document, behaviour=behaviour)
 
 
 def _restarted(batch: MicroTensors) -> MicroTensors:
