@@ -21,7 +21,7 @@ import torch
 from services.common.lora import adapter_off
 from services.common.records.types import RankBatch, Segment, TrainingSequence
 from services.trainer.data.packing import Document, dummy_micro_batch, pack
-from services.trainer.ranks.sharding import full, local_rows
+from services.trainer.ranks.sharding import full, local_rows, reshard
 from services.trainer.step.micro_batches import MicroTensors, forward, logprob_dtype
 from services.trainer.step.prompts import ONE_TOKEN, TEMPLATE, Change, prompt_changes
 from services.trainer.step.train_step import TrainStep
@@ -98,6 +98,7 @@ class Probes:
         self._try("positions", "from 1", alone=True, change=lambda b: replace(b, position_ids=b.position_ids + 1))
         self._try("positions", "restarted behind the prompt", alone=True, change=_restarted)
         self._layers()
+        reshard(self._step.model)
         return sorted(self._found.values())
 
     def fresh(self, document: Document) -> torch.Tensor:
@@ -220,6 +221,7 @@ class Probes:
     @contextmanager
     def _holding(self, weights: Weights) -> Iterator[None]:
         """The model with other weights."""
+        reshard(self._step.model)
         rows = {name: local_rows(weight)[0] for name, weight in self._step.model.published().items()}
         own = {name: row.detach().to("cpu", copy=True) for name, row in rows.items()}
         for values in (weights, own):
@@ -227,6 +229,7 @@ class Probes:
                 row.copy_(values[name])
             if values is weights:
                 yield
+                reshard(self._step.model)
 
     @contextmanager
     def _head(self, weight: torch.Tensor) -> Iterator[None]:

@@ -85,7 +85,7 @@ class World:
                     minibatch=0, position=i,
                 )
             )  # fmt: skip
-        return rank_batch(rows, step=number)
+        return rank_batch(rows, self.step.ranks.rank, self.step.ranks.world_size, step=number)
 
     def train(self, number: int = 1, version: int | None = None) -> None:
         self.step.run(self.batch(number, version), self.gate.check)
