@@ -162,15 +162,14 @@ def groups_equal(rows: PolicyRows) -> Finding | None:
 
 def mismatch(rows: PolicyRows) -> Finding | None:
     """From the first steps on, or rising. Over fresh tokens; over all, with a higher limit, in runs that hardly train fresh ones."""
-    stall = rows.open_stalls.get(Cause.NUMERICS)
-    if stall is not None and stall["component"] == trainer(rows.policy):
-        return rows.finding(Failure.MISMATCH, stall["detail"], ADVICE[Cause.NUMERICS])
     key = TrainerKey.MISMATCH_FRESH_ABS.in_row
     fresh = [row[key] for row in rows.steps if row.get(TrainerKey.FRESH_SHARE.in_row) and key in row]
     found, limit, tokens = medians(fresh), MISMATCH, "fresh tokens"
     bound, types = rows.recipe.numerics(rows.policy)
     if fresh and (first := statistics.median(windows(fresh)[0])) > bound:
         found, limit = (first, found[1] if found else fresh[-1]), 0.0
+    elif (stall := rows.open_stalls.get(Cause.NUMERICS)) and stall["component"] == trainer(rows.policy):
+        return rows.finding(Failure.MISMATCH, stall["detail"], ADVICE[Cause.NUMERICS])
     elif found is None:
         found, limit, tokens = medians(rows.series(TrainerKey.MISMATCH_ABS.in_row)), MISMATCH_STALE, "all tokens"
     if found is None or (limit and (found[1] < limit or found[1] < MISMATCH_GROWTH * found[0])):

@@ -92,7 +92,7 @@ class Probes:
             self._try("values of the next token", f"by {by:+d}", [_shifted(d, by) for d in self.documents])
         for cause, label, change in prompt_changes(self._tokenizer):
             changed = [_document(_with_prompt(item, change)) for item, _, _ in self._rows]
-            if self._most(list(map(_tokens, changed)) != list(map(_tokens, self.documents))):
+            if self._most([d.token_ids.tolist() for d in changed] != [d.token_ids.tolist() for d in self.documents]):
                 self._try(cause, label, changed)
         self._rope()
         self._try("positions", "from 1", alone=True, change=lambda b: replace(b, position_ids=b.position_ids + 1))
@@ -241,10 +241,6 @@ class Probes:
 
 def _document(item: TrainingSequence) -> Document:
     return replace(Document.from_training_sequence(item, 0.0), teacher=None)
-
-
-def _tokens(document: Document) -> list[int]:
-    return list(document.token_ids.tolist())
 
 
 def _with_prompt(item: TrainingSequence, change: Change) -> TrainingSequence:
