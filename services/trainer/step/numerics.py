@@ -107,7 +107,10 @@ class NumericsGate:
             ):
                 engine, ids = float(document.behaviour[at]), document.token_ids[: at + 1][-6:].tolist()
                 tokens += [
-                    (abs(own - engine), f"{self._text(ids[:-1])} then {self._text(ids[-1:])} ({own:.2f}, {engine:.2f})")
+                    (
+                        float(np.nan_to_num(abs(own - engine), nan=1e9)),
+                        f"{self._text(ids[:-1])} then {self._text(ids[-1:])} ({own:.2f}, {engine:.2f})",
+                    )
                 ] * bool(fresh)
         own = orjson.dumps(sorted(tokens, reverse=True)[:WORST_TOKENS]).decode()
         parts = HostGroup(self._step.ranks).gather(own, "collecting the worst tokens")

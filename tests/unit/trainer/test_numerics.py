@@ -21,6 +21,7 @@ from services.trainer.data.packing import Branch
 from services.trainer.model.adapter import AdapterSetup
 from services.trainer.step import micro_batches, probes
 from services.trainer.step.numerics import MismatchError, NumericsGate
+from services.trainer.step.prompts import prompt_changes
 from tests.unit.trainer.building import algorithm, rank_batch, train_step
 
 BOUND = 1e-3
@@ -215,3 +216,15 @@ def test_probes_end_at_their_deadline(directory: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(probes, "PROBES_S", -1.0)
     message = world.refusal()
     assert named(message).startswith("no probe explains")
+
+
+def test_a_template_that_refuses_system_turns_is_probed_without_them(directory: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + (
+        tokenizer.chat_template
+    )
+    prompt = tokenizer.encode("<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n")
+    changed = {label: change(prompt) for _, label, change in prompt_changes(tokenizer)}
+    assert changed["in its template, an empty system turn"] == [], "then the row's own prompt is scored"
+    assert tokenizer.decode(changed["without its template"]) == "What is 2 + 2?"
+    assert tokenizer.decode(changed["without thinking"]).endswith("<think>\n\n</think>\n\n")
