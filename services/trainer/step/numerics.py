@@ -102,16 +102,11 @@ class NumericsGate:
         """The tokens with the largest difference over all ranks, each with the text before it."""
         tokens = []
         for document, scores in zip(probes.documents, probes.scores, strict=True):
-            for at, own, fresh in zip(
-                np.flatnonzero(document.loss_mask), scores.tolist(), probes.fresh(document), strict=True
-            ):
+            trained = zip(np.flatnonzero(document.loss_mask), scores.tolist(), probes.fresh(document), strict=True)
+            for at, own in [(at, own) for at, own, fresh in trained if fresh]:
                 engine, ids = float(document.behaviour[at]), document.token_ids[: at + 1][-6:].tolist()
-                tokens += [
-                    (
-                        float(np.nan_to_num(abs(own - engine), nan=1e9)),
-                        f"{self._text(ids[:-1])} then {self._text(ids[-1:])} ({own:.2f}, {engine:.2f})",
-                    )
-                ] * bool(fresh)
+                text = f"{self._text(ids[:-1])} then {self._text(ids[-1:])} ({own:.2f}, {engine:.2f})"
+                tokens.append((float(np.nan_to_num(abs(own - engine), nan=1e9)), text))
         own = orjson.dumps(sorted(tokens, reverse=True)[:WORST_TOKENS]).decode()
         parts = HostGroup(self._step.ranks).gather(own, "collecting the worst tokens")
         everywhere = sorted((token for part in parts for token in orjson.loads(part)), reverse=True)
