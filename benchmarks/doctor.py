@@ -67,7 +67,7 @@ INJECTED = (
          Failure.ENTROPY_GONE),
     Case("missing rewards", CODE, (_reward("often_raises"), "rollout.max_masked_share=1.0"), Failure.SAMPLES_MASKED),
     Case("engine without updates", CODE, (*FAULTY, "workflow.settings.fault=weights"), Failure.WEIGHTS_NOT_ARRIVING, 75.0),
-    Case("engine with noise", CODE, (*FAULTY, "workflow.settings.fault=mismatch"), Failure.MISMATCH_RISING),
+    Case("engine with noise", CODE, (*FAULTY, "workflow.settings.fault=mismatch"), Failure.MISMATCH),
 )  # fmt: skip
 
 

@@ -247,7 +247,7 @@ def _load_served(
         mirror = _filled_mirror(policy, settings, tensors, adapter)
     else:
         # Each element is cast as in the trainer: through the master type, unless that is the widest.
-        master, published = section.trainer.master_dtype, section.weights.publish_dtype
+        master, published = section.trainer.master_dtype, section.published_dtype
         model = load_model(path, published if master == "float32" else master)
         mirror = _filled_mirror(policy, settings, named_weights(model))
     check_model_matches(model, tokenizer=tokenizer)
@@ -303,7 +303,7 @@ def _filled_mirror(
         weights,
         run_id=settings.run_id,
         version=0,
-        dtype=settings.recipe.policies[policy].weights.publish_dtype,
+        dtype=settings.recipe.policies[policy].published_dtype,
         algorithm=settings.recipe.digest_algorithm(policy),
         adapter=adapter,
     )

@@ -168,6 +168,7 @@ def _failure_pause(core: OrchestratorCore) -> FailurePause:
         core.ingest,
         core.masked,
         core.pool,
+        core.trainers,
         core.counters,
         group_size=core.recipe.rollout.group_size,
         pause=core.pause,

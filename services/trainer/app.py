@@ -100,7 +100,7 @@ def _train(
     from services.trainer.publish.snapshot import snapshot_directories, sweep
     from services.trainer.ranks.leaving import LeaveOnSignal
     from services.trainer.ranks.sharding import PeerLostError
-    from services.trainer.setup import build_step, join_ranks, open_checkpoints
+    from services.trainer.setup import build_step, join_ranks, numerics_gate, open_checkpoints
 
     recipe = run.recipe
     config = recipe.policies[policy]
@@ -119,7 +119,7 @@ def _train(
     turn = _first_turn(client, thread, run_dir, policy, ranks) if shared else 0
     step, tokenizer = build_step(recipe, policy, recipe.model_path(policy, run_dir), ranks)
     step.on_progress = account.beat
-    files = checkpoint_files(step.model, tokenizer, config.weights.publish_dtype) if ranks.is_first else {}
+    files = checkpoint_files(step.model, tokenizer, config.published_dtype) if ranks.is_first else {}
     checkpoints = open_checkpoints(recipe, policy, run_dir, ranks, files)
     checkpoint_step = checkpoints.restore(step.model, step.optimizer)
     client.vocab_size = step.vocab_size
@@ -140,6 +140,7 @@ def _train(
         device=device,
         num_steps=recipe.run.steps,
         checkpoint_every=config.trainer.checkpoint_every,
+        check=numerics_gate(recipe, policy, step, tokenizer).check,
     )
     done = loop.recover(checkpoint_step, newest_version)
     if server is not None:
@@ -170,7 +171,7 @@ def _snapshot_publisher(
         ranks,
         run_id=run.run_id,
         policy=policy,
-        dtype=run.recipe.policies[policy].weights.publish_dtype,
+        dtype=run.recipe.policies[policy].published_dtype,
         algorithm=run.recipe.digest_algorithm(policy),
         directories=directories,
     )
@@ -218,7 +219,7 @@ def _export(
 
     from services.trainer.checkpoint.export import ExportFailedError, export_last
 
-    dtype: torch.dtype = getattr(torch, config.weights.publish_dtype)
+    dtype: torch.dtype = getattr(torch, config.published_dtype)
     try:
         export_last(step.model, tokenizer, directory, ranks, dtype, checkpoint)
     except ExportFailedError as error:  # the checkpoint holds the same weights: the run succeeds

@@ -104,7 +104,7 @@ def _digest(recipe: Recipe, policy: str, version: int, model: object, ranks: obj
             ranks,  # type: ignore[arg-type]
             run_id=str(recipe.run.id),
             policy=policy,
-            dtype=recipe.policies[policy].weights.publish_dtype,
+            dtype=recipe.policies[policy].published_dtype,
             algorithm=recipe.digest_algorithm(policy),
             directories=(Path(directory),),
         ).write(version)

@@ -22,6 +22,7 @@ from services.trainer.model.policy_model import PolicyModel, Scorer, load_policy
 from services.trainer.model.value_head import own_rates
 from services.trainer.ranks.sharding import Ranks, init_ranks
 from services.trainer.step.metrics import peak_flops
+from services.trainer.step.numerics import NumericsGate
 from services.trainer.step.train_step import TrainStep
 
 # Timeout of the ranks' wait for the first, which waits for the orchestrator; a dead rank is noticed at once.
@@ -102,6 +103,13 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
         peak_flops=peak_flops(ranks.device, compute or master, config.trainer.peak_tflops),
     )
     return step, tokenizer
+
+
+def numerics_gate(recipe: Recipe, policy: str, step: TrainStep, tokenizer: Any) -> NumericsGate:
+    """The comparison of the policy's engines with its trainer."""
+    recipe = recipe.with_devices(has_gpu=step.ranks.device.type == "cuda")
+    bound, types = recipe.numerics(policy)
+    return NumericsGate(step, tokenizer, policy, recipe.policies[policy].trainer.max_mismatch or bound, types)
 
 
 def _trained_model(

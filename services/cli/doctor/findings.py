@@ -65,7 +65,7 @@ class Failure(enum.StrEnum):
     SAMPLES_MASKED = "samples are masked"
     REWARD_CONSTANT = "the reward is constant"
     GROUPS_EQUAL = "all rewards of a group are equal"
-    MISMATCH_RISING = "engine and trainer disagree"
+    MISMATCH = "engine and trainer disagree"
     ENTROPY_GONE = "the entropy is gone"
     LENGTHS_RUN_AWAY = "responses grow without a better reward"
     NOTHING_LEARNED = "nothing was learned"

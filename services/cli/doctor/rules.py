@@ -14,9 +14,10 @@ from typing import Any
 from services.cli.doctor.findings import LEAST_POINTS, Failure, Finding, Learning, change, medians, windows
 from services.common.config.recipe import Recipe
 from services.common.records.fates import StepFact
+from services.common.telemetry.components import trainer
 from services.common.telemetry.metrics import StepKey, TrainerKey
 from services.common.telemetry.weight_transfers import ReportedTransfer
-from services.orchestrator.stalls.facts import Cause
+from services.orchestrator.stalls.facts import ADVICE, Cause
 
 Row = Mapping[str, Any]
 
@@ -159,18 +160,25 @@ def groups_equal(rows: PolicyRows) -> Finding | None:
     )
 
 
-def mismatch_rising(rows: PolicyRows) -> Finding | None:
-    """Over fresh tokens; over all, with a higher limit, in runs that hardly train fresh ones."""
+def mismatch(rows: PolicyRows) -> Finding | None:
+    """From the first steps on, or rising. Over fresh tokens; over all, with a higher limit, in runs that hardly train fresh ones."""
     key = TrainerKey.MISMATCH_FRESH_ABS.in_row
-    found = medians([row[key] for row in rows.steps if row.get(TrainerKey.FRESH_SHARE.in_row) and key in row])
-    limit, tokens = MISMATCH, "fresh tokens"
-    if found is None:
+    fresh = [row[key] for row in rows.steps if row.get(TrainerKey.FRESH_SHARE.in_row) and key in row]
+    found, limit, tokens = medians(fresh), MISMATCH, "fresh tokens"
+    bound, types = rows.recipe.numerics(rows.policy)
+    if fresh and (first := statistics.median(windows(fresh)[0])) > bound:
+        found, limit = (first, found[1] if found else fresh[-1]), 0.0
+    elif (stall := rows.open_stalls.get(Cause.NUMERICS)) and stall["component"] == trainer(rows.policy):
+        return rows.finding(Failure.MISMATCH, stall["detail"], ADVICE[Cause.NUMERICS])
+    elif found is None:
         found, limit, tokens = medians(rows.series(TrainerKey.MISMATCH_ABS.in_row)), MISMATCH_STALE, "all tokens"
-    if found is None or found[1] < limit or found[1] < MISMATCH_GROWTH * found[0]:
+    if found is None or (limit and (found[1] < limit or found[1] < MISMATCH_GROWTH * found[0])):
         return None
+    computed = ", ".join(f"{key} {dtype}" for key, dtype in types.items())
     return rows.finding(
-        Failure.MISMATCH_RISING,
-        f"log-probabilities of {tokens} differ by {found[0]:.2g} nats in the first steps, {found[1]:.2g} in the last",
+        Failure.MISMATCH,
+        f"log-probabilities of {tokens} differ by {found[0]:.2g} nats in the first steps, {found[1]:.2g} in the last "
+        f"({computed}: at most {bound:g})",
         "the engine does not compute what the trainer does: the same model class and dtype (weights.publish_dtype), no "
         "quantization of the KV cache, or an algorithm with truncated importance sampling (algorithm.name: tis)",
     )
@@ -244,7 +252,7 @@ RULES = (
     samples_masked,
     reward_constant,
     groups_equal,
-    mismatch_rising,
+    mismatch,
     entropy_gone,
     lengths_run_away,
     nothing_learned,

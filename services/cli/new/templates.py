@@ -39,7 +39,7 @@ DEMO_MODEL = """\
     optimizer: {lr: 1.0e-3}
     batch: {size: 128, max_staleness: 1} # sequences of one training step
     trainer: {device: cpu, port: 0}
-    weights: {publish_dtype: float32, port: 0}"""
+    weights: {port: 0}"""
 
 OWN_MODEL = """\
     model: {path: @MODEL_PATH@, context_length: @CONTEXT@} # longest prompt and answer together, in tokens

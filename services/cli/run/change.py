@@ -61,7 +61,8 @@ _FIXED = {
 # Settings that change the bits of a training step: those since the newest checkpoint are trained again, and must give the
 # versions that are published (their digests are in the ledger, and a replica takes no other).
 _OF_A_STEP = ("policies.*.optimizer.*", "policies.*.algorithm.*", "policies.*.batch.*", "policies.*.trainer.*")
-_OF_NO_STEP = ("policies.*.trainer.checkpoint_every", "policies.*.trainer.keep_checkpoints", "policies.*.trainer.*port")
+_OF_NO_STEP = ("policies.*.trainer.checkpoint_every", "policies.*.trainer.keep_checkpoints", "policies.*.trainer.*port",
+               "policies.*.trainer.max_mismatch")  # fmt: skip
 
 
 def with_changes(

@@ -258,7 +258,9 @@ class ProgressView:
         """The reason of a pause that the run made by itself and that a person ends; else empty."""
         if self._last is None or self._last.counters.get(RunCount.PAUSES_FOR_FAILURES, 0) <= self._num_pauses:
             return ""
-        return next((s.detail for s in self._last.stalls if s.cause in (Cause.ALL_FAIL, Cause.MASKED)), "")
+        return next(
+            (s.detail for s in self._last.stalls if s.cause in (Cause.ALL_FAIL, Cause.MASKED, Cause.NUMERICS)), ""
+        )
 
     def show(self, progress: run_pb2.RunProgress) -> None:
         self._last = progress

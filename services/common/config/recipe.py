@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ from services.common.config.processes.services import (
 )
 from services.common.config.processes.trackers import Tracker
 from services.common.config.training.optimizer import OptimizerConfig
-from services.common.config.training.policy import PolicyConfig
+from services.common.config.training.policy import EXACT_MISMATCH, ROUNDED_MISMATCH, PolicyConfig
 from services.common.config.training.until import UntilConfig, check_until
 from services.common.net.hosts import is_loopback
 
@@ -295,6 +296,11 @@ class Recipe(Section):
         it. Trainers belong to node 0."""
         tree = self.model_dump(mode="json")
         services = [service for service in tree["inference"].values() if node in (None, service["node"])]
+        if (
+            node is None
+        ):  # of one process: the others may find another device, and all must agree on the type of versions
+            for name, policy in tree["policies"].items():
+                policy["weights"]["publish_dtype"] = self.policies[name].published_dtype
         for section in (*services, *(policy["trainer"] for policy in tree["policies"].values())):
             if section["device"] == "auto":
                 section["device"] = "cuda" if has_gpu else "cpu"
@@ -339,6 +345,25 @@ class Recipe(Section):
         if section.optimizer.total_updates is not None:
             return section.optimizer
         return section.optimizer.model_copy(update={"total_updates": self.run.steps * section.batch.minibatches})
+
+    def numerics(self, policy: str) -> tuple[float, dict[str, str]]:
+        """The largest mean difference of engines and trainer that rounding explains, in nats, and the types that decide it by
+        their keys. Infinite for an engine without a model."""
+        section, served = self.policies[policy], self.inference.items()
+        serving = {name: service for name, service in served if not service.policies or policy in service.policies}
+        types = {f"inference.{name}.dtype": str(service.dtype) for name, service in serving.items()}
+        types |= {
+            "weights.publish_dtype": section.published_dtype,
+            "trainer.compute_dtype": section.trainer.compute_dtype,
+        }
+        engines = {service.engine for service in serving.values()}
+        if "scripted" in engines:
+            return math.inf, types
+        exact = set(types.values()) == {"float32"} and engines <= {
+            "torch",
+            "forced",
+        }  # servers have kernels of their own
+        return EXACT_MISMATCH if exact else ROUNDED_MISMATCH, types
 
     def digest_algorithm(self, policy: str) -> Literal["xxh3-128", "blake3"]:
         """The digest algorithm of a policy's versions; trainer and replicas must agree.

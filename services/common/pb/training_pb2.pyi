@@ -266,6 +266,7 @@ class ReportTrainerRequest(google.protobuf.message.Message):
     PEERS_FIELD_NUMBER: builtins.int
     KEPT_CHECKPOINT_STEPS_FIELD_NUMBER: builtins.int
     DEVICE_TURN_FIELD_NUMBER: builtins.int
+    REFUSAL_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """The policy that it trains."""
     incarnation: builtins.str
@@ -282,6 +283,10 @@ class ReportTrainerRequest(google.protobuf.message.Message):
     """
     device_turn: builtins.int
     """The device turn that it has carried out last; 0 before the first."""
+    refusal: builtins.str
+    """Why it does not train the batch of training_step: engine and trainer compute different log-probabilities. The run pauses.
+    Empty: it trains.
+    """
     @property
     def gauges(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Numbers worth watching."""
@@ -314,8 +319,9 @@ class ReportTrainerRequest(google.protobuf.message.Message):
         peers: collections.abc.Iterable[services.common.pb.account_pb2.PeerState] | None = ...,
         kept_checkpoint_steps: collections.abc.Iterable[builtins.int] | None = ...,
         device_turn: builtins.int = ...,
+        refusal: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "checkpoint_step", b"checkpoint_step", "device_turn", b"device_turn", "gauges", b"gauges", "incarnation", b"incarnation", "kept_checkpoint_steps", b"kept_checkpoint_steps", "peers", b"peers", "policy", b"policy", "rank", b"rank", "state", b"state", "training_step", b"training_step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "checkpoint_step", b"checkpoint_step", "device_turn", b"device_turn", "gauges", b"gauges", "incarnation", b"incarnation", "kept_checkpoint_steps", b"kept_checkpoint_steps", "peers", b"peers", "policy", b"policy", "rank", b"rank", "refusal", b"refusal", "state", b"state", "training_step", b"training_step"]) -> None: ...
 
 Global___ReportTrainerRequest: typing_extensions.TypeAlias = ReportTrainerRequest
 

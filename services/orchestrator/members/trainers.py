@@ -30,6 +30,7 @@ class Trainer:
     gauges: Mapping[str, float] = field(default_factory=dict)
     num_reports: int = 0
     device_turn: int = 0  # the newest that the trainer has carried out
+    refusal: str = ""  # why the trainer does not train the batch of its step
     rank_reports: dict[int, int] = field(default_factory=dict)  # of ranks other than the first: reports by rank
     accounts: dict[int, tuple[AccountState, ...]] = field(default_factory=dict)  # by rank
     peers: tuple[PeerState, ...] = ()  # state of its dependencies, as the trainer reports them
@@ -113,6 +114,7 @@ class TrainerLeases:
         gauges: Mapping[str, float],
         kept_checkpoint_steps: Iterable[int] = (),
         device_turn: int = 0,
+        refusal: str = "",
         accounts: tuple[AccountState, ...] = (),
         peers: tuple[PeerState, ...] = (),
     ) -> Trainer:
@@ -125,6 +127,7 @@ class TrainerLeases:
         trainer.kept_checkpoint_steps = tuple(sorted(kept_checkpoint_steps))
         trainer.num_reports += 1
         trainer.device_turn = device_turn
+        trainer.refusal = refusal
         trainer.accounts[0], trainer.peers = accounts, peers
         trainer.lease_until = self._clock() + self.lease_s
         return trainer

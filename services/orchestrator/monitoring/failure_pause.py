@@ -1,4 +1,5 @@
-"""Pauses the run when a broken reward, a lost gateway or failing machinery would use up the dataset.
+"""Pauses the run when a broken reward, a lost gateway or failing machinery would use up the dataset, or a trainer refuses
+its batch because the engines compute other log-probabilities.
 
 Ends the run instead when no rollout has ever succeeded, or the recipe itself is wrong: no resume repairs that. The journal
 does not record such an end, so `rollmill run --resume` continues the run with a repaired workflow, reward or setting.
@@ -23,6 +24,7 @@ from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.ingest.ingest import Ingest
 from services.orchestrator.ingest.masked import MaskedSamples
 from services.orchestrator.members.pool import ReplicaPool
+from services.orchestrator.members.trainers import TrainerLeases
 from services.orchestrator.stalls.facts import PAUSED_ITSELF, Hold
 from services.orchestrator.state.run_control import RunControl
 
@@ -48,6 +50,7 @@ class FailurePause:
         ingest: Ingest,
         masked: MaskedSamples,
         pool: ReplicaPool,
+        trainers: TrainerLeases,
         counters: Counter[str],
         *,
         group_size: int,
@@ -60,6 +63,7 @@ class FailurePause:
         self._ingest = ingest
         self._masked = masked
         self._pool = pool
+        self._trainers = trainers
         self._counters = counters
         self._limit = max(LEAST_FAILURES, FAILED_GROUPS * group_size)  # failures in a row
         self._pause = pause
@@ -81,17 +85,23 @@ class FailurePause:
             return
         all_fail = self._ingest.failures_in_a_row >= self._limit
         streak = f"the last {self._ingest.failures_in_a_row} rollouts all failed"
-        why = streak if all_fail else self._masked.too_many()
+        refusal = "; ".join(trainer.refusal for trainer in self._trainers if trainer.refusal)
+        why = refusal or (streak if all_fail else self._masked.too_many())
         if not why or self._control.paused or self._control.ended:
             return
         now, num_tokens = self._clock(), self._counters[RunCount.TOKENS_RECORDED.value]
         if num_tokens != self._num_tokens:
             self._num_tokens, self._patient_until = num_tokens, now + PATIENCE_S
-        self._unreachable = self._peers(silent=True)
+        self._unreachable = frozenset() if refusal else self._peers(silent=True)
         passes = all_fail and cause_of(self._ingest.last_failure.partition(":")[0]) in PASSING
-        by_itself = now < self._patient_until and (passes or bool(self._unreachable))
+        by_itself = not refusal and now < self._patient_until and (passes or bool(self._unreachable))
         newest = f"the newest with {self._ingest.last_failure}"
-        if all_fail and not by_itself and (not num_tokens or self._ingest.last_failure.startswith(LASTING)):
+        if (
+            all_fail
+            and not refusal
+            and not by_itself
+            and (not num_tokens or self._ingest.last_failure.startswith(LASTING))
+        ):
             before = "" if num_tokens else "no rollout of this run has succeeded: "
             raise ConfigError(
                 f"{before}{why}, {newest}; `rollmill fate RUN` counts the failures, and RUN/logs has the tracebacks. Fix the cause, "
@@ -100,14 +110,14 @@ class FailurePause:
         self._paused = True
         self._retry_at = math.inf if not by_itself else self._patient_until if self._unreachable else now + RETRY_S
         self._counters[RunCount.PAUSES_FOR_FAILURES.value] += not by_itself
-        reason = f"{why}, {newest}; fix the cause, then run `rollmill resume`"
+        reason = refusal or f"{why}, {newest}; fix the cause, then run `rollmill resume`"
         if self._unreachable:
             reason += f" (by itself once replicas hear of {', '.join(sorted(self._unreachable))} again)"
         elif by_itself:
             reason += f" (by itself after {RETRY_S:g} s)"
         log.error("run.paused", reason=reason)
         # Ahead of the pause, so that people see this reason.
-        self._dispatcher.hold(Hold.ALL_FAIL if all_fail else Hold.MASKED, reason)
+        self._dispatcher.hold(Hold.NUMERICS if refusal else Hold.ALL_FAIL if all_fail else Hold.MASKED, reason)
         self._pause()
 
     def _resume_by_itself(self) -> None:

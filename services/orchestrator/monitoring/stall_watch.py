@@ -177,6 +177,7 @@ def _trainer(view: StallView, policy: PolicyView) -> TrainerFacts:
         joined=trainer is not None,
         num_reports=trainer.num_reports if trainer is not None else 0,
         state=trainer.state if trainer is not None else "",
+        refusal=trainer.refusal if trainer is not None else "",
         num_ranks=trainer.num_ranks if trainer is not None else 1,
         rank_reports=dict(trainer.rank_reports) if trainer is not None else {},
     )

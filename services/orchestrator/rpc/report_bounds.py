@@ -20,6 +20,7 @@ from services.orchestrator.members.replica import Held
 
 MOST_NAME = 128  # characters of an id
 MOST_TEXT = 1024  # characters of a text for people
+MOST_REASON = 8192  # of the reason for which a run pauses
 MOST_VALUES = 4096  # gauges, metrics, labels of one message
 MOST_ACCOUNTS = 256  # of one message; activities of an account
 MOST_SLOTS = 1 << 20

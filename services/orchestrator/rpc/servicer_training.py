@@ -244,6 +244,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             accounts=accounts,
             peers=bounds.peers(peer_from_proto(peer) for peer in request.peers),
             device_turn=request.device_turn,
+            refusal=request.refusal[: bounds.MOST_REASON],
         )
         if request.state == TrainerState.FINISHED:
             self._turns.trainer_finished(request.policy)

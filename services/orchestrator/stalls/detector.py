@@ -24,6 +24,7 @@ from services.orchestrator.stalls.rules_peers import (
     silent_peers,
 )
 from services.orchestrator.stalls.rules_run import (
+    batch_refused,
     everything_refused,
     nothing_goes_on,
     nothing_is_learnt,
@@ -42,6 +43,7 @@ RULES: tuple[Rule, ...] = (
     queue_of_the_gateway,
     *WORK_RULES,
     nothing_is_learnt,
+    batch_refused,
     rollouts_fail,
     everything_refused,
     nothing_to_play,

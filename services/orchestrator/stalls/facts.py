@@ -33,6 +33,7 @@ class Cause(enum.StrEnum):
     ALL_FILTERED = "all_filtered"
     ALL_FAIL = "all_fail"
     MASKED = "masked"
+    NUMERICS = "numerics"
     RECORDS_REFUSED = "records_refused"
     NOTHING_TO_PLAY = "nothing_to_play"
     QUOTA_FULL = "quota_full"
@@ -64,6 +65,8 @@ ADVICE = {
     "reward, or batch.dynamic_sampling: false",
     Cause.ALL_FAIL: f"fix the cause in the failures, then run `rollmill resume` if the run was paused; {_CODE_CHANGES}",
     Cause.MASKED: f"fix the named causes, or raise rollout.max_masked_share, then run `rollmill resume`; {_CODE_CHANGES}",
+    Cause.NUMERICS: "repair the named cause and start another run, or raise policies.<name>.trainer.max_mismatch "
+    "(docs/doctor.md)",
     Cause.RECORDS_REFUSED: "fix the named reason at that replica (model, tokenizer, settings, workflow or reward), or end its "
     "process (SIGTERM); its rollouts are lost meanwhile (docs/protocol.md has the bounds)",
     Cause.NOTHING_TO_PLAY: "data.curation refuses the whole dataset: loosen its limits, or add tasks",
@@ -82,9 +85,10 @@ class Hold(enum.StrEnum):
     GATEWAY = "envgateway"
     ALL_FAIL = "all fail"
     MASKED = "masked"
+    NUMERICS = "numerics"
 
 
-PAUSED_ITSELF = frozenset({Hold.ALL_FAIL, Hold.MASKED})  # the run has paused itself
+PAUSED_ITSELF = frozenset({Hold.ALL_FAIL, Hold.MASKED, Hold.NUMERICS})  # the run has paused itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +124,7 @@ class TrainerFacts:
     joined: bool = True
     num_reports: int = 0
     state: str = ""
+    refusal: str = ""  # why it does not train its batch
     num_ranks: int = 1
     rank_reports: Mapping[int, int] = field(default_factory=dict)  # of the other ranks: reports by rank
 

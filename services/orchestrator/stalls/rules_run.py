@@ -57,6 +57,14 @@ def rollouts_fail(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]
         )
 
 
+def batch_refused(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
+    """A trainer does not train its batch: the engines compute other log-probabilities."""
+    for policy in facts.trainers:
+        since = timeouts.holds(("refusal", policy.policy), bool(policy.refusal), facts.now, 0.0)
+        if since is not None:
+            yield Finding(component=trainer(policy.policy), cause=Cause.NUMERICS, detail=policy.refusal, since=since)
+
+
 def everything_refused(facts: Facts, timeouts: AdaptiveTimeouts) -> Iterator[Finding]:
     """A replica plays on while none of its records is taken, or an unknown sender keeps sending."""
     for sender in facts.refused:

@@ -120,6 +120,10 @@ class GrpcLink:
         self._client.report.device_turn = number
         self._thread.loop.call_soon_threadsafe(self._client.report_soon)
 
+    def refuse(self, reason: str) -> None:
+        self._client.report.refusal = reason
+        self._thread.loop.call_soon_threadsafe(self._client.report_soon)
+
     @property
     def leaving(self) -> bool:
         return self._client.commands.leave

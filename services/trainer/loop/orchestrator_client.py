@@ -70,6 +70,7 @@ class TrainerReport:
     checkpoint_step: int = 0
     kept_checkpoint_steps: tuple[int, ...] = ()
     device_turn: int = 0  # that is carried out
+    refusal: str = ""  # why the batch of ``training_step`` is not trained
     gauges: dict[str, float] = field(default_factory=dict)
     accounts: Callable[[], Sequence[AccountState]] = tuple
     peers: Callable[[], Sequence[PeerState]] = tuple
@@ -287,6 +288,7 @@ class OrchestratorClient:
                 kept_checkpoint_steps=self.report.kept_checkpoint_steps,
                 gauges=self.report.gauges,
                 device_turn=self.report.device_turn,
+                refusal=self.report.refusal,
                 rank=self._rank,
                 accounts=[account_to_proto(account) for account in self.report.accounts()],
                 peers=[peer_to_proto(peer) for peer in self.report.peers()],

@@ -33,7 +33,8 @@ from services.common.telemetry.log_events import LogEvent
 from services.trainer.checkpoint.checkpoints import CheckpointFailedError, Checkpoints
 from services.trainer.loop.device_turns import COMMAND_POLL_S, DeviceTurns
 from services.trainer.ranks.sharding import Ranks
-from services.trainer.step.train_step import TrainStep
+from services.trainer.step.numerics import MismatchError
+from services.trainer.step.train_step import BeforeUpdate, TrainStep
 
 log = structlog.get_logger()
 
@@ -68,6 +69,10 @@ class OrchestratorLink(Protocol):
         ...
 
     def take_checkpoint_command(self) -> bool: ...
+
+    def refuse(self, reason: str) -> None:
+        """Report that this process does not train the batch of its state's step. The orchestrator pauses the run."""
+        ...
 
     @property
     def paused(self) -> bool: ...
@@ -106,8 +111,10 @@ class TrainingLoop:
         device: DeviceTurns | None,
         num_steps: int,
         checkpoint_every: int,
+        check: BeforeUpdate | None = None,
     ) -> None:
-        """``device``: the turns on a device that is shared with the rollouts; None for a device of the trainer's own."""
+        """``device``: the turns on a device that is shared with the rollouts; None for a device of the trainer's own. ``check``
+        may refuse a batch by a ``MismatchError``; replayed batches are not checked."""
         self._step = step
         self._link = link
         self._publisher = publisher
@@ -118,6 +125,7 @@ class TrainingLoop:
             device.before_free = self._collect_checkpoint
         self._num_steps = num_steps
         self._checkpoint_every = checkpoint_every
+        self._check = check
         self._saved = self._durable = 0  # training steps of the last checkpoint, begun and complete
         self._checkpoint_due = False
         self._checkpoint_asked = False  # when none could be written
@@ -168,8 +176,12 @@ class TrainingLoop:
             batch = self._next_batch(done + 1, TrainerState.WAITING_FOR_BATCH)
             if not isinstance(batch, RankBatch):
                 break
+            try:
+                self._train(batch)
+            except MismatchError as error:
+                self._wait_with_refusal(done + 1, error.message)
+                break
             done += 1
-            self._train(batch)
             if done % self._checkpoint_every == 0 or done == self._num_steps:
                 self._checkpoint_due = True
             self._checkpoint_if_due(done)
@@ -184,6 +196,14 @@ class TrainingLoop:
             self._collect_checkpoint()
         return done
 
+    def _wait_with_refusal(self, training_step: int, reason: str) -> None:
+        """Wait for a person to end the run. No deadline: the batch is recorded, so another try would find the same."""
+        self._link.set_state(TrainerState.PAUSED, training_step)
+        self._link.refuse(reason)
+        while self._agreed_command() != _STOP:
+            self._follow_turns()
+            time.sleep(COMMAND_POLL_S)
+
     def wait_for_stop(self, done: int) -> None:
         """Wait until the orchestrator ends the run, so that replicas can fetch the last version.
 
@@ -197,7 +217,7 @@ class TrainingLoop:
     def _train(self, batch: RankBatch) -> None:
         self._link.set_state(TrainerState.TRAINING, batch.training_step)
         started = time.time()
-        metrics = self._step.run(batch)
+        metrics = self._step.run(batch, self._check)
         finished = time.time()
         log.info(
             "step.done",

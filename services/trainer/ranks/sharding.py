@@ -29,7 +29,7 @@ import orjson
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from services.common.errors import DeadlineError, InfrastructureError, RollmillError
@@ -149,6 +149,13 @@ def shard(
     fully_shard(
         root, mesh=mesh, mp_policy=policy, offload_policy=where, reshard_after_forward=None if trained else True
     )
+
+
+def reshard(root: torch.nn.Module) -> None:
+    """Free what a forward pass without a backward pass has gathered: the root's parameters are its shards again."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -75,6 +75,10 @@ class Sums:
         term = torch.as_tensor(value, dtype=torch.float64, device=self._device).detach()
         self._values[name] = self._values[name] + term if name in self._values else term
 
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The sum of this rank so far. []"""
+        return self._values[name]
+
     def reduce(self, ranks: Ranks) -> dict[str, float]:
         """Sums over all ranks.
 

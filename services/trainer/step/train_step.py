@@ -73,6 +73,8 @@ from services.trainer.step.micro_batches import (
 
 log = structlog.get_logger(__name__)
 
+BeforeUpdate = Callable[[RankBatch, torch.Tensor, torch.Tensor], None]
+
 
 class TrainStep:
     """Updates a model from a batch."""
@@ -114,16 +116,20 @@ class TrainStep:
         self._credit_models = CreditModels(policy=model, reference=reference, teacher=teacher)
         self._algorithm = algorithm_of(config)
         self._has_credit = config.gives_token_credit  # then advantages are normalised per token
-        self._max_tokens = max_tokens_per_micro_batch
-        self._temperature = temperature
+        self.max_tokens = max_tokens_per_micro_batch
+        self.temperature = temperature
         self.on_progress: Callable[[], None] = lambda: None  # called after each micro-batch's forward and backward
         self._dtype = logprob_dtype(model)
         self.vocab_size: int = model.causal_lm.get_input_embeddings().num_embeddings
         self._usage = Usage(model, ranks, peak_flops)
         self._audit = GradientAudit(config.log_ratio_clamp, ranks.device)
 
-    def run(self, batch: RankBatch) -> StepMetrics:
-        """Train on one batch. A collective: every rank passes its own share of the same batch."""
+    def run(self, batch: RankBatch, check: BeforeUpdate | None = None) -> StepMetrics:
+        """Train on one batch. A collective: every rank passes its own share of the same batch.
+
+        ``check`` gets the batch, and of its first minibatch the sum of |trainer - engine| over the fresh tokens and their
+        number. It may raise: the weights have not changed.
+        """
         started = time.perf_counter()
         self._usage.begin()
         self._audit = GradientAudit(self.config.log_ratio_clamp, self.ranks.device)
@@ -141,6 +147,8 @@ class TrainStep:
             ratios, num_kept = self._backward_minibatch(
                 index, micro_batches, totals, proximal[index], sums, fresh_version, where
             )
+            if check is not None and index == 0:
+                check(batch, sums["fresh_abs"], sums["fresh_tokens"])
             num_computed += 1
             stopped = self._stops_early(batch.training_step, index, ratios, totals)
             if stopped or num_kept == 0:
@@ -182,7 +190,7 @@ class TrainStep:
             document = Document.from_training_sequence(item, advantage)
             check_taught(item.sequence_id, document, self.config)
             minibatches[item.minibatch].append(document)
-        packed = pack_for_ranks(minibatches, self._max_tokens, self.ranks, self._dtype)
+        packed = pack_for_ranks(minibatches, self.max_tokens, self.ranks, self._dtype)
         if not self._has_credit:
             return packed
         return with_credit(
@@ -191,7 +199,7 @@ class TrainStep:
             self.config,
             self.ranks,
             sums,
-            temperature=self._temperature,
+            temperature=self.temperature,
             on_progress=self.on_progress,
         )
 
@@ -204,7 +212,7 @@ class TrainStep:
     def _logprobs(self, micro_batches: Seq[MicroTensors]) -> list[torch.Tensor]:
         found = []
         for micro_batch in micro_batches:
-            found.append(forward(self.model, micro_batch, self._temperature)[0])
+            found.append(forward(self.model, micro_batch, self.temperature)[0])
             self.on_progress()
         return found
 
@@ -253,7 +261,7 @@ class TrainStep:
                 taught = [with_teacher(m, own, self.config) for m, own in zip(micro_batches, current, strict=True)]
             context = self._context(taught, totals, current, proximal)
         for index, untaught in enumerate(micro_batches):
-            logprobs, entropy, values = forward_with_values(self.model, untaught, self._temperature)
+            logprobs, entropy, values = forward_with_values(self.model, untaught, self.temperature)
             micro_batch = untaught
             if self.config.distillation is not None:
                 micro_batch = with_teacher(untaught, logprobs.detach(), self.config)
@@ -331,7 +339,7 @@ class TrainStep:
             sums.add(name, count)
         if self.reference is not None and config.kl_coefficient > 0.0:
             with torch.no_grad():
-                reference_logprobs, _ = forward(self.reference, batch, self._temperature)
+                reference_logprobs, _ = forward(self.reference, batch, self.temperature)
             kl = kl_per_token(
                 logprobs, reference_logprobs, config.kl_estimator, config.log_ratio_clamp, config.kl_clamp
             )

@@ -47,6 +47,7 @@ def begin(run_dir: Path, steps: int = 10, checkpoint: int = 10) -> Recipe:
         "policies.model0.optimizer.lr=5.0e-4",
         "policies.model0.optimizer.schedule=constant",
         "policies.model0.trainer.checkpoint_every=5",
+        "policies.model0.trainer.max_mismatch=0.2",
         "policies.model0.batch.max_staleness=2",
         "workflow.settings.reward=recipes.quickstart.reward:other",
         "workflow.settings.max_turns=2",

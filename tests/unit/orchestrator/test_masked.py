@@ -121,6 +121,29 @@ async def test_a_run_whose_grader_fails_too_often_pauses_with_the_reason_and_goe
     assert world.parts.counters["masked/model0/grader_failed"] in (0, 3)  # as far as the state was written
 
 
+async def test_a_run_whose_trainer_refuses_its_batch_pauses_with_the_reason_until_it_trains(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds()
+    parts, watch = world.parts, world.watch()
+    trainer = world.trainer_api.join("model0", "t", 1, 0, {})
+    trainer.refusal = "engine and trainer of model0 disagree by 0.3 nats a token"
+    await watch.tick()
+    assert parts.control.paused and trainer.refusal in parts.dispatcher.held_back
+    assert parts.counters["pauses_for_failures"] == 1, "a launcher without a terminal ends the run"
+    for _ in range(2):  # the same batch would be refused again
+        world.core.resume()
+        for _ in range(2):
+            world.clock.now += 2
+            await watch.tick()
+        assert parts.control.paused
+    trainer.refusal = ""
+    world.core.resume()
+    world.clock.now += 2
+    await watch.tick()
+    assert not parts.control.paused and "disagree" not in parts.dispatcher.held_back
+
+
 def test_watch_shows_masked_samples_by_policy_and_cause() -> None:
     counters = {"masked/model0/grader_failed": 12, "redrawn/model0/episode_lost": 3, "task_groups_issued": 7}
     console = Console(width=120)

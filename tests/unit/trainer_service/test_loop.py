@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from services.trainer.loop import training_loop as loop_module
 from services.trainer.loop.device_turns import DeviceTurns
 from services.trainer.loop.training_loop import TrainingLoop
 from services.trainer.ranks.sharding import Ranks
+from services.trainer.step.numerics import MismatchError
+from services.trainer.step.train_step import BeforeUpdate
 from tests.unit.trainer.building import algorithm, train_step
 from tests.unit.trainer_service.building import DigestPublisher, batch_of
 
@@ -40,6 +43,7 @@ class FakeLink:
     leaving: bool = False
     device_turn: DeviceTurn = NO_TURN
     turns_done: list[int] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
 
     def pull(self, training_step: int) -> RankBatch | None:
         self.pulls.append(training_step)
@@ -63,6 +67,10 @@ class FakeLink:
         self.checkpoint_steps.append(max(kept, default=0))
         self.kept.append(list(kept))
 
+    def refuse(self, reason: str) -> None:
+        self.refusals.append(reason)
+        self.stopped = True  # a person ends the run
+
     def set_device_turn(self, number: int) -> None:
         self.turns_done.append(number)
 
@@ -74,7 +82,15 @@ class FakeLink:
 class Trainer:
     """A process life: fresh model, the checkpoints of its predecessors."""
 
-    def __init__(self, directory: Path, link: FakeLink, checkpoint_every: int = 2, *, shared: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        link: FakeLink,
+        checkpoint_every: int = 2,
+        *,
+        shared: bool = False,
+        check: BeforeUpdate | None = None,
+    ) -> None:
         self.step = train_step(algorithm())
         self.checkpoints = Checkpoints(directory, CheckpointIdentity(run_id="r", policy="p"), 2, Ranks.single())
         self.link = link
@@ -87,6 +103,7 @@ class Trainer:
             device=DeviceTurns(self.step, link, Ranks.single(), directory) if shared else None,
             num_steps=STEPS,
             checkpoint_every=checkpoint_every,
+            check=check,
         )
 
     def live(self) -> int:
@@ -130,6 +147,26 @@ def test_a_checkpoint_that_is_asked_for_does_not_wait_for_the_next_batch(tmp_pat
     assert Trainer(tmp_path, link).live() == 3
     assert link.kept == [[], [2], [2, 3]]
     assert link.states[-5:] == ["checkpointing", *["waiting_for_batch"] * 3, "checkpointing"]
+
+
+def test_a_refused_batch_is_neither_trained_nor_published_and_replayed_ones_are_not_checked(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def check(batch: RankBatch, *_: object) -> None:
+        seen.append(batch.training_step)
+        if batch.training_step == 4:
+            raise MismatchError("likely cause: rope base")
+
+    link = FakeLink()
+    trainer = Trainer(tmp_path, link, checkpoint_every=9, check=check)
+    assert trainer.live() == 3
+    assert link.published == [0, 1, 2, 3] and link.refusals == ["likely cause: rope base"]
+    assert link.states.count("paused") == 1 and link.kept[-1] == [3]
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path)
+    again = FakeLink(ledger=link.ledger)
+    Trainer(tmp_path, again, check=check).live()
+    assert seen == [1, 2, 3, 4, 4] and again.pulls == [1, 2, 3, 4]
 
 
 def test_a_recovered_trainer_replays_without_publishing_and_offers_the_newest_again(tmp_path: Path) -> None:

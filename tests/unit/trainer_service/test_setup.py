@@ -68,7 +68,7 @@ def test_the_settings_of_the_model_reach_policy_and_reference(model: Path, group
     for built_model in (step.model, reference):
         assert built_model._logprob_chunk_tokens == 3
         assert built_model.causal_lm.config._attn_implementation == register_attention("sdpa")
-    assert step._max_tokens == 40
+    assert step.max_tokens == 40
     assert is_checkpointed(step.model) and not is_checkpointed(reference)
 
 

@@ -100,7 +100,7 @@ def loading_s(recipe: Recipe) -> float:
         for name in service.policies or list(recipe.policies):
             shape = ModelShape.of(recipe.policies[name].model.path)
             if service.servers is not None and shape is not None:
-                size = shape.num_parameters * DTYPE_BYTES[recipe.policies[name].weights.publish_dtype]
+                size = shape.num_parameters * DTYPE_BYTES[recipe.policies[name].published_dtype]
                 longest = max(longest, service.servers.loading_timeout_s(size) - service.servers.ready_timeout_s)
     return longest
 
@@ -125,7 +125,7 @@ def _add_trainer(
         if "reference" in trainer.offload and policy.algorithm.needs_reference:
             reference = shape.num_parameters * DTYPE_BYTES[trainer.frozen_dtype]
             memory[f"offloaded reference of {name}"] += reference * share
-    version = published_parameters(shape, policy) * DTYPE_BYTES[weights.publish_dtype]
+    version = published_parameters(shape, policy) * DTYPE_BYTES[policy.published_dtype]
     num_versions = weights.keep_versions + 2 + (weights.transfer != "full")
     found[trainer.nodes[0]].shared[f"{num_versions} versions of {name}"] += num_versions * version
 
@@ -133,7 +133,7 @@ def _add_trainer(
 def _add_engine(
     node: HostEstimate, name: str, service: InferenceConfig, policy: PolicyConfig, shape: ModelShape, *, has_gpus: bool
 ) -> None:
-    version = published_parameters(shape, policy) * DTYPE_BYTES[policy.weights.publish_dtype]
+    version = published_parameters(shape, policy) * DTYPE_BYTES[policy.published_dtype]
     with_publisher = policy.trained and service.node == policy.trainer.nodes[0]
     if not (with_publisher and policy.weights.transfer != "delta" and "mapped" in policy.weights.transports):
         node.memory[f"mirror of {name}"] += version

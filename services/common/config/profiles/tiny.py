@@ -155,7 +155,7 @@ def _policy(policy: Tree, *, old_group: int, group: int, episodes: bool) -> None
     }
     _at_most(policy["trainer"], "token_budget", 2 * CONTEXT_TOKENS)
     _at_most(policy["trainer"], "checkpoint_every", STEPS - 1)
-    policy["weights"] |= {"port": 0, "spill_directory": None}
+    policy["weights"] |= {"port": 0, "spill_directory": None, "publish_dtype": "float32"}
     if policy["weights"]["full_every"]:
         _at_most(policy["weights"], "full_every", STEPS - 1)  # both ways are then taken
 

@@ -12,6 +12,8 @@ from services.common.config.training.losses import LossConfig, M2po
 from services.common.config.training.optimizer import OptimizerConfig
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
+# Nats. Healthy runs: about 1e-6 in float32; engines in bfloat16 0.01 to 0.02.
+EXACT_MISMATCH, ROUNDED_MISMATCH = 1e-3, 0.05
 
 OFFLOAD_BUCKET_BYTES = 256 << 20  # of parameters whose moments travel together when the optimizer is offloaded
 
@@ -203,6 +205,11 @@ class TrainerConfig(Section):
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak of one rank's device in `compute_dtype`, in 10^12 floating-point operations per second, for the metric
     `mfu`; left out: from a table of GPUs, and no `mfu` for other devices."""
+    max_mismatch: float | None = Field(default=None, gt=0)
+    """Largest mean difference, in nats, between the log-probabilities of engines and trainer on the fresh tokens of the first
+    batch and of the one after two updates; above it the run pauses before it trains the batch. Left out: 1e-3 when embedded
+    engines, trainer and versions are float32, else 0.05. Raise it for an engine that is meant to differ, such as one with
+    quantized weights, beside `algorithm.name: tis`."""
     token_budget: int = Field(default=16384, ge=16)
     """Tokens that one packed micro-batch computes; a shared prefix of sequences counts once. Changes memory and speed,
     never the gradient."""
@@ -232,8 +239,10 @@ class TrainerConfig(Section):
 
 
 class WeightsConfig(Section):
-    publish_dtype: DTypeName = "bfloat16"
-    """Type in which versions are published. `float32` for small models on CPUs."""
+    publish_dtype: Literal["auto"] | DTypeName = "auto"
+    """Type in which versions are published. `auto` is `trainer.compute_dtype`, so that engines get the numbers that the trainer
+    computes with: bfloat16 on a GPU, float32 on a CPU. bfloat16 for processes that are started one by one, unless the
+    recipe names `trainer.device`."""
     transfer: Literal["auto", "full", "delta"] = "auto"
     """`delta` sends the changes when they are smaller. `auto` maps the full snapshot on the publisher's host, and sends the
     changes to other hosts when that takes less time by the measured rates of coding, link and decoding. Every result is
@@ -287,6 +296,18 @@ class PolicyConfig(Section):
     @classmethod
     def _adapters_travel_whole(cls, written: Any) -> Any:
         return with_adapter_transfer(written)
+
+    @model_validator(mode="after")
+    def _published_as_computed(self) -> PolicyConfig:
+        if self.weights.publish_dtype == "auto" and self.trainer.compute_dtype != "auto":
+            weights = self.weights.model_copy(update={"publish_dtype": self.trainer.compute_dtype})
+            object.__setattr__(self, "weights", weights)
+        return self
+
+    @property
+    def published_dtype(self) -> DTypeName:
+        """The type of versions; bfloat16 while it is `auto` and no process knows the trainer's device: all must agree."""
+        return "bfloat16" if self.weights.publish_dtype == "auto" else self.weights.publish_dtype
 
     @model_validator(mode="after")
     def _adapter_fits(self) -> PolicyConfig:

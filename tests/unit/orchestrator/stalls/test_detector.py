@@ -210,6 +210,10 @@ def all_masked(run: MadeUpRun) -> None:
     )
 
 
+def batch_refused(run: MadeUpRun) -> None:
+    run.set_trainer(refusal="engine and trainer of model0 disagree by 0.3 nats a token")
+
+
 def all_refused(run: MadeUpRun) -> None:
     seen = RefusedFacts(component="replica/a", number=8, since=run.now, newest=run.now, detail="token_id: 99999")
     run.edits.append(lambda facts: replace(facts, refused=(replace(seen, newest=facts.now),)))
@@ -245,6 +249,7 @@ CASES: dict[Callable[[MadeUpRun], None], tuple[str, Cause]] = {
     all_fail: ("rollouts", Cause.ALL_FAIL),
     too_many_masked: ("rollouts", Cause.MASKED),
     all_masked: ("rollouts", Cause.ALL_FAIL),
+    batch_refused: ("trainer/model0", Cause.NUMERICS),
     all_refused: ("replica/a", Cause.RECORDS_REFUSED),
     curated_away: ("dataset", Cause.NOTHING_TO_PLAY),
 }
