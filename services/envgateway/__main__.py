@@ -60,9 +60,8 @@ def main() -> None:
     try:
         settings = _settings(arguments)
         logs.configure("envgateway", arguments.run_dir)
-        for sentence in (
-            unread_variables(None, os.environ) if arguments.run_dir is None else ()
-        ):  # a launcher has told them
+        # with a run directory the launcher has shown them
+        for sentence in unread_variables(None, os.environ) if arguments.run_dir is None else ():
             sys.stderr.write(f"warning: {sentence}\n")
         sandbox = SandboxPool.start_before_threads(settings.config.sandbox, is_optional=settings.runs_none)
         # Only now: the sandbox's processes were started before any key was read.

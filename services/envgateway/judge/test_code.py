@@ -12,7 +12,6 @@ from typing import Any
 from services.common.text.assert_tests import (
     called_in,
     completed,
-    is_main,
     is_test_case,
     is_test_function,
     names_of,
@@ -49,19 +48,14 @@ def longest(tests: AssertTests, limits: dict[str, float | int], judging_time_s: 
 def _with_calls(text: str) -> str:
     """The tests as a script: with the calls of ``check``, test functions and test classes that they leave to a runner.
 
-    >>> print(_with_calls("def test_it():\\n    assert f(1) == 1\\nif __name__ == '__main__':\\n    unittest.main()"))
+    >>> print(_with_calls("def test_it():\\n    assert f(1) == 1"))
     def test_it():
         assert f(1) == 1
     test_it()
     """
-    body = [
-        inner
-        for node in parsed(text).body
-        for inner in (node.body if isinstance(node, ast.If) and is_main(node) else [node])
-        if not _starts_unittest(inner)
-    ]
+    body = list(parsed(text).body)
     called = set().union(*map(called_in, body))
-    for node in list(body):
+    for node in parsed(text).body:
         match node:
             case ast.FunctionDef(name="check", args=ast.arguments(args=[_, *_])) if "check" not in called:
                 body += ast.parse("check(candidate)").body
@@ -78,12 +72,3 @@ __result__ = __import__("unittest").TestResult()
 __suite__.run(__result__)
 assert __result__.wasSuccessful(), (__result__.errors + __result__.failures)[0][1]
 """
-
-
-def _starts_unittest(node: ast.stmt) -> bool:
-    """``unittest.main()``, which would end the process."""
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and ast.unparse(node.value.func) in ("unittest.main", "main")
-    )

@@ -19,14 +19,8 @@ _SHOWN_CHARS = 200
 _LONGEST_DECIMAL, _LARGEST_EXPONENT = 2000, 5000
 _LARGEST_RANGE = 1_000_000
 _BRACKETS = {"q": "[]", "l": "[]", "t": "()", "s": "{}", "z": "{}", "d": "{}", "L": "[]", "T": "[]"}
-_NO_TREE = (
-    RecursionError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    TypeError,
-    AttributeError,
-)  # errors that an untrusted tree may cause
+# errors that an untrusted tree may cause
+_NO_TREE = (RecursionError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,9 +259,8 @@ def _all_equal(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
 def _equal_dicts(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
     first = {key(k): v for k, v in zip(a[1::2], a[2::2], strict=True)}
     second = {key(k): v for k, v in zip(b[1::2], b[2::2], strict=True)}
-    if (
-        not rule.strict and first.keys() != second.keys() and all(isinstance(k, str) for k in a[1::2])
-    ):  # JSON has text keys only, so the intended types are unknown
+    # JSON has text keys only, so the intended types are unknown
+    if not rule.strict and first.keys() != second.keys() and all(isinstance(k, str) for k in a[1::2]):
         first = {_json_key(k): v for k, v in zip(a[1::2], a[2::2], strict=True)}
         second = {_json_key(k): v for k, v in zip(b[1::2], b[2::2], strict=True)}
         if 2 * len(first) != len(a) - 1 or 2 * len(second) != len(b) - 1:
@@ -311,7 +304,7 @@ def key(tree: Tree) -> str:
     kind, parts = tree[0], tree[1:]
     if kind == "b":
         return f"b'{parts[0]}'"
-    if kind in ("o", "h"):
+    if kind == "o":
         raise ValueError("an object is no data")
     if kind == "r":
         values = _range(tree)

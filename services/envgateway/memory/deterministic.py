@@ -91,8 +91,8 @@ def is_deterministic(code: str, entry_points: frozenset[str] = frozenset()) -> b
     >>> is_deterministic("print(set(input()))"), is_deterministic("print(id(1))"), is_deterministic("print(f := input)")
     (False, False, False)
     """
-    if len(code) > LARGEST_SOURCE or "Solution" in code or any("Solution" in name for name in entry_points):
-        return False  # to a Solution more names are known than its text shows
+    if len(code) > LARGEST_SOURCE:
+        return False
     try:
         source = code.encode()
         tree = parsed_module(code.removeprefix("\ufeff"))

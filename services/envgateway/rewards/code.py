@@ -42,10 +42,9 @@ from services.envgateway.rewards.result import CORRECT, RewardOutcome, RewardRes
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits
 
-JUDGING_TIMEOUT_S = (
-    600.0  # of a call; a judgement takes 500 s at most (sandbox.judging_time_s), the rest is for the wait
-)
+JUDGING_TIMEOUT_S = 600.0  # of a call: a judgement of 500 s at most (sandbox.judging_time_s), and two waits
 WAIT_S = 45.0  # for a place among the task's programs, and as long for a slot
+_JUDGED_S = JUDGING_TIMEOUT_S - WAIT_S - 5.0  # ends before the call does, so that a wait at workers is told as one
 _INTEGER = re.compile(r"-?\d{1,18}")
 
 
@@ -87,7 +86,7 @@ class CodeReward:
         await take_place(places, WAIT_S, "other programs of this task are being judged")
         try:
             result = await self._queue.run(
-                request, lane=request.lane, request_id="", deadline_s=self.timeout_s, wait_s=WAIT_S
+                request, lane=request.lane, request_id="", deadline_s=_JUDGED_S, wait_s=WAIT_S
             )
         except DeadlineError as error:  # it waited, at workers: no program runs for so long
             raise CapacityError(error.message, retry_after_s=1.0) from None

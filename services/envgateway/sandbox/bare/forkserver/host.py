@@ -273,7 +273,7 @@ class Host:
         if exit_code := program.guarded(self._compile, _NOTE):
             program.flush([sys.stderr])
             self.exit_code = exit_code
-        elif not (self._settings["apart"] or self._warned) and self._is_stateless():
+        elif not (self._settings["apart"] or self._warned) and stateless.is_stateless(self._source):
             yield from self._one_after_the_other()
         else:
             yield from self._each_apart()
@@ -286,9 +286,6 @@ class Host:
             self._warned = sys.stderr.getvalue()
         finally:
             sys.stderr = stderr
-
-    def _is_stateless(self) -> bool:
-        return stateless.is_stateless(self._source)
 
     def _send_records(self) -> None:
         if self._unsent:
