@@ -21,7 +21,7 @@ import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError
@@ -38,6 +38,7 @@ from services.envgateway.judge.records import (
     StdinTests,
     Tests,
 )
+from services.envgateway.queue.base import JobQueue
 from services.envgateway.rewards.result import CORRECT, RewardOutcome, RewardResult, grader_failed
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits
@@ -48,23 +49,12 @@ _JUDGED_S = JUDGING_TIMEOUT_S - WAIT_S - 5.0  # ends before the call does, so th
 _INTEGER = re.compile(r"-?\d{1,18}")
 
 
-class JudgeQueue(Protocol):
-    """Interface of the queue in which requests wait for a slot."""
-
-    @property
-    def num_slots(self) -> int: ...
-
-    async def run(
-        self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float, wait_s: float | None = None
-    ) -> JudgeResult: ...
-
-
 class CodeReward:
     """A reward function over the judge."""
 
     timeout_s = JUDGING_TIMEOUT_S
 
-    def __init__(self, queue: JudgeQueue, case_time_s: float | None = None) -> None:
+    def __init__(self, queue: JobQueue, case_time_s: float | None = None) -> None:
         """``case_time_s``: of a program on one case; None is the sandbox's limit."""
         self._queue = queue
         self._limits = ExecutionLimits(wall_s=case_time_s)
@@ -77,10 +67,9 @@ class CodeReward:
         code = program_of(completion)
         if not code.strip():
             return RewardResult(outcome=RewardOutcome.UNPARSED, detail="there is no program in the completion")
-        if isinstance(tests, AssertTests):  # the completion may go on where the prompt ended
-            code = with_preamble(code, tests.preamble, tests.entry_point)
-        else:
-            code = code.strip()
+        # the completion may go on where the prompt of asserts ended
+        begun = (tests.preamble, tests.entry_point) if isinstance(tests, AssertTests) else ("", "")
+        code = with_preamble(code, *begun)
         request = JudgeRequest(code=code, tests=tests, limits=self._limits, stop_early=True, lane=Lane.INTERACTIVE)
         places = self._places_of(tests)
         await take_place(places, WAIT_S, "other programs of this task are being judged")

@@ -27,7 +27,7 @@ def run(source: bytes, payload: dict[str, Any], note_fd: int, tell: Callable[[by
         if payload["entry_point"]:
             names["candidate"] = calls.find(module, calls.defined_entry(module, payload["entry_point"]))
         if "unittest" in payload["tests"]:  # the call would end the process; the test cases are run behind it
-            importlib.import_module("unittest").main = lambda *given, **named: None
+            vars(importlib.import_module("unittest"))["main"] = lambda *given, **named: None
         try:
             exec(compile(payload["tests"], "<tests>", "exec", dont_inherit=True), names)
         except AssertionError as error:  # a wrong answer: the program itself has not failed
