@@ -120,12 +120,9 @@ def _settings(arguments: argparse.Namespace) -> _Settings:
         config = config.model_copy(update={"http": config.http.model_copy(update={"reuse_port": True})})
     if arguments.host:
         config = config.model_copy(update={"host": arguments.host})
-    given = [
-        ("--run-dir", arguments.run_dir),
-        ("--recipe", arguments.recipe),
-        *(("--set", o) for o in arguments.overrides),
-    ]
-    source = [str(part) for option in given if option[1] is not None for part in option]
+    given = {"--run-dir": arguments.run_dir, "--recipe": arguments.recipe}
+    source = [str(part) for option in given.items() if option[1] is not None for part in option]
+    source += [part for override in arguments.overrides for part in ("--set", override)]
     worker = module_command("services.envgateway.worker", *source) if runs_worker() and redis_uri else ()
     runs_none = (runs_none and config.http.port is None) or bool(redis_uri)
     return _Settings(config, run_id, redis_uri, needs_keys, metrics, worker, runs_none)

@@ -12,12 +12,10 @@ from typing import Any
 from services.common.text.asserted_calls import AssertedCall, Relation
 from services.envgateway.judge.compare import difference
 from services.envgateway.judge.records import Comparison, ComparisonMode
-from services.envgateway.judge.values import ValueRule, distance, equal, shown, truth
+from services.envgateway.judge.values import NO_TREE, ValueRule, distance, equal, shown, truth
 from services.envgateway.sandbox.bare.harness import plain
 
 _STRICT = ValueRule(strict=True)
-# Errors that a program can cause by a false frame in place of its harness's: none of them is a failure of ours.
-_NO_DATA = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ def failure(check: Check, answer: bytes) -> str:
     try:
         value = plain.parse(answer)
         return asserted_failure(check, value) if isinstance(check, AssertedCall) else check.failure(value)
-    except _NO_DATA as error:
+    except NO_TREE as error:
         return f"the returned value is no data: {error!r}"
 
 

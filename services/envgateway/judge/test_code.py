@@ -9,14 +9,7 @@ import ast
 import json
 from typing import Any
 
-from services.common.text.assert_tests import (
-    called_in,
-    completed,
-    is_test_case,
-    is_test_function,
-    names_of,
-    parsed,
-)
+from services.common.text.assert_tests import called_in, completed, is_test_case, is_test_function, names_of, parsed
 from services.envgateway.judge.records import AssertTests
 
 _MOST_LIMITS = 20  # the tests may take this many times the limit of one case
@@ -53,17 +46,17 @@ def _with_calls(text: str) -> str:
         assert f(1) == 1
     test_it()
     """
-    body = list(parsed(text).body)
+    parts, body = [text], parsed(text).body
     called = set().union(*map(called_in, body))
-    for node in parsed(text).body:
+    for node in body:
         match node:
             case ast.FunctionDef(name="check", args=ast.arguments(args=[_, *_])) if "check" not in called:
-                body += ast.parse("check(candidate)").body
+                parts.append("check(candidate)")
             case ast.FunctionDef(name=name) if is_test_function(node) and name not in called:
-                body += ast.parse(f"{name}()").body
+                parts.append(f"{name}()")
             case ast.ClassDef(name=name) if is_test_case(node):
-                body += ast.parse(_RUN_CLASS.format(name)).body
-    return ast.unparse(ast.Module(body, []))
+                parts.append(_RUN_CLASS.format(name))
+    return "\n".join(parts)
 
 
 _RUN_CLASS = """\

@@ -40,6 +40,7 @@ import time
 import typing
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from .. import endings, messages
@@ -228,24 +229,16 @@ class _Watched:
                           bytes(stdout.data), bytes(stderr.data), bytes(answer.data), self._said[1:])  # fmt: skip
 
 
+@dataclass(slots=True)
 class Case:
     """Task of a case's process: ``call`` a function, or if None run a program that reads its stdin."""
 
-    def __init__(
-        self,
-        call: dict[str, Any] | None,
-        code: Any,
-        note_fd: int,
-        tell: Callable[[bytes], None],
-        supply: program.Supply = prelude.prepare,
-    ) -> None:
-        """``tell`` gets the value of a call, ``supply`` puts names into the program's namespace."""
-        self.call = call
-        self.code = code
-        self.note_fd = note_fd
-        self.tell = tell
-        self.supply = supply
-        self.exit_code = messages.FAILED_EXIT  # set by the executor of the case
+    call: dict[str, Any] | None
+    code: Any
+    note_fd: int
+    tell: Callable[[bytes], None]  # gets the value of a call
+    supply: program.Supply = prelude.prepare  # puts names into the program's namespace
+    exit_code: int = messages.FAILED_EXIT  # set by the executor of the case
 
 
 class Host:

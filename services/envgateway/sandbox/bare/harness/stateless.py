@@ -82,13 +82,7 @@ def _public(kinds: Any) -> frozenset[str]:
     return frozenset(name for kind in kinds for name in dir(kind) if not name.startswith("_"))
 
 
-_ATTRIBUTES = _public(_DATA) | _public((io.TextIOWrapper,)) & {
-    "read",
-    "readline",
-    "readlines",
-    "write",
-    "flush",
-}
+_ATTRIBUTES = _public(_DATA) | _public((io.TextIOWrapper,)) & _words("read readline readlines write flush")
 # attributes that lead from an object to its frame, its module or other code, or change a shared class or a stream
 _LEADING_OUT = _public(
     (types.FunctionType, types.MethodType, types.CodeType, types.FrameType, types.TracebackType, types.GeneratorType,
