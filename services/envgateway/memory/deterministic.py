@@ -79,7 +79,7 @@ def is_deterministic(code: str, entry_points: frozenset[str] = frozenset()) -> b
 
     >>> is_deterministic("print(sum(map(int, input().split())))"), is_deterministic("print(")
     (True, True)
-    >>> is_deterministic("print(set(input()))"), is_deterministic("print(id(1))"), is_deterministic("print(f := input)")
+    >>> is_deterministic("print(set(input()))"), is_deterministic("print(id(1))"), is_deterministic("print(f := set)")
     (False, False, False)
     """
     if len(code) > LARGEST_SOURCE:

@@ -1,13 +1,14 @@
 """``code``: a completion is right when its program passes every test of the task.
 
-``program_of`` says which part of a completion is the program. ``also`` are other values that are right;
-``integer_keys``: dictionaries among the arguments whose keys all are integers in text have integers. A task's row has its tests in one of the
-forms
+``program_of`` finds the program in a completion. A task's row has its tests in one of the forms
 
     {"kind": "stdin",  "cases": [{"stdin": text, "expected": text}, ...]}
     {"kind": "call",   "entry_point": name, "cases": [{"args": [...], "expected": value, "also": [value, ...]}, ...],
      "integer_keys": bool}
     {"kind": "assert", "tests": code, "entry_point": name, "preamble": code, "names": [name, ...]}
+
+``also``: other values that are right. ``integer_keys``: a dictionary among the arguments gets integer keys where all its
+keys are integers written as text.
 
 Cases are run until one fails, and the first failure decides the details. A rollout waits for the reward, as for a tool:
 the lane is the interactive one. The time of a program counts from its start (``sandbox.judging_time_s``); a judgement that
