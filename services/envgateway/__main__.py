@@ -60,9 +60,8 @@ def main() -> None:
     try:
         settings = _settings(arguments)
         logs.configure("envgateway", arguments.run_dir)
-        for sentence in (
-            unread_variables(None, os.environ) if arguments.run_dir is None else ()
-        ):  # a launcher has told them
+        # with a run directory the launcher has shown them
+        for sentence in unread_variables(None, os.environ) if arguments.run_dir is None else ():
             sys.stderr.write(f"warning: {sentence}\n")
         sandbox = SandboxPool.start_before_threads(settings.config.sandbox, is_optional=settings.runs_none)
         # Only now: the sandbox's processes were started before any key was read.
@@ -121,12 +120,9 @@ def _settings(arguments: argparse.Namespace) -> _Settings:
         config = config.model_copy(update={"http": config.http.model_copy(update={"reuse_port": True})})
     if arguments.host:
         config = config.model_copy(update={"host": arguments.host})
-    given = [
-        ("--run-dir", arguments.run_dir),
-        ("--recipe", arguments.recipe),
-        *(("--set", o) for o in arguments.overrides),
-    ]
-    source = [str(part) for option in given if option[1] is not None for part in option]
+    given = {"--run-dir": arguments.run_dir, "--recipe": arguments.recipe}
+    source = [str(part) for option in given.items() if option[1] is not None for part in option]
+    source += [part for override in arguments.overrides for part in ("--set", override)]
     worker = module_command("services.envgateway.worker", *source) if runs_worker() and redis_uri else ()
     runs_none = (runs_none and config.http.port is None) or bool(redis_uri)
     return _Settings(config, run_id, redis_uri, needs_keys, metrics, worker, runs_none)

@@ -241,6 +241,7 @@ def test_requests_of_a_message_are_counted_before_any_is_parsed() -> None:
     assert num_fields(b"\x10\xff\xff\xff\x7f" + b"\x0a\x00" * 1_000_000, 256) == 257  # behind another field
     assert num_fields(b"\x0b" + b"\x0a\x00" * 1_000_000, 256) == 257  # in a group
     assert num_fields(b"\x0a\xff", 256) == 1  # cut: for the parser to refuse
+    assert num_fields(b"\x0a" + b"\xff" * 3_900_000, 256) == 1  # a number of any length: read at most ten bytes of it
 
 
 # -- connections that do not speak ---------------------------------------------------------------------------------------

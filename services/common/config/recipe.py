@@ -296,9 +296,8 @@ class Recipe(Section):
         it. Trainers belong to node 0."""
         tree = self.model_dump(mode="json")
         services = [service for service in tree["inference"].values() if node in (None, service["node"])]
-        if (
-            node is None
-        ):  # of one process: the others may find another device, and all must agree on the type of versions
+        # not of one node: the others may find another device, and all must agree on the type of versions
+        if node is None:
             for name, policy in tree["policies"].items():
                 policy["weights"]["publish_dtype"] = self.policies[name].published_dtype
         for section in (*services, *(policy["trainer"] for policy in tree["policies"].values())):
@@ -359,10 +358,8 @@ class Recipe(Section):
         engines = {service.engine for service in serving.values()}
         if "scripted" in engines:
             return math.inf, types
-        exact = set(types.values()) == {"float32"} and engines <= {
-            "torch",
-            "forced",
-        }  # servers have kernels of their own
+        # servers have kernels of their own
+        exact = set(types.values()) == {"float32"} and engines <= {"torch", "forced"}
         return EXACT_MISMATCH if exact else ROUNDED_MISMATCH, types
 
     def digest_algorithm(self, policy: str) -> Literal["xxh3-128", "blake3"]:

@@ -36,6 +36,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # subscripts in stubs only
 
 _FIRST_FIELD = 0x0A  # the tag of field 1, a message
+_LONGEST_SHIFT = 63  # of the tenth byte of a number
 _UNARY_RESPONSE = ("unary_unary", "stream_unary")
 _STREAM_RESPONSE = ("unary_stream", "stream_stream")
 
@@ -300,7 +301,7 @@ def num_fields(data: bytes, most: int) -> int:
             if data[place] != _FIRST_FIELD:
                 return most + 1
             count, place, size, shift = count + 1, place + 1, 0, 0
-            while data[place] >= 0x80:
+            while data[place] >= 0x80 and shift < _LONGEST_SHIFT:  # the parser refuses a longer number
                 size, place, shift = size | (data[place] & 0x7F) << shift, place + 1, shift + 7
             place += 1 + (size | data[place] << shift)
     return count

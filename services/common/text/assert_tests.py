@@ -203,12 +203,11 @@ def _is_check(node: ast.AST) -> bool:
 def checking_functions(tree: ast.Module) -> frozenset[str]:
     """Names of functions and methods of the tests that assert, or call one that does."""
     functions = [node for node in ast.walk(tree) if isinstance(node, _Function)]
+    called = [(node.name, called_in(node)) for node in functions]
     found = {node.name for node in functions if checks(node)}
-    while True:
-        more = {node.name for node in functions if called_in(node) & found} - found
-        if not more:
-            return frozenset(found)
+    while more := {name for name, names in called if names & found} - found:
         found |= more
+    return frozenset(found)
 
 
 def called_in(node: ast.AST) -> set[str]:
@@ -225,15 +224,9 @@ def _why_nothing_is_tested(tree: ast.Module) -> str:
     rest = [node for node in tree.body if node not in definitions]
     if any(checks(node) for node in rest):
         return ""
-    reached = set().union(*(called_in(node) for node in rest)) & checking_functions(tree)
-    by_itself = any(
-        node.name == "check" or is_test_function(node) or is_test_case(node) for node in definitions if checks(node)
-    ) or any(is_test_function(node) and called_in(node) & checking_functions(tree) for node in definitions)
     checking = checking_functions(tree)
-    via_check = any(
-        isinstance(node, _Function) and node.name == "check" and node.name in checking for node in definitions
-    )
-    if reached or by_itself or via_check:
+    run = {node.name for node in definitions if node.name == "check" or is_test_function(node)}
+    if checking & run.union(*map(called_in, rest)) or any(is_test_case(node) and checks(node) for node in definitions):
         return ""
     unfit = [node.name for node in definitions if isinstance(node, _Function) and node.name.startswith("test")]
     if unfit:

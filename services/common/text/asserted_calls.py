@@ -75,7 +75,7 @@ def asserted_calls(
     """
     reader = _Reader(names_of(tests, entry_point, preamble, names))
     try:
-        reader.read_module(parsed(tests).body)
+        reader.read_scope(parsed(tests).body, reader.module)
     except (NotLiteralError, RecursionError):
         return None
     return tuple(reader.calls) or None
@@ -85,15 +85,12 @@ class _Reader:
     def __init__(self, names: TestNames) -> None:
         self._names = names
         self.calls: list[AssertedCall] = []
-        self._module: _Bound = {}
+        self.module: _Bound = {}
         self._functions = set[str]()  # of the tests, that are read at their definition
         self._num_steps = self._num_nodes = 0
 
-    def read_module(self, statements: list[ast.stmt]) -> None:
-        """Read all. Raises ``NotLiteralError``."""
-        self._read_scope(statements, self._module)
-
-    def _read_scope(self, statements: list[ast.stmt], bound: _Bound, owner: str = "") -> None:
+    def read_scope(self, statements: list[ast.stmt], bound: _Bound, owner: str = "") -> None:
+        """Read the module, a function or a method. Raises ``NotLiteralError``."""
         self._read(statements, bound, owner)
         if any(map(self._is_once, bound.values())):
             raise NotLiteralError("a call that no check uses")
@@ -106,12 +103,12 @@ class _Reader:
                     pass
                 case ast.Assert(test=test):
                     self.calls.append(self._condition(self._resolved(test, bound)))
-                case ast.FunctionDef(name=name, body=body, decorator_list=[]) if bound is self._module and _is_run(
+                case ast.FunctionDef(name=name, body=body, decorator_list=[]) if bound is self.module and _is_run(
                     statement
                 ):
                     self._functions.add(name)
-                    self._read_scope(body, dict(bound))
-                case ast.ClassDef(name=name, body=body) if bound is self._module and is_test_case(statement):
+                    self.read_scope(body, dict(bound))
+                case ast.ClassDef(name=name, body=body) if bound is self.module and is_test_case(statement):
                     self._functions.add(name)
                     for method in body:
                         self._method(method, dict(bound))
@@ -127,11 +124,17 @@ class _Reader:
                 case ast.If(body=body, orelse=[]) if is_main(statement):
                     self._read(body, bound, owner)
                 case ast.For(target=target, iter=values, body=body, orelse=[]):
-                    for item in self._items(self._resolved(values, bound)):
+                    for item in _listed(self._resolved(values, bound)):
+                        self._num_steps += 1
+                        if self._num_steps > _MOST_STEPS:
+                            raise NotLiteralError("too many steps")
                         self._bind(target, item, bound)
                         self._read(body, bound, owner)
                 case ast.Assign(targets=[target], value=value):
-                    self._assign(target, self._resolved(value, bound), bound)
+                    given = self._resolved(value, bound)
+                    if not self._is_program(given):
+                        tree_of(given)
+                    self._bind(target, given, bound)
                 case ast.Import() | ast.ImportFrom():
                     _refuse_other_functions(statement)
                 case _:
@@ -142,7 +145,7 @@ class _Reader:
             case ast.FunctionDef(name=name, args=ast.arguments(args=[owner], defaults=[]), decorator_list=[]) if (
                 name.startswith("test")
             ):
-                self._read_scope(method.body, bound, owner.arg)
+                self.read_scope(method.body, bound, owner.arg)
             case ast.Expr(value=ast.Constant()) | ast.Pass():
                 pass
             case _:
@@ -150,15 +153,10 @@ class _Reader:
 
     # -- names and loops ------------------------------------------------------------------------------------------
 
-    def _assign(self, target: ast.expr, value: ast.expr, bound: _Bound) -> None:
-        if not self._is_program(value):
-            tree_of(value)
-        self._bind(target, value, bound)
-
     def _bind(self, target: ast.expr, value: ast.expr, bound: _Bound) -> None:
         match target, value:
             case ast.Name(id=name), _ if name not in self._names.aliases | self._names.remote:
-                if name in bound and (self._is_once(bound[name]) or (bound is self._module and self._functions)):
+                if name in bound and (self._is_once(bound[name]) or (bound is self.module and self._functions)):
                     raise NotLiteralError("a name for several values, of which a function may use any")
                 bound[name] = value
             case ((ast.Tuple(elts=targets) | ast.List(elts=targets)), (ast.Tuple(elts=values) | ast.List(elts=values))):
@@ -168,13 +166,6 @@ class _Reader:
                     self._bind(one, part, bound)
             case _:
                 raise NotLiteralError("an assignment of another kind")
-
-    def _items(self, values: ast.expr) -> Iterator[ast.expr]:
-        for item in _listed(values):
-            self._num_steps += 1
-            if self._num_steps > _MOST_STEPS:
-                raise NotLiteralError("too many steps")
-            yield item
 
     def _resolved(self, node: ast.expr, bound: _Bound) -> ast.expr:
         """The expression with literals in place of names. A name of a call stands for its call once: a second use would be
@@ -236,7 +227,8 @@ class _Reader:
             case "assertIsNone", [test, *_]:
                 return self._case(test, Relation.IDENTICAL, None)
             case "assertAlmostEqual", [left, right] if not keywords:
-                return self._near(_distance(left, right), math.nextafter(0.5e-7, 1))
+                apart = ast.Call(ast.Name("abs"), [ast.BinOp(left, ast.Sub(), right)], [])
+                return self._near(apart, math.nextafter(0.5e-7, 1))
         raise NotLiteralError("a check of another kind")
 
     def _near(self, left: ast.expr, tolerance: float) -> AssertedCall:
@@ -349,10 +341,6 @@ def _unpacked(args: list[ast.expr]) -> Iterator[ast.expr]:
             yield from _listed(arg.value)
         else:
             yield arg
-
-
-def _distance(left: ast.expr, right: ast.expr) -> ast.expr:
-    return ast.Call(ast.Name("abs"), [ast.BinOp(left, ast.Sub(), right)], [])
 
 
 def _real(node: ast.expr) -> float:

@@ -63,46 +63,31 @@ def tree_of(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=value) if value is not Ellipsis:
             return to_tree(value)
-        case ast.List(elts=items):
-            return ["l", *map(tree_of, items)]
-        case ast.Tuple(elts=items):
-            return ["t", *map(tree_of, items)]
-        case ast.Set(elts=items):
-            return ["s", *map(tree_of, items)]
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return [_CONVERSIONS[type(node).__name__.lower()], *map(tree_of, items)]
         case ast.Dict(keys=keys, values=values) if None not in keys:
             return ["d", *(tree_of(part) for pair in zip(keys, values, strict=True) for part in pair if part)]
-        case ast.UnaryOp() | ast.BinOp():
+        case ast.UnaryOp() | ast.BinOp() | ast.Name():
             return to_tree(_number(node))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
             return _call(name, arguments)
         case ast.Call(func=ast.Attribute(value=ast.Name(id="copy"), attr="deepcopy"), args=[argument], keywords=[]):
             return tree_of(argument)
-        case ast.Name(id="inf"):
-            return ["f", "inf"]
     raise NotLiteralError(f"not a literal: {ast.unparse(node)[:100]}")
 
 
 def _number(node: ast.expr) -> Any:
     match node:
-        case ast.Constant(value=int() | float() | complex() as value) if not isinstance(value, bool):
-            return value
-        case ast.Constant(value=str() as value):
+        case ast.Constant(value=int() | float() | complex() | str() as value) if not isinstance(value, bool):
             return value
         case ast.Name(id="inf"):
             return float("inf")
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_real(_number(operand))
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _real(_number(operand))
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
+            if not isinstance(value := _number(operand), str):
+                return -value if isinstance(sign, ast.USub) else value
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATIONS:
             return _result(_OPERATIONS[type(sign)], _number(left), _number(right))
     raise NotLiteralError(f"not a number: {ast.unparse(node)[:100]}")
-
-
-def _real(value: Any) -> Any:
-    if isinstance(value, str):
-        raise NotLiteralError("a text has no sign")
-    return value
 
 
 def _result(operation: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
@@ -137,10 +122,8 @@ def _call(name: str, arguments: list[ast.expr]) -> Any:
                 return ["l", *sorted(parts)]
         case [argument] if name == "deepcopy":
             return tree_of(argument)
-        case [] if name in _CONVERSIONS:
-            return [_CONVERSIONS[name]]
-        case [] if name == "dict":
-            return ["d"]
+        case [] if name in _CONVERSIONS or name == "dict":
+            return [_CONVERSIONS.get(name, "d")]
     raise NotLiteralError(f"not a literal: {name}(...)")
 
 

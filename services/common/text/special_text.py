@@ -67,10 +67,8 @@ class SpecialText:
 
     def _harmless(self, message: Message, split: Split) -> Message:
         content = message.get("content")
-        if content is not None and not isinstance(content, str):
-            message = {**message, "content": joined_parts(content)}
-        elif content is None:
-            message = {**message, "content": ""}
+        if not isinstance(content, str):
+            message = {**message, "content": "" if content is None else joined_parts(content)}
         found: Message = _deep(message, split)
         return found
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.text.asserted_calls import AssertedCall, Relation
-from services.envgateway.judge import asserts
 from services.envgateway.judge.compare import difference
 from services.envgateway.judge.records import Comparison, ComparisonMode
-from services.envgateway.judge.values import ValueRule, equal, shown
+from services.envgateway.judge.values import NO_TREE, ValueRule, distance, equal, shown, truth
 from services.envgateway.sandbox.bare.harness import plain
 
-# Errors that a program can cause by a false frame in place of its harness's: none of them is a failure of ours.
-_NO_DATA = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_STRICT = ValueRule(strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,38 @@ def failure(check: Check, answer: bytes) -> str:
         return difference(check.expected, answer, check.comparison)
     try:
         value = plain.parse(answer)
-        return asserts.failure(check, value) if isinstance(check, AssertedCall) else check.failure(value)
-    except _NO_DATA as error:
+        return asserted_failure(check, value) if isinstance(check, AssertedCall) else check.failure(value)
+    except NO_TREE as error:
         return f"the returned value is no data: {error!r}"
+
+
+def asserted_failure(call: AssertedCall, actual: Any) -> str:
+    """Why a returned value is wrong; empty when the value is right."""
+    match call.relation:
+        case Relation.EQUAL:
+            right = equal(call.expected, actual, _STRICT)
+        case Relation.IN:
+            right = any(equal(expected, actual, _STRICT) for expected in call.expected[1:])
+        case Relation.IDENTICAL:
+            right = call.expected is actual
+        case Relation.TRUE | Relation.FALSE:
+            right = truth(actual) is (call.relation is Relation.TRUE)
+        case Relation.NEAR:
+            apart = distance(call.expected, actual)
+            right = apart is not None and apart < call.tolerance
+        case Relation.CLOSE:
+            right = equal(call.expected, actual, _STRICT) or _is_close(call, actual)
+    if right:
+        return ""
+    wanted = shown(call.expected) if call.relation not in (Relation.TRUE, Relation.FALSE) else call.relation.value
+    return f"expected {wanted}, got {shown(actual)}"
+
+
+def _is_close(call: AssertedCall, actual: Any) -> bool:
+    apart, sizes = distance(call.expected, actual), (distance(0, call.expected), distance(0, actual))
+    if apart is None or None in sizes or math.inf in sizes:
+        return False
+    return apart <= max(call.relative * max(size for size in sizes if size is not None), call.tolerance)
 
 
 def packed(check: Check) -> bytes:

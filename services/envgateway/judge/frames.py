@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import struct
-
+from services.envgateway.sandbox.bare.harness.calls import FRAME, framed
 from services.envgateway.sandbox.connection import SubmittedRun
-
-_FRAME = struct.Struct("!I")
 
 
 class Frames:
@@ -21,13 +18,13 @@ class Frames:
     async def next(self) -> bytes | None:
         """The next frame; None at the end of the output, or when the output is not a frame."""
         while True:
-            if len(self._buffer) >= _FRAME.size:
-                size = _FRAME.unpack_from(self._buffer)[0]
+            if len(self._buffer) >= FRAME.size:
+                size = FRAME.unpack_from(self._buffer)[0]
                 if size > self._largest:
                     return None
-                if len(self._buffer) >= _FRAME.size + size:
-                    frame = bytes(self._buffer[_FRAME.size : _FRAME.size + size])
-                    del self._buffer[: _FRAME.size + size]
+                if len(self._buffer) >= FRAME.size + size:
+                    frame = bytes(self._buffer[FRAME.size : FRAME.size + size])
+                    del self._buffer[: FRAME.size + size]
                     return frame
             if self._ended:
                 return None
@@ -36,5 +33,7 @@ class Frames:
             self._buffer += message.data if message is not None else b""
 
 
-def framed(data: bytes) -> bytes:
-    return _FRAME.pack(len(data)) + data
+def one_frame(data: bytes) -> bytes | None:
+    """The content of data that are one whole frame."""
+    content = data[FRAME.size :]
+    return content if framed(content) == data else None

@@ -17,18 +17,18 @@ import asyncio
 import dataclasses
 import json
 import secrets
-import struct
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.text.assert_tests import UnusableTestsError
 from services.common.text.asserted_calls import AssertedCall
+from services.common.text.encodable import encodable
 from services.common.text.literals import to_tree
 from services.envgateway.judge import test_code
-from services.envgateway.judge.asserts import read
 from services.envgateway.judge.checks import Check, TextCheck, ValueCheck, failure, packed
 from services.envgateway.judge.compare import VALUE_MODES, value_rule
+from services.envgateway.judge.frames import one_frame
 from services.envgateway.judge.records import (
     AssertTests,
     CallTests,
@@ -37,6 +37,7 @@ from services.envgateway.judge.records import (
     JudgeResult,
     StdinCase,
     StdinTests,
+    Tests,
 )
 from services.envgateway.judge.results import RETRYABLE, case_result, last_line, refused, unusable, whole_result
 from services.envgateway.judge.together import MOST_CASES, CaseHost, HostedCase, is_unfinished, result_of
@@ -49,7 +50,6 @@ from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionResult
 
 MAX_CASES = 10_000
-_FRAME = struct.Struct("!I")
 _MORE_WHEN_PASSED = 8
 _SLOW_TO_COMPARE = 1 << 12  # bytes from which comparing leaves the event loop, for a process that can be killed
 
@@ -80,17 +80,17 @@ class Judge:
         Raises:
             CapacityError: no slot came free in time; says when to come back.
         """
-        direct: tuple[AssertedCall, ...] | None = None
-        wrong = _why_refused(request)
-        if not wrong and (broken := _why_unusable_tests(request)):
-            return unusable(request, broken, self._sandbox.tier)
-        if not wrong and isinstance(request.tests, AssertTests):
-            try:
-                direct = await asyncio.to_thread(read, request.tests)
-            except UnusableTestsError as error:
-                return unusable(request, str(error), self._sandbox.tier)
-        if wrong:
+        if wrong := _why_refused(request):
             return refused(request, wrong, self._sandbox.tier)
+        direct: tuple[AssertedCall, ...] | None = None
+        broken = _why_unusable_tests(request.tests)
+        if isinstance(request.tests, AssertTests):
+            try:
+                direct = await asyncio.to_thread(request.tests.calls)
+            except UnusableTestsError as error:
+                broken = str(error)
+        if broken:
+            return unusable(request, broken, self._sandbox.tier)
         async with self._sandbox.lease(request.lane, queue_timeout_s) as slot:
             return await _Judgement(slot, request, self._sandbox.tier, self._compare).run(direct)
 
@@ -148,7 +148,7 @@ class _Judgement:
                 detail = f"the cases before it took {longest_s:g} s (envgateway.sandbox.judging_time_s)"
                 results.append(CaseResult(index=index, verdict=RunStatus.TIME_LIMIT, detail=detail))
             elif results and results[-1].verdict is RunStatus.COMPILE_ERROR:
-                results.append(_again(results[-1], index))
+                results.append(dataclasses.replace(results[-1], index=index))
             else:
                 run = await self._run(case.alone())
                 results.append(await case.judged(index, run.result.result(), run.answer))
@@ -220,7 +220,9 @@ class _Judgement:
             return refused(self._request, made.detail, self._tier)
         first = case_result(0, made)
         count = 1 if self._request.stop_early else num_cases
-        return whole_result(self._request, [_again(first, i) for i in range(count)], num_cases, self._tier)
+        return whole_result(
+            self._request, [dataclasses.replace(first, index=i) for i in range(count)], num_cases, self._tier
+        )
 
     def _program(self, case: StdinCase, artefact: bytes | None) -> _Case:
         limits = dict(self._limits)
@@ -254,7 +256,7 @@ class _Judgement:
         async def judged(index: int, result: ExecutionResult, answer: bytes) -> CaseResult:
             if result.status is not RunStatus.OK:
                 return case_result(index, result)
-            value = _framed_value(answer)
+            value = one_frame(answer)
             if value is None:
                 return case_result(index, result, RunStatus.WRONG_ANSWER, "the program ended before the call returned")
             wrong = await self._compare(check, value)
@@ -278,7 +280,7 @@ class _Judgement:
         )
         result = run.result.result()
         case = case_result(0, result)
-        if result.status is RunStatus.OK and _framed_value(run.answer) != nonce.encode():
+        if result.status is RunStatus.OK and one_frame(run.answer) != nonce.encode():
             case = case_result(
                 0, result, RunStatus.WRONG_ANSWER, last_line(result) or "the program ended before its tests"
             )
@@ -304,9 +306,8 @@ def _why_refused(request: JudgeRequest) -> str:
     return ""
 
 
-def _why_unusable_tests(request: JudgeRequest) -> str:
+def _why_unusable_tests(tests: Tests) -> str:
     """Why no program can be judged by these tests; for asserts their text has to be read."""
-    tests = request.tests
     if isinstance(tests, AssertTests):
         return ""
     if not tests.cases:
@@ -314,27 +315,8 @@ def _why_unusable_tests(request: JudgeRequest) -> str:
     if len(tests.cases) > MAX_CASES:
         return f"{len(tests.cases)} cases are more than {MAX_CASES}"
     if isinstance(tests, StdinTests):
-        return _why_no_text([text for case in tests.cases for text in (case.stdin, case.expected or "")])
+        texts = (text for case in tests.cases for text in (case.stdin, case.expected or ""))
+        return "a text of the tests has a lone surrogate" if any(encodable(text) != text for text in texts) else ""
     if not all(part.removesuffix("()").isidentifier() for part in tests.entry_point.split(".")):
         return f"entry_point {tests.entry_point!r} is no function and no Class().method"
     return ""
-
-
-def _why_no_text(texts: list[str]) -> str:
-    try:
-        for text in texts:
-            text.encode()
-    except UnicodeEncodeError as error:
-        return f"a text of the tests cannot be encoded: {error}"
-    return ""
-
-
-def _framed_value(answer: bytes) -> bytes | None:
-    """The one frame that a call's harness writes when the function has returned."""
-    if len(answer) < _FRAME.size or len(answer) != _FRAME.size + _FRAME.unpack_from(answer)[0]:
-        return None
-    return answer[_FRAME.size :]
-
-
-def _again(result: CaseResult, index: int) -> CaseResult:
-    return CaseResult(**{**{name: getattr(result, name) for name in CaseResult.__slots__}, "index": index})

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from services.common.errors import InvalidRequestError
 from services.common.telemetry.gateway_queue import Lane
+from services.common.text.asserted_calls import AssertedCall, asserted_calls
 from services.common.text.literals import to_tree
 from services.envgateway.sandbox.bare.harness import plain
 from services.envgateway.sandbox.bare.statuses import RunStatus
@@ -97,6 +98,10 @@ class AssertTests:
     entry_point: str = ""  # the object that ``candidate`` names; read from the tests where they define one
     preamble: str = ""
     names: tuple[str, ...] = ()  # further names that the program defines and the tests use
+
+    def calls(self) -> tuple[AssertedCall, ...] | None:
+        """The tests as calls, or None for opaque tests. Raises ``UnusableTestsError``."""
+        return asserted_calls(self.tests, self.entry_point, self.preamble, self.names)
 
 
 Tests: TypeAlias = StdinTests | CallTests | AssertTests

@@ -9,15 +9,7 @@ import ast
 import json
 from typing import Any
 
-from services.common.text.assert_tests import (
-    called_in,
-    completed,
-    is_main,
-    is_test_case,
-    is_test_function,
-    names_of,
-    parsed,
-)
+from services.common.text.assert_tests import called_in, completed, is_test_case, is_test_function, names_of, parsed
 from services.envgateway.judge.records import AssertTests
 
 _MOST_LIMITS = 20  # the tests may take this many times the limit of one case
@@ -49,27 +41,22 @@ def longest(tests: AssertTests, limits: dict[str, float | int], judging_time_s: 
 def _with_calls(text: str) -> str:
     """The tests as a script: with the calls of ``check``, test functions and test classes that they leave to a runner.
 
-    >>> print(_with_calls("def test_it():\\n    assert f(1) == 1\\nif __name__ == '__main__':\\n    unittest.main()"))
+    >>> print(_with_calls("def test_it():\\n    assert f(1) == 1"))
     def test_it():
         assert f(1) == 1
     test_it()
     """
-    body = [
-        inner
-        for node in parsed(text).body
-        for inner in (node.body if isinstance(node, ast.If) and is_main(node) else [node])
-        if not _starts_unittest(inner)
-    ]
+    parts, body = [text], parsed(text).body
     called = set().union(*map(called_in, body))
-    for node in list(body):
+    for node in body:
         match node:
             case ast.FunctionDef(name="check", args=ast.arguments(args=[_, *_])) if "check" not in called:
-                body += ast.parse("check(candidate)").body
+                parts.append("check(candidate)")
             case ast.FunctionDef(name=name) if is_test_function(node) and name not in called:
-                body += ast.parse(f"{name}()").body
+                parts.append(f"{name}()")
             case ast.ClassDef(name=name) if is_test_case(node):
-                body += ast.parse(_RUN_CLASS.format(name)).body
-    return ast.unparse(ast.Module(body, []))
+                parts.append(_RUN_CLASS.format(name))
+    return "\n".join(parts)
 
 
 _RUN_CLASS = """\
@@ -78,12 +65,3 @@ __result__ = __import__("unittest").TestResult()
 __suite__.run(__result__)
 assert __result__.wasSuccessful(), (__result__.errors + __result__.failures)[0][1]
 """
-
-
-def _starts_unittest(node: ast.stmt) -> bool:
-    """``unittest.main()``, which would end the process."""
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and ast.unparse(node.value.func) in ("unittest.main", "main")
-    )

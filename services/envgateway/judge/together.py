@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.envgateway.judge.frames import Frames, framed
+from services.envgateway.judge.frames import Frames
 from services.envgateway.sandbox.bare import endings, messages
 from services.envgateway.sandbox.bare.endings import CaseRecord
+from services.envgateway.sandbox.bare.harness.calls import framed
 from services.envgateway.sandbox.connection import SubmittedRun
 from services.envgateway.sandbox.jobs import Job
 from services.envgateway.sandbox.lease import SlotLease
 from services.envgateway.sandbox.records import ExecutionResult
 
 MOST_CASES = messages.MOST_INPUTS  # of one host
-_MOST_SAID_BYTES = (
-    32 << 20
-)  # that wait here and in the supervisor; a host with more ends, and its cases are run by themselves
+# that wait here and in the supervisor; a host with more ends, and its cases are run by themselves
+_MOST_SAID_BYTES = 32 << 20
 _HOST_S = 10.0  # beside the time of its cases: its start, and the messages between them
 
 

@@ -19,14 +19,8 @@ _SHOWN_CHARS = 200
 _LONGEST_DECIMAL, _LARGEST_EXPONENT = 2000, 5000
 _LARGEST_RANGE = 1_000_000
 _BRACKETS = {"q": "[]", "l": "[]", "t": "()", "s": "{}", "z": "{}", "d": "{}", "L": "[]", "T": "[]"}
-_NO_TREE = (
-    RecursionError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    TypeError,
-    AttributeError,
-)  # errors that an untrusted tree may cause
+# errors that a program can cause by a false tree or frame in place of its harness's: none is a failure of ours
+NO_TREE = (RecursionError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +48,7 @@ def equal(expected: Tree, actual: Tree, rule: ValueRule) -> bool:
         if rule.unordered and _is_sequence(expected) and _is_sequence(actual):
             return _same_multiset(expected[1:], actual[1:], rule)
         return _equal(expected, actual, rule)
-    except _NO_TREE:
+    except NO_TREE:
         return False
 
 
@@ -73,7 +67,7 @@ def truth(tree: Tree) -> bool | None:
         if tree[0] == "b":
             return bool(tree[1])
         return None if tree[0] not in _BRACKETS else len(tree) > 1
-    except _NO_TREE:
+    except NO_TREE:
         return None
 
 
@@ -84,7 +78,7 @@ def distance(a: Tree, b: Tree) -> float | None:
         if first is None or second is None or isinstance(first, complex) or isinstance(second, complex):
             return None
         return abs(float(first - second))
-    except _NO_TREE:
+    except NO_TREE:
         return None
 
 
@@ -93,7 +87,7 @@ def shown(tree: Tree) -> str:
     parts: list[str] = []
     try:
         _show(tree, parts)
-    except _NO_TREE:
+    except NO_TREE:
         return "<no data>"
     text = "".join(parts)
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"
@@ -265,9 +259,8 @@ def _all_equal(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
 def _equal_dicts(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
     first = {key(k): v for k, v in zip(a[1::2], a[2::2], strict=True)}
     second = {key(k): v for k, v in zip(b[1::2], b[2::2], strict=True)}
-    if (
-        not rule.strict and first.keys() != second.keys() and all(isinstance(k, str) for k in a[1::2])
-    ):  # JSON has text keys only, so the intended types are unknown
+    # JSON has text keys only, so the intended types are unknown
+    if not rule.strict and first.keys() != second.keys() and all(isinstance(k, str) for k in a[1::2]):
         first = {_json_key(k): v for k, v in zip(a[1::2], a[2::2], strict=True)}
         second = {_json_key(k): v for k, v in zip(b[1::2], b[2::2], strict=True)}
         if 2 * len(first) != len(a) - 1 or 2 * len(second) != len(b) - 1:
@@ -311,7 +304,7 @@ def key(tree: Tree) -> str:
     kind, parts = tree[0], tree[1:]
     if kind == "b":
         return f"b'{parts[0]}'"
-    if kind in ("o", "h"):
+    if kind == "o":
         raise ValueError("an object is no data")
     if kind == "r":
         values = _range(tree)

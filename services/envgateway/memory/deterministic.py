@@ -26,7 +26,7 @@ import symtable
 
 from services.common.text.parsing import PARSING, parsed_module
 from services.envgateway.sandbox.bare.harness.prelude import NAMES
-from services.envgateway.sandbox.bare.harness.stateless import HARMLESS, is_stateless
+from services.envgateway.sandbox.bare.harness.stateless import HARMLESS, MODULES, is_stateless
 
 LARGEST_SOURCE = 2048  # bytes; the look is made on the event loop
 
@@ -50,21 +50,12 @@ stdout.flush stderr.write stderr.flush exit
 _STREAMS = _words("sys.stdin")  # to be iterated
 _FILES = _words("sys.stderr sys.stdout")  # to be printed to
 _PARTS = {
-    *(f"math.{name}" for name in dir(__import__("math")) if not name.startswith("_")),
-    *(
-        f"string.{name}"
-        for name in _words("ascii_letters ascii_lowercase ascii_uppercase digits hexdigits punctuation")
-    ),
-    *(f"collections.{name}" for name in _words("Counter OrderedDict defaultdict deque")),
-    *(f"heapq.{name}" for name in _words("heapify heappop heappush heappushpop heapreplace")),
-    *(f"bisect.{name}" for name in _words("bisect bisect_left bisect_right insort insort_left insort_right")),
-    *(f"operator.{name}" for name in _words("add and_ floordiv itemgetter mod mul neg or_ sub truediv xor")),
-    *(
-        f"typing.{name}"
-        for name in _words("Any Callable Dict Iterable Iterator List Optional Sequence Set Tuple Union")
-    ),
-    "fractions.Fraction",
     "sys.maxsize",
+    *(
+        f"{module}.{name}"
+        for module in ("math", "string", "collections", "heapq", "bisect", "operator", "typing", "fractions")
+        for name in MODULES[module] - _words("namedtuple merge nlargest nsmallest")
+    ),
 }
 _DECORATORS = _words("functools.cache functools.lru_cache")
 _LAZY = _words("""
@@ -88,11 +79,11 @@ def is_deterministic(code: str, entry_points: frozenset[str] = frozenset()) -> b
 
     >>> is_deterministic("print(sum(map(int, input().split())))"), is_deterministic("print(")
     (True, True)
-    >>> is_deterministic("print(set(input()))"), is_deterministic("print(id(1))"), is_deterministic("print(f := input)")
+    >>> is_deterministic("print(set(input()))"), is_deterministic("print(id(1))"), is_deterministic("print(f := set)")
     (False, False, False)
     """
-    if len(code) > LARGEST_SOURCE or "Solution" in code or any("Solution" in name for name in entry_points):
-        return False  # to a Solution more names are known than its text shows
+    if len(code) > LARGEST_SOURCE:
+        return False
     try:
         source = code.encode()
         tree = parsed_module(code.removeprefix("\ufeff"))
@@ -115,8 +106,8 @@ def is_deterministic(code: str, entry_points: frozenset[str] = frozenset()) -> b
 def _uses_supplied(code: str) -> bool:
     """Whether a name may have the meaning that the ``prelude`` gives it: some draw numbers."""
     top = symtable.symtable(code, "", "exec")
-    own = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_imported()}
-    own |= {symbol.get_name() for symbol in top.get_symbols() if symbol.is_namespace()} & HARMLESS
+    symbols = {symbol.get_name(): symbol for symbol in top.get_symbols()}
+    own = {name for name, it in symbols.items() if it.is_imported() or (it.is_namespace() and name in HARMLESS)}
     tables = [top]
     for table in tables:  # which grows
         tables += table.get_children()

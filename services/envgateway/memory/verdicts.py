@@ -15,7 +15,6 @@ from typing import Any
 from services.common.config.processes.envgateway import JudgeMemoryConfig, SandboxConfig
 from services.common.text.assert_tests import UnusableTestsError
 from services.common.text.literals import to_tree
-from services.envgateway.judge.asserts import read
 from services.envgateway.judge.records import (
     AssertTests,
     CallTests,
@@ -118,7 +117,7 @@ def _is_deterministic(request: JudgeRequest) -> bool:
     if len(tests.tests) + len(tests.preamble) > _LARGEST_TEST_CODE:
         return False
     try:
-        direct = read(tests)
+        direct = tests.calls()
     except UnusableTestsError:
         return False
     # opaque tests may draw numbers themselves, and a function that is applied may show an address or an order

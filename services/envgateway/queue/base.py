@@ -18,8 +18,7 @@ class JobQueue(Protocol):
     """Runs programs when their turn has come. Cancelling the caller removes a waiting job, or kills a running one.
 
     ``request_id`` is the key of the job, empty for none: the same job under the same key joins the running one or gets
-    the stored result. ``deadline_s`` bounds waiting and running together,
-    ``wait_s`` waiting alone.
+    the stored result. ``deadline_s`` bounds waiting and running together, ``wait_s`` waiting alone.
 
     Raises:
         CapacityError: too many wait already, or no slot came free within ``wait_s``; says when to come back.
@@ -34,10 +33,6 @@ class JobQueue(Protocol):
     async def run(
         self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float, wait_s: float | None = None
     ) -> JudgeResult: ...
-    async def run(
-        self, job: Job, *, lane: Lane, request_id: str, deadline_s: float, wait_s: float | None = None
-    ) -> JobResult: ...
-
     @property
     def gauges(self) -> Mapping[str, float]:
         """Numbers for GetStatus."""

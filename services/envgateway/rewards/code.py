@@ -1,13 +1,14 @@
 """``code``: a completion is right when its program passes every test of the task.
 
-``program_of`` says which part of a completion is the program. ``also`` are other values that are right;
-``integer_keys``: dictionaries among the arguments whose keys all are integers in text have integers. A task's row has its tests in one of the
-forms
+``program_of`` finds the program in a completion. A task's row has its tests in one of the forms
 
     {"kind": "stdin",  "cases": [{"stdin": text, "expected": text}, ...]}
     {"kind": "call",   "entry_point": name, "cases": [{"args": [...], "expected": value, "also": [value, ...]}, ...],
      "integer_keys": bool}
     {"kind": "assert", "tests": code, "entry_point": name, "preamble": code, "names": [name, ...]}
+
+``also``: other values that are right. ``integer_keys``: a dictionary among the arguments gets integer keys where all its
+keys are integers written as text.
 
 Cases are run until one fails, and the first failure decides the details. A rollout waits for the reward, as for a tool:
 the lane is the interactive one. The time of a program counts from its start (``sandbox.judging_time_s``); a judgement that
@@ -21,7 +22,7 @@ import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError
@@ -38,26 +39,15 @@ from services.envgateway.judge.records import (
     StdinTests,
     Tests,
 )
+from services.envgateway.queue.base import JobQueue
 from services.envgateway.rewards.result import CORRECT, RewardOutcome, RewardResult, grader_failed
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits
 
-JUDGING_TIMEOUT_S = (
-    600.0  # of a call; a judgement takes 500 s at most (sandbox.judging_time_s), the rest is for the wait
-)
+JUDGING_TIMEOUT_S = 600.0  # of a call: a judgement of 500 s at most (sandbox.judging_time_s), and two waits
 WAIT_S = 45.0  # for a place among the task's programs, and as long for a slot
+_JUDGED_S = JUDGING_TIMEOUT_S - WAIT_S - 5.0  # ends before the call does, so that a wait at workers is told as one
 _INTEGER = re.compile(r"-?\d{1,18}")
-
-
-class JudgeQueue(Protocol):
-    """Interface of the queue in which requests wait for a slot."""
-
-    @property
-    def num_slots(self) -> int: ...
-
-    async def run(
-        self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float, wait_s: float | None = None
-    ) -> JudgeResult: ...
 
 
 class CodeReward:
@@ -65,7 +55,7 @@ class CodeReward:
 
     timeout_s = JUDGING_TIMEOUT_S
 
-    def __init__(self, queue: JudgeQueue, case_time_s: float | None = None) -> None:
+    def __init__(self, queue: JobQueue, case_time_s: float | None = None) -> None:
         """``case_time_s``: of a program on one case; None is the sandbox's limit."""
         self._queue = queue
         self._limits = ExecutionLimits(wall_s=case_time_s)
@@ -78,16 +68,15 @@ class CodeReward:
         code = program_of(completion)
         if not code.strip():
             return RewardResult(outcome=RewardOutcome.UNPARSED, detail="there is no program in the completion")
-        if isinstance(tests, AssertTests):  # the completion may go on where the prompt ended
-            code = with_preamble(code, tests.preamble, tests.entry_point)
-        else:
-            code = code.strip()
+        # the completion may go on where the prompt of asserts ended
+        begun = (tests.preamble, tests.entry_point) if isinstance(tests, AssertTests) else ("", "")
+        code = with_preamble(code, *begun)
         request = JudgeRequest(code=code, tests=tests, limits=self._limits, stop_early=True, lane=Lane.INTERACTIVE)
         places = self._places_of(tests)
         await take_place(places, WAIT_S, "other programs of this task are being judged")
         try:
             result = await self._queue.run(
-                request, lane=request.lane, request_id="", deadline_s=self.timeout_s, wait_s=WAIT_S
+                request, lane=request.lane, request_id="", deadline_s=_JUDGED_S, wait_s=WAIT_S
             )
         except DeadlineError as error:  # it waited, at workers: no program runs for so long
             raise CapacityError(error.message, retry_after_s=1.0) from None

@@ -21,7 +21,8 @@ from services.common.records.dataset_rows import BuiltInReward
 from services.common.text.thoughts import after_thoughts
 from services.common.user_code import check_call
 from services.envgateway.calls import call_plain_or_async
-from services.envgateway.rewards.code import CodeReward, JudgeQueue
+from services.envgateway.queue.base import JobQueue
+from services.envgateway.rewards.code import CodeReward
 from services.envgateway.rewards.math.boxed import boxed_match, compare_plainly, final_answers
 from services.envgateway.rewards.math.pool import MAX_COMPLETION_CHARS, MathPool
 from services.envgateway.rewards.result import RewardFunction, RewardOutcome, RewardResult, grader_failed, truth_of
@@ -51,7 +52,10 @@ class ReasoningGymReward:
 
 
 class MathReward:
-    """Right when Math-Verify accepts the answer, or when that is clear without algebra. The last box after the thought decides; without a box LaTeX and plain expressions in the text. No numeric tolerance."""
+    """Right when Math-Verify accepts the answer, or when that is clear without algebra.
+
+    The last box after the thought decides; without a box, LaTeX and plain expressions in the text. No numeric tolerance.
+    """
 
     def __init__(self, pool: MathPool) -> None:
         self._pool = pool
@@ -72,7 +76,7 @@ class Rewards:
     def __init__(
         self,
         math_pool: MathPool,
-        queue: JudgeQueue | None = None,
+        queue: JobQueue | None = None,
         paths: Iterable[str] = (),
         *,
         case_time_s: float | None = None,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.common.text.literals import to_tree
-from services.envgateway.judge.asserts import failure, read
+from services.envgateway.judge.checks import asserted_failure as failure
 from services.envgateway.judge.records import AssertTests
 from services.envgateway.sandbox.bare.harness import plain
 
@@ -30,7 +30,7 @@ from services.envgateway.sandbox.bare.harness import plain
     ],
 )
 def test_a_condition_is_that_of_the_test_code(test: str, right: list[Any], wrong: list[Any]) -> None:
-    calls = read(AssertTests(tests=f"import math\nassert {test}", entry_point="f"))
+    calls = AssertTests(tests=f"import math\nassert {test}", entry_point="f").calls()
     assert calls is not None
     assert [failure(calls[0], to_tree(value)) for value in right] == [""] * len(right)
     assert all(failure(calls[0], to_tree(value)) for value in wrong)
@@ -38,5 +38,5 @@ def test_a_condition_is_that_of_the_test_code(test: str, right: list[Any], wrong
 
 @pytest.mark.parametrize("test", ["f(1)", "not f(1)", "f(1) is True", "f(1) == 1", "f(1) in [1]", "abs(f(1) - 1) < 9"])
 def test_an_object_meets_no_condition(test: str) -> None:
-    calls = read(AssertTests(tests=f"assert {test}", entry_point="f"))
+    calls = AssertTests(tests=f"assert {test}", entry_point="f").calls()
     assert calls is not None and failure(calls[0], json.loads(plain.encode(object())))

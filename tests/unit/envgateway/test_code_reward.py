@@ -123,6 +123,20 @@ async def test_a_program_that_only_waited_is_to_be_judged_later(error: Exception
     assert full.value.retry_after_s
 
 
+async def test_the_queue_ends_a_judgement_before_the_call_ends() -> None:
+    """Else the wait for a worker would end as a failed grader, not as one to be judged later."""
+    given: dict[str, float] = {}
+
+    class Timed(Queue):
+        async def run(self, job: JudgeRequest, *, deadline_s: float, wait_s: float, **_: Any) -> JudgeResult:
+            given.update(deadline_s=deadline_s, wait_s=wait_s)
+            return await super().run(job)
+
+    await CodeReward(Timed())(STDIN, "print(1)")
+    assert given["wait_s"] + given["deadline_s"] < CodeReward.timeout_s
+    assert given["deadline_s"] >= given["wait_s"] + 500  # the longest ``sandbox.judging_time_s``
+
+
 async def test_slow_programs_of_one_task_leave_a_slot_to_others() -> None:
     running: list[str] = []
     end = asyncio.Event()

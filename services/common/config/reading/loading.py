@@ -332,9 +332,23 @@ def read_yaml(file: Path, *, own_paths: bool = False) -> Any:
     return _parsed(text, str(file), own_paths)
 
 
+class _Loader(yaml.SafeLoader):
+    """Raises ``RecursionError`` at a depth that does not depend on the stack of the process."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth += 1
+        if self.depth > _MOST_DEPTH + 1:
+            raise RecursionError
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
 def _parsed(text: str, where: str, own_paths: bool = True) -> Any:
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None

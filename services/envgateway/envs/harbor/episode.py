@@ -4,8 +4,8 @@
     turn with a call      the command runs; its output is the observation
     turn without a call   tests/ comes, tests/test.sh runs, the reward file is the reward; done
 
-The tests and the solution are not in the sandbox before the last turn. What the agent's commands leave is its answer: where
-the tests give no reward after them, and give one where no command has run, the reward is 0, told in the metrics, as it is
+The tests and the solution are not in the sandbox before the last turn. The files that the agent's commands leave are its answer:
+where the tests give no reward after them, and give one where no command has run, the reward is 0, told in the metrics, as it is
 for a sandbox that a command has ended. Tests that give no reward either way lose the episode.
 """
 
@@ -61,7 +61,7 @@ _INSIDE = resources.files(__package__).joinpath("inside.py").read_text(encoding=
 
 
 class NoRewardError(EpisodeLostError):
-    """The tests ran and gave no reward: their fault, or that of what the agent left."""
+    """The tests ran and gave no reward: a fault of the tests, or of the files that the agent left."""
 
 
 class HarborEpisode:

@@ -57,24 +57,21 @@ _ASSIGNED = re.compile(r"([A-Za-z])=(.+)")
 _ROMAN = re.compile(
     r"\\(?:mathrm|operatorname|textrm)\*?\s*+\{\s*+(?:([ei])|(ln|lg|log|exp|gcd|det|min|max|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?))\s*+\}"
 )
-_AS_READ = tuple(  # other spellings of signs that Math-Verify reads
-    (re.compile(pattern), sign)
-    for pattern, sign in (
-        (r"\\log_\s*+(?:\{\s*+e\s*+\}|e(?![A-Za-z]))", r"\\ln "),
-        (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
-        (r"\\(arc)?tg(?![A-Za-z])", r"\\\1tan"),
-        (r"\\(arc)?ctg(?![A-Za-z])", r"\\\1cot"),
-        (r"\\uppi(?![A-Za-z])", r"\\pi"),
-        (r"\\l(?:brace|angle)(?![A-Za-z])", lambda match: "(" if "g" in match[0] else r"\{"),
-        (r"\\r(?:brace|angle)(?![A-Za-z])", lambda match: ")" if "g" in match[0] else r"\}"),
-        (r"\\varnothing(?![A-Za-z])|∅|\\\{\s*+\\\}|\\text\s*+\{\s*+(?:the )?empty set\s*+\}", r"\\emptyset"),
-        (
-            r"\\R(?![A-Za-z])|\\text\s*+\{\s*+(?:all )?real numbers\s*+\}|\(\s*+-\s*+\\infty\s*+,\s*+\+?+\\infty\s*+\)",
-            r"\\mathbb{R}",
-        ),
-        (r"(?<=\d),\\!\s*+(?=\d{3})", ","),
-    )
-)
+# other spellings of signs that Math-Verify reads
+_AS_READ = {
+    r"\\log_\s*+(?:\{\s*+e\s*+\}|e(?![A-Za-z]))": r"\\ln ",
+    r"\\lg(?![A-Za-z])": r"\\log_{10}",
+    r"\\(arc)?tg(?![A-Za-z])": r"\\\1tan",
+    r"\\(arc)?ctg(?![A-Za-z])": r"\\\1cot",
+    r"\\uppi(?![A-Za-z])": r"\\pi",
+    r"\\lbrace(?![A-Za-z])": r"\\{",
+    r"\\rbrace(?![A-Za-z])": r"\\}",
+    r"\\langle(?![A-Za-z])": "(",
+    r"\\rangle(?![A-Za-z])": ")",
+    r"\\varnothing(?![A-Za-z])|∅|\\\{\s*+\\\}|\\text\s*+\{\s*+(?:the )?empty set\s*+\}": r"\\emptyset",
+    r"\\R(?![A-Za-z])|\\text\s*+\{\s*+(?:all )?real numbers\s*+\}|\(\s*+-\s*+\\infty\s*+,\s*+\+?+\\infty\s*+\)": r"\\mathbb{R}",
+    r"(?<=\d),\\!\s*+(?=\d{3})": ",",
+}
 _WHOLE_TEXT = re.compile(r"\\(?:text|mathrm|textrm|textbf|mbox)\s*+\{(\s*+[+-]?\d[^{}]*+)\}")
 _UNIT = re.compile(
     r"(?<!\s)(?:\s|\\[ ,;])\s*+((?:[A-Za-z]{3,}+|[ckmd][mgsl]|ft|lb|oz|mL|[mg](?=/))(?:\^\{?[23]\}?)?(?:\s*+/\s*+[A-Za-z]++(?:\^\{?[23]\}?)?|\s++[A-Za-z]{3,}+)*+)(?![A-Za-z])"
@@ -93,8 +90,8 @@ def rewritten(text: str) -> str:
     ('\\frac{1}{6}', '3800', '0.0015', '-7/2')
     """
     text = _ROMAN.sub(_italic, text)
-    for pattern, sign in _AS_READ:
-        text = pattern.sub(sign, text)
+    for pattern, sign in _AS_READ.items():
+        text = re.sub(pattern, sign, text)
     text = _UNMEANT.sub("", _DEGREE.sub(r"^\\circ", text))
     text = _THIN_GROUPED.sub(lambda match: re.sub(r"\\[,; ]|~", "", match[0]), text)
     text = _SPACE_GROUPED.sub(lambda match: match[0].replace(" ", ""), text)

@@ -201,14 +201,9 @@ class MathPool:
 
     async def _grade(self, truth: str, completion: str) -> tuple[RewardResult, bool]:
         """And whether the answer is blamed for a failure."""
-        frame = wire.encode(
-            {"kind": "grade"},
-            [
-                truth.encode(errors="replace"),
-                after_thoughts(completion)[-MAX_COMPLETION_CHARS:].encode(errors="replace"),
-            ],
-        )
-        return await self._ask(frame)
+        said = after_thoughts(completion)[-MAX_COMPLETION_CHARS:]
+        texts = [text.encode(errors="replace") for text in (truth, said)]
+        return await self._ask(wire.encode({"kind": "grade"}, texts))
 
     async def _ask(self, frame: bytes) -> tuple[RewardResult, bool]:
         failed, crashes, why = 0, 0, ""

@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from services.envgateway.judge.asserts import read
 from services.envgateway.judge.records import AssertTests, JudgeRequest
 from services.envgateway.sandbox.bare.harness import plain, prelude
 from services.envgateway.sandbox.bare.statuses import RunStatus
@@ -89,7 +88,7 @@ print("different" if different else "same")
 async def counts(pool: SandboxPool, reference: JudgeRequest, mutant: JudgeRequest) -> bool | None:
     """Whether a mutant answers differently for some arguments; None when the tests' arguments cannot be read."""
     assert isinstance(reference.tests, AssertTests)
-    cases = read(reference.tests)
+    cases = reference.tests.calls()
     if cases is None:
         return None
     task = {

@@ -208,7 +208,12 @@ class Confinement:
         ]
         if self._tier in ("U", "0"):
             found.append((resource.setrlimit, (RLIMIT_MSGQUEUE, (0, run.mark)), False))
-        if run.mode in (messages.JUDGED, messages.CALL, messages.CASES):  # deep recursion through functions in C
+        if run.mode in (
+            messages.JUDGED,
+            messages.CALL,
+            messages.CASES,
+            messages.TESTS,
+        ):  # deep recursion through functions in C
             found.append(self._limit(resource.RLIMIT_STACK, run.memory_bytes))
         if run.mode != messages.CASES:  # a host holds the input of many, and is counted with the hosts of other slots
             found += self._limits_of_children(run)

@@ -431,16 +431,13 @@ def execute_and_nothing_more(fd: int, arguments: list[bytes], environment: list[
     for half, texts in enumerate((arguments, environment)):
         pointers = [ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value or 0 for text in texts]
         table = struct.pack(f"={len(texts) + 1}Q", *pointers, 0)
-        at = 8 * (half * _EXEC_AREA // 16 + _random_below((_EXEC_AREA // 2 - len(table)) // 8))
+        drawn = int.from_bytes(os.urandom(8), "little")  # the module secrets would hook into every fork
+        at = 8 * (half * _EXEC_AREA // 16 + drawn % ((_EXEC_AREA // 2 - len(table)) // 8))
         area[at : at + len(table)] = table
         places.append(start + at)
     if _libc.prctl(_PR_GET_SECCOMP) == SECCOMP_MODE_FILTER:  # else the fork server found that filters do not work here
         _install(_exec_filter(*places))
     _libc.syscall(_numbers(_REFUSED)["execveat"], fd, b"", *map(ctypes.c_void_p, places), _AT_EMPTY_PATH)
-
-
-def _random_below(bound: int) -> int:
-    return int.from_bytes(os.urandom(8), "little") % bound  # the module secrets would hook into every fork
 
 
 def _install(code: bytes) -> None:

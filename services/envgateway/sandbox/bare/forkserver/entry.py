@@ -99,10 +99,9 @@ class Entry:
         if mode == messages.BINARY:
             return native.become(ASK)
         program.remember_source(source)
-        if mode in (messages.PROGRAM, messages.ECHO):
-            return program.run(source, mode == messages.ECHO, NOTE)
-        if mode == messages.JUDGED:
-            return program.run(source, False, NOTE, supply=prelude.prepare)
+        if mode in (messages.PROGRAM, messages.ECHO, messages.JUDGED):
+            supply = prelude.prepare if mode == messages.JUDGED else None
+            return program.run(source, mode == messages.ECHO, NOTE, supply=supply)
         if mode == messages.CELLS:
             return cells.serve(NOTE, ASK, ANSWER)
         if mode == messages.CASES:

@@ -40,6 +40,7 @@ import time
 import typing
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from .. import endings, messages
@@ -228,24 +229,16 @@ class _Watched:
                           bytes(stdout.data), bytes(stderr.data), bytes(answer.data), self._said[1:])  # fmt: skip
 
 
+@dataclass(slots=True)
 class Case:
     """Task of a case's process: ``call`` a function, or if None run a program that reads its stdin."""
 
-    def __init__(
-        self,
-        call: dict[str, Any] | None,
-        code: Any,
-        note_fd: int,
-        tell: Callable[[bytes], None],
-        supply: program.Supply = prelude.prepare,
-    ) -> None:
-        """``tell`` gets the value of a call, ``supply`` puts names into the program's namespace."""
-        self.call = call
-        self.code = code
-        self.note_fd = note_fd
-        self.tell = tell
-        self.supply = supply
-        self.exit_code = messages.FAILED_EXIT  # set by the executor of the case
+    call: dict[str, Any] | None
+    code: Any
+    note_fd: int
+    tell: Callable[[bytes], None]  # gets the value of a call
+    supply: program.Supply = prelude.prepare  # puts names into the program's namespace
+    exit_code: int = messages.FAILED_EXIT  # set by the executor of the case
 
 
 class Host:
@@ -273,7 +266,7 @@ class Host:
         if exit_code := program.guarded(self._compile, _NOTE):
             program.flush([sys.stderr])
             self.exit_code = exit_code
-        elif not (self._settings["apart"] or self._warned) and self._is_stateless():
+        elif not (self._settings["apart"] or self._warned) and stateless.is_stateless(self._source):
             yield from self._one_after_the_other()
         else:
             yield from self._each_apart()
@@ -286,9 +279,6 @@ class Host:
             self._warned = sys.stderr.getvalue()
         finally:
             sys.stderr = stderr
-
-    def _is_stateless(self) -> bool:
-        return stateless.is_stateless(self._source)
 
     def _send_records(self) -> None:
         if self._unsent:

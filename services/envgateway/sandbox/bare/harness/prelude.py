@@ -7,6 +7,8 @@ Put into the program's module before its source, so no line of the source moves;
 from __future__ import annotations
 
 import builtins
+import os
+import re
 import sys
 import types
 from collections.abc import Container, Iterable, Iterator
@@ -18,25 +20,16 @@ from . import plain
 STAR = ("typing", "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
         "itertools", "functools", "operator", "io", "sys", "json")  # fmt: skip
 _RECURSION = 600_000
-_BY_TEXT = frozenset(
-    ("eval", "exec", "globals", "locals", "vars")
-)  # with them a program may name what its code does not
-
-
+# with them a program may use a name that its code does not show
+_BY_TEXT = frozenset(("eval", "exec", "globals", "locals", "vars"))
 # not imported before a program needs them: both hook into every fork
-_LISTED = {
-    "random": """Random SystemRandom betavariate choice choices expovariate gammavariate gauss getrandbits getstate
-        lognormvariate normalvariate paretovariate randbytes randint randrange sample seed setstate shuffle triangular
-        uniform vonmisesvariate weibullvariate""",
-    "statistics": """NormalDist StatisticsError correlation covariance fmean geometric_mean harmonic_mean
-        linear_regression mean median median_grouped median_high median_low mode multimode pstdev pvariance quantiles stdev
-        variance""",
-}
+_READ_AS_TEXT = ("random", "statistics")
 
 
 def _listed(name: str) -> list[str]:
-    if name in _LISTED:
-        return _LISTED[name].split()
+    if name in _READ_AS_TEXT:
+        with open(os.path.join(os.path.dirname(os.__file__), f"{name}.py"), encoding="utf-8") as source:
+            return re.findall(r"\w+", source.read().partition("__all__ = [")[2].partition("]")[0])
     module = __import__(name)
     return getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]
 

@@ -52,7 +52,7 @@ ZeroDivisionError
 """)
 _BUILTINS = frozenset(vars(builtins))
 # names that a module may be asked for; functions that remember, draw or set state are not among them
-_MODULES: dict[str, frozenset[str]] = {
+MODULES: dict[str, frozenset[str]] = {
     "math": frozenset(name for name in dir(math) if not name.startswith("_")),
     "collections": frozenset(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple")),
     "heapq": frozenset(("heapify", "heappop", "heappush", "heappushpop", "heapreplace", "merge", "nlargest", "nsmallest")),
@@ -82,13 +82,7 @@ def _public(kinds: Any) -> frozenset[str]:
     return frozenset(name for kind in kinds for name in dir(kind) if not name.startswith("_"))
 
 
-_ATTRIBUTES = _public(_DATA) | _public((io.TextIOWrapper,)) & {
-    "read",
-    "readline",
-    "readlines",
-    "write",
-    "flush",
-}
+_ATTRIBUTES = _public(_DATA) | _public((io.TextIOWrapper,)) & _words("read readline readlines write flush")
 # attributes that lead from an object to its frame, its module or other code, or change a shared class or a stream
 _LEADING_OUT = _public(
     (types.FunctionType, types.MethodType, types.CodeType, types.FrameType, types.TracebackType, types.GeneratorType,
@@ -97,10 +91,10 @@ _LEADING_OUT = _public(
 _FIELD_WITH_A_PATH = re.compile(r"\{[^{}:!]*[.\[]")  # of a format: such a field reads any attribute of an object
 # of the names that a prelude supplies without an import: those that the program may use
 HARMLESS = frozenset(name for name in dir(operator) if not name.startswith("_")).union(
-    *(_MODULES.get(m, ()) for m in prelude.STAR)
+    *(MODULES.get(m, ()) for m in prelude.STAR)
 ) - {"attrgetter", "methodcaller", *prelude.STAR}
 _HARMFUL = prelude.NAMES - HARMLESS
-_SUPPLIED = HARMLESS | _MODULES.keys()
+_SUPPLIED = HARMLESS | MODULES.keys()
 _CATCH_NAMES = frozenset(("Exception", "NameError"))
 _DECORATED_BY = frozenset(("cache", "lru_cache", "functools", "staticmethod", "classmethod"))
 
@@ -185,14 +179,14 @@ class _Program:
             case ast.Import():
                 for name in node.names:
                     known_as = name.asname or name.name
-                    if name.name not in _MODULES or self._modules.get(known_as, name.name) != name.name:
+                    if name.name not in MODULES or self._modules.get(known_as, name.name) != name.name:
                         return False
                     if known_as in _SUPPLIED and known_as != name.name:
                         return False
                     self._modules[known_as] = name.name
                 return all(map(self._may_name, self._modules))
             case ast.ImportFrom():
-                listed = _MODULES.get(node.module or "", frozenset()) if not node.level else frozenset()
+                listed = MODULES.get(node.module or "", frozenset()) if not node.level else frozenset()
                 return all(name.name in listed and self._may_name(name.asname or name.name) for name in node.names)
         return True
 
@@ -237,7 +231,7 @@ class _Program:
         if module == "sys":
             known = any(".".join(("sys", *path[:length])) in _STREAMS for length in range(1, len(path) + 1))
         else:
-            known = path[0] in _MODULES[module]
+            known = path[0] in MODULES[module]
         inner: ast.AST = node.value  # the parts of a known path; the rest is data
         while isinstance(inner, ast.Attribute):
             self._inside.add(id(inner))

@@ -26,6 +26,8 @@ def run(source: bytes, payload: dict[str, Any], note_fd: int, tell: Callable[[by
         names |= {name: vars(module)[name] for name in payload["remote"] if name in vars(module)}
         if payload["entry_point"]:
             names["candidate"] = calls.find(module, calls.defined_entry(module, payload["entry_point"]))
+        if "unittest" in payload["tests"]:  # the call would end the process; the test cases are run behind it
+            vars(importlib.import_module("unittest"))["main"] = lambda *given, **named: None
         try:
             exec(compile(payload["tests"], "<tests>", "exec", dont_inherit=True), names)
         except AssertionError as error:  # a wrong answer: the program itself has not failed
