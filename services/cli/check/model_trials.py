@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from services.cli.check.model_files import file_of
 from services.common.config.recipe import Recipe
 from services.common.system.child import module_command
-from services.common.system.trial import REFUSED
 
 _DEADLINE_S = 180.0
 _ON_THE_DECODER = ("torch", "forced")
@@ -27,10 +26,11 @@ def model_trials(recipe: Recipe) -> tuple[list[str], list[str]]:
             notes.append(f"{where}: could not be tried ({error}), so the run tries it at its start")
             continue
         said = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
-        if answer.returncode == REFUSED:
+        if answer.returncode == 2:
             problems.append(f"{where}: {said}")
-        elif answer.returncode or answer.stdout:
-            notes.append(f"{where}: {answer.stdout or f'could not be tried ({said}), so the run tries it at its start'}")
+        elif answer.returncode:
+            notes.append(f"{where}: could not be tried ({said}), so the run tries it at its start")
+        notes += [f"{where}: {line}" for line in answer.stdout.splitlines()]
     return problems, notes
 
 

@@ -30,17 +30,6 @@ _CONFIG_FIELDS = (
 )
 
 
-def load_config(path: str | Path) -> Any:
-    """The config of a model on this machine. ``ConfigError`` for numbers that the code of its architecture does not take."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(f"{path}/config.json makes no model: {told}") from error
-
-
 def load_model(path: str | Path, dtype: str | torch.dtype = "float32") -> Any:
     """A causal language model in evaluation mode on the CPU, from a local directory or a hub name."""
     import torch

@@ -1,29 +1,42 @@
 """``python -m services.trainer.model.check MODEL CONTEXT_LENGTH``: says whether the trainer computes a model right, by its config.
 
-Reads no weights. ``answer`` has the form of the answer: a note for a model that could not be tried.
+Reads no weights. Exit code 2 with the reason as the last line of stderr for a refusal; a line of stdout for a model that could
+not be tried.
 """
 
 from __future__ import annotations
 
 import sys
 
-from services.common.system.trial import answer
+from services.common.errors import UserError
+from services.common.system.child import run_and_leave
 
 
-def trial() -> str:
+def main() -> int:
     _, path, context_length = sys.argv
-    from services.common.text.huggingface import load_config
+    from transformers import AutoConfig
+
     from services.trainer.model.policy_model import architecture_limit
     from services.trainer.model.tiny_copy import NoTinyCopyError
 
     try:
-        limit = architecture_limit(load_config(path))
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # noqa: BLE001 - numbers of any author, read by the code of any architecture
+            sys.stderr.write(f"config.json makes no model: {type(error).__name__}: {' '.join(str(error).split())}\n")
+            return 2
+        limit = architecture_limit(config)
+        if limit is not None:
+            limit.check(int(context_length))
     except NoTinyCopyError as reason:
-        return f"no small model can be made of its config ({reason}), so the trainer compares it at its start"
-    if limit is not None:
-        limit.check(int(context_length))
-    return ""
+        sys.stdout.write(
+            f"no small model can be made of its config ({reason}), so the trainer compares it at its start\n"
+        )
+    except UserError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    answer(trial)
+    run_and_leave(main)
