@@ -171,10 +171,10 @@ class Probes:
             with adapter_off(model):
                 self._try("adapter not applied", "the base alone")
         for version, weights in reversed(earlier):
-            own = self._exchange(weights)
+            newest = self._exchange(weights)
             self._try("older weights", f"version {version}")
             older = full(head).detach().clone()
-            self._exchange(own)
+            self._exchange(newest)
             with self._head(older):
                 self._try("head of an older version", f"version {version}")
         if not exact:
