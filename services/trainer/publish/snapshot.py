@@ -228,14 +228,14 @@ class HostCopier:
             self._buffers = [
                 torch.empty(_STAGED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_LANDING_THREADS + 1)
             ]
-        landing: deque[Future[torch.Tensor]] = deque()
+        landing: deque[Future[None]] = deque()
         with ThreadPoolExecutor(_LANDING_THREADS, "snapshot.land") as pool:
             for turn, (source, target) in enumerate(_pieces(pairs)):
                 if turn >= len(self._buffers):
                     landing.popleft().result()  # the buffer of this turn is empty
                 data = self._buffers[turn % len(self._buffers)].view(target.dtype)[: len(target)]
                 data.copy_(source.to(target.dtype))
-                landing.append(pool.submit(target.copy_, data))
+                landing.append(pool.submit(_land, target, data))
             for landed in landing:
                 landed.result()
 
@@ -245,6 +245,10 @@ def _pieces(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tupl
     for source, target in pairs:
         step = _STAGED_BYTES // target.element_size()
         yield from zip(source.split(step), target.split(step), strict=True)
+
+
+def _land(target: torch.Tensor, data: torch.Tensor) -> None:
+    target.copy_(data)
 
 
 @dataclass(slots=True, kw_only=True)
