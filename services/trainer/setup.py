@@ -11,7 +11,6 @@ import torch
 
 from services.common.checkpoints.directory import checkpoints_directory
 from services.common.config.recipe import Recipe
-from services.common.errors import ModelMismatchError
 from services.common.lora import identity_of
 from services.common.system.devices import chosen_device, log_device
 from services.common.text.huggingface import check_model_matches, check_same_vocabulary, load_tokenizer
@@ -58,8 +57,8 @@ def build_step(recipe: Recipe, policy: str, path: str, ranks: Ranks) -> tuple[Tr
     same = config.trainer.compute_dtype == config.trainer.master_dtype
     compute: torch.dtype | None = None if same else getattr(torch, config.trainer.compute_dtype)
     model = _trained_model(recipe, policy, path, ranks, master, compute)
-    if model.limit is not None and config.model.context_length > model.limit.tokens:
-        raise ModelMismatchError(model.limit.refusal(config.model.context_length))
+    if model.limit is not None:
+        model.limit.check(config.model.context_length)
     check_model_matches(model.causal_lm, tokenizer=tokenizer)
 
     def frozen(source: str) -> PolicyModel:

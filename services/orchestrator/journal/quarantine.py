@@ -83,15 +83,7 @@ class Quarantine:
     def write(self, journal: Journal) -> None:
         """Write the records set aside since the last call to the journal and the log."""
         for noted in list(self._new.values())[:MOST_LOGGED]:
-            log.error(
-                LogEvent.RECORD_SET_ASIDE,
-                kind=noted.kind,
-                key=noted.key,
-                segment=noted.segment,
-                offset=noted.offset,
-                reason=noted.reason.value,
-                detail=noted.detail,
-            )
+            log.error(LogEvent.RECORD_SET_ASIDE, **records.set_aside_to_json(noted))
         if self._new:
             log.error("journal.set_aside_in_all", records=len(self._new), see="rollmill journal RUN list --set-aside")
         for noted in self._new.values():

@@ -27,7 +27,7 @@ from services.common.records.types import (
     TokenSource,
     Trajectory,
 )
-from services.orchestrator.journal.records import Json, from_pairs, pairs
+from services.orchestrator.journal.records import Json, by_name, from_pairs, pairs
 
 
 def trajectory_key(task_group_id: str, index: int) -> str:
@@ -36,12 +36,8 @@ def trajectory_key(task_group_id: str, index: int) -> str:
 
 def trajectory_to_json(trajectory: Trajectory) -> Json:
     return {
-        "task_group_id": trajectory.task_group_id,
-        "index": trajectory.index,
+        **by_name(trajectory),
         "reward": float(trajectory.reward),
-        "replica_id": trajectory.replica_id,
-        "started_at": float(trajectory.started_at),
-        "finished_at": float(trajectory.finished_at),
         "metrics": pairs(trajectory.metrics),
         "timing": timing_to_json(trajectory.timing),
         "sequences": [_sequence_to_json(s) for s in trajectory.sequences],
@@ -82,11 +78,7 @@ def _plain_sequence(sequence: Json) -> Json:
 
 def _sequence_to_json(sequence: Sequence) -> Json:
     return {
-        "policy": sequence.policy,
-        "role": sequence.role,
-        "attempt": sequence.attempt,
-        "thread": sequence.thread,
-        "parent": sequence.parent,
+        **by_name(sequence),
         "origin": sequence.origin.value,
         "reward": float(sequence.reward),
         "stop_reason": sequence.stop_reason.value,
@@ -136,16 +128,7 @@ def _sequence_from_json(record: Json) -> Sequence:
 
 
 def failure_to_json(failure: RolloutFailure) -> Json:
-    return {
-        "task_group_id": failure.task_group_id,
-        "index": failure.index,
-        "reason": failure.reason,
-        "detail": failure.detail,
-        "replica_id": failure.replica_id,
-        "started_at": float(failure.started_at),
-        "finished_at": float(failure.finished_at),
-        "timing": timing_to_json(failure.timing),
-    }
+    return {**by_name(failure), "timing": timing_to_json(failure.timing)}
 
 
 def failure_from_json(record: Json) -> RolloutFailure:
@@ -153,26 +136,7 @@ def failure_from_json(record: Json) -> RolloutFailure:
 
 
 def timing_to_json(timing: RolloutTiming) -> Json:
-    return {
-        "accepted_at": timing.accepted_at,
-        "sent_at": timing.sent_at,
-        "num_sends": timing.num_sends,
-        "num_retries": timing.num_retries,
-        # By name: `asdict` copies every nested value, which takes ten times as long.
-        "phases": [
-            {
-                "what": phase.what,
-                "begin_s": phase.begin_s,
-                "seconds": phase.seconds,
-                "policy": phase.policy,
-                "num_tokens": phase.num_tokens,
-                "first_version": phase.first_version,
-                "last_version": phase.last_version,
-                "detail": phase.detail,
-            }
-            for phase in timing.phases
-        ],
-    }
+    return {**by_name(timing), "phases": list(map(by_name, timing.phases))}
 
 
 def timing_from_json(record: Json | None) -> RolloutTiming:

@@ -166,7 +166,7 @@ class Summary:
             "state": self.control.phase.value,
             "steps": {policy: max(ledger.newest_number, 0) for policy, ledger in self.trained_ledgers.items()},
             "evaluations": {result.name: evaluation_values(result) for result in self.evaluations.results.values()},
-            "until": None if self.threshold is None else _threshold(self.threshold.state()),
+            "until": None if self.threshold is None else cast(ThresholdSummary, asdict(self.threshold.state())),
             "overlap_share": self.timeline.overlap_share,
             "max_staleness": max((batches.staleness_max for batches in self.batches.values()), default=0),
             "seconds": time.time() - self.started_at,
@@ -174,13 +174,3 @@ class Summary:
             "time": self.book.summary(),
             "waited_for": self.book.waits(),
         }
-
-
-def _threshold(state: ThresholdState) -> ThresholdSummary:
-    return {
-        "wanted": state.wanted,
-        "newest": state.newest,
-        "reached": state.reached,
-        "step": state.step,
-        "seconds": state.seconds,
-    }

@@ -83,9 +83,9 @@ class FailurePause:
         if self._paused:
             self._resume_by_itself()
             return
-        all_fail = self._ingest.failures_in_a_row >= self._limit
-        streak = f"the last {self._ingest.failures_in_a_row} rollouts all failed"
         refusal = "; ".join(trainer.refusal for trainer in self._trainers if trainer.refusal)
+        all_fail = not refusal and self._ingest.failures_in_a_row >= self._limit
+        streak = f"the last {self._ingest.failures_in_a_row} rollouts all failed"
         why = refusal or (streak if all_fail else self._masked.too_many())
         if not why or self._control.paused or self._control.ended:
             return
@@ -96,12 +96,7 @@ class FailurePause:
         passes = all_fail and cause_of(self._ingest.last_failure.partition(":")[0]) in PASSING
         by_itself = not refusal and now < self._patient_until and (passes or bool(self._unreachable))
         newest = f"the newest with {self._ingest.last_failure}"
-        if (
-            all_fail
-            and not refusal
-            and not by_itself
-            and (not num_tokens or self._ingest.last_failure.startswith(LASTING))
-        ):
+        if all_fail and not by_itself and (not num_tokens or self._ingest.last_failure.startswith(LASTING)):
             before = "" if num_tokens else "no rollout of this run has succeeded: "
             raise ConfigError(
                 f"{before}{why}, {newest}; `rollmill fate RUN` counts the failures, and RUN/logs has the tracebacks. Fix the cause, "

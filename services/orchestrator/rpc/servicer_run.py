@@ -15,12 +15,10 @@ from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.telemetry.logs import without_passwords
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_to_proto
-from services.orchestrator.dispatch.threshold import ThresholdState
-from services.orchestrator.journal.records import EvaluationResult
+from services.orchestrator.journal.records import EvaluationResult, by_name
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.monitoring.progress import Progress
 from services.orchestrator.rpc.report_bounds import check_id
-from services.orchestrator.state.disk_forecast import DiskOutlook
 from services.orchestrator.state.run_control import RunControl, RunState
 from services.orchestrator.state.scores import Estimate
 
@@ -121,72 +119,30 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return run_pb2.StartEvaluationResponse(evaluation_id=evaluation_id)
 
 
-def disk_to_proto(disk: DiskOutlook) -> run_pb2.DiskOutlook:
-    return run_pb2.DiskOutlook(
-        free_bytes=disk.free_bytes, run_bytes=disk.run_bytes, bytes_per_s=disk.bytes_per_s, full_in_s=disk.full_in_s
-    )
-
-
 def progress_to_proto(now: Progress) -> run_pb2.RunProgress:
     return run_pb2.RunProgress(
         at=serde.timestamp_to_proto(now.at),
         state=_STATE[now.state],
         policies=[
-            run_pb2.PolicyProgress(
-                policy=p.policy,
-                version=p.version,
-                num_steps=p.num_steps,
-                num_buffered=p.num_buffered,
-                num_expected=p.num_expected,
-                reward_mean=p.reward_mean or 0.0,
-                staleness_max=p.staleness_max,
-                trainer_state=p.trainer_state,
-                metrics=dict(p.metrics),
-                quota=p.quota,
-            )
+            run_pb2.PolicyProgress(**{**by_name(p), "reward_mean": p.reward_mean or 0.0, "metrics": dict(p.metrics)})
             for p in now.policies
         ],
-        replicas=[
-            run_pb2.ReplicaProgress(
-                replica_id=r.replica_id,
-                num_slots=r.num_slots,
-                num_running=r.num_running,
-                tokens_per_s=r.tokens_per_s,
-                versions=dict(r.versions),
-                lease_left_s=r.lease_left_s,
-                draining=r.draining,
-            )
-            for r in now.replicas
-        ],
+        replicas=[run_pb2.ReplicaProgress(**{**by_name(r), "versions": dict(r.versions)}) for r in now.replicas],
         tokens_per_s=now.tokens_per_s,
         evaluations=[evaluation_to_proto(result) for result in now.evaluations],
         counters=dict(now.counters),
         waits=now.waits,
         started_at=serde.timestamp_to_proto(now.started_at),
         stalls=[
-            run_pb2.Stall(
-                component=stall.component,
-                cause=stall.cause,
-                detail=stall.detail,
-                since=serde.timestamp_to_proto(stall.since),
-                advice=stall.advice,
-                chain=stall.chain,
-            )
-            for stall in now.stalls
+            run_pb2.Stall(**{**by_name(stall), "since": serde.timestamp_to_proto(stall.since)}) for stall in now.stalls
         ],
         accounts=[account_to_proto(account) for account in now.accounts],
-        disk=None if now.disk is None else disk_to_proto(now.disk),
+        disk=None if now.disk is None else run_pb2.DiskOutlook(**by_name(now.disk)),
         set_aside=[
             run_pb2.SetAsideRecords(kind=kind, reason=reason.value, count=count)
             for (kind, reason), count in sorted(now.set_aside.items())
         ],
-        threshold=None if now.threshold is None else _threshold_to_proto(now.threshold),
-    )
-
-
-def _threshold_to_proto(state: ThresholdState) -> run_pb2.Threshold:
-    return run_pb2.Threshold(
-        wanted=state.wanted, newest=state.newest, reached=state.reached, step=state.step, seconds=state.seconds
+        threshold=None if now.threshold is None else run_pb2.Threshold(**by_name(now.threshold)),
     )
 
 
@@ -223,4 +179,4 @@ def _difference_to_proto(found: Estimate | None) -> run_pb2.Estimate | None:
 
 
 def _estimate_to_proto(found: Estimate) -> run_pb2.Estimate:
-    return run_pb2.Estimate(value=found.value, low=found.low, high=found.high)
+    return run_pb2.Estimate(**by_name(found))

@@ -26,9 +26,8 @@ def main() -> int:
             sys.stderr.write(f"config.json makes no model: {type(error).__name__}: {' '.join(str(error).split())}\n")
             return 2
         limit = architecture_limit(config)
-        if limit is not None and limit.tokens < int(context_length):
-            sys.stderr.write(f"{limit.refusal(int(context_length))}\n")
-            return 2
+        if limit is not None:
+            limit.check(int(context_length))
     except NoTinyCopyError as reason:
         sys.stdout.write(
             f"no small model can be made of its config ({reason}), so the trainer compares it at its start\n"

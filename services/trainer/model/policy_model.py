@@ -158,8 +158,8 @@ class PolicyModel(torch.nn.Module):
 
         Raises ``ModelMismatchError`` for a document beyond the model's ``limit``.
         """
-        if self.limit is not None and documents.max_length > self.limit.tokens:
-            raise ModelMismatchError(self.limit.refusal(documents.max_length))
+        if self.limit is not None:
+            self.limit.check(documents.max_length)
         hidden = self._below_head()(
             input_ids=token_ids[None], position_ids=position_ids[None], documents=documents, use_cache=False
         ).last_hidden_state[0]  # [num_tokens, hidden]
@@ -176,6 +176,7 @@ class PolicyModel(torch.nn.Module):
         scores = (logprobs, entropy) if self.value_head is None else (logprobs, entropy, self.value_head(predicting))
         return tuple(targets.each(score) for score in scores)
 
+    @torch.no_grad()
     def plain(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One document through the model's own forward pass and attention: its logits, and those of the head's matrix alone.
 

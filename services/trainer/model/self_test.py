@@ -15,23 +15,20 @@ Nothing here knows names of architectures: an effect decides. Bounds of a differ
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from services.common.errors import ModelMismatchError, RollmillError
 from services.trainer.data.packing import Document, pack
 from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets
 from services.trainer.model.tiny_copy import NoTinyCopyError, build, is_size, numbers, tiny_copies, with_number
-from services.trainer.ranks.sharding import peer_loss
+from services.trainer.ranks.sharding import peer_loss, reshard
 
 BOUND, BOUND_16_BITS = 1e-3, 0.25
 _SHORT = (4, 6)  # tokens of the documents
@@ -51,11 +48,17 @@ class Limit:
     field: str  # of config.json
     tokens: int
 
-    def refusal(self, length: int) -> str:
-        return (
+    def check(self, length: int) -> None:
+        """Raise ``ModelMismatchError`` for longer documents."""
+        if length <= self.tokens:
+            return
+        raise ModelMismatchError(
             f"{self.model} computes documents of more than {self.tokens} tokens ({self.field} of its config.json) in a way that "
             f"packed training does not, and a document may have {length}: write model.context_length: {self.tokens} or less"
         )
+
+
+_LIMITS: dict[str, Limit | None] = {}  # by the text of a config: a policy and its reference are compared once
 
 
 def check_loaded(model: Any, device: torch.device) -> None:
@@ -63,11 +66,8 @@ def check_loaded(model: Any, device: torch.device) -> None:
 
     Raises ``ModelMismatchError`` for a difference.
     """
-    name, size = type(model.causal_lm).__name__, model.causal_lm.get_input_embeddings().weight.shape[0]
-    with _refusing(name):
-        found = _compare(model, _documents(_SHORT, size, device))
-    if not found.fits:
-        raise ModelMismatchError(_difference(name, found, "a layer"))
+    size = model.causal_lm.get_input_embeddings().weight.shape[0]
+    _check(model, _documents(_SHORT, size, device), lambda: "a layer")
 
 
 def check_architecture(config: Any, make: Make) -> Limit | None:
@@ -75,40 +75,37 @@ def check_architecture(config: Any, make: Make) -> Limit | None:
 
     Raises ``ModelMismatchError`` for a difference, and ``NoTinyCopyError`` for a config of which no small model can be made.
     """
-    return _checked(_Config(config), make)
+    key = config.to_json_string(use_diff=False)
+    if key not in _LIMITS:
+        _LIMITS[key] = _limit(config, make)
+    return _LIMITS[key]
 
 
-class _Config:
-    """A config as a key: a policy and its reference are compared once."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        self._text = config.to_json_string(use_diff=False)
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Config) and self._text == other._text
-
-
-@lru_cache(maxsize=64)
-def _checked(key: _Config, make: Make) -> Limit | None:
-    config, (model, tree) = key.config, _smallest(key.config, make)
-    name, documents = type(model.causal_lm).__name__, _documents(_SHORT)
-    with _refusing(name):
-        found = _compare(model, documents)
-    if not found.fits:
-        raise ModelMismatchError(_difference(name, found, _mixing(model, documents)))
+def _limit(config: Any, make: Make) -> Limit | None:
+    model, tree = _smallest(config, make)
+    documents = _documents(_SHORT)
+    _check(model, documents, lambda: _mixing(model, documents))
     original = dict(numbers(config.to_dict()))
     limits = [
-        Limit(model=name, field=".".join(at), tokens=original[at])
+        Limit(model=type(model.causal_lm).__name__, field=".".join(at), tokens=original[at])
         for at, value in numbers(tree)
         if value > max(_SHORT)
         and not is_size(at[-1])
         and _is_limit(config, with_number(tree, at, min(value, _LOWERED)), make)
     ]
     return min(limits, key=lambda limit: limit.tokens, default=None)
+
+
+def _check(model: Any, documents: Rows, layer: Callable[[], str]) -> None:
+    """Refuse a difference. ``layer`` names the cause."""
+    name = type(model.causal_lm).__name__
+    with _refusing(name):
+        difference, bound = _compare(model, documents)
+    if not difference <= bound:  # also NaN
+        raise ModelMismatchError(
+            f"{name} computes other log-probabilities packed than alone: {layer()} makes {difference:.2g} nats "
+            f"{'in the largest' if bound == BOUND else 'in the mean'}, and {bound:g} is allowed: {_REMEDY}"
+        )
 
 
 def _smallest(config: Any, make: Make) -> tuple[Any, dict[str, Any]]:
@@ -131,66 +128,50 @@ def _is_limit(config: Any, tree: dict[str, Any], make: Make) -> bool:
     """Whether short documents are computed as alone, and longer ones than the lowered number are not."""
     try:
         model = make(build(config, tree))
-        if not _compare(model, _documents((6, 4))).fits:
-            return False
-        with torch.no_grad():
-            model.plain(_documents(_AROUND)[1])
+        difference, bound = _compare(model, _documents((6, 4)))
+        model.plain(_documents(_AROUND)[1])
     except Exception:  # noqa: BLE001 - no model, or one of as many positions
         return False
+    if not difference <= bound:
+        return False
     try:
-        return not _compare(model, _documents(_AROUND)).fits
+        difference, bound = _compare(model, _documents(_AROUND))
     except Exception:  # noqa: BLE001 - a refusal of the attention, or a mask of another shape
         return True
-
-
-class _Found:
-    """The differences of a comparison, in nats by token."""
-
-    def __init__(self, difference: torch.Tensor, dtype: torch.dtype) -> None:
-        self.exact = dtype in (torch.float32, torch.float64)
-        self.largest = float(difference.max() if self.exact else difference.mean())
-        self.bound = BOUND if self.exact else BOUND_16_BITS
-        self.fits = self.largest <= self.bound  # NaN does not
+    return not difference <= bound
 
 
 @torch.no_grad()
-def _compare(model: Any, documents: Rows) -> _Found:
-    """Compare the documents and a third one, which begins as the first. Also sets the factor of the head."""
+def _compare(model: Any, documents: Rows) -> tuple[float, float]:
+    """The difference of the documents and a third one, which begins as the first, and its bound, in nats. Also sets the factor
+    of the head."""
     given = [*documents, torch.cat([documents[0][:2], documents[1][1:4]])]
     passes = [model.plain(tokens) for tokens in given]
-    dtype, plain = passes[0][1].dtype, [logits.float() for logits, _ in passes]
+    plain = [logits.float() for logits, _ in passes]
     model.logit_scale = _factor(torch.cat(plain), torch.cat([ours for _, ours in passes]).float())
-    (batch,) = pack(
-        [Document.supervised(tokens.cpu().numpy(), np.arange(len(tokens)) > 0) for tokens in given], 1 << 10
-    )
-    tokens, positions = (
-        torch.as_tensor(each, device=given[0].device) for each in (batch.token_ids, batch.position_ids)
-    )
-    targets = Targets.of(batch.predecessors, batch.target_ids, tokens.device, distinct=True)
-    found, *_ = model(tokens, positions, Documents(batch.branches, tokens.device), targets, 1.0)
-    expected = [
-        plain[source][:-1].log_softmax(-1).gather(1, given[source][1:, None])[:, 0] for source in batch.sources.tolist()
-    ]
-    if isinstance(model, FSDPModule):
-        model.reshard()  # no backward pass does: the gathered weights would be those of now for ever
-    return _Found((found.float() - torch.cat(expected)).abs(), dtype)
+    found, sources = _packed(model, given)
+    expected = [plain[source][:-1].log_softmax(-1).gather(1, given[source][1:, None])[:, 0] for source in sources]
+    reshard(model)
+    difference = (found.float() - torch.cat(expected)).abs()
+    is_exact = passes[0][1].dtype in (torch.float32, torch.float64)
+    return (float(difference.max()), BOUND) if is_exact else (float(difference.mean()), BOUND_16_BITS)
+
+
+def _packed(model: Any, documents: Rows) -> tuple[torch.Tensor, list[int]]:
+    """Log-probabilities of all tokens but the first of each document, from one row, and the order of the documents in it."""
+    rows = [Document.supervised(tokens.cpu().numpy(), np.arange(len(tokens)) > 0) for tokens in documents]
+    (batch,) = pack(rows, 1 << 10)
+    device = documents[0].device
+    tokens, positions = (torch.as_tensor(each, device=device) for each in (batch.token_ids, batch.position_ids))
+    targets = Targets.of(batch.predecessors, batch.target_ids, device, distinct=True)
+    found, *_ = model(tokens, positions, Documents(batch.branches, device), targets, 1.0)
+    return found, batch.sources.tolist()
 
 
 def _factor(logits: torch.Tensor, ours: torch.Tensor) -> float:
     """The factor between a head's logits and those of its matrix, by least squares; 1 where it is nearly 1."""
     factor = float((logits * ours).double().sum() / ours.double().square().sum())
     return factor if factor > 0 and abs(factor - 1) > 1e-3 else 1.0
-
-
-def _packed(model: Any, documents: Rows) -> torch.Tensor:
-    """Log-probabilities of all tokens but the first of each document, from one row without shared tokens."""
-    tokens = torch.cat(documents)
-    ends = np.cumsum([0, *map(len, documents)])
-    targets = torch.cat([torch.arange(start + 1, end) for start, end in itertools.pairwise(ends)]).to(tokens.device)
-    positions = torch.cat([torch.arange(len(each)) for each in documents]).to(tokens.device)
-    scores = model(tokens, positions, Documents.from_offsets(ends, tokens.device), Targets.at(targets, tokens), 1.0)
-    logprobs: torch.Tensor = scores[0]
-    return logprobs
 
 
 def _documents(lengths: tuple[int, int], vocabulary: int = 32, device: torch.device | str = "cpu") -> Rows:
@@ -214,22 +195,13 @@ def _refusing(name: str) -> Iterator[None]:
         ) from error
 
 
-def _difference(name: str, found: _Found, layer: str) -> str:
-    where = "in the largest" if found.exact else "in the mean"
-    return (
-        f"{name} computes other log-probabilities packed than alone: {layer} makes {found.largest:.2g} nats {where}, and "
-        f"{found.bound:g} is allowed: {_REMEDY}"
-    )
-
-
 @torch.no_grad()
 def _mixing(model: Any, documents: Rows) -> str:
     """The innermost module with another output for the second document packed than alone, by its class and name."""
-    with _outputs(model) as packed:
-        _packed(model, documents)
-    with _outputs(model) as alone:
-        model.plain(documents[1])
-    begin, length = map(len, documents)
+    packed, (_, order) = _outputs(model, lambda: _packed(model, documents))
+    first, second = (documents[source][:-1] for source in order)  # the row lacks the last tokens, which predict none
+    alone, _ = _outputs(model, lambda: model.plain(second))
+    begin, length = len(first), len(second)
     for name, output in packed.items():
         other = alone.get(name)
         if other is None or output.ndim != other.ndim:
@@ -241,15 +213,14 @@ def _mixing(model: Any, documents: Rows) -> str:
                     while type(model.get_submodule(name)).__module__.startswith("torch."):
                         name = name.rpartition(".")[0]
                     return f"{type(model.get_submodule(name)).__name__} ({name.removeprefix('causal_lm.')})"
-    logits, ours = model.plain(documents[0])
+    logits, ours = model.plain(first)
     if torch.allclose(logits, model.logit_scale * ours, rtol=1e-3, atol=1e-3):
         return "attention of its own, which does not know beginnings that documents share,"
     return f"its head ({type(model.causal_lm.get_output_embeddings()).__name__}, more than a matrix and a factor)"
 
 
-@contextmanager
-def _outputs(model: Any) -> Iterator[Mapping[str, torch.Tensor]]:
-    """The output of each module by name, in the order in which they end."""
+def _outputs(model: Any, forward: Callable[[], Any]) -> tuple[dict[str, torch.Tensor], Any]:
+    """The output of each module by name, in the order in which they end, and the result of the forward pass."""
     found: dict[str, torch.Tensor] = {}
 
     def keep(name: str, output: Any) -> None:
@@ -262,8 +233,7 @@ def _outputs(model: Any) -> Iterator[Mapping[str, torch.Tensor]]:
         for name, module in model.named_modules()
         if name
     ]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
+    result = forward()
+    for hook in hooks:
+        hook.remove()
+    return found, result

@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 LEAST_TOKENS = 16  # fresh ones in a comparison: the mean of fewer is noise in bfloat16
 UPDATES_BETWEEN = 2  # after so many a replica has had to take new weights
 WORST_TOKENS = 10
+COPIES_KEPT = 8  # batches for which copies wait for enough fresh tokens
 COPIES_SHARE = 4  # copies of weights take at most this part of the free memory
 
 
@@ -61,9 +62,9 @@ class NumericsGate:
             log.info("numerics.agree", step=batch.training_step, mean=total / count, bound=self._bound, tokens=count)
             self._left, self._next = self._left - 1, self._num_batches + UPDATES_BETWEEN
         self._num_batches += 1
-        if self._left == 1 and len(self._earlier) < UPDATES_BETWEEN:
+        if self._left == 1 and self._num_batches <= self._next:
             self._keep_weights(batch.training_step - 1)
-        elif not self._left:
+        elif not self._left or self._num_batches > self._next + COPIES_KEPT:
             self._earlier.clear()
 
     def _keep_weights(self, version: int) -> None:

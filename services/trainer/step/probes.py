@@ -171,9 +171,10 @@ class Probes:
             with adapter_off(model):
                 self._try("adapter not applied", "the base alone")
         for version, weights in reversed(earlier):
-            with self._holding(weights):
-                self._try("older weights", f"version {version}")
-                older = full(head).detach().clone()
+            newest = self._exchange(weights)
+            self._try("older weights", f"version {version}")
+            older = full(head).detach().clone()
+            self._exchange(newest)
             with self._head(older):
                 self._try("head of an older version", f"version {version}")
         if not exact:
@@ -218,18 +219,14 @@ class Probes:
                 self._try("order of layers", f"{i} and {j} exchanged")
                 parent[i], parent[j] = layers[i], layers[j]
 
-    @contextmanager
-    def _holding(self, weights: Weights) -> Iterator[None]:
-        """The model with other weights."""
+    def _exchange(self, weights: Weights) -> Weights:
+        """Give the model other weights; returns those before."""
         reshard(self._step.model)
         rows = {name: local_rows(weight)[0] for name, weight in self._step.model.published().items()}
         own = {name: row.detach().to("cpu", copy=True) for name, row in rows.items()}
-        for values in (weights, own):
-            for name, row in rows.items():
-                row.copy_(values[name])
-            if values is weights:
-                yield
-                reshard(self._step.model)
+        for name, row in rows.items():
+            row.copy_(weights[name])
+        return own
 
     @contextmanager
     def _head(self, weight: torch.Tensor) -> Iterator[None]:

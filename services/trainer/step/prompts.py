@@ -24,10 +24,8 @@ def prompt_changes(tokenizer: Any) -> list[tuple[str, str, Change]]:
         (ONE_TOKEN, "the first token twice", lambda ids: [*ids[:1], *ids]),
         (ONE_TOKEN, "the last token twice", lambda ids: [*ids, *ids[-1:]]),
     ]
-    single = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, *encoded("\n"), *encoded(" ")} - {
-        None
-    }
-    for token in sorted(single):
+    special = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id} - {None}
+    for token in sorted({*special, *encoded("\n"), *encoded(" ")}):
         name = repr(tokenizer.decode([token]))
         found.append((ONE_TOKEN, f"{name} in front", lambda ids, token=token: [token, *ids]))  # type: ignore[misc]
         found.append((ONE_TOKEN, f"{name} behind", lambda ids, token=token: [*ids, token]))  # type: ignore[misc]
@@ -36,27 +34,22 @@ def prompt_changes(tokenizer: Any) -> list[tuple[str, str, Change]]:
 
     def rendered(text: str, system: str | None = None, **settings: Any) -> str:
         turns = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": text}]
+        settings = {"add_generation_prompt": True, **settings}
         try:
-            return str(
-                tokenizer.apply_chat_template(turns, tokenize=False, **{"add_generation_prompt": True, **settings})
-            )
+            return str(tokenizer.apply_chat_template(turns, tokenize=False, **settings))
         except TemplateError:  # of a template without system turns
             return ""
 
     begin, _, end = rendered("MARK").partition("MARK")
-    opening = end[len(rendered("MARK", add_generation_prompt=False).partition("MARK")[2]) :]  # of the answer
 
     def again(render: Callable[[str], str]) -> Change:
         """The prompt's only message rendered in another way."""
         return lambda ids: encoded(render(tokenizer.decode(ids).removeprefix(begin).removesuffix(end)))
 
-    def toggled(ids: list[int]) -> list[int]:
-        text = str(tokenizer.decode(ids))
-        return list(encoded(text.removesuffix(opening) if opening and text.endswith(opening) else text + opening))
-
-    found.append((TEMPLATE, "with or without the opening of the answer", toggled))
-    found.append((TEMPLATE, "without its template", again(lambda text: text)))
-    found.append((TEMPLATE, "without thinking", again(lambda text: rendered(text, enable_thinking=False))))
-    for name, system in SYSTEM.items():
-        found.append((TEMPLATE, f"in its template, {name} system turn", again(partial(rendered, system=system))))
-    return found
+    ways: dict[str, Callable[[str], str]] = {
+        "without its template": lambda text: text,
+        "without the opening of the answer": partial(rendered, add_generation_prompt=False),
+        "without thinking": partial(rendered, enable_thinking=False),
+        **{f"in its template, {name} system turn": partial(rendered, system=text) for name, text in SYSTEM.items()},
+    }
+    return [*found, *((TEMPLATE, label, again(render)) for label, render in ways.items())]
