@@ -46,7 +46,7 @@ from services.envgateway.sandbox.records import ExecutionLimits
 
 JUDGING_TIMEOUT_S = 600.0  # of a call: a judgement of 500 s at most (sandbox.judging_time_s), and two waits
 WAIT_S = 45.0  # for a place among the task's programs, and as long for a slot
-_JUDGED_S = JUDGING_TIMEOUT_S - WAIT_S - 5.0  # ends before the call does, so that a wait at workers is told as one
+_JUDGED_S = 550.0  # of a judgement with its wait: ends before the call does, so that a wait at workers is told as one
 _INTEGER = re.compile(r"-?\d{1,18}")
 
 
