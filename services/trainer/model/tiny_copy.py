@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 VOCABULARY = 64
-_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _LAYERS = 8  # more than one period of the patterns in use
 _HEAD_DIM = 16
 _MULTIPLE = 8  # of widths, as grouped matrix products ask
@@ -95,19 +94,27 @@ def tiny_copies(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def _shrunk(tree: dict[str, Any], by_heads: int, by_dim: int, layers: int) -> dict[str, Any]:
-    num_layers = next((tree[key] for key in _LAYER_COUNTS if tree.get(key)), 0)
-    by_layer = [value for value in tree.values() if isinstance(value, (list, str)) and len(value) == num_layers > 0]
-    kept = max([layers, *map(_first_with_all, by_layer)]) if 0 < layers < num_layers else num_layers
+    num_layers = next(
+        (tree[key] for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if tree.get(key)), 0
+    )
     small: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
             small[key] = _shrunk(value, by_heads, by_dim, layers)
-        elif isinstance(value, (list, str)) and len(value) == num_layers:
-            small[key] = value[:kept]
-        elif key in _LAYER_COUNTS and value == num_layers:
-            small[key] = kept
+        elif isinstance(value, (list, str)) and layers and len(value) == num_layers > layers:
+            small[key] = value[: max(layers, _first_with_all(value))]
         else:
             small[key] = _divided(key, value, by_heads, by_dim) if type(value) is int and value > 1 else value
+    if layers and num_layers > layers:
+        lengths = [
+            len(value) for key, value in small.items() if isinstance(value, list) and len(tree[key]) == num_layers
+        ]
+        for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+            if key in small:
+                small[key] = max([layers, *lengths])
+                small |= {
+                    k: tree[k][: small[key]] for k in small if isinstance(tree[k], list) and len(tree[k]) == num_layers
+                }
     return small
 
 
