@@ -175,7 +175,7 @@ def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task
     one gets no more than the empty one."""
     from services.inference.scripts.answers import boxed
 
-    path = workflow.settings.get("reward")
+    path = workflow.reward
     if path in tuple(BuiltInReward) and is_training(where):
         _try_built_in(recipe, where, BuiltInReward(path), task, tried)
     if not isinstance(path, str) or ":" not in path:
