@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from services.cli.inspect.pictures.runs import plot_runs
 from services.cli.inspect.run_state import read_metrics
 from services.cli.inspect.standing import standing
 from services.cli.page.curves import curves
@@ -160,8 +161,8 @@ def test_an_evaluation_whose_rollouts_all_failed_shows_no_number_anywhere(tmp_pa
     (row,) = read_metrics(tmp_path)
     scalars = scalars_of(row)
     assert is_usable(row) and scalars is not None and not scalars.values
-    assert curves([tmp_path], read_metrics)["evaluations"] == []
-    plot_runs([tmp_path], tmp_path / "run.png")
+    assert not any(panel["points"] for panel in curves([tmp_path], read_metrics)["panels"])
+    assert plot_runs([tmp_path], tmp_path / "run.png") is None, "nothing to draw"
     out.write("\n".join([*(event["text"] for event in events(tmp_path, [row])), *standing(tmp_path).lines()]))
     told = out.getvalue()
     assert "0.0" not in told and "nan" not in told
