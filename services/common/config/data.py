@@ -14,13 +14,9 @@ from services.common.harbor.places import ENVIRONMENT as HARBOR
 from services.common.records.dataset_rows import BuiltInReward, BuiltInTool, BuiltInWorkflow
 
 
-_REWARDS = {  # that built-in workflows ask for where a recipe names none
-    BuiltInWorkflow.SINGLE_TURN: BuiltInReward.MATH,
-    BuiltInWorkflow.TOOL_USE: BuiltInReward.MATH,
-    BuiltInWorkflow.TOOL_MATH: BuiltInReward.MATH,
-    BuiltInWorkflow.ACTOR_VERIFIER: BuiltInReward.MATH,
-    BuiltInWorkflow.CODEGEN_VERIFIER: BuiltInReward.CODE,
-}
+# Rewards that built-in workflows ask for where a recipe names none.
+_MATH = (BuiltInWorkflow.SINGLE_TURN, BuiltInWorkflow.TOOL_USE, BuiltInWorkflow.TOOL_MATH, BuiltInWorkflow.ACTOR_VERIFIER)
+_REWARDS = dict.fromkeys(_MATH, BuiltInReward.MATH) | {BuiltInWorkflow.CODEGEN_VERIFIER: BuiltInReward.CODE}
 
 
 class WorkflowConfig(Section):

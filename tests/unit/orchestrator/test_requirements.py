@@ -169,3 +169,12 @@ def test_a_reward_of_the_gateway_needs_its_fields_in_any_workflow(rows: Path, na
     assert any(reason.startswith("row 4 has no answer") for reason in by_name)
     by_default = left_out(rows, recipe({"name": name}))
     assert any("no answer" in reason for reason in by_default) == (WorkflowConfig(name=name).reward is not None)
+
+
+@pytest.mark.parametrize("empty", [{"answer": ""}, {"answer": " \n"}, {"reward_model": {"ground_truth": ""}}])
+def test_an_empty_answer_is_none(tmp_path: Path, empty: dict[str, Any]) -> None:
+    path = tmp_path / "rows.jsonl"
+    made = [{"problem": "q", **empty}, {"problem": "q", "answer": 0}, {"problem": "q", **empty, "solution": "5"}]
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in made))
+    [reason] = left_out(path, recipe({"name": "single_turn"}))
+    assert reason.startswith("row 1 has no answer")
