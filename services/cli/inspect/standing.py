@@ -109,7 +109,9 @@ def _read_metrics(found: Standing, rows: Iterable[Row] | None) -> None:
             name = str(row.get("name", ""))
             versions = played_by(name, row.get("versions", {}), row.get("newest_versions", {}))
             failed = f"; {row['num_failed']} failed" if row.get("num_failed") else ""
-            scores.setdefault(name.partition("/")[2], []).append(f"{name}{versions}: {format_reward(row['mean_reward'])}{failed}")
+            scores.setdefault(name.partition("/")[2], []).append(
+                f"{name}{versions}: {format_reward(row['mean_reward'])}{failed}"
+            )
     for told in scores.values():
         found.evaluations += [told[0], *([told[-1]] if len(told) > 1 else [])]
     found.quiet_s = max(0.0, time.time() - path.stat().st_mtime)

@@ -218,7 +218,7 @@ def plot_scores(evaluations: Mapping[str, EvaluationSummary], title: str, output
     width = 0.8 / max(1, len(evaluations))
     for number, (name, result) in enumerate(evaluations.items()):
         datasets = [found for found in result["datasets"] if found["mean_reward"] is not None]
-        scores = {found["name"]: found["mean_reward"] for found in datasets}
+        scores = {found["name"]: mean for found in datasets if (mean := found["mean_reward"]) is not None}
         places = [names.index(dataset) + (number - (len(evaluations) - 1) / 2) * width for dataset in scores]
         values = [100 * score["value"] for score in scores.values()]
         below = [100 * (score["value"] - score["low"]) for score in scores.values()]

@@ -13,10 +13,16 @@ from services.common.config.base import Section
 from services.common.harbor.places import ENVIRONMENT as HARBOR
 from services.common.records.dataset_rows import BuiltInReward, BuiltInTool, BuiltInWorkflow
 
-
 # Rewards that built-in workflows ask for where a recipe names none.
-_MATH = (BuiltInWorkflow.SINGLE_TURN, BuiltInWorkflow.TOOL_USE, BuiltInWorkflow.TOOL_MATH, BuiltInWorkflow.ACTOR_VERIFIER)
-_REWARDS = dict.fromkeys(_MATH, BuiltInReward.MATH) | {BuiltInWorkflow.CODEGEN_VERIFIER: BuiltInReward.CODE}
+_MATH = (
+    BuiltInWorkflow.SINGLE_TURN,
+    BuiltInWorkflow.TOOL_USE,
+    BuiltInWorkflow.TOOL_MATH,
+    BuiltInWorkflow.ACTOR_VERIFIER,
+)
+_REWARDS: dict[str, str] = dict.fromkeys(_MATH, str(BuiltInReward.MATH)) | {
+    BuiltInWorkflow.CODEGEN_VERIFIER: BuiltInReward.CODE
+}
 
 
 class WorkflowConfig(Section):

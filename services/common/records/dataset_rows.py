@@ -103,7 +103,9 @@ def truth_in(row: Row) -> Any:
     nested = row.get("reward_model")
     found = [nested.get("ground_truth")] if isinstance(nested, Mapping) else []
     found += [row.get(name) for name in TRUTH_FIELDS]
-    return next((truth for truth in found if truth is not None and not (isinstance(truth, str) and not truth.strip())), None)
+    return next(
+        (truth for truth in found if truth is not None and not (isinstance(truth, str) and not truth.strip())), None
+    )
 
 
 def last_boxed(text: str) -> str | None:

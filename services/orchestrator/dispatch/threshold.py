@@ -126,7 +126,11 @@ class Threshold:
         least = self._config.threshold(policy)
         # Failed samples never pass. Below the threshold they can only lower the mean; otherwise they could raise the mean to the threshold.
         may_count = self._config.pass_at is not None or self._failed_reward < least
-        return value is not None and value >= least and (may_count or not any(found.failed for found in self._chosen(result)))
+        return (
+            value is not None
+            and value >= least
+            and (may_count or not any(found.failed for found in self._chosen(result)))
+        )
 
     def _value(self, result: EvaluationResult) -> float | None:
         if self._config.pass_at is None:

@@ -95,7 +95,9 @@ class EvaluationResult:
     versions: Mapping[str, int]
     newest_versions: Mapping[str, int]  # differ from `versions` for an unpinned pass: the range of used versions
     pinned: bool
-    mean_reward: float | None  # over datasets, each counted once; failed ones as `evaluation.failed_reward` says; None where every sample of a dataset failed
+    mean_reward: (
+        float | None
+    )  # over datasets, each counted once; failed ones as `evaluation.failed_reward` says; None where every sample of a dataset failed
     num_trajectories: int
     num_failed: int
     datasets: tuple[DatasetScore, ...] = ()

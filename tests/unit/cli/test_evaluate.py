@@ -210,7 +210,9 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path) -> None:
     found = comparable(finished(tmp_path / "two", {"easy": [1.0, 0.0]}))
     others = comparable(finished(tmp_path / "one", {"easy": [1.0, 0.0]}, items="other tasks"))
     evaluations = {"start/greedy": evaluation_values(found["greedy"])}
-    assert compare(evaluations, found, others, "one") == ["greedy easy: its tasks are others, it has one alone, or every rollout failed"]
+    assert compare(evaluations, found, others, "one") == [
+        "greedy easy: its tasks are others, it has one alone, or every rollout failed"
+    ]
     assert compare(evaluations, found, {"sampled": others["greedy"]}, "one") == ["greedy: there is only sampled"]
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -278,8 +278,12 @@ def test_what_left_without_being_asked_by_the_run_is_brought_back_a_bounded_numb
 
 
 def test_a_replica_that_users_code_ended_with_0_has_not_left_and_ends_the_run(processes: Processes) -> None:
-    processes.start(spec("inference-a", "import os, sys; print('in the reward', file=sys.stderr, flush=True); os._exit(0)"))
-    with pytest.raises(InfrastructureError, match=r"inference-a exited with 0 and was neither drained(.|\n)*in the reward"):
+    processes.start(
+        spec("inference-a", "import os, sys; print('in the reward', file=sys.stderr, flush=True); os._exit(0)")
+    )
+    with pytest.raises(
+        InfrastructureError, match=r"inference-a exited with 0 and was neither drained(.|\n)*in the reward"
+    ):
         wait_until(lambda: "inference-a" in processes.watch(), "its leaving")
     processes.start(spec("inference-a", f"raise SystemExit({LEFT})"))
     wait_until(lambda: "inference-a" in processes.watch(), "its leaving in order")

@@ -141,4 +141,6 @@ def test_check_tells_rows_that_the_limit_leaves_out_and_refuses_a_limit_below_ev
 
     assert not tried(1).problems and "data.train.max_prompt_tokens (1) leaves out 1 of 2 rows" in tried(1).told
     rows = of([{"problem": "a a a", "answer": "1"}])
-    assert tried(1).problems == ["data.train.max_prompt_tokens: no prompt of 1 has at most 1 tokens: write a larger limit"]
+    assert tried(1).problems == [
+        "data.train.max_prompt_tokens: no prompt of 1 has at most 1 tokens: write a larger limit"
+    ]
