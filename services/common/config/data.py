@@ -14,14 +14,12 @@ from services.common.harbor.places import ENVIRONMENT as HARBOR
 from services.common.records.dataset_rows import BuiltInReward, BuiltInTool, BuiltInWorkflow
 
 # Rewards that built-in workflows ask for where a recipe names none.
-_MATH = (
-    BuiltInWorkflow.SINGLE_TURN,
-    BuiltInWorkflow.TOOL_USE,
-    BuiltInWorkflow.TOOL_MATH,
-    BuiltInWorkflow.ACTOR_VERIFIER,
-)
-_REWARDS: dict[str, str] = dict.fromkeys(_MATH, str(BuiltInReward.MATH)) | {
-    BuiltInWorkflow.CODEGEN_VERIFIER: BuiltInReward.CODE
+_REWARDS: dict[str, BuiltInReward] = {
+    BuiltInWorkflow.SINGLE_TURN: BuiltInReward.MATH,
+    BuiltInWorkflow.TOOL_USE: BuiltInReward.MATH,
+    BuiltInWorkflow.TOOL_MATH: BuiltInReward.MATH,
+    BuiltInWorkflow.ACTOR_VERIFIER: BuiltInReward.MATH,
+    BuiltInWorkflow.CODEGEN_VERIFIER: BuiltInReward.CODE,
 }
 
 
