@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from services.common.errors import DeadlineError, InfrastructureError, RollmillError
-from services.common.system.child import START_AGAIN, die_with_parent_if_asked
+from services.common.system.child import DIE_WITH_PARENT, LEFT, START_AGAIN, die_with_parent_if_asked
 from services.common.system.surroundings import settle
 from services.common.telemetry.logs import quiet_grpc
 
@@ -72,6 +72,8 @@ def main() -> None:
         sys.exit(START_AGAIN)
     except RollmillError as error:
         sys.exit(f"error: {error.message}")
+    if DIE_WITH_PARENT in os.environ:
+        sys.exit(LEFT)
 
 
 if __name__ == "__main__":

@@ -57,12 +57,34 @@ def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
         if is_training(where) and not recipe.run.steps:
             continue
         workflow = recipe.workflow_of(where)
+        try:
+            source = _short_prompts(recipe, where, source, tried)
+        except DatasetError as error:
+            tried.problems.append(error.message)
+            continue
         if chat is not None:
             _try_prompts(recipe, where, workflow, source, chat, tried)
         _try_reward(recipe, where, workflow, source[0], tried)
         if any(service.engine == "forced" for service in recipe.inference.values()):
             _try_script(recipe, where, workflow, source[0], tried)
     return tried
+
+
+def _short_prompts(recipe: Recipe, where: str, source: TaskSource, tried: Tried) -> TaskSource:
+    """The tasks that the run keeps by ``max_prompt_tokens``, where the tokenizers are on this machine; raises
+    ``DatasetError`` for none."""
+    from services.orchestrator.tasks.prompt_length import ShortPrompts, open_tokenizer
+
+    limit = recipe.data.sections()[where].max_prompt_tokens
+    files = {name: file_of(policy.model.path or "", "tokenizer.json") for name, policy in recipe.policies.items()}
+    if limit is None or None in files.values():
+        return source
+    counters = [open_tokenizer(str(file.parent), f"policies.{name}.model.path") for name, file in files.items() if file]
+    field = recipe.workflow_of(where).settings.get("prompt_field")
+    short = ShortPrompts(source, limit, counters, field, where)
+    if short.num_too_long:
+        tried.told.append(f"{where}.max_prompt_tokens ({limit}) leaves out {short.num_too_long} of {len(source)} rows")
+    return short
 
 
 def _chat(recipe: Recipe, tried: Tried) -> Chat | None:
@@ -175,7 +197,7 @@ def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task
     one gets no more than the empty one."""
     from services.inference.scripts.answers import boxed
 
-    path = workflow.settings.get("reward")
+    path = workflow.reward
     if path in tuple(BuiltInReward) and is_training(where):
         _try_built_in(recipe, where, BuiltInReward(path), task, tried)
     if not isinstance(path, str) or ":" not in path:

@@ -25,6 +25,14 @@ def format_change(value: float, low: float, high: float, digits: int = 3) -> str
     return f"{value:+.{digits}f} ({low:+.{digits}f}..{high:+.{digits}f})"
 
 
+def format_reward(value: float | None, digits: int = 3) -> str:
+    """
+    >>> format_reward(0.25), format_reward(None)
+    ('0.250', '-')
+    """
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
 def format_seconds(seconds: float) -> str:
     """
     >>> format_seconds(0.0123)

@@ -11,6 +11,7 @@ from itertools import filterfalse
 from pathlib import Path
 
 from services.cli.console.source_table import source_words
+from services.cli.console.units import format_reward
 from services.cli.inspect.checkpoints.found import places, policies_of
 from services.cli.inspect.run_state import Row, check_run_directory, ended, launcher_lock, processes_left, read_rows
 from services.common import run_files
@@ -104,10 +105,13 @@ def _read_metrics(found: Standing, rows: Iterable[Row] | None) -> None:
             found.sources[str(row.get("policy"))] = source_words(row)
             reward = row.get(StepKey.ROLLOUT_REWARD_MEAN)
             found.reward = float(reward) if isinstance(reward, int | float) else found.reward
-        elif row.get("kind") == RowKind.EVALUATION and isinstance(row.get("mean_reward"), int | float):
+        elif row.get("kind") == RowKind.EVALUATION and isinstance(row.get("mean_reward", ""), int | float | None):
             name = str(row.get("name", ""))
             versions = played_by(name, row.get("versions", {}), row.get("newest_versions", {}))
-            scores.setdefault(name.partition("/")[2], []).append(f"{name}{versions}: {row['mean_reward']:.3f}")
+            failed = f"; {row['num_failed']} failed" if row.get("num_failed") else ""
+            scores.setdefault(name.partition("/")[2], []).append(
+                f"{name}{versions}: {format_reward(row['mean_reward'])}{failed}"
+            )
     for told in scores.values():
         found.evaluations += [told[0], *([told[-1]] if len(told) > 1 else [])]
     found.quiet_s = max(0.0, time.time() - path.stat().st_mtime)

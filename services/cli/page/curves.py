@@ -90,7 +90,7 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
 def _evaluations(number: int, group: Runs) -> Iterator[Json]:
     """With the 95% interval of the mean, where one data set was evaluated."""
     for row in (row for rows in group.rows for row in rows):
-        if row["kind"] != RowKind.EVALUATION or not row["versions"]:
+        if row["kind"] != RowKind.EVALUATION or not row["versions"] or row["mean_reward"] is None:
             continue
         of_one = row["datasets"][0]["mean_reward"] if len(row["datasets"]) == 1 else {}
         yield {

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from services.cli.console.units import format_reward
 from services.cli.inspect.run_state import Row, logged_at, parse_rows, read_rows
 from services.common import run_files
 from services.common.telemetry.metrics import RowKind, StallMoment
@@ -80,7 +81,8 @@ def _of_metrics(rows: Iterable[Row]) -> Iterator[Json]:
     for row in rows:
         if row["kind"] == RowKind.EVALUATION:
             name = row["name"] + played_by(row["name"], row.get("versions", {}), row.get("newest_versions", {}))
-            told = f"{name}: mean reward {row['mean_reward']:.3f} over {row.get('num_trajectories')} trajectories"
+            told = f"{name}: mean reward {format_reward(row['mean_reward'])} over {row.get('num_trajectories')} trajectories"
+            told += f", {row['num_failed']} failed" if row.get("num_failed") else ""
             yield {"at": row["time"], "kind": "evaluation", "who": "orchestrator", "text": told}
         elif row["kind"] == RowKind.THRESHOLD:
             told = f"training ends after step {row['step']}: {row['wanted']}"
@@ -142,7 +144,7 @@ _SHAPES: Mapping[str, Callable[[Row], bool]] = {
         isinstance(row.get("name"), str)
         and isinstance(row.get("versions"), dict)
         and isinstance(row.get("datasets"), list)
-        and _number(row.get("mean_reward"))
+        and (_number(row.get("mean_reward")) or row.get("mean_reward") is None)
     ),
     RowKind.THRESHOLD: lambda row: isinstance(row.get("step"), int) and isinstance(row.get("wanted"), str),
 }

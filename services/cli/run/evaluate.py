@@ -15,7 +15,7 @@ from services.cli.check.hub import check_model_name
 from services.cli.check.model_files import model_instead
 from services.cli.console import drawing
 from services.cli.console.tables import Column, FittingTable
-from services.cli.console.units import format_change
+from services.cli.console.units import format_change, format_reward
 from services.cli.inspect.checkpoints.command import export_run
 from services.cli.inspect.checkpoints.found import policies_of
 from services.cli.inspect.run_state import check_run_directory
@@ -146,7 +146,7 @@ def compare(
             continue
         scores = compared(base[kind].datasets, found[kind].datasets)
         left += [
-            f"{kind} {score.name}: its tasks are others, or it has one alone"
+            f"{kind} {score.name}: its tasks are others, it has one alone, or every rollout failed"
             for score in scores
             if score.difference is None
         ]
@@ -173,8 +173,8 @@ def scores_table(evaluations: Mapping[str, EvaluationSummary]) -> FittingTable:
         for found in result["datasets"]:
             reward, samples = found["mean_reward"], found["samples_per_item"]
             table.add_row(
-                *(label, found["name"], f"{100 * reward['value']:.1f} (k={samples})"),
-                f"{100 * reward['low']:.1f}-{100 * reward['high']:.1f}",
+                *(label, found["name"], f"{100 * reward['value']:.1f} (k={samples})" if reward else "-"),
+                f"{100 * reward['low']:.1f}-{100 * reward['high']:.1f}" if reward else "",
                 *([_change(found["difference"])] if was_compared else []),
                 "  ".join(f"@{k} {100 * share['value']:.1f}" for k, share in found["pass_at"].items()),
                 *(str(found["num_items"]), str(len(found["failed"]))),
@@ -183,7 +183,9 @@ def scores_table(evaluations: Mapping[str, EvaluationSummary]) -> FittingTable:
         if len(result["datasets"]) > 1:
             total = sum(found["num_items"] for found in result["datasets"])
             change = (_change(result["difference"]),) if was_compared else ()
-            table.add_row("", "overall", f"{100 * result['mean_reward']:.1f}", "", *change, "", str(total), "")
+            mean = result["mean_reward"]
+            told = format_reward(None if mean is None else 100 * mean, digits=1)
+            table.add_row("", "overall", told, "", *change, "", str(total), "")
     return table
 
 
@@ -215,7 +217,8 @@ def plot_scores(evaluations: Mapping[str, EvaluationSummary], title: str, output
     ax = axes[0, 0]
     width = 0.8 / max(1, len(evaluations))
     for number, (name, result) in enumerate(evaluations.items()):
-        scores = {found["name"]: found["mean_reward"] for found in result["datasets"]}
+        datasets = [found for found in result["datasets"] if found["mean_reward"] is not None]
+        scores = {found["name"]: mean for found in datasets if (mean := found["mean_reward"]) is not None}
         places = [names.index(dataset) + (number - (len(evaluations) - 1) / 2) * width for dataset in scores]
         values = [100 * score["value"] for score in scores.values()]
         below = [100 * (score["value"] - score["low"]) for score in scores.values()]
@@ -223,7 +226,7 @@ def plot_scores(evaluations: Mapping[str, EvaluationSummary], title: str, output
         bars = ax.bar(places, values, width * 0.92, yerr=[below, above], capsize=3, label=name.partition("/")[2])
         ax.bar_label(bars, fmt="%.1f", fontsize=8, label_type="center", color="white")
         if was_compared:
-            _draw_changes(axes[0, 1], result["datasets"], places, f"C{number}")
+            _draw_changes(axes[0, 1], datasets, places, f"C{number}")
     ax.set_xticks(range(len(names)), names)
     ax.set_ylabel("avg@k (95%)")
     ax.set_ylim(0, max(100.0, ax.get_ylim()[1]))

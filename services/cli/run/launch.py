@@ -281,7 +281,8 @@ def headline(summary: RunSummary, *, short: bool = False) -> dict[str, Any]:
         moment, _, sampling = name.partition("/")
         suffix = {"start": "before", "end": "after"}.get(moment)
         if suffix:
-            flat[f"{sampling}_{suffix}"] = round(result["mean_reward"], 4)
+            mean = result["mean_reward"]
+            flat[f"{sampling}_{suffix}"] = None if mean is None else round(mean, 4)
             for role, reward in result["roles"].items() if len(result["roles"]) > 1 else ():
                 parts = dict.fromkeys(role.removesuffix("/0").split("/"))  # "b/b/0": the first attempt of b as b
                 flat[f"{sampling}/{'/'.join(parts) if short else role}_{suffix}"] = round(reward, 4)

@@ -23,7 +23,7 @@ from services.cli.run.fork_server import ForkServer, reap_orphans
 from services.common import run_files
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.rpc.client.health import is_serving
-from services.common.system.child import DIE_WITH_PARENT, START_AGAIN
+from services.common.system.child import DIE_WITH_PARENT, LEFT, START_AGAIN
 from services.common.system.children import ChildProcess, end, how_ended, last_lines, signal_group, start_logged
 from services.common.system.devices import inside
 
@@ -32,6 +32,10 @@ log = structlog.get_logger()
 WATCH_S = 0.1  # between two looks at whether a process has ended
 # No process, memory or disk to be had at this moment.
 _FOR_NOW = (errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+_ENDED_EARLY = (
+    "exited with 0 and was neither drained nor stopped: code that it calls, such as a reward, a workflow or a tool, ended the "
+    "process (os._exit): raise an exception there instead"
+)
 WELL_AFTER_S = 600.0  # a process that has run for so long counts as healthy
 
 
@@ -126,7 +130,7 @@ class Processes:
 
     def watch(self, starting: Collection[str] = ()) -> set[str]:
         """Restart processes that a signal killed or that ask for a restart (``START_AGAIN``); return the names that
-        exited with 0.
+        left: exited with 0, and a replica with ``LEFT``.
 
         Processes that are ``starting`` for the first time are restarted only when they were killed: an error at the
         start is reported at once.
@@ -142,13 +146,15 @@ class Processes:
                 continue
             if time.monotonic() - process.started_at > self._well_after_s:
                 process.restarts = 0
-            mends = code < 0 or (code == START_AGAIN and name not in starting)
-            if code == 0:
+            ended_early = code == 0 and process.spec.name.startswith("inference-")  # not by its own end
+            mends = code < 0 or ended_early or (code == START_AGAIN and name not in starting)
+            why = _ENDED_EARLY if ended_early else how_ended(code)
+            if code in (0, LEFT) and not ended_early:
                 finished.add(name)
             elif mends and process.restarts < self._max_restarts:
-                self._start_again(process, how_ended(code))
+                self._start_again(process, why)
             else:
-                raise InfrastructureError(self._exit_message(process.spec, code))
+                raise InfrastructureError(f"{name} {why}\n{self._last_lines(process.spec)}")
         return finished
 
     def bring_back(self, names: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from services.cli.console.plain import say
 from services.cli.console.source_table import source_table
 from services.cli.console.tables import Column, FittedPanel, FittingTable, Section
-from services.cli.console.units import format_change, format_clock
+from services.cli.console.units import format_change, format_clock, format_reward
 from services.cli.watch.warnings import failed_rollouts, journal_and_disk, masked_rollouts, warnings_of
 from services.common.pb import account_pb2, run_pb2
 from services.common.records.fates import RunCount
@@ -168,18 +168,23 @@ def evaluations_table(progress: run_pb2.RunProgress, newest: bool = False) -> Fi
         if len(result.datasets) > 1:
             counts = (str(result.num_trajectories), str(result.num_failed))
             change = _change(result.difference if result.HasField("difference") else None)
-            table.add_row(name, versions, "overall", f"{result.mean_reward:.3f}", "", change, "", *counts)
+            table.add_row(name, versions, "overall", _mean_reward(result), "", change, "", *counts)
             name = versions = ""
         for found in result.datasets:
-            reward = found.mean_reward
+            reward, known = found.mean_reward, found.HasField("mean_reward")
             table.add_row(
-                *(name, versions, found.name, f"{reward.value:.3f}", f"{reward.low:.3f}-{reward.high:.3f}"),
+                *(name, versions, found.name, f"{reward.value:.3f}" if known else "-"),
+                f"{reward.low:.3f}-{reward.high:.3f}" if known else "",
                 _change(found.difference if found.HasField("difference") else None),
                 "  ".join(f"@{passed.k} {passed.share.value:.3f}" for passed in found.pass_at),
                 *(str(found.num_items * found.samples_per_item), str(len(found.failed))),
             )
             name = versions = ""
     return table
+
+
+def _mean_reward(result: run_pb2.EvaluationResult) -> str:
+    return format_reward(result.mean_reward if result.HasField("mean_reward") else None)
 
 
 def _change(difference: run_pb2.Estimate | None) -> str:
@@ -287,7 +292,7 @@ class ProgressView:
             )
             say(
                 self._console,
-                f"evaluation {named}: {result.mean_reward:.3f} over {result.num_trajectories}{told}{failed}{opaque}",
+                f"evaluation {named}: {_mean_reward(result)} over {result.num_trajectories}{told}{failed}{opaque}",
                 "bold yellow" if failed else None,
             )
         self._num_evaluations = len(progress.evaluations)

@@ -13,6 +13,15 @@ from services.common.config.base import Section
 from services.common.harbor.places import ENVIRONMENT as HARBOR
 from services.common.records.dataset_rows import BuiltInReward, BuiltInTool, BuiltInWorkflow
 
+# Rewards that built-in workflows ask for where a recipe names none.
+_REWARDS: dict[str, BuiltInReward] = {
+    BuiltInWorkflow.SINGLE_TURN: BuiltInReward.MATH,
+    BuiltInWorkflow.TOOL_USE: BuiltInReward.MATH,
+    BuiltInWorkflow.TOOL_MATH: BuiltInReward.MATH,
+    BuiltInWorkflow.ACTOR_VERIFIER: BuiltInReward.MATH,
+    BuiltInWorkflow.CODEGEN_VERIFIER: BuiltInReward.CODE,
+}
+
 
 class WorkflowConfig(Section):
     name: str = BuiltInWorkflow.SINGLE_TURN.value
@@ -20,13 +29,18 @@ class WorkflowConfig(Section):
     settings: dict[str, Any] = {}
     """Settings of the workflow; each workflow documents and checks its own."""
 
+    @property
+    def reward(self) -> Any:
+        """The setting `reward`, or the default of a built-in workflow; None where neither names one."""
+        return self.settings.get("reward", _REWARDS.get(self.name))
+
     def runs_programs(self) -> str | None:
         """The key and the value by which the gateway runs programs for this workflow, as far as built-in names tell: a
         workflow, an environment or a tool by import path may run some, too."""
         settings = self.settings
         if self.name == BuiltInWorkflow.CODEGEN_VERIFIER:
             return f"name: {self.name}"
-        if settings.get("reward") == BuiltInReward.CODE:
+        if self.reward == BuiltInReward.CODE:
             return f"settings.reward: {BuiltInReward.CODE}"
         if self.name in (BuiltInWorkflow.TOOL_MATH, BuiltInWorkflow.TOOL_USE):
             if settings.get("format") == "code":

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from . import account_pb2 as rollmill_dot_v1_dot_account__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15rollmill/v1/run.proto\x12\x0brollmill.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19rollmill/v1/account.proto\"\x0f\n\rGetRunRequest\"\x98\x01\n\x0eGetRunResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.rollmill.v1.RunState\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12*\n\x08progress\x18\x04 \x01(\x0b\x32\x18.rollmill.v1.RunProgress\x12\x0f\n\x07run_dir\x18\x05 \x01(\t\"\x82\x05\n\x0bRunProgress\x12&\n\x02\x61t\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.rollmill.v1.RunState\x12-\n\x08policies\x18\x03 \x03(\x0b\x32\x1b.rollmill.v1.PolicyProgress\x12.\n\x08replicas\x18\x04 \x03(\x0b\x32\x1c.rollmill.v1.ReplicaProgress\x12\x14\n\x0ctokens_per_s\x18\x05 \x01(\x01\x12\x32\n\x0b\x65valuations\x18\x06 \x03(\x0b\x32\x1d.rollmill.v1.EvaluationResult\x12\x38\n\x08\x63ounters\x18\x07 \x03(\x0b\x32&.rollmill.v1.RunProgress.CountersEntry\x12\r\n\x05waits\x18\x08 \x03(\t\x12.\n\nstarted_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\"\n\x06stalls\x18\x14 \x03(\x0b\x32\x12.rollmill.v1.Stall\x12*\n\x08\x61\x63\x63ounts\x18\x15 \x03(\x0b\x32\x18.rollmill.v1.TimeAccount\x12&\n\x04\x64isk\x18\x1e \x01(\x0b\x32\x18.rollmill.v1.DiskOutlook\x12/\n\tset_aside\x18\x1f \x03(\x0b\x32\x1c.rollmill.v1.SetAsideRecords\x12)\n\tthreshold\x18  \x01(\x0b\x32\x16.rollmill.v1.Threshold\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"k\n\tThreshold\x12\x0e\n\x06wanted\x18\x01 \x01(\t\x12\x13\n\x06newest\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07reached\x18\x03 \x01(\x08\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x42\t\n\x07_newest\"o\n\x0b\x44iskOutlook\x12\x12\n\nfree_bytes\x18\x01 \x01(\x03\x12\x11\n\trun_bytes\x18\x02 \x01(\x03\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\x16\n\tfull_in_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_full_in_s\">\n\x0fSetAsideRecords\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x03\"\x83\x01\n\x05Stall\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12)\n\x05since\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06\x61\x64vice\x18\x05 \x01(\t\x12\r\n\x05\x63hain\x18\x06 \x03(\t\"\xad\x02\n\x0ePolicyProgress\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\tnum_steps\x18\x03 \x01(\x03\x12\x14\n\x0cnum_buffered\x18\x04 \x01(\x03\x12\x14\n\x0cnum_expected\x18\x05 \x01(\x03\x12\x13\n\x0breward_mean\x18\x06 \x01(\x01\x12\x15\n\rstaleness_max\x18\x07 \x01(\x03\x12\x15\n\rtrainer_state\x18\x08 \x01(\t\x12\x39\n\x07metrics\x18\t \x03(\x0b\x32(.rollmill.v1.PolicyProgress.MetricsEntry\x12\r\n\x05quota\x18\n \x01(\x03\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xfa\x01\n\x0fReplicaProgress\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x11\n\tnum_slots\x18\x02 \x01(\x05\x12\x13\n\x0bnum_running\x18\x03 \x01(\x05\x12\x14\n\x0ctokens_per_s\x18\x04 \x01(\x01\x12<\n\x08versions\x18\x05 \x03(\x0b\x32*.rollmill.v1.ReplicaProgress.VersionsEntry\x12\x14\n\x0clease_left_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xd0\x04\n\x10\x45valuationResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12=\n\x08versions\x18\x02 \x03(\x0b\x32+.rollmill.v1.EvaluationResult.VersionsEntry\x12\x13\n\x0bmean_reward\x18\x03 \x01(\x01\x12\x18\n\x10num_trajectories\x18\x04 \x01(\x03\x12\x12\n\nnum_failed\x18\x05 \x01(\x03\x12J\n\x0fnewest_versions\x18\x06 \x03(\x0b\x32\x31.rollmill.v1.EvaluationResult.NewestVersionsEntry\x12\x0e\n\x06pinned\x18\x07 \x01(\x08\x12+\n\x08\x64\x61tasets\x18\x08 \x03(\x0b\x32\x19.rollmill.v1.DatasetScore\x12\x37\n\x05roles\x18\t \x03(\x0b\x32(.rollmill.v1.EvaluationResult.RolesEntry\x12\x15\n\rcompared_with\x18\n \x01(\t\x12)\n\ndifference\x18\x0b \x01(\x0b\x32\x15.rollmill.v1.Estimate\x12\x12\n\nnum_opaque\x18\x0c \x01(\x03\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x35\n\x13NewestVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a,\n\nRolesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xd6\x01\n\x0c\x44\x61tasetScore\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnum_items\x18\x02 \x01(\x03\x12\x18\n\x10samples_per_item\x18\x03 \x01(\x03\x12*\n\x0bmean_reward\x18\x04 \x01(\x0b\x32\x15.rollmill.v1.Estimate\x12$\n\x07pass_at\x18\x05 \x03(\x0b\x32\x13.rollmill.v1.PassAt\x12\x0e\n\x06\x66\x61iled\x18\x06 \x03(\t\x12)\n\ndifference\x18\x07 \x01(\x0b\x32\x15.rollmill.v1.Estimate\"4\n\x08\x45stimate\x12\r\n\x05value\x18\x01 \x01(\x01\x12\x0b\n\x03low\x18\x02 \x01(\x01\x12\x0c\n\x04high\x18\x03 \x01(\x01\"9\n\x06PassAt\x12\t\n\x01k\x18\x01 \x01(\x03\x12$\n\x05share\x18\x02 \x01(\x0b\x32\x15.rollmill.v1.Estimate\"\x11\n\x0fWatchRunRequest\">\n\x10WatchRunResponse\x12*\n\x08progress\x18\x01 \x01(\x0b\x32\x18.rollmill.v1.RunProgress\"\x11\n\x0fPauseRunRequest\"\x12\n\x10PauseRunResponse\"\x12\n\x10ResumeRunRequest\"\x13\n\x11ResumeRunResponse\" \n\x0eStopRunRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x11\n\x0fStopRunResponse\")\n\x13\x44rainReplicaRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"\x16\n\x14\x44rainReplicaResponse\",\n\x16StartEvaluationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"0\n\x17StartEvaluationResponse\x12\x15\n\revaluation_id\x18\x01 \x01(\t*\xd8\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x1e\n\x1aRUN_STATE_EVALUATING_START\x10\x02\x12\x16\n\x12RUN_STATE_TRAINING\x10\x03\x12\x14\n\x10RUN_STATE_PAUSED\x10\x04\x12\x1c\n\x18RUN_STATE_EVALUATING_END\x10\x05\x12\x16\n\x12RUN_STATE_FINISHED\x10\x06\x12\x15\n\x11RUN_STATE_STOPPED\x10\x07\x32\xa8\x04\n\nRunService\x12\x41\n\x06GetRun\x12\x1a.rollmill.v1.GetRunRequest\x1a\x1b.rollmill.v1.GetRunResponse\x12I\n\x08WatchRun\x12\x1c.rollmill.v1.WatchRunRequest\x1a\x1d.rollmill.v1.WatchRunResponse0\x01\x12G\n\x08PauseRun\x12\x1c.rollmill.v1.PauseRunRequest\x1a\x1d.rollmill.v1.PauseRunResponse\x12J\n\tResumeRun\x12\x1d.rollmill.v1.ResumeRunRequest\x1a\x1e.rollmill.v1.ResumeRunResponse\x12\x44\n\x07StopRun\x12\x1b.rollmill.v1.StopRunRequest\x1a\x1c.rollmill.v1.StopRunResponse\x12S\n\x0c\x44rainReplica\x12 .rollmill.v1.DrainReplicaRequest\x1a!.rollmill.v1.DrainReplicaResponse\x12\\\n\x0fStartEvaluation\x12#.rollmill.v1.StartEvaluationRequest\x1a$.rollmill.v1.StartEvaluationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15rollmill/v1/run.proto\x12\x0brollmill.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19rollmill/v1/account.proto\"\x0f\n\rGetRunRequest\"\x98\x01\n\x0eGetRunResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.rollmill.v1.RunState\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12*\n\x08progress\x18\x04 \x01(\x0b\x32\x18.rollmill.v1.RunProgress\x12\x0f\n\x07run_dir\x18\x05 \x01(\t\"\x82\x05\n\x0bRunProgress\x12&\n\x02\x61t\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.rollmill.v1.RunState\x12-\n\x08policies\x18\x03 \x03(\x0b\x32\x1b.rollmill.v1.PolicyProgress\x12.\n\x08replicas\x18\x04 \x03(\x0b\x32\x1c.rollmill.v1.ReplicaProgress\x12\x14\n\x0ctokens_per_s\x18\x05 \x01(\x01\x12\x32\n\x0b\x65valuations\x18\x06 \x03(\x0b\x32\x1d.rollmill.v1.EvaluationResult\x12\x38\n\x08\x63ounters\x18\x07 \x03(\x0b\x32&.rollmill.v1.RunProgress.CountersEntry\x12\r\n\x05waits\x18\x08 \x03(\t\x12.\n\nstarted_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\"\n\x06stalls\x18\x14 \x03(\x0b\x32\x12.rollmill.v1.Stall\x12*\n\x08\x61\x63\x63ounts\x18\x15 \x03(\x0b\x32\x18.rollmill.v1.TimeAccount\x12&\n\x04\x64isk\x18\x1e \x01(\x0b\x32\x18.rollmill.v1.DiskOutlook\x12/\n\tset_aside\x18\x1f \x03(\x0b\x32\x1c.rollmill.v1.SetAsideRecords\x12)\n\tthreshold\x18  \x01(\x0b\x32\x16.rollmill.v1.Threshold\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"k\n\tThreshold\x12\x0e\n\x06wanted\x18\x01 \x01(\t\x12\x13\n\x06newest\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07reached\x18\x03 \x01(\x08\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x42\t\n\x07_newest\"o\n\x0b\x44iskOutlook\x12\x12\n\nfree_bytes\x18\x01 \x01(\x03\x12\x11\n\trun_bytes\x18\x02 \x01(\x03\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\x16\n\tfull_in_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_full_in_s\">\n\x0fSetAsideRecords\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x03\"\x83\x01\n\x05Stall\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12)\n\x05since\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06\x61\x64vice\x18\x05 \x01(\t\x12\r\n\x05\x63hain\x18\x06 \x03(\t\"\xad\x02\n\x0ePolicyProgress\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\tnum_steps\x18\x03 \x01(\x03\x12\x14\n\x0cnum_buffered\x18\x04 \x01(\x03\x12\x14\n\x0cnum_expected\x18\x05 \x01(\x03\x12\x13\n\x0breward_mean\x18\x06 \x01(\x01\x12\x15\n\rstaleness_max\x18\x07 \x01(\x03\x12\x15\n\rtrainer_state\x18\x08 \x01(\t\x12\x39\n\x07metrics\x18\t \x03(\x0b\x32(.rollmill.v1.PolicyProgress.MetricsEntry\x12\r\n\x05quota\x18\n \x01(\x03\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xfa\x01\n\x0fReplicaProgress\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x11\n\tnum_slots\x18\x02 \x01(\x05\x12\x13\n\x0bnum_running\x18\x03 \x01(\x05\x12\x14\n\x0ctokens_per_s\x18\x04 \x01(\x01\x12<\n\x08versions\x18\x05 \x03(\x0b\x32*.rollmill.v1.ReplicaProgress.VersionsEntry\x12\x14\n\x0clease_left_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xe5\x04\n\x10\x45valuationResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12=\n\x08versions\x18\x02 \x03(\x0b\x32+.rollmill.v1.EvaluationResult.VersionsEntry\x12\x18\n\x0bmean_reward\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10num_trajectories\x18\x04 \x01(\x03\x12\x12\n\nnum_failed\x18\x05 \x01(\x03\x12J\n\x0fnewest_versions\x18\x06 \x03(\x0b\x32\x31.rollmill.v1.EvaluationResult.NewestVersionsEntry\x12\x0e\n\x06pinned\x18\x07 \x01(\x08\x12+\n\x08\x64\x61tasets\x18\x08 \x03(\x0b\x32\x19.rollmill.v1.DatasetScore\x12\x37\n\x05roles\x18\t \x03(\x0b\x32(.rollmill.v1.EvaluationResult.RolesEntry\x12\x15\n\rcompared_with\x18\n \x01(\t\x12)\n\ndifference\x18\x0b \x01(\x0b\x32\x15.rollmill.v1.Estimate\x12\x12\n\nnum_opaque\x18\x0c \x01(\x03\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x35\n\x13NewestVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a,\n\nRolesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_mean_reward\"\xd6\x01\n\x0c\x44\x61tasetScore\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnum_items\x18\x02 \x01(\x03\x12\x18\n\x10samples_per_item\x18\x03 \x01(\x03\x12*\n\x0bmean_reward\x18\x04 \x01(\x0b\x32\x15.rollmill.v1.Estimate\x12$\n\x07pass_at\x18\x05 \x03(\x0b\x32\x13.rollmill.v1.PassAt\x12\x0e\n\x06\x66\x61iled\x18\x06 \x03(\t\x12)\n\ndifference\x18\x07 \x01(\x0b\x32\x15.rollmill.v1.Estimate\"4\n\x08\x45stimate\x12\r\n\x05value\x18\x01 \x01(\x01\x12\x0b\n\x03low\x18\x02 \x01(\x01\x12\x0c\n\x04high\x18\x03 \x01(\x01\"9\n\x06PassAt\x12\t\n\x01k\x18\x01 \x01(\x03\x12$\n\x05share\x18\x02 \x01(\x0b\x32\x15.rollmill.v1.Estimate\"\x11\n\x0fWatchRunRequest\">\n\x10WatchRunResponse\x12*\n\x08progress\x18\x01 \x01(\x0b\x32\x18.rollmill.v1.RunProgress\"\x11\n\x0fPauseRunRequest\"\x12\n\x10PauseRunResponse\"\x12\n\x10ResumeRunRequest\"\x13\n\x11ResumeRunResponse\" \n\x0eStopRunRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x11\n\x0fStopRunResponse\")\n\x13\x44rainReplicaRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"\x16\n\x14\x44rainReplicaResponse\",\n\x16StartEvaluationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"0\n\x17StartEvaluationResponse\x12\x15\n\revaluation_id\x18\x01 \x01(\t*\xd8\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x1e\n\x1aRUN_STATE_EVALUATING_START\x10\x02\x12\x16\n\x12RUN_STATE_TRAINING\x10\x03\x12\x14\n\x10RUN_STATE_PAUSED\x10\x04\x12\x1c\n\x18RUN_STATE_EVALUATING_END\x10\x05\x12\x16\n\x12RUN_STATE_FINISHED\x10\x06\x12\x15\n\x11RUN_STATE_STOPPED\x10\x07\x32\xa8\x04\n\nRunService\x12\x41\n\x06GetRun\x12\x1a.rollmill.v1.GetRunRequest\x1a\x1b.rollmill.v1.GetRunResponse\x12I\n\x08WatchRun\x12\x1c.rollmill.v1.WatchRunRequest\x1a\x1d.rollmill.v1.WatchRunResponse0\x01\x12G\n\x08PauseRun\x12\x1c.rollmill.v1.PauseRunRequest\x1a\x1d.rollmill.v1.PauseRunResponse\x12J\n\tResumeRun\x12\x1d.rollmill.v1.ResumeRunRequest\x1a\x1e.rollmill.v1.ResumeRunResponse\x12\x44\n\x07StopRun\x12\x1b.rollmill.v1.StopRunRequest\x1a\x1c.rollmill.v1.StopRunResponse\x12S\n\x0c\x44rainReplica\x12 .rollmill.v1.DrainReplicaRequest\x1a!.rollmill.v1.DrainReplicaResponse\x12\\\n\x0fStartEvaluation\x12#.rollmill.v1.StartEvaluationRequest\x1a$.rollmill.v1.StartEvaluationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,8 +45,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EVALUATIONRESULT_NEWESTVERSIONSENTRY']._serialized_options = b'8\001'
   _globals['_EVALUATIONRESULT_ROLESENTRY']._loaded_options = None
   _globals['_EVALUATIONRESULT_ROLESENTRY']._serialized_options = b'8\001'
-  _globals['_RUNSTATE']._serialized_start=3197
-  _globals['_RUNSTATE']._serialized_end=3413
+  _globals['_RUNSTATE']._serialized_start=3218
+  _globals['_RUNSTATE']._serialized_end=3434
   _globals['_GETRUNREQUEST']._serialized_start=98
   _globals['_GETRUNREQUEST']._serialized_end=113
   _globals['_GETRUNRESPONSE']._serialized_start=116
@@ -72,43 +72,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPLICAPROGRESS_VERSIONSENTRY']._serialized_start=1843
   _globals['_REPLICAPROGRESS_VERSIONSENTRY']._serialized_end=1890
   _globals['_EVALUATIONRESULT']._serialized_start=1893
-  _globals['_EVALUATIONRESULT']._serialized_end=2485
+  _globals['_EVALUATIONRESULT']._serialized_end=2506
   _globals['_EVALUATIONRESULT_VERSIONSENTRY']._serialized_start=1843
   _globals['_EVALUATIONRESULT_VERSIONSENTRY']._serialized_end=1890
-  _globals['_EVALUATIONRESULT_NEWESTVERSIONSENTRY']._serialized_start=2386
-  _globals['_EVALUATIONRESULT_NEWESTVERSIONSENTRY']._serialized_end=2439
-  _globals['_EVALUATIONRESULT_ROLESENTRY']._serialized_start=2441
-  _globals['_EVALUATIONRESULT_ROLESENTRY']._serialized_end=2485
-  _globals['_DATASETSCORE']._serialized_start=2488
-  _globals['_DATASETSCORE']._serialized_end=2702
-  _globals['_ESTIMATE']._serialized_start=2704
-  _globals['_ESTIMATE']._serialized_end=2756
-  _globals['_PASSAT']._serialized_start=2758
-  _globals['_PASSAT']._serialized_end=2815
-  _globals['_WATCHRUNREQUEST']._serialized_start=2817
-  _globals['_WATCHRUNREQUEST']._serialized_end=2834
-  _globals['_WATCHRUNRESPONSE']._serialized_start=2836
-  _globals['_WATCHRUNRESPONSE']._serialized_end=2898
-  _globals['_PAUSERUNREQUEST']._serialized_start=2900
-  _globals['_PAUSERUNREQUEST']._serialized_end=2917
-  _globals['_PAUSERUNRESPONSE']._serialized_start=2919
-  _globals['_PAUSERUNRESPONSE']._serialized_end=2937
-  _globals['_RESUMERUNREQUEST']._serialized_start=2939
-  _globals['_RESUMERUNREQUEST']._serialized_end=2957
-  _globals['_RESUMERUNRESPONSE']._serialized_start=2959
-  _globals['_RESUMERUNRESPONSE']._serialized_end=2978
-  _globals['_STOPRUNREQUEST']._serialized_start=2980
-  _globals['_STOPRUNREQUEST']._serialized_end=3012
-  _globals['_STOPRUNRESPONSE']._serialized_start=3014
-  _globals['_STOPRUNRESPONSE']._serialized_end=3031
-  _globals['_DRAINREPLICAREQUEST']._serialized_start=3033
-  _globals['_DRAINREPLICAREQUEST']._serialized_end=3074
-  _globals['_DRAINREPLICARESPONSE']._serialized_start=3076
-  _globals['_DRAINREPLICARESPONSE']._serialized_end=3098
-  _globals['_STARTEVALUATIONREQUEST']._serialized_start=3100
-  _globals['_STARTEVALUATIONREQUEST']._serialized_end=3144
-  _globals['_STARTEVALUATIONRESPONSE']._serialized_start=3146
-  _globals['_STARTEVALUATIONRESPONSE']._serialized_end=3194
-  _globals['_RUNSERVICE']._serialized_start=3416
-  _globals['_RUNSERVICE']._serialized_end=3968
+  _globals['_EVALUATIONRESULT_NEWESTVERSIONSENTRY']._serialized_start=2391
+  _globals['_EVALUATIONRESULT_NEWESTVERSIONSENTRY']._serialized_end=2444
+  _globals['_EVALUATIONRESULT_ROLESENTRY']._serialized_start=2446
+  _globals['_EVALUATIONRESULT_ROLESENTRY']._serialized_end=2490
+  _globals['_DATASETSCORE']._serialized_start=2509
+  _globals['_DATASETSCORE']._serialized_end=2723
+  _globals['_ESTIMATE']._serialized_start=2725
+  _globals['_ESTIMATE']._serialized_end=2777
+  _globals['_PASSAT']._serialized_start=2779
+  _globals['_PASSAT']._serialized_end=2836
+  _globals['_WATCHRUNREQUEST']._serialized_start=2838
+  _globals['_WATCHRUNREQUEST']._serialized_end=2855
+  _globals['_WATCHRUNRESPONSE']._serialized_start=2857
+  _globals['_WATCHRUNRESPONSE']._serialized_end=2919
+  _globals['_PAUSERUNREQUEST']._serialized_start=2921
+  _globals['_PAUSERUNREQUEST']._serialized_end=2938
+  _globals['_PAUSERUNRESPONSE']._serialized_start=2940
+  _globals['_PAUSERUNRESPONSE']._serialized_end=2958
+  _globals['_RESUMERUNREQUEST']._serialized_start=2960
+  _globals['_RESUMERUNREQUEST']._serialized_end=2978
+  _globals['_RESUMERUNRESPONSE']._serialized_start=2980
+  _globals['_RESUMERUNRESPONSE']._serialized_end=2999
+  _globals['_STOPRUNREQUEST']._serialized_start=3001
+  _globals['_STOPRUNREQUEST']._serialized_end=3033
+  _globals['_STOPRUNRESPONSE']._serialized_start=3035
+  _globals['_STOPRUNRESPONSE']._serialized_end=3052
+  _globals['_DRAINREPLICAREQUEST']._serialized_start=3054
+  _globals['_DRAINREPLICAREQUEST']._serialized_end=3095
+  _globals['_DRAINREPLICARESPONSE']._serialized_start=3097
+  _globals['_DRAINREPLICARESPONSE']._serialized_end=3119
+  _globals['_STARTEVALUATIONREQUEST']._serialized_start=3121
+  _globals['_STARTEVALUATIONREQUEST']._serialized_end=3165
+  _globals['_STARTEVALUATIONRESPONSE']._serialized_start=3167
+  _globals['_STARTEVALUATIONRESPONSE']._serialized_end=3215
+  _globals['_RUNSERVICE']._serialized_start=3437
+  _globals['_RUNSERVICE']._serialized_end=3989
 # @@protoc_insertion_point(module_scope)

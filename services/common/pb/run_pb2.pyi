@@ -565,7 +565,7 @@ class EvaluationResult(google.protobuf.message.Message):
     name: builtins.str
     """Which: such as "start/greedy"."""
     mean_reward: builtins.float
-    """Mean reward; failed tasks count as evaluation.failed_reward says."""
+    """Mean reward; failed tasks count as evaluation.failed_reward says. Unset where every trajectory of a dataset failed."""
     num_trajectories: builtins.int
     """Trajectories counted."""
     num_failed: builtins.int
@@ -601,7 +601,7 @@ class EvaluationResult(google.protobuf.message.Message):
         *,
         name: builtins.str = ...,
         versions: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
-        mean_reward: builtins.float = ...,
+        mean_reward: builtins.float | None = ...,
         num_trajectories: builtins.int = ...,
         num_failed: builtins.int = ...,
         newest_versions: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
@@ -612,8 +612,9 @@ class EvaluationResult(google.protobuf.message.Message):
         difference: Global___Estimate | None = ...,
         num_opaque: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["difference", b"difference"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["compared_with", b"compared_with", "datasets", b"datasets", "difference", b"difference", "mean_reward", b"mean_reward", "name", b"name", "newest_versions", b"newest_versions", "num_failed", b"num_failed", "num_opaque", b"num_opaque", "num_trajectories", b"num_trajectories", "pinned", b"pinned", "roles", b"roles", "versions", b"versions"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_mean_reward", b"_mean_reward", "difference", b"difference", "mean_reward", b"mean_reward"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_mean_reward", b"_mean_reward", "compared_with", b"compared_with", "datasets", b"datasets", "difference", b"difference", "mean_reward", b"mean_reward", "name", b"name", "newest_versions", b"newest_versions", "num_failed", b"num_failed", "num_opaque", b"num_opaque", "num_trajectories", b"num_trajectories", "pinned", b"pinned", "roles", b"roles", "versions", b"versions"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_mean_reward", b"_mean_reward"]) -> typing.Literal["mean_reward"] | None: ...
 
 Global___EvaluationResult: typing_extensions.TypeAlias = EvaluationResult
 
@@ -638,7 +639,7 @@ class DatasetScore(google.protobuf.message.Message):
     """Trajectories per task."""
     @property
     def mean_reward(self) -> Global___Estimate:
-        """Mean reward over tasks and samples (avg@k)."""
+        """Mean reward over tasks and samples (avg@k); unset where every trajectory failed."""
 
     @property
     def pass_at(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PassAt]:

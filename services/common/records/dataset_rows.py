@@ -95,15 +95,17 @@ def _fault_of(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def truth_in(row: Row) -> Any:
-    """The reference answer of a row, in either column layout; None if missing.
+    """The reference answer of a row, in either column layout; None if missing or empty.
 
     >>> truth_in({"answer": 12}), truth_in({"reward_model": {"ground_truth": "12"}})
     (12, '12')
     """
     nested = row.get("reward_model")
-    if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
-        return nested["ground_truth"]
-    return next((row[name] for name in TRUTH_FIELDS if row.get(name) is not None), None)
+    found = [nested.get("ground_truth")] if isinstance(nested, Mapping) else []
+    found += [row.get(name) for name in TRUTH_FIELDS]
+    return next(
+        (truth for truth in found if truth is not None and not (isinstance(truth, str) and not truth.strip())), None
+    )
 
 
 def last_boxed(text: str) -> str | None:

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 DIE_WITH_PARENT = "ROLLMILL_DIE_WITH_PARENT"
 START_AGAIN = os.EX_TEMPFAIL  # exit code of a process that has lost a dependency it needs: a new one may succeed
+LEFT = 4  # exit code of a replica that left in order, under a launcher: a function of the user can end a process with 0
 _PR_SET_PDEATHSIG = 1
 _START = str(Path(__file__).resolve().parents[2] / "start.py")
 

@@ -19,7 +19,7 @@ class DatasetSummary(TypedDict):
     name: str
     num_items: int
     samples_per_item: int
-    mean_reward: EstimateSummary
+    mean_reward: EstimateSummary | None  # None where every sample failed
     pass_at: dict[str, EstimateSummary]  # by k
     failed: list[str]  # task ids with a failed sample
     items: str  # digest of the tasks
@@ -33,7 +33,7 @@ class EvaluationSummary(TypedDict):
     versions: dict[str, int]
     newest_versions: dict[str, int]
     pinned: bool
-    mean_reward: float
+    mean_reward: float | None  # None where every sample of a dataset failed
     num_trajectories: int
     num_failed: int
     num_opaque: int

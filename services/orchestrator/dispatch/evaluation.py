@@ -224,7 +224,9 @@ class Evaluations:
             self._on_result(result)
 
     def _result(self, current: EvaluationPass) -> EvaluationResult:
-        base = next((other for other in self.results.values() if kind_of(other.name) == kind_of(current.name)), None)
+        kind = kind_of(current.name)
+        same = (other for other in self.results.values() if kind_of(other.name) == kind)
+        base = next((other for other in same if other.mean_reward is not None), None)
         return current.result(tuple(self._scores(current)), base, self._started_at)
 
     def _scores(self, current: EvaluationPass) -> Iterator[DatasetScore]:

@@ -91,7 +91,8 @@ class Threshold:
         in_a_row, newest = 0, None
         for step, results in self._finished():
             values = {policy: self._value(result) for policy, result in results.items()}
-            newest = min(values.values())
+            known = [value for value in values.values() if value is not None]
+            newest = min(known) if len(known) == len(values) else None
             held = all(self._holds(policy, results[policy], value) for policy, value in values.items())
             in_a_row = in_a_row + 1 if held else 0
             if in_a_row >= self._config.in_a_row:
@@ -121,13 +122,17 @@ class Threshold:
             if all(name in self._results for name in names.values()):
                 yield step, {policy: self._results[name] for policy, name in names.items()}
 
-    def _holds(self, policy: str, result: EvaluationResult, value: float) -> bool:
+    def _holds(self, policy: str, result: EvaluationResult, value: float | None) -> bool:
         least = self._config.threshold(policy)
         # Failed samples never pass. Below the threshold they can only lower the mean; otherwise they could raise the mean to the threshold.
         may_count = self._config.pass_at is not None or self._failed_reward < least
-        return value >= least and (may_count or not any(found.failed for found in self._chosen(result)))
+        return (
+            value is not None
+            and value >= least
+            and (may_count or not any(found.failed for found in self._chosen(result)))
+        )
 
-    def _value(self, result: EvaluationResult) -> float:
+    def _value(self, result: EvaluationResult) -> float | None:
         if self._config.pass_at is None:
             return scores.overall(self._chosen(result))
         return scores.overall_pass_at(self._chosen(result), self._config.pass_at)

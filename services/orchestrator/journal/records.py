@@ -95,7 +95,9 @@ class EvaluationResult:
     versions: Mapping[str, int]
     newest_versions: Mapping[str, int]  # differ from `versions` for an unpinned pass: the range of used versions
     pinned: bool
-    mean_reward: float  # over datasets, each counted once; failed ones count as `evaluation.failed_reward` says
+    mean_reward: (
+        float | None
+    )  # over datasets, each counted once; failed ones as `evaluation.failed_reward` says; None where every sample of a dataset failed
     num_trajectories: int
     num_failed: int
     datasets: tuple[DatasetScore, ...] = ()
@@ -365,7 +367,7 @@ def evaluation_from_json(record: Json) -> EvaluationResult:
                 name=found["name"],
                 num_items=found["num_items"],
                 samples_per_item=found["samples_per_item"],
-                mean_reward=Estimate(**found["mean_reward"]),
+                mean_reward=_estimate_from_json(found["mean_reward"]),
                 pass_at=tuple((v["k"], Estimate(v["value"], v["low"], v["high"])) for v in found["pass_at"]),
                 failed=tuple(found["failed"]),
                 items=found.get("items", ""),  # absent from journals of before they were compared

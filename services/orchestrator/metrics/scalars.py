@@ -124,7 +124,7 @@ def _evaluation(row: Row) -> _Found:
     kind = kind_of(row["name"])  # one curve for each way of sampling
     values = {kind: row["mean_reward"]}
     for found in row["datasets"]:
-        values[f"{kind}/{found['name']}"] = found["mean_reward"]["value"]
+        values[f"{kind}/{found['name']}"] = (found["mean_reward"] or {}).get("value")
         values |= {f"{kind}/{found['name']}/pass@{k}": share["value"] for k, share in found["pass_at"].items()}
     values |= {f"{kind}/{role}": reward for role, reward in row["roles"].items() if len(row["roles"]) > 1}
     return EVALUATION_GROUP, max(row["newest_versions"].values(), default=0), values

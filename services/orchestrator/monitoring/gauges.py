@@ -90,7 +90,11 @@ def gauges(
         **_policies(view),
         **_replicas(view),
         **{f"counter/{name}": float(count - counted_before.get(name, 0)) for name, count in view.counters.items()},
-        **{f"evaluation/{r.name}": r.mean_reward for r in view.evaluations.results.values()},
+        **{
+            f"evaluation/{r.name}": r.mean_reward
+            for r in view.evaluations.results.values()
+            if r.mean_reward is not None
+        },
     }
 
 

@@ -161,20 +161,20 @@ def evaluation_to_proto(result: EvaluationResult) -> run_pb2.EvaluationResult:
                 name=found.name,
                 num_items=found.num_items,
                 samples_per_item=found.samples_per_item,
-                mean_reward=_estimate_to_proto(found.mean_reward),
+                mean_reward=_known_to_proto(found.mean_reward),
                 pass_at=[run_pb2.PassAt(k=k, share=_estimate_to_proto(share)) for k, share in found.pass_at],
                 failed=found.failed,
-                difference=_difference_to_proto(found.difference),
+                difference=_known_to_proto(found.difference),
             )
             for found in result.datasets
         ],
         roles=dict(result.roles),
         compared_with=result.compared_with,
-        difference=_difference_to_proto(result.difference),
+        difference=_known_to_proto(result.difference),
     )
 
 
-def _difference_to_proto(found: Estimate | None) -> run_pb2.Estimate | None:
+def _known_to_proto(found: Estimate | None) -> run_pb2.Estimate | None:
     return None if found is None else _estimate_to_proto(found)
 
 

@@ -72,7 +72,7 @@ ADVICE = {
     Cause.NOTHING_TO_PLAY: "data.curation refuses the whole dataset: loosen its limits, or add tasks",
     Cause.QUOTA_FULL: "outstanding sequences fill the quota without a full batch: raise batch.max_staleness or lower "
     "batch.size",
-    Cause.NO_PROGRESS: "look at the log of the component at the end of the chain",
+    Cause.NO_PROGRESS: "look at the log of the component at the end of the chain, and at the function that is named",
 }
 
 

@@ -11,6 +11,7 @@ from services.common.telemetry.components import DATASET, ORCHESTRATOR, ROLLOUTS
 from services.orchestrator.stalls.adaptive_timeouts import LEAST_S, AdaptiveTimeouts
 from services.orchestrator.stalls.facts import Cause, Facts, Finding, Hold
 from services.orchestrator.stalls.graph import WaitGraph
+from services.orchestrator.stalls.rules_work import RESTING
 
 FILTERED_BATCHES = 2  # so many batches' sequences were dropped and none was kept
 RARE_TIMES = 10.0  # and so many times the groups that one kept group usually takes: hardly ever by chance
@@ -97,10 +98,19 @@ def nothing_goes_on(facts: Facts, timeouts: AdaptiveTimeouts) -> Finding | None:
     waiting = [name for t in facts.trainers if t.wanted and (name := trainer(t.policy)) in facts.accounts]
     end = WaitGraph(facts).end_of(next(iter(waiting), ORCHESTRATOR))
     full = end in (*waiting, ORCHESTRATOR) and any(policy.quota_full for policy in facts.policies)
+    detail = f"no part of the run made progress for {facts.now - since:.0f} s"
+    if full or end in [replica.component for replica in facts.replicas]:
+        # Rollouts that are played fill the quota: a function in which they are says more.
+        accounts = [facts.accounts[r.component] for r in facts.replicas if r.component in facts.accounts]
+        played = [(a.longest_now_s, a, on.component) for on in accounts for a in on.now() if a.name not in RESTING]
+        longest_s, activity, on = max(played, key=lambda one: one[0], default=(0.0, None, end))
+        if activity is not None:
+            full, end = False, on
+            detail += f": {activity.num_now} rollouts have been {activity.name} for {longest_s:.0f} s"
     return Finding(
         component=ORCHESTRATOR if full else end,
         cause=Cause.QUOTA_FULL if full else Cause.NO_PROGRESS,
-        detail=f"no part of the run made progress for {facts.now - since:.0f} s",
+        detail=detail,
         since=since,
         inferred=True,
     )

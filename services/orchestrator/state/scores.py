@@ -34,7 +34,7 @@ class DatasetScore:
     name: str
     num_items: int
     samples_per_item: int
-    mean_reward: Estimate
+    mean_reward: Estimate | None  # None where every sample failed: a failure is no reward
     pass_at: tuple[tuple[int, Estimate], ...]  # (k, pass@k), k = 1, 2, 4, ... up to the samples
     failed: tuple[str, ...]  # task ids with a failed sample, in order
     items: str = ""  # digest of the tasks: scores with the same one are of the same items
@@ -51,8 +51,9 @@ def score(
     items: str = "",
 ) -> DatasetScore:
     """``rewards``: (items, samples), every item with the same number, those of its ``failed`` samples last: they never
-    pass, with any reward."""
+    pass, with any reward. Where every sample failed there is no estimate."""
     num_samples = len(rewards[0])
+    played = sum(failed) < num_samples * len(rewards)
     means = tuple(finite.mean(item) for item in rewards)
     passed = [
         sum(reward >= pass_reward for reward in item[: num_samples - num_failed])
@@ -63,8 +64,8 @@ def score(
         name=name,
         num_items=len(rewards),
         samples_per_item=num_samples,
-        mean_reward=estimate(means),
-        pass_at=tuple((k, estimate([pass_at_k(num_samples, count, k) for count in passed])) for k in ks),
+        mean_reward=estimate(means) if played else None,
+        pass_at=tuple((k, estimate([pass_at_k(num_samples, count, k) for count in passed])) for k in ks if played),
         failed=tuple(task_id for task_id, num_failed in zip(task_ids, failed, strict=True) if num_failed),
         items=items,
         item_rewards=means,
@@ -102,25 +103,25 @@ def estimate(items: Sequence[float]) -> Estimate:
     return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))
 
 
-def overall(scores: Sequence[DatasetScore]) -> float:
-    """Mean reward over datasets, each with the same weight.
-
-    >>> overall([])
-    0.0
-    """
-    return finite.mean(found.mean_reward.value for found in scores) if scores else 0.0
+def overall(scores: Sequence[DatasetScore]) -> float | None:
+    """Mean reward over datasets, each with the same weight; None without one, and unless every dataset has a value."""
+    return _overall([found.mean_reward for found in scores])
 
 
-def overall_pass_at(scores: Sequence[DatasetScore], k: int) -> float:
-    """pass@k over datasets, each counted once; 0 without one, or where k is none of theirs."""
-    shares = [dict(found.pass_at).get(k) for found in scores]
-    return finite.mean(share.value if share is not None else 0.0 for share in shares) if shares else 0.0
+def overall_pass_at(scores: Sequence[DatasetScore], k: int) -> float | None:
+    """pass@k over datasets, each counted once; None as in ``overall``, and where k is none of theirs."""
+    return _overall([dict(found.pass_at).get(k) for found in scores])
+
+
+def _overall(found: Sequence[Estimate | None]) -> float | None:
+    values = [estimate.value for estimate in found if estimate is not None]
+    return finite.mean(values) if found and len(values) == len(found) else None
 
 
 def difference(base: DatasetScore, other: DatasetScore) -> Estimate | None:
-    """Mean difference of the rewards of ``other`` and ``base``, item by item; None for different items, and for a
-    single item."""
-    if not base.items or base.items != other.items:
+    """Mean difference of the rewards of ``other`` and ``base``, item by item; None for different items, for a single item,
+    and where every sample of one failed."""
+    if not base.items or base.items != other.items or None in (base.mean_reward, other.mean_reward):
         return None
     return mean_difference([_differences(base, other)])
 

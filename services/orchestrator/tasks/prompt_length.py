@@ -52,7 +52,7 @@ class ShortPrompts:
         if not self._rows:
             others = f"; rows that cannot be used: {self.left_out}" if self.left_out.count else ""
             raise DatasetError(
-                f"{where}.max_prompt_tokens: no prompt of {len(source)} has at most {limit} tokens{others}"
+                f"{where}.max_prompt_tokens: no prompt of {len(source)} has at most {limit} tokens: write a larger limit{others}"
             )
         log.info("dataset.long_prompts", dataset=where, limit_tokens=limit, rows=len(self), left_out=self.num_too_long)
 

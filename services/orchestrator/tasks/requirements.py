@@ -1,8 +1,9 @@
 """Checks dataset rows against the built-in workflows and rewards of a recipe at the start of the run.
 
-Covers the workflows that read a prompt and the rewards ``math`` and ``code``; test code must be able to
-judge (``services.common.text.assert_tests``), and of training to be read (``asserted_calls``). Does not check rows for the workflows and rewards of users, which may
-read any field.
+Covers the prompts of the workflows that read one, and the fields that a reward of the gateway reads, in any workflow whose
+settings name it; test code must be able to judge (``services.common.text.assert_tests``), and of training to be read
+(``asserted_calls``). Does not check the prompts of users' workflows, nor rows for rewards of users: both may read any
+field.
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], st
     """A check of one row; raises ``DatasetError`` for a row that the section's workflow or its reward cannot use."""
     workflow = recipe.workflow_of(section)
     field = workflow.settings.get("prompt_field")
-    default = BuiltInReward.CODE if workflow.name == BuiltInWorkflow.CODEGEN_VERIFIER else None
-    reward = workflow.settings.get("reward", default)
-
+    reward = workflow.reward
     opaque_tests = recipe.data.sections()[section].opaque_tests or ("leave_out" if is_training(section) else "together")
     skips_run = recipe.envgateway is not None and recipe.envgateway.harbor.skip_run
 
@@ -55,9 +54,8 @@ def requirement(recipe: Recipe, section: str) -> Callable[[Mapping[str, Any], st
                 f"{where}: its test code cannot be read as calls and values, so programs could forge their verdict: write "
                 f"{section}.opaque_tests: together to use such rows all the same"
             )
-        if workflow.name not in WITH_PROMPT:
-            return
-        prompt_in(row, field, where)
+        if workflow.name in WITH_PROMPT:
+            prompt_in(row, field, where)
         if reward in (BuiltInReward.MATH, BuiltInReward.BOXED) and truth_in(row) is None:
             fields = ", ".join(TRUTH_FIELDS)
             raise DatasetError(

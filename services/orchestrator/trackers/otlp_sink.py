@@ -98,7 +98,8 @@ class OtlpSink:
             begin_s = found.started_at or end_s - took_s
             yield self._span("weight transfer", begin_s, min(end_s, begin_s + took_s), about, found.error)
         elif kind == RowKind.EVALUATION:
-            about = {"name": row["name"], "reward": row["mean_reward"], "trajectories": row["num_trajectories"]}
+            about = {"name": row["name"], "trajectories": row["num_trajectories"], "failed": row["num_failed"]}
+            about |= {} if row["mean_reward"] is None else {"reward": row["mean_reward"]}
             yield self._span("evaluation", end_s, end_s, about)
         elif kind == RowKind.STALL and row["moment"] == StallMoment.END:
             about = {"component": row["component"], "cause": row["cause"], "detail": row["detail"]}

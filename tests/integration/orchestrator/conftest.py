@@ -44,6 +44,7 @@ def recipe_tree(directory: Path, port: int, **changes: Any) -> dict[str, Any]:
             }
         },
         "data": {"train": {"path": str(data)}, "evaluation": {"held_out": {"path": str(evaluation)}}},
+        "workflow": {"settings": {"reward": "services.inference.workflows.rewards:boxed_integer"}},  # reads no row here
         "rollout": {"group_size": 4},
         "orchestrator": {"port": port, "lease_s": 2.0, "min_free_bytes": 0},
         "inference": {"a": {"engine": "scripted", "port": 0}},

@@ -10,17 +10,24 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from services.cli.inspect.pictures.runs import plot_runs
+from services.cli.inspect.run_state import read_metrics
+from services.cli.inspect.standing import standing
+from services.cli.page.curves import curves
+from services.cli.page.events import events, is_usable
 from services.cli.plan.specs import plan
 from services.cli.run.evaluate import comparable, compare, evaluation_recipe, failed_items, plot_scores, scores_table
+from services.cli.run.launch import headline
 from services.cli.watch.progress_view import ProgressView, evaluations_table
-from services.common.config.reading.loading import RESOLVED, load_recipe, validate
+from services.common.config.reading.loading import RESOLVED, load_recipe, save_resolved, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.pb import run_pb2
 from services.orchestrator.journal import records
-from services.orchestrator.journal.records import EvaluationResult
+from services.orchestrator.journal.records import EvaluationResult, evaluation_from_json, evaluation_to_json
 from services.orchestrator.journal.writer import Journal
-from services.orchestrator.metrics.run_metrics import evaluation_values
+from services.orchestrator.metrics.run_metrics import RunMetrics, evaluation_values
+from services.orchestrator.metrics.scalars import scalars_of
 from services.orchestrator.rpc.servicer_run import evaluation_to_proto
 from services.orchestrator.state.scores import Estimate, overall, score
 
@@ -130,6 +137,39 @@ def test_the_table_of_a_run_tells_each_change_from_the_first_evaluation_with_its
     assert "evaluation end/greedy: 0.500 over 2, change +0.250 (-0.125..+0.625) since start/greedy" in plain.getvalue()
 
 
+def test_an_evaluation_whose_rollouts_all_failed_shows_no_number_anywhere(tmp_path: Path) -> None:
+    lost = score("held_out", ["1", "2"], [[0.0], [0.0]], [1, 1], 1.0, "digest")
+    result = EvaluationResult(
+        name="start/greedy", versions={"a": 0}, newest_versions={"a": 0}, pinned=True, mean_reward=None,
+        num_trajectories=2, num_failed=2, datasets=(lost,),
+    )  # fmt: skip
+    assert evaluation_from_json(evaluation_to_json(result)) == result
+    summary = evaluation_values(result)
+    progress = run_pb2.RunProgress(evaluations=[evaluation_to_proto(result)])
+    out = io.StringIO()
+    console = Console(file=out, width=160)
+    with ProgressView(console, "run") as view:
+        view.show(progress)
+    console.print(evaluations_table(progress))
+    console.print(scores_table({"start/greedy": summary}))
+    assert headline({"evaluations": {"start/greedy": summary}})["greedy_before"] is None
+    assert plot_scores({"start/greedy": summary}, "lost", tmp_path / "eval.png").is_file()
+    save_resolved(load_recipe(ROOT / "recipes/quickstart"), tmp_path)
+    metrics = RunMetrics(tmp_path, tensorboard=False)
+    metrics.evaluation(result)
+    metrics.close()
+    (row,) = read_metrics(tmp_path)
+    scalars = scalars_of(row)
+    assert is_usable(row) and scalars is not None and not scalars.values
+    assert not any(panel["points"] for panel in curves([tmp_path], read_metrics)["panels"])
+    assert plot_runs([tmp_path], tmp_path / "run.png") is None, "nothing to draw"
+    out.write("\n".join([*(event["text"] for event in events(tmp_path, [row])), *standing(tmp_path).lines()]))
+    told = out.getvalue()
+    assert "0.0" not in told and "nan" not in told
+    assert "evaluation start/greedy: - over 2; 2 failed" in told
+    assert "mean reward - over 2 trajectories, 2 failed" in told and "start/greedy: -; 2 failed" in told
+
+
 def finished(run_dir: Path, rewards: dict[str, list[float]], items: str = "digest") -> Path:
     """A run directory with one evaluation in its journal."""
     run_dir.mkdir()
@@ -170,7 +210,9 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path) -> None:
     found = comparable(finished(tmp_path / "two", {"easy": [1.0, 0.0]}))
     others = comparable(finished(tmp_path / "one", {"easy": [1.0, 0.0]}, items="other tasks"))
     evaluations = {"start/greedy": evaluation_values(found["greedy"])}
-    assert compare(evaluations, found, others, "one") == ["greedy easy: its tasks are others, or it has one alone"]
+    assert compare(evaluations, found, others, "one") == [
+        "greedy easy: its tasks are others, it has one alone, or every rollout failed"
+    ]
     assert compare(evaluations, found, {"sampled": others["greedy"]}, "one") == ["greedy: there is only sampled"]
     empty = tmp_path / "empty"
     empty.mkdir()

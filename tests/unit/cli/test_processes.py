@@ -21,6 +21,7 @@ from services.cli.run.processes import Processes
 from services.common import run_files
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.rpc.client.health import is_serving
+from services.common.system.child import LEFT
 from tests.running import is_running
 from tests.waiting import WAIT_S, wait_until
 
@@ -274,6 +275,18 @@ def test_what_left_without_being_asked_by_the_run_is_brought_back_a_bounded_numb
     wait_until(lambda: "gateway" in processes.watch(), "its leaving again")
     with pytest.raises(InfrastructureError, match="gateway exited with 0"):
         processes.bring_back(["gateway"])
+
+
+def test_a_replica_that_users_code_ended_with_0_has_not_left_and_ends_the_run(processes: Processes) -> None:
+    processes.start(
+        spec("inference-a", "import os, sys; print('in the reward', file=sys.stderr, flush=True); os._exit(0)")
+    )
+    with pytest.raises(
+        InfrastructureError, match=r"inference-a exited with 0 and was neither drained(.|\n)*in the reward"
+    ):
+        wait_until(lambda: "inference-a" in processes.watch(), "its leaving")
+    processes.start(spec("inference-a", f"raise SystemExit({LEFT})"))
+    wait_until(lambda: "inference-a" in processes.watch(), "its leaving in order")
 
 
 def test_a_full_disk_leaves_the_pids_that_were_written_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from services.orchestrator.state.scores import (
     mean_difference,
     overall,
     overall_difference,
+    overall_pass_at,
     pass_at_k,
     score,
     t_quantile,
@@ -145,3 +146,12 @@ def test_what_cannot_be_paired_has_no_difference(base: DatasetScore, other: Data
 def test_quantiles_of_student_are_those_of_the_tables(freedom: int, quantile: float) -> None:
     assert t_quantile(freedom) == pytest.approx(quantile, abs=1e-4)
     assert t_quantile(1e6) == pytest.approx(1.96, abs=1e-4)
+
+
+def test_where_every_sample_failed_there_is_no_score_and_no_difference() -> None:
+    played = score("played", ["", "x"], [[1.0], [0.0]], [0, 1], 1.0, "digest")
+    lost = score("lost", ["x", "y"], [[0.0], [0.0]], [1, 1], 1.0, "digest")
+    assert (lost.mean_reward, lost.pass_at, lost.failed) == (None, (), ("x", "y"))
+    assert (overall([played]), overall([lost]), overall([]), overall([played, lost])) == (0.5, None, None, None)
+    assert overall_pass_at([lost], 1) is None
+    assert difference(lost, played) is None and difference(played, lost) is None

@@ -63,7 +63,7 @@ def _evaluations(rows: Iterable[Row], policy: str) -> list[str]:
     found: dict[tuple[str, str], list[tuple[int, Row]]] = {}
     for row in rows:
         if row.get("kind") == RowKind.EVALUATION and policy in row["versions"]:
-            for dataset in row["datasets"]:
+            for dataset in (found for found in row["datasets"] if found["mean_reward"] is not None):
                 key = row["name"].partition("/")[2], dataset["name"]
                 found.setdefault(key, []).append((row["versions"][policy], dataset))
     table = []

@@ -185,7 +185,7 @@ def _draw_evaluations(ax: Any, group: Runs, number: int, alone: bool) -> None:
     nothing is known in between."""
     found: dict[str, list[Row]] = defaultdict(list)
     for row in (row for rows in group.rows for row in rows):
-        if row["kind"] == RowKind.EVALUATION and row["versions"]:
+        if row["kind"] == RowKind.EVALUATION and row["versions"] and row["mean_reward"] is not None:
             found[row["name"].partition("/")[2]].append(row)
     for place, (sampling, rows) in enumerate(sorted(found.items())):
         means = [row["mean_reward"] for row in rows]

@@ -122,7 +122,7 @@
     const newest = found.slice(-8);
     const label = ({ mean_reward: mean }) => (mean && known(mean.low) ? `${num(mean.low)} – ${num(mean.high)}` : "");
     return card("Evaluations", table([["evaluation"], ["data set"], ["reward", "right"], ["95%", "right"], ["change", "right"]],
-      newest.flatMap((one) => one.datasets.map((of, n) => [n ? "" : one.name + one.played_by, of.name, num(of.mean_reward?.value ?? one.mean_reward), label(of),
+      newest.flatMap((one) => one.datasets.map((of, n) => [n ? "" : one.name + one.played_by + (one.num_failed ? `; ${one.num_failed} failed` : ""), of.name, num(of.mean_reward?.value ?? one.mean_reward), label(of),
         one.difference && !n ? `${one.difference.value >= 0 ? "+" : ""}${num(one.difference.value)}` : ""])), { label: "evaluations" }));
   }
 

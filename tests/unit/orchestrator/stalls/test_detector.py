@@ -413,6 +413,19 @@ def test_a_full_quota_that_makes_no_batch_is_named() -> None:
     assert run.named_within(30) == {("orchestrator", "quota_full")}
 
 
+@pytest.mark.parametrize("doing", ["running the reward function own:score", "running the workflow"])
+def test_rollouts_that_wait_for_a_function_are_named_with_it_and_no_full_quota(doing: str) -> None:
+    run = MadeUpRun()
+    run.run(HEALTHY_S)
+    run.freeze("records", "micro-batches", "tokens", "reward", "generations", "states")
+    run.set_account(lambda: account("trainer/model0", activity("waiting for a batch", "orchestrator", age=50.0)))
+    run.set_account(lambda: account("replica/a", activity(doing, age=50.0)))
+    run.set_policy(quota_full=True, num_kept=3)
+    assert run.named_within(30) == {("replica/a", "no_progress")}
+    [stall] = run.stalls
+    assert f"have been {doing} for 5" in stall.detail
+
+
 def test_a_replica_that_takes_versions_one_after_the_other_has_lost_nothing(run: MadeUpRun) -> None:
     for held in range(60):
         run.set_replica(untaken={"model0": held})  # always one behind
