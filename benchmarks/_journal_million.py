@@ -171,7 +171,7 @@ class _Run:
 
 def _write_recipe(run_dir: Path, port: int) -> None:
     data = run_dir / "tasks.jsonl"
-    data.write_text("".join(json.dumps({"question": f"question {row}"}) + "\n" for row in range(1000)))
+    data.write_text("".join(json.dumps({"question": f"question {row}", "answer": row}) + "\n" for row in range(1000)))
     tree = {
         "name": "journal-million",
         "run": {"id": RUN_ID, "steps": 1_000_000},

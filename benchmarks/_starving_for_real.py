@@ -161,7 +161,7 @@ def _lost(case: Case, replica: LongTailReplica, key: tuple[str, int], version: i
 
 def _write_recipe(folder: Path, port: int, case: Case) -> None:
     data = folder / "tasks.jsonl"
-    data.write_text("".join(json.dumps({"question": f"question {row}"}) + "\n" for row in range(1000)))
+    data.write_text("".join(json.dumps({"question": f"question {row}", "answer": row}) + "\n" for row in range(1000)))
     tree = {
         "name": "starvation",
         "run": {"id": "benchmark", "steps": 1_000_000},

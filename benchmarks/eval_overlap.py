@@ -127,7 +127,7 @@ async def _measure(address: str, num_replicas: int, seconds: float) -> tuple[flo
 
 def _write_recipe(folder: Path, port: int, every: int) -> None:
     data = folder / "tasks.jsonl"
-    data.write_text("".join(json.dumps({"question": f"question {row}"}) + "\n" for row in range(TASKS)))
+    data.write_text("".join(json.dumps({"question": f"question {row}", "answer": row}) + "\n" for row in range(TASKS)))
     tree: dict[str, Any] = {
         "name": "eval-overlap",
         "run": {"id": "benchmark", "steps": 1_000_000},

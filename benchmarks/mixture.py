@@ -175,7 +175,9 @@ def _staleness(rows: list[dict[str, Any]], source: str) -> dict[str, float]:
 
 def _write_recipe(folder: Path, port: int, arm: Arm, steps: int) -> None:
     data = folder / "tasks.jsonl"
-    data.write_text("".join(json.dumps({"question": f"question {row}"}) + "\n" for row in range(NUM_ROWS)))
+    data.write_text(
+        "".join(json.dumps({"question": f"question {row}", "answer": row}) + "\n" for row in range(NUM_ROWS))
+    )
     rows = {"path": str(data)}
     mixed = [{**rows, "source": name, "weight": source.weight} for name, source in arm.sources.items()]
     tree = {

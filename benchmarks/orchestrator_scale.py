@@ -251,7 +251,7 @@ async def _all_say(word: str, pools: list[subprocess.Popen[str]]) -> None:
 
 def _write_recipe(folder: Path, port: int) -> None:
     data = folder / "tasks.jsonl"
-    data.write_text("".join(json.dumps({"question": f"question {row}"}) + "\n" for row in range(1000)))
+    data.write_text("".join(json.dumps({"question": f"question {row}", "answer": row}) + "\n" for row in range(1000)))
     tree = {
         "name": "orchestrator-scale",
         "run": {"id": "benchmark", "steps": 1_000_000},

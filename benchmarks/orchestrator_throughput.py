@@ -217,7 +217,7 @@ async def _latency_grpc(trainer: ScriptedTrainer, gaps: list[float]) -> list[flo
 
 def _write_recipe(folder: Path, port: int, batch: int, max_staleness: int) -> None:
     data = folder / "tasks.jsonl"
-    data.write_text("".join(json.dumps({"question": f"question {row}"}) + "\n" for row in range(1000)))
+    data.write_text("".join(json.dumps({"question": f"question {row}", "answer": row}) + "\n" for row in range(1000)))
     tree = {
         "name": "orchestrator-throughput",
         "run": {"id": "benchmark", "steps": 1_000_000},

@@ -149,7 +149,7 @@ async def _replica(port: str, policies: str) -> None:
 
 def _write_recipe(folder: Path, port: int, policies: tuple[str, ...]) -> None:
     data = folder / "tasks.jsonl"
-    data.write_text("".join(json.dumps({"question": f"question {row}"}) + "\n" for row in range(1000)))
+    data.write_text("".join(json.dumps({"question": f"question {row}", "answer": row}) + "\n" for row in range(1000)))
     tree: dict[str, Any] = {
         "name": "policies-isolation",
         "run": {"id": "benchmark", "steps": 1_000_000},

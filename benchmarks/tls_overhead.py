@@ -303,7 +303,7 @@ async def _play(options: argparse.Namespace) -> None:
 
 def _write_recipe(folder: Path, port: int, tokens: int = TOKENS) -> None:
     data = folder / "tasks.jsonl"
-    data.write_text("".join(json.dumps({"question": f"question {row}"}) + "\n" for row in range(1000)))
+    data.write_text("".join(json.dumps({"question": f"question {row}", "answer": row}) + "\n" for row in range(1000)))
     tree = {
         "name": "tls-overhead",
         "run": {"id": RUN, "steps": 1_000_000},

@@ -191,7 +191,7 @@ def _bytes_per_sequence(run_dir: Path) -> float:
 
 def _write_recipe(folder: Path, port: int, timing: bool, tokens_per_s: float, seed: int) -> None:
     data = folder / "tasks.jsonl"
-    data.write_text("".join(json.dumps({"question": f"question {row}"}) + "\n" for row in range(1000)))
+    data.write_text("".join(json.dumps({"question": f"question {row}", "answer": row}) + "\n" for row in range(1000)))
     tree = {
         "name": "trace-cost",
         "run": {"id": "trace-cost", "steps": 100_000, "seed": seed},
