@@ -77,7 +77,7 @@ CHANGED = (
     "policies.*.batch.minibatches  policies.*.batch.max_staleness  policies.*.batch.resample.keep  policies.*.trainer.port  "
     "policies.*.trainer.num_ranks  policies.*.trainer.device  policies.*.trainer.threads  policies.*.trainer.master_dtype  "
     "policies.*.trainer.compute_dtype  policies.*.trainer.token_budget  policies.*.trainer.checkpoint_every  policies.*.weights.port  "
-    "policies.*.weights.full_every  data.train.name  data.train.limit  data.train.generator  "
+    "policies.*.weights.full_every  policies.*.weights.publish_dtype  data.train.name  data.train.limit  data.train.generator  "
     "data.train.id_field  data.evaluation.*.name  data.evaluation.*.limit  data.evaluation.*.generator  "
     "data.evaluation.*.id_field  sampling.max_new_tokens  evaluation.every  evaluation.samples_per_task  "
     "evaluation.samplings.*.max_new_tokens  orchestrator.port  inference.*.port  inference.*.engine  "

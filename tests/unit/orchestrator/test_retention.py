@@ -19,7 +19,8 @@ from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.retention import MOST_REWRITTEN, collect
 from services.orchestrator.journal.storage import compaction
 from services.orchestrator.journal.storage.index import INDEX_FILE, remove_index
-from services.orchestrator.journal.storage.segments import segment_path
+from services.orchestrator.journal.storage.scan import scan
+from services.orchestrator.journal.storage.segments import Row, segment_path
 from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.damage import loaded, rows
@@ -280,7 +281,8 @@ async def test_a_damaged_segment_is_neither_deleted_nor_rewritten(open_journal: 
     await filled(open_journal())
     path = segment_path(tmp_path, records.TRAJECTORY, 1)
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
+    header = [row for row in scan(tmp_path, records.TRAJECTORY, 1) if isinstance(row, Row)][5]
+    data[header.offset - 1] ^= 0xFF
     path.write_bytes(data)
     remove_index(tmp_path / INDEX_FILE)
     journal = open_journal()

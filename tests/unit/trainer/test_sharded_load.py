@@ -69,7 +69,7 @@ def test_a_weight_of_another_shape_is_refused(model: Path) -> None:
 def test_a_file_that_is_cut_off_is_refused(model: Path) -> None:
     whole = (model / WEIGHTS).read_bytes()
     (model / WEIGHTS).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ConfigError, match="cannot load a causal language model"):
+    with pytest.raises(ConfigError, match=r"has \d+ bytes of \d+: copy it again"):
         load_policy_model(model, Ranks.single())
 
 
