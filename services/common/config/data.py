@@ -31,7 +31,9 @@ class WorkflowConfig(Section):
 
     @property
     def reward(self) -> Any:
-        """The setting `reward`, or the default of a built-in workflow; None where neither names one."""
+        """The setting `reward`, or the default of a built-in workflow; None where neither names one, or an environment rewards."""
+        if self.name == BuiltInWorkflow.AGENT_ENV:
+            return None
         return self.settings.get("reward", _REWARDS.get(self.name))
 
     def runs_programs(self) -> str | None:

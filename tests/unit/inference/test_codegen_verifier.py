@@ -118,7 +118,7 @@ async def test_without_a_reference_solution_nothing_is_earned_for_validity(
     ("solutions", "used"),
     [
         (["a = 0", "reference = right", "other = right"], "reference = right"),
-        (["```python\nreference = right\n```"], "reference = right\n"),
+        (["```python\nreference = right\n```"], "reference = right"),
         (["a = 0", "b = 0"], None),
     ],
 )
