@@ -224,11 +224,11 @@ async def test_slow_programs_of_one_task_leave_a_slot_to_others() -> None:
 
 async def test_integer_keys_and_other_readings_of_a_row_reach_the_judge() -> None:
     queue = Queue()
-    case = {"args": [{"1": 2}, {"a": 1}, {}], "expected": 4, "also": [[4], "4"]}
+    case = {"args": [{"1": 2}, {"a": {"-3": [{"1": 2}]}}, {}], "expected": 4, "also": [[4], "4"]}
     tests = {"kind": "call", "entry_point": "f", "cases": [case], "integer_keys": True}
     await CodeReward(queue)({"tests": tests}, "def f(*given): return 4")
     assert queue.requests[0].tests == CallTests(
-        entry_point="f", cases=(CallCase(args=({1: 2}, {"a": 1}, {}), expected=4, also=([4], "4")),)
+        entry_point="f", cases=(CallCase(args=({1: 2}, {"a": {-3: [{1: 2}]}}, {}), expected=4, also=([4], "4")),)
     )
     assert JudgeRequest.from_json(queue.requests[0].to_json()) == queue.requests[0]
 
