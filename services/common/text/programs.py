@@ -71,7 +71,9 @@ def _blocks(text: str) -> list[_Block]:
             runs = _FENCE.findall(line)
             if run and run[0].startswith(fence) and indent < width + 4:
                 found += _block(info, held, len(found), is_closed=True)
-                place = run.end() if not line[run.end() : run.end() + 1].isalnum() else indent  # else the next block begins
+                place = (
+                    run.end() if not line[run.end() : run.end() + 1].isalnum() else indent
+                )  # else the next block begins
             elif not run and len(runs) % 2 and runs[-1].startswith(fence) and line.rstrip().endswith(runs[-1]):
                 held.append(line.rstrip().removesuffix(runs[-1]))
                 found += _block(info, held, len(found), is_closed=True)
@@ -103,8 +105,7 @@ def _block(info: str, held: list[str], place: int, *, is_closed: bool, is_fenced
     if is_fenced:
         text = code + text
     elif label == 2:
-        text = text.lstrip(" \t")
-        text = text[_PYTHON.match(text).end() :].lstrip(" \t").removeprefix("\r")
+        text = _PYTHON.sub("", text.lstrip(" \t"), count=1).lstrip(" \t").removeprefix("\r")
     else:
         label = 0
     label = 0 if text.lstrip().startswith(">>>") else label

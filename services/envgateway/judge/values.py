@@ -276,7 +276,9 @@ def _spelt(tree: Tree, texts: dict[str, Tree]) -> str:
     elif isinstance(number, (int, float)):
         spelt = [str(number), *((str(int(number)), f"{int(number)}.0") if number == number // 1 else ())]
     elif isinstance(tree, list) and tree[0] == "t":
-        parts = [repr(part) if isinstance(part, (str, bool)) or part is None else str(_number(part)) for part in tree[1:]]
+        parts = [
+            repr(part) if isinstance(part, (str, bool)) or part is None else str(_number(part)) for part in tree[1:]
+        ]
         spelt = [f"({', '.join(parts)}{',' * (len(parts) == 1)})"]
     else:
         spelt = [tree if isinstance(tree, str) else key(tree)]

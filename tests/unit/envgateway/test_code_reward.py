@@ -68,7 +68,10 @@ class Queue:
         ("````python\nn = '''\n```\n'''\n````", "n = '''\n```\n'''\n"),
         ("````markdown\nHere:\n```python\nn = 1\n```\n````\nor\n```\na = 2\n```", "n = 1\n"),
         ("```python\nn = '```'\nm = 2\n```", "n = '```'\nm = 2\n"),
-        ("```python\ndef f():\n    '''\n    ```\n    f()\n    ```\n    '''\n```", "def f():\n    '''\n    ```\n    f()\n    ```\n    '''\n"),
+        (
+            "```python\ndef f():\n    '''\n    ```\n    f()\n    ```\n    '''\n```",
+            "def f():\n    '''\n    ```\n    f()\n    ```\n    '''\n",
+        ),
         ("1. So:\n   ```python\n   if n:\n       f()\n   ```", "if n:\n    f()\n"),
         ("- ```python\n  if n:\n      f()\n  ```", "if n:\n    f()\n"),
         ("- So:\n\t```python\n\tf()\n\t```", "f()\n"),

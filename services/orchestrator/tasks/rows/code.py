@@ -263,7 +263,9 @@ def _integer_keys(value: Any) -> set[str]:
     return keys
 
 
-_KEY = re.compile(r"""(?:\[|\b(?:get|pop)\()\s*+["'](-?\d{1,18})["']\s*+[\],)]|["'](-?\d{1,18})["'](?:\s++not)?\s++in\b""")
+_KEY = re.compile(
+    r"""(?:\[|\b(?:get|pop)\()\s*+["'](-?\d{1,18})["']\s*+[\],)]|["'](-?\d{1,18})["'](?:\s++not)?\s++in\b"""
+)
 
 
 def _has_text_keys(tests: Tests, normal: Row) -> bool:

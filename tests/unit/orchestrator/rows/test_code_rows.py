@@ -105,7 +105,9 @@ def test_an_output_that_can_be_read_in_several_ways_keeps_all_of_them(outputs: l
         ("def f(n) -> None:", "null", [None]),
     ],
 )
-def test_a_reading_that_the_head_of_the_function_excludes_is_not_right(head: str, output: Any, readings: list[Any]) -> None:
+def test_a_reading_that_the_head_of_the_function_excludes_is_not_right(
+    head: str, output: Any, readings: list[Any]
+) -> None:
     row = {"problem": "p", "starter_code": head, "input_output": {"fn_name": "f", "inputs": [[1]], "outputs": [output]}}
     case = code_row(row, "")["tests"]["cases"][0]
     assert [case["expected"], *case.get("also", [])] == readings
@@ -115,7 +117,7 @@ def test_a_reading_that_the_head_of_the_function_excludes_is_not_right(head: str
 @pytest.mark.parametrize("head", ["def f(self, n: List[int]) -> None:", "def f(n) -> 'None':"])
 def test_a_function_that_changes_its_argument_is_no_row_of_calls(column: str, head: str) -> None:
     tests = {"fn_name": "f", "inputs": [[[2, 1]]], "outputs": [[[1, 2]]]}
-    with pytest.raises(DatasetError, match="row 7.*returns None and changes its argument"):
+    with pytest.raises(DatasetError, match=r"row 7.*returns None and changes its argument"):
         code_row({"problem": "p", column: f"class Solution:\n    {head}\n        pass", "input_output": tests}, "row 7")
 
 

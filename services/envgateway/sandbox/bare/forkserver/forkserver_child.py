@@ -56,7 +56,7 @@ def _open_streams() -> None:
     for fd, name in ((1, "stdout"), (2, "stderr")):
         usual, (read, write), kept = getattr(sys, name), os.pipe(), os.dup(fd)
         os.dup2(write, fd)
-        stream = open(fd, "w", encoding=usual.encoding, errors=usual.errors, closefd=False)
+        stream = open(fd, "w", encoding=usual.encoding, errors=usual.errors, closefd=False)  # noqa: SIM115 - stays open
         stream.reconfigure(line_buffering=usual.line_buffering)
         stream.buffer.raw.name = usual.name  # type: ignore[attr-defined]
         os.dup2(kept, fd)

@@ -30,11 +30,10 @@ Supply: TypeAlias = Callable[[dict[str, Any], types.CodeType], None]
 def run(source: bytes, echo: bool, note_fd: int, code: Any = None, supply: Supply | None = None) -> int:
     """The program's exit code. ``note_fd`` gets events with a verdict of their own: a failed compile, an uncaught
     MemoryError. ``code``: the compiled source, if any. ``supply``: puts names into the namespace of the code."""
-    main = new_main("__main__")
     streams = sys.stdin, sys.stdout, sys.stderr
     left_with = 1
     try:
-        left_with = guarded(lambda: _execute(source, echo, main, note_fd, code, supply), note_fd)
+        left_with = guarded(lambda: _execute(source, echo, new_main("__main__"), note_fd, code, supply), note_fd)
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()  # waits for non-daemon threads, bounded by the wall limit
         atexit._run_exitfuncs()
@@ -49,7 +48,6 @@ def run(source: bytes, echo: bool, note_fd: int, code: Any = None, supply: Suppl
     flush([sys.stderr])
     sys.stdin, sys.stdout, sys.stderr = streams
     sys.modules.pop("__main__", None)
-    del main
     gc.collect()  # __del__ of the program's objects may still print, and finds the globals
     flush([*streams[1:]])
     return left_with
