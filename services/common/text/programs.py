@@ -71,9 +71,8 @@ def _blocks(text: str) -> list[_Block]:
             runs = _FENCE.findall(line)
             if run and run[0].startswith(fence) and indent < width + 4:
                 found += _block(info, held, len(found), is_closed=True)
-                place = (
-                    run.end() if not line[run.end() : run.end() + 1].isalnum() else indent
-                )  # else the next block begins
+                is_next = line[run.end() : run.end() + 1].isalnum()  # a label: the block was not closed
+                place = indent if is_next else run.end()
             elif not run and len(runs) % 2 and runs[-1].startswith(fence) and line.rstrip().endswith(runs[-1]):
                 held.append(line.rstrip().removesuffix(runs[-1]))
                 found += _block(info, held, len(found), is_closed=True)
