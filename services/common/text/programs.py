@@ -37,8 +37,8 @@ class _Block(NamedTuple):
 def fenced_blocks(text: str) -> list[str]:
     """The contents of the fenced blocks, in order; a block that is not closed is none.
 
-    >>> fenced_blocks("```json\n[1]\n``` and ```\n2\n```")
-    ['[1]\n', '2\n']
+    >>> fenced_blocks("```json\\n[1]\\n``` and ```\\n2\\n```")
+    ['[1]\\n', '2\\n']
     """
     return [block.text for block in _blocks(text) if block.is_closed]
 
@@ -50,8 +50,8 @@ def program_of(completion: str) -> str:
     before those within a line, blocks of 20 characters or more before shorter ones, closed ones before one that the end
     of the text cuts off, later ones before earlier ones.
 
-    >>> program_of("First ```python\nprint(1)\n``` then ```python\nprint(2)\n``` prints ```\n2\n```")
-    'print(2)\n'
+    >>> program_of("First ```python\\nprint(1)\\n``` then ```python\\nprint(2)\\n``` prints ```\\n2\\n```")
+    'print(2)\\n'
     """
     answer = after_thoughts(completion)
     return max(_blocks(answer), default=_Block(0, False, False, False, 0, answer)).text
