@@ -5,15 +5,20 @@ Independent of tests and of how programs are run.
 
 from __future__ import annotations
 
+import io
 import re
 from typing import NamedTuple
 
-_FENCE = "```"
-# The language, and the rest of its line where that is no code; a fence may also be followed by code.
-_LABEL = re.compile(
-    r"[ \t]*+(?P<python>(?i:py(?:thon)?)[\d.]*+)(?!\w)(?:[ \t]++(?:[^\s`()=:]*+|\{[^\n`]*+)[ \t]*+(?=\r?\n)|[ \t]*+)"
-    r"|(?!from |import |[^\n]*\()[^\n`]*+(?=\n)"
-    r"|"
+from services.common.text.thoughts import after_thoughts
+
+_FENCE = re.compile(r"`{3,}|~{3,}")
+_MARKER = re.compile(r"[ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]++)?")  # of an item of a list, which holds the fence
+_PYTHON = re.compile(r"(?i:py(?:thon)?)[\d.]*+(?!\w)")
+_MARKDOWN = re.compile(r"(?i:markdown|md)\b")
+# Code on the line of a fence, told from a file's name, attributes and remarks.
+_CODE = re.compile(
+    r"""from\s+\S+\s+import\b|import\s|(?:async|class|def|for|if|try|while|with)\b[^\n]*:|@\w|"{3}|'{3}"""
+    r"""|\w[\w.]*\(|[\w.,()\[\]*: ]*[ ][-+*/%&|^]?=[ ]|\w[\w., ]*=[^\n]*\("""
 )
 _SHORT = 20  # characters: a shorter block is more often an example than a program
 
@@ -21,7 +26,8 @@ _SHORT = 20  # characters: a shorter block is more often an example than a progr
 class _Block(NamedTuple):
     """A fenced block; the largest is the program."""
 
-    label: int  # 2: python, 1: none, 0: another
+    label: int  # 2: python, 1: none, 0: another, or a session with prompts
+    is_fenced: bool  # not within a line
     is_long: bool
     is_closed: bool
     place: int
@@ -38,29 +44,81 @@ def fenced_blocks(text: str) -> list[str]:
 
 
 def program_of(completion: str) -> str:
-    """The fenced block that is the program, or the whole text where there is none.
+    """The fenced block that is the program, or the whole text where there is none; a thought is no part of the text.
 
-    Blocks labelled python go before blocks without a label, and these before others; then blocks of 20 characters or
-    more before shorter ones, closed ones before one that the end of the text cuts off, later ones before earlier ones.
+    Blocks labelled python go before blocks without a label, and these before others; then blocks on lines of their own
+    before those within a line, blocks of 20 characters or more before shorter ones, closed ones before one that the end
+    of the text cuts off, later ones before earlier ones.
 
     >>> program_of("First ```python\\nprint(1)\\n``` then ```python\\nprint(2)\\n``` prints ```\\n2\\n```")
     'print(2)\\n'
     """
-    return max(_blocks(completion), default=_Block(0, False, False, 0, completion)).text
+    answer = after_thoughts(completion)
+    return max(_blocks(answer), default=_Block(0, False, False, False, 0, answer)).text
 
 
 def _blocks(text: str) -> list[_Block]:
-    found = []
-    parts = text.split(_FENCE)
-    for place in range(1, len(parts), 2):
-        label = _LABEL.match(parts[place])
-        assert label is not None  # of any text
-        block = parts[place][label.end() :].removeprefix("\r").removeprefix("\n")
-        kind = 2 if label["python"] else 0 if label[0].strip() else 1
-        is_closed = place + 1 < len(parts)
-        if is_closed or block.strip():
-            found.append(_Block(kind, len(block.strip()) >= _SHORT, is_closed, place, block))
-    return found
+    """Fences as in CommonMark. One may also begin at the end of a line of text, and end at the end of a line of code."""
+    found: list[_Block] = []
+    fence = info = wrapper = ""  # of the open block; the fence around a text in Markdown, whose blocks count
+    width = 0  # of the blanks and the marker before the open fence
+    held: list[str] = []
+    for line in io.StringIO(text, newline="\n"):
+        indent = len(line) - len(line.lstrip(" \t"))
+        place = _MARKER.match(line).end()  # type: ignore[union-attr]  # of any line
+        if fence:
+            run = _FENCE.match(line, indent)
+            runs = _FENCE.findall(line)
+            if run and run[0].startswith(fence) and indent < width + 4:
+                found += _block(info, held, len(found), is_closed=True)
+                is_next = line[run.end() : run.end() + 1].isalnum()  # a label: the block was not closed
+                place = indent if is_next else run.end()
+            elif not run and len(runs) % 2 and runs[-1].startswith(fence) and line.rstrip().endswith(runs[-1]):
+                held.append(line.rstrip().removesuffix(runs[-1]))
+                found += _block(info, held, len(found), is_closed=True)
+                place = len(line)
+            else:
+                held.append(line[min(indent, width) :])
+                continue
+            fence, held = "", []
+        run = _FENCE.match(line, place)
+        if run and wrapper and run[0].startswith(wrapper) and not line[run.end() :].strip():
+            wrapper = ""
+        elif run and _MARKDOWN.match(line, run.end()):
+            wrapper = run[0]
+        elif run and (run[0][0] == "~" or "`" not in line[run.end() :]):
+            fence, info, width = run[0], line[run.end() :], place
+        else:
+            ends = [run.span() for run in _FENCE.finditer(line, place) if run[0][0] == "`"]
+            for (_, begin), (end, _) in zip(ends[::2], ends[1::2], strict=False):
+                found += _block("", [line[begin:end]], len(found), is_closed=True, is_fenced=False)
+            rest = line[ends[-1][1] :] if len(ends) % 2 else ""
+            if len(ends) % 2 and (len(rest.split()) < 2 or _label(rest)[1]):  # else a fence that prose names
+                fence, info, width = line[slice(*ends[-1])], rest, 0
+    return found + (_block(info, held, len(found), is_closed=False) if fence else [])
+
+
+def _block(info: str, held: list[str], place: int, *, is_closed: bool, is_fenced: bool = True) -> list[_Block]:
+    text = "".join(held)
+    label, code = _label(info if is_fenced else text)
+    if is_fenced:
+        text = code + text
+    elif label == 2:
+        text = _PYTHON.sub("", text.lstrip(" \t"), count=1).lstrip(" \t").removeprefix("\r")
+    else:
+        label = 0
+    label = 0 if text.lstrip().startswith(">>>") else label
+    is_long = len(text.strip()) >= _SHORT
+    return [_Block(label, is_fenced, is_long, is_closed, place, text)] if is_closed or text.strip() else []
+
+
+def _label(info: str) -> tuple[int, str]:
+    """The kind of the label, and the code behind it."""
+    begun = info.lstrip(" \t")
+    python = _PYTHON.match(begun)
+    rest = begun[python.end() :].lstrip(" \t") if python else begun
+    code = rest if _CODE.match(rest) else ""
+    return 2 if python else 1 if code or not rest.strip() else 0, code
 
 
 def with_preamble(program: str, preamble: str, entry_point: str) -> str:

@@ -7,7 +7,9 @@ decides nothing, so an invalid time is dropped instead of being refused.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -363,11 +365,16 @@ def task_from_proto(proto: trajectory_pb2.Task) -> Task:
     return Task(task_id=proto.task_id, data=json_object(proto.data_json, "the task's data"))
 
 
+_LONG_INTEGER = re.compile(rb"(\d{18})\d+")
+
+
 def json_object(data: bytes, what: str) -> dict[str, Any]:
     """A JSON object from the wire; raises ``InvalidRequestError`` with the name ``what``."""
     try:
-        value = orjson.loads(data) if data else {}
-    except orjson.JSONDecodeError as error:
+        value = orjson.loads(_LONG_INTEGER.sub(rb"\1", data)) if data else {}
+        if _LONG_INTEGER.search(data):  # orjson makes a float of an integer beyond 64 bits
+            value = json.loads(data)
+    except ValueError as error:
         raise InvalidRequestError(f"{what} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{what} must be a JSON object, got {type(value).__name__}")

@@ -261,21 +261,28 @@ def _equal_dicts(a: list[Any], b: list[Any], rule: ValueRule) -> bool:
     second = {key(k): v for k, v in zip(b[1::2], b[2::2], strict=True)}
     # JSON has text keys only, so the intended types are unknown
     if not rule.strict and first.keys() != second.keys() and all(isinstance(k, str) for k in a[1::2]):
-        first = {_json_key(k): v for k, v in zip(a[1::2], a[2::2], strict=True)}
-        second = {_json_key(k): v for k, v in zip(b[1::2], b[2::2], strict=True)}
-        if 2 * len(first) != len(a) - 1 or 2 * len(second) != len(b) - 1:
+        first = dict(zip(a[1::2], a[2::2], strict=True))
+        second = {_spelt(k, first): v for k, v in zip(b[1::2], b[2::2], strict=True)}
+        if 2 * len(second) != len(b) - 1:
             return False
     return first.keys() == second.keys() and all(_equal(value, second[k], rule) for k, value in first.items())
 
 
-def _json_key(tree: Tree) -> str:
-    """A key in JSON's form: 1 and "1" are the same."""
-    if isinstance(tree, bool) or tree is None:
-        return {True: "true", False: "false", None: "null"}[tree]
+def _spelt(tree: Tree, texts: dict[str, Tree]) -> str:
+    """A key as one of the texts spells it, in the form of JSON or of Python; 1 and 1.0 are one key."""
     number = _number(tree)
-    if isinstance(number, (int, float)):
-        return str(number)
-    return tree if isinstance(tree, str) else key(tree)
+    if isinstance(tree, bool) or tree is None:
+        spelt = [{True: "true", False: "false", None: "null"}[tree], str(tree)]
+    elif isinstance(number, (int, float)):
+        spelt = [str(number), *((str(int(number)), f"{int(number)}.0") if number == number // 1 else ())]
+    elif isinstance(tree, list) and tree[0] == "t":
+        parts = [
+            repr(part) if isinstance(part, (str, bool)) or part is None else str(_number(part)) for part in tree[1:]
+        ]
+        spelt = [f"({', '.join(parts)}{',' * (len(parts) == 1)})"]
+    else:
+        spelt = [tree if isinstance(tree, str) else key(tree)]
+    return next((text for text in spelt if text in texts), spelt[0])
 
 
 def _same_multiset(a: list[Any], b: list[Any], rule: ValueRule) -> bool:

@@ -7,7 +7,7 @@
      "integer_keys": bool}
     {"kind": "assert", "tests": code, "entry_point": name, "preamble": code, "names": [name, ...]}
 
-``also``: other values that are right. ``integer_keys``: a dictionary among the arguments gets integer keys where all its
+``also``: other values that are right. ``integer_keys``: each dictionary in the arguments gets integer keys where all its
 keys are integers written as text.
 
 Cases are run until one fails, and the first failure decides the details. A rollout waits for the reward, as for a tool:
@@ -122,14 +122,17 @@ def read_tests(task: Mapping[str, Any]) -> Tests:
                 preamble=tests.get("preamble", ""),
                 names=tuple(tests.get("names", ())),
             )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidRequestError(f"the task's tests have the wrong form: {error!r}") from None
     raise InvalidRequestError(f"the task's tests are of kind {tests['kind']!r}; there are stdin, call and assert")
 
 
 def _with_integer_keys(value: Any) -> Any:
-    if isinstance(value, dict) and all(_INTEGER.fullmatch(key) for key in value):
-        return {int(key): held for key, held in value.items()}
+    if isinstance(value, list):
+        return [_with_integer_keys(held) for held in value]
+    if isinstance(value, dict):
+        as_key = int if all(_INTEGER.fullmatch(key) for key in value) else str
+        return {as_key(key): _with_integer_keys(held) for key, held in value.items()}
     return value
 
 

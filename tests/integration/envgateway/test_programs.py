@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +81,61 @@ async def test_exit_status_is_the_interpreters(execute: Execute, code: str, exit
     result = await execute(f"print('kept', flush=True)\n{code}")
     expected = S.OK if exit_code == 0 else S.RUNTIME_ERROR
     assert (result.status, result.exit_code, result.stdout, result.stderr) == (expected, exit_code, b"kept\n", stderr)
+
+
+_BUFFERED = """
+import io, os, sys
+class Out(io.IOBase):
+    def __init__(self): self.buffer = io.BytesIO()
+    def write(self, text): self.buffer.write(text.encode())
+    def flush(self):
+        os.write(1, self.buffer.getvalue())
+        self.buffer.truncate(0), self.buffer.seek(0)
+sys.stdout = Out()
+print(6)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "stdout"),
+    [
+        (_BUFFERED, 0, b"6\n"),
+        (f"{_BUFFERED}sys.stdout.flush()", 0, b"6\n"),
+        ("import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer, 'utf-8')\nprint('é')", 0, "é\n".encode()),
+        ("import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.detach(), 'utf-8')\nprint(1)", 0, b"1\n"),
+        ("import io, sys\nsys.stderr = io.TextIOWrapper(sys.stderr.buffer, 'utf-8')\nprint(1)", 0, b"1\n"),
+        ("import sys\nprint(sys.stdout.buffer.seekable(), sys.stderr.buffer.raw.seekable())", 0, b"False False\n"),
+        ("import sys\nprint(1)\nsys.stdout.close()", 0, b"1\n"),
+        ("import sys\nprint(1)\nsys.stdout = None", 0, b"1\n"),
+        ("import sys\nclass Out:\n    write = sys.stdout.write\nsys.stdout = Out()\nprint(1)", 120, b"1\n"),
+        ("import sys\nprint(1, flush=True)\nsys.stdout.detach()", 120, b"1\n"),
+        ("class A:\n    def __del__(self): print(seen)\nseen = 1\na = A()", 0, b"1\n"),
+        ("class A:\n    def __del__(self): print(seen)\na = A()\na.me = a\nseen = 1", 0, b"1\n"),
+        ("import io, sys\nclass A:\n    def __del__(self): print(1)\na = A()\nsys.stdout = io.StringIO()", 0, b"1\n"),
+        ("import os\nprint(len(os.path.abspath(__file__)) > 0)", 0, b"True\n"),
+        ("from resource import *\nsetrlimit(RLIMIT_STACK, (1 << 29, getrlimit(RLIMIT_STACK)[1]))", 0, b""),
+    ],
+)
+async def test_a_program_ends_as_a_script_of_the_interpreter_does(
+    execute: Execute, code: str, exit_code: int, stdout: bytes, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(code, encoding="utf-8")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", str(script), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    printed, _ = await asyncio.wait_for(process.communicate(), LONG_S)
+    assert (process.returncode, printed) == (exit_code, stdout)
+    result = await execute(code)
+    assert (result.exit_code, result.stdout) == (exit_code, stdout), result.stderr
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_STACK)[1] != resource.RLIM_INFINITY, reason="the stack is limited here"
+)
+async def test_a_program_may_lift_the_limit_of_its_stack(execute: Execute) -> None:
+    result = await execute("from resource import *\nsetrlimit(RLIMIT_STACK, (1 << 29, RLIM_INFINITY))\nprint(1)")
+    assert (result.exit_code, result.stdout) == (0, b"1\n"), result.stderr
 
 
 async def test_an_error_shows_the_programs_own_lines_and_numbers(execute: Execute) -> None:

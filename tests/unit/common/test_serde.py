@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 import time
@@ -35,7 +36,7 @@ from services.common.records.types import (
 )
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_from_proto, peer_from_proto
-from services.common.wire.records import timestamp_to_proto, timing_from_proto
+from services.common.wire.records import json_object, timestamp_to_proto, timing_from_proto
 from services.common.wire.weights import weight_version_from_proto, weight_version_to_proto
 
 INT32_MAX = 2**31 - 1
@@ -337,6 +338,19 @@ def test_an_enum_value_from_a_newer_peer_is_refused_and_not_guessed() -> None:
 def test_an_order_without_a_purpose_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="g1 has no purpose"):
         serde.order_from_proto(pool_pb2.RunTaskGroup(task_group_id="g1"))
+
+
+def test_integers_of_a_task_stay_exact_beyond_64_bits() -> None:
+    data = {"n": 2**63, "m": -(10**30), "in": [{"x": 10**400}], "text": "\u1234" + "5" * 30, "f": 0.1234567890123456789}
+    assert json_object(json.dumps(data).encode(), "task_json") == data
+    assert type(json_object(b'{"f": 1.00000000000000000000e3}', "task_json")["f"]) is float
+    for text in (
+        b'{"n": 1' + b"0" * 5000 + b"}",
+        b'{"n": 12345678901234567890, "m": NaN}',
+        b'{"n": 012345678901234567890}',
+    ):
+        with pytest.raises(InvalidRequestError, match="task_json is not JSON"):
+            json_object(text, "task_json")
 
 
 @pytest.mark.parametrize(("data", "said"), [(b"{", "not JSON"), (b"[1]", "must be a JSON object, got list")])

@@ -63,10 +63,68 @@ class Queue:
         ("``` python\r\nn = 1\r\n```", "n = 1\r\n"),
         ("```print(1)\nprint(2)```", "print(1)\nprint(2)"),
         ("``` ``` ```", " "),
+        # fences as in CommonMark
+        ("~~~python\nn = 1\n~~~\nDone.", "n = 1\n"),
+        ("````python\nn = '''\n```\n'''\n````", "n = '''\n```\n'''\n"),
+        ("````markdown\nHere:\n```python\nn = 1\n```\n````\nor\n```\na = 2\n```", "n = 1\n"),
+        ("```python\nn = '```'\nm = 2\n```", "n = '```'\nm = 2\n"),
+        (
+            "```python\ndef f():\n    '''\n    ```\n    f()\n    ```\n    '''\n```",
+            "def f():\n    '''\n    ```\n    f()\n    ```\n    '''\n",
+        ),
+        ("1. So:\n   ```python\n   if n:\n       f()\n   ```", "if n:\n    f()\n"),
+        ("- ```python\n  if n:\n      f()\n  ```", "if n:\n    f()\n"),
+        ("- So:\n\t```python\n\tf()\n\t```", "f()\n"),
+        # a fence that prose names
+        ("I put it in ``` fences.\n```python\nn = 1\n```", "n = 1\n"),
+        ("A ```python block:\n```python\nn = 1\n```", "n = 1\n"),
+        ("Between ``` and ```:\n```\nn = 1\n```", "n = 1\n"),
+        ("It begins with ```\n```python\nn = 1\n```", "n = 1\n"),
+        ("```\n```python\nn = 1\n```", "n = 1\n"),
+        # fences behind text, and in the line of code
+        ("So: ```python\nn = 1\n``` and that is it", "n = 1\n"),
+        ("```python\nprint(1)```\nprints\n```\n1\n```", "print(1)"),
+        ("```python\nn = 1\n```<|im_end|>", "n = 1\n"),
+        # a block that the end does not close, and another one
+        ("```python\nn = (1\nAgain:\n```python\nn = 1\n```", "n = 1\n"),
+        # a session
+        ("```python\nn = 1\n```\nSo:\n```python\n>>> n + 1 - 1 + 2 - 2\n1\n```", "n = 1\n"),
+        # thoughts
+        ("<think>```python\na_long_draft_of_it = 1 + 2\n``` no.</think>\n```\nn = 1\n```", "n = 1\n"),
+        ("<think>```python\na_long_draft_of_it = 1 + 2\n``` no.</think>\nn = 1", "\nn = 1"),
+        ("so ```python\na_long_draft_of_it = 1 + 2\n``` no.</think>```\nn = 1\n```", "n = 1\n"),
+        ("<think>a lone ``` here</think>\n```python\nn = 1\n```", "n = 1\n"),
+        ("<think>```python\nn = 1\n```</think>I give up.", "I give up."),
+        ("<think>```python\nn = 1\n``` let me", ""),
     ],
 )
 def test_the_last_fenced_block_is_the_program(completion: str, program: str) -> None:
     assert program_of(completion) == program
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "python:main.py", "python file=main.py", "python title=\"my solution\"", "python,ignore", "python:", "python=",
+        "python (3.x)", "python3:solution.py", "Python code:", "python // main.py", "python <!-- main -->", "Python 3",
+        "python3 {main.py}", "python {linenos=true}", "python{1,3}", "python # main.py", "python\tmain.py", "python-3",
+        "python main.py - the solution", "python 3.11 or newer", "python [main.py]", "python; 3",
+    ],
+)  # fmt: skip
+def test_a_label_is_no_part_of_the_program(label: str) -> None:
+    program = "import sys\nprint(input())\n"
+    shown = "```text\na long example of an output\n```"
+    assert program_of(f"```{label}\n{program}```\n{shown}") == program
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["from sys import stdin", "import sys", "def f(n): return n", "n = int(input())", "n=int(input())", "print(1)",
+     "a, b = b, a", "for n in range(3): pass", "@cache", "n += 1", "sys.stdin.read()"],
+)  # fmt: skip
+@pytest.mark.parametrize("label", ["python ", "py3 ", ""])
+def test_code_may_follow_the_language_on_its_line(label: str, code: str) -> None:
+    assert program_of(f"```{label}{code}\nprint(2)\n```") == f"{code}\nprint(2)\n"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +143,14 @@ def test_the_last_fenced_block_is_the_program(completion: str, program: str) -> 
         "def\n",
         "class\n\n",
         "```python (",
+        "~~~\n",
+        "x```\n",
+        "````\n```\n",
+        "- ",
+        "```python\n",
+        "```markdown\n",
+        "```python from ",
+        "= ",
     ],
 )
 def test_a_text_that_repeats_itself_is_read_in_one_pass(unit: str) -> None:
@@ -161,11 +227,11 @@ async def test_slow_programs_of_one_task_leave_a_slot_to_others() -> None:
 
 async def test_integer_keys_and_other_readings_of_a_row_reach_the_judge() -> None:
     queue = Queue()
-    case = {"args": [{"1": 2}, {"a": 1}, {}], "expected": 4, "also": [[4], "4"]}
+    case = {"args": [{"1": 2}, {"a": {"-3": [{"1": 2}]}}, {}], "expected": 4, "also": [[4], "4"]}
     tests = {"kind": "call", "entry_point": "f", "cases": [case], "integer_keys": True}
     await CodeReward(queue)({"tests": tests}, "def f(*given): return 4")
     assert queue.requests[0].tests == CallTests(
-        entry_point="f", cases=(CallCase(args=({1: 2}, {"a": 1}, {}), expected=4, also=([4], "4")),)
+        entry_point="f", cases=(CallCase(args=({1: 2}, {"a": {-3: [{1: 2}]}}, {}), expected=4, also=([4], "4")),)
     )
     assert JudgeRequest.from_json(queue.requests[0].to_json()) == queue.requests[0]
 

@@ -9,8 +9,8 @@ Input layouts: lists of ``input``/``output`` pairs, ``inputs``/``outputs``, both
 and inside ``verification_info``; ``functional`` test code, HumanEval's columns, and MBPP's lists of asserts. Pairs may
 have a ``type`` (``stdin_stdout``; ``function_call`` or ``functional``) and the name of the called function (``fn_name``
 or ``metadata.func_name``, in the pair or in the row); without a type, a pair that names a function calls it. Arguments
-of a call are a list, or a text with one JSON value per line; ``integer_keys``: a dictionary among them has keys that
-JSON made text. Where the value of a call can be read in two ways (a list of one is the value or holds it, a text is the
+of a call are a list, or a text with one JSON value per line; ``integer_keys``: a dictionary in them has keys that JSON
+made text, and neither a head nor the solution of the row has text keys. Where the value of a call can be read in two ways (a list of one is the value or holds it, a text is the
 value or its JSON), ``also`` has the other ones. ``names`` are other names that the tests use and the
 reference solution defines. A reference solution is kept under ``solution``, several also under ``solutions``. Refuses
 every other layout, without guesses.
@@ -22,7 +22,6 @@ import ast
 import json
 import re
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any, NoReturn
 
 from services.common.errors import DatasetError
@@ -53,7 +52,9 @@ def code_row(row: Row, where: str) -> dict[str, Any]:
     if isinstance(row.get("starter_code"), str) and row["starter_code"].strip():
         normal["starter_code"] = row["starter_code"]
     if normal["tests"]["kind"] == "call":
-        _without_text(normal["tests"], normal)
+        _as_annotated(normal["tests"], normal, where)
+        if "integer_keys" in normal["tests"] and _has_text_keys(normal["tests"], normal):
+            del normal["tests"]["integer_keys"]
         normal["tests"]["entry_point"] = _called(normal["tests"]["entry_point"], normal)
     if normal["tests"]["kind"] == "assert" and solution is not None:
         names = defined_by(solution, normal["tests"]["tests"])
@@ -77,14 +78,53 @@ def _called(name: str, normal: Row) -> str:
     return f"Solution().{name}" if is_method else name
 
 
-def _without_text(tests: Tests, normal: Row) -> None:
-    """Leave out readings as text where the row says that the function returns something else."""
+_KINDS = {"int": int | float, "float": int | float, "bool": int | float, "str": str, "list": list, "tuple": list,
+          "set": list, "dict": dict}  # fmt: skip
+
+
+def _as_annotated(tests: Tests, normal: Row, where: str) -> None:
+    """Leave out readings of a value that the row's heads of the function exclude; refuse a function without a value."""
     head = re.compile(rf"\bdef {re.escape(tests['entry_point'])}\([^)]*+\)\s*+->([^:\n]*+):")
-    heads = [head.search(normal.get(column, "")) for column in ("problem", "starter_code", "solution")]
-    if any(found and not re.search(r"\b(str|Any)\b", found[1]) for found in heads):
-        for case in tests["cases"]:
-            also = [value for value in case.pop("also", []) if not isinstance(value, str)]
-            case.update({"also": also} if also else {})
+    found = (head.search(normal.get(column, "")) for column in ("problem", "starter_code", "solution"))
+    heads = [_expression(said[1]) for said in found if said]
+    for case in tests["cases"]:
+        readings = [case["expected"], *case.pop("also", [])]
+        if any(isinstance(said, ast.Constant) and said.value is None for said in heads) and None not in readings:
+            raise DatasetError(
+                f"{where}: {tests['entry_point']} returns None and changes its argument, and only returned values are"
+                " judged; give tests as code that look at the argument"
+            )
+        left = [value for value in readings if all(_fits(value, said) for said in heads)] or readings
+        case["expected"], also = left[0], left[1:]
+        case.update({"also": also} if also else {})
+
+
+def _expression(text: str) -> ast.expr | None:
+    try:
+        said = ast.parse(text.strip(), mode="eval").body
+        return _expression(said.value) if isinstance(said, ast.Constant) and isinstance(said.value, str) else said
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _fits(value: Any, said: ast.expr | None) -> bool:
+    """Whether a JSON value can be of an annotated type; of a type that is not known, when it is no text."""
+    if isinstance(said, ast.Constant) and said.value is None:
+        return value is None
+    if isinstance(said, ast.BinOp):
+        return _fits(value, said.left) or _fits(value, said.right)
+    outer, parts = said, []
+    if isinstance(said, ast.Subscript):
+        outer, parts = said.value, said.slice.elts if isinstance(said.slice, ast.Tuple) else [said.slice]
+    name = (outer.id if isinstance(outer, ast.Name) else outer.attr if isinstance(outer, ast.Attribute) else "").lower()
+    if name in ("optional", "union"):
+        return (name == "optional" and value is None) or any(_fits(value, part) for part in parts)
+    kind = _KINDS.get(name)
+    if kind is None:
+        return name == "any" or not isinstance(value, str)
+    if name in ("list", "set") and parts and isinstance(value, list):
+        return all(_fits(item, parts[0]) for item in value)
+    return isinstance(value, kind)
 
 
 def _problem(row: Row, where: str) -> str:
@@ -206,13 +246,35 @@ def _calls(name: str, inputs: list[Any], outputs: list[Any], where: str) -> Test
         for given, (value, *also) in zip(args, readings, strict=True)
     ]
     tests: Tests = {"kind": "call", "entry_point": name, "cases": cases}
-    if any(map(_has_integer_keys, chain.from_iterable(args))):
+    if _integer_keys(args):
         tests["integer_keys"] = True
     return tests
 
 
-def _has_integer_keys(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value) and all(_INTEGER.fullmatch(key) for key in value)
+def _integer_keys(value: Any) -> set[str]:
+    """The keys of the dictionaries in a value whose keys are all integers."""
+    keys: set[str] = set()
+    left = [value]
+    while left:
+        held = left.pop()
+        if isinstance(held, dict) and all(_INTEGER.fullmatch(key) for key in held):
+            keys.update(held)
+        left.extend(held.values() if isinstance(held, dict) else held if isinstance(held, list) else ())
+    return keys
+
+
+_KEY = re.compile(
+    r"""(?:\[|\b(?:get|pop)\()\s*+["'](-?\d{1,18})["']\s*+[\],)]|["'](-?\d{1,18})["'](?:\s++not)?\s++in\b"""
+)
+
+
+def _has_text_keys(tests: Tests, normal: Row) -> bool:
+    """Whether the row says that keys of integers are texts: the function's head by a type, or its solution by a key."""
+    head = re.compile(rf"\bdef {re.escape(tests['entry_point'])}\([^)]*(?i:\bdict|mapping)\[str\b")
+    named = {key for found in _KEY.findall(normal.get("solution", "")) for key in found}
+    return any(head.search(normal.get(column, "")) for column in ("problem", "starter_code", "solution")) or bool(
+        named & _integer_keys([case["args"] for case in tests["cases"]])
+    )
 
 
 def _args(given: Any, where: str) -> list[Any]:

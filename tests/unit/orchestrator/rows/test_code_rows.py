@@ -83,17 +83,42 @@ def test_an_output_that_can_be_read_in_several_ways_keeps_all_of_them(outputs: l
 
 
 @pytest.mark.parametrize(
-    ("head", "also"),
+    ("head", "output", "readings"),
     [
-        ("def f(self, n: int) -> int:", []),
-        ("def f(n) -> str:", ["12"]),
-        ("def f(n):", ["12"]),
-        ("def g(n) -> int:", ["12"]),
+        ("def f(self, n: int) -> int:", "12", [12]),
+        ("def f(n) -> str:", "12", ["12"]),
+        ("def f(n) -> Any:", "12", [12, "12"]),
+        ("def f(n):", "12", [12, "12"]),
+        ("def g(n) -> int:", "12", [12, "12"]),
+        ("def f(n) -> Optional[int]:", "12", [12]),
+        ("def f(n) -> int | None:", "12", [12]),
+        ("def f(n) -> 'int':", "12", [12]),
+        ("def f(n) -> TreeNode:", "12", [12]),
+        ("def f(n) -> int:", [[4]], [[4], [[4]]]),  # nothing fits: the head is not believed
+        ("def f(n) -> int:", [4], [4]),
+        ("def f(n) -> List[int]:", [4], [[4]]),
+        ("def f(n) -> typing.List[int]:", [[4]], [[4]]),
+        ("def f(n) -> list[list[int]]:", [[4]], [[[4]]]),
+        ("def f(n) -> Optional[ListNode]:", [4], [4, [4]]),
+        ("def f(n) -> int", [4], [4, [4]]),
+        ("def f(n) -> int int:", [4], [4, [4]]),
+        ("def f(n) -> None:", "null", [None]),
     ],
 )
-def test_a_text_is_no_result_of_a_function_that_returns_something_else(head: str, also: list[Any]) -> None:
-    row = {"problem": "p", "starter_code": head, "input_output": {"fn_name": "f", "inputs": [[1]], "outputs": ["12"]}}
-    assert code_row(row, "")["tests"]["cases"][0].get("also", []) == also
+def test_a_reading_that_the_head_of_the_function_excludes_is_not_right(
+    head: str, output: Any, readings: list[Any]
+) -> None:
+    row = {"problem": "p", "starter_code": head, "input_output": {"fn_name": "f", "inputs": [[1]], "outputs": [output]}}
+    case = code_row(row, "")["tests"]["cases"][0]
+    assert [case["expected"], *case.get("also", [])] == readings
+
+
+@pytest.mark.parametrize("column", ["problem", "starter_code", "solution"])
+@pytest.mark.parametrize("head", ["def f(self, n: List[int]) -> None:", "def f(n) -> 'None':"])
+def test_a_function_that_changes_its_argument_is_no_row_of_calls(column: str, head: str) -> None:
+    tests = {"fn_name": "f", "inputs": [[[2, 1]]], "outputs": [[[1, 2]]]}
+    with pytest.raises(DatasetError, match=r"row 7.*returns None and changes its argument"):
+        code_row({"problem": "p", column: f"class Solution:\n    {head}\n        pass", "input_output": tests}, "row 7")
 
 
 def test_a_dictionary_of_integers_is_marked_because_json_has_text_keys_only() -> None:
@@ -102,7 +127,26 @@ def test_a_dictionary_of_integers_is_marked_because_json_has_text_keys_only() ->
         return dict(code_row({"problem": "p", "input_output": found}, "")["tests"])
 
     assert tests({1: 2, -3: 4})["integer_keys"] and tests(5, {1: 2})["integer_keys"]
-    assert not any("integer_keys" in tests(given) for given in ({"a": 1}, {"1": 2, "b": 3}, {}, [1]))
+    assert tests([{1: 2}])["integer_keys"] and tests({"a": {1: 2}})["integer_keys"]
+    assert not any("integer_keys" in tests(given) for given in ({"a": 1}, {"1": 2, "b": 3}, {}, [1], [{}], ["1"]))
+
+
+@pytest.mark.parametrize(
+    ("columns", "integers"),
+    [
+        ({"solution": "def f(d):\n    return d['1']"}, False),
+        ({"solution": "def f(d):\n    return d.get('1', 0)"}, False),
+        ({"solution": "def f(d):\n    return '1' not in d"}, False),
+        ({"solution": "def f(d: Dict[str, int]):\n    return len(d)"}, False),
+        ({"starter_code": "def f(d: dict[str, int]) -> int:"}, False),
+        ({"starter_code": "def f(d: dict[int, int]) -> Dict[str, int]:"}, True),
+        ({"solution": "def f(d):\n    return d[1]"}, True),
+        ({"solution": "def f(d):\n    return d[1] == '1' or d['5']"}, True),
+    ],
+)
+def test_the_head_and_the_solution_of_a_row_tell_whether_its_keys_are_texts(columns: Any, integers: bool) -> None:
+    row = {"problem": "p", "input_output": {"fn_name": "f", "inputs": [[{"1": 2}]], "outputs": [2]}, **columns}
+    assert ("integer_keys" in code_row(row, "")["tests"]) is integers
 
 
 def test_returned_values_are_unwrapped_only_where_a_row_wraps_all_of_them() -> None:

@@ -224,7 +224,9 @@ class Confinement:
 
     def _limit(self, what: int, value: int) -> Step:
         value = min(value, self._hard[what])
-        return resource.setrlimit, (what, (value, value)), False
+        # programs raise their stack, whose memory is limited anyway
+        hard = resource.getrlimit(what)[1] if what == resource.RLIMIT_STACK else value
+        return resource.setrlimit, (what, (value, hard)), False
 
     def _enter_namespaces(self) -> None:
         uid, gid = os.getuid(), os.getgid()

@@ -51,6 +51,21 @@ def _open_builtins() -> None:
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D"))
 
 
+def _open_streams() -> None:
+    """stdout and stderr that know that they cannot seek, because a program's are pipes: a stream asks that once."""
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        usual, (read, write), kept = getattr(sys, name), os.pipe(), os.dup(fd)
+        os.dup2(write, fd)
+        stream = open(fd, "w", encoding=usual.encoding, errors=usual.errors, closefd=False)  # noqa: SIM115 - stays open
+        stream.reconfigure(line_buffering=usual.line_buffering)
+        stream.buffer.raw.name = usual.name  # type: ignore[attr-defined]
+        os.dup2(kept, fd)
+        for opened in (read, write, kept):
+            os.close(opened)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
 def _import_if_there(names: Sequence[str]) -> None:
     """A gateway without these still runs programs that only might import them."""
     for name in names:
@@ -103,6 +118,7 @@ class ForkServerChild:
                 raise OSError("a preloaded library has started threads, which do not survive a fork")
             paths.relocate()
             _open_builtins()
+            _open_streams()
             os.environ.pop(BOUND_AT_START, None)
             os.environ["HOME"] = os.environ["TMPDIR"] = "."  # each child's work dir
             tools = {"native": native.TOOL_TREES, SHELL: native.SHELL_TREES}.get(self._profile, [])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import atexit
 import builtins
+import gc
 import linecache
 import os
 import sys
@@ -21,6 +22,7 @@ from ..messages import NO_COMPILE_NOTE, OUT_OF_MEMORY_NOTE
 
 FILENAME = "<program>"
 _LONGEST_SHOWN_LINE = 1000
+_UNFLUSHED_EXIT = 120  # the interpreter's, when stdout cannot be flushed
 _SHOWN_FRAMES = 1000  # the last, as the interpreter shows them
 Supply: TypeAlias = Callable[[dict[str, Any], types.CodeType], None]
 
@@ -28,25 +30,33 @@ Supply: TypeAlias = Callable[[dict[str, Any], types.CodeType], None]
 def run(source: bytes, echo: bool, note_fd: int, code: Any = None, supply: Supply | None = None) -> int:
     """The program's exit code. ``note_fd`` gets events with a verdict of their own: a failed compile, an uncaught
     MemoryError. ``code``: the compiled source, if any. ``supply``: puts names into the namespace of the code."""
-    main = new_main("__main__")
-    streams = [sys.stdout, sys.stderr]
+    streams = sys.stdin, sys.stdout, sys.stderr
     left_with = 1
     try:
-        left_with = guarded(lambda: _execute(source, echo, main, note_fd, code, supply), note_fd)
+        left_with = guarded(lambda: _execute(source, echo, new_main("__main__"), note_fd, code, supply), note_fd)
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()  # waits for non-daemon threads, bounded by the wall limit
         atexit._run_exitfuncs()
-        main.__dict__.clear()  # __del__ of the program's objects may still print
     except BaseException:  # noqa: BLE001 - an error while ending: reported, and the exit code stays
         report(sys.exc_info()[1], note_fd)
-    flush([sys.stdout, sys.stderr, *streams])  # also when the program put others in their place
+    try:  # the program's own stream, while its globals are there
+        if sys.stdout is not None and not getattr(sys.stdout, "closed", False):
+            sys.stdout.flush()
+    except BaseException:  # noqa: BLE001 - a stream of the program may raise any error
+        report(sys.exc_info()[1], note_fd)
+        left_with = _UNFLUSHED_EXIT
+    flush([sys.stderr])
+    sys.stdin, sys.stdout, sys.stderr = streams
+    sys.modules.pop("__main__", None)
+    gc.collect()  # __del__ of the program's objects may still print, and finds the globals
+    flush([*streams[1:]])
     return left_with
 
 
 def new_main(name: str) -> types.ModuleType:
     """An empty module in the role of the program's ``__main__``."""
     main = types.ModuleType(name)
-    main.__dict__["__builtins__"] = builtins
+    main.__dict__.update(__builtins__=builtins, __file__=FILENAME)
     sys.modules[name] = main
     sys.argv = [FILENAME]
     return main
@@ -56,7 +66,7 @@ def flush(streams: list[Any]) -> None:
     for stream in dict.fromkeys(streams):
         try:
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # closed by the program, or not a stream
+        except Exception:  # noqa: BLE001 - closed by the program, no stream, or a stream of the program
             pass
 
 
