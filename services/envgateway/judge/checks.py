@@ -67,9 +67,12 @@ def asserted_failure(call: AssertedCall, actual: Any) -> str:
             right = truth(actual) is (call.relation is Relation.TRUE)
         case Relation.NEAR:
             apart = distance(call.expected, actual)
-            right = apart is not None and apart < call.tolerance
+            is_decimal = isinstance(actual, list) and actual[0] == "D"  # no float is subtracted from it
+            right = apart is not None and apart < call.tolerance and not (is_decimal and type(call.expected) is not int)
         case Relation.CLOSE:
-            right = equal(call.expected, actual, _STRICT) or _is_close(call, actual)
+            right = distance(0, actual) is not None and (
+                equal(call.expected, actual, _STRICT) or _is_close(call, actual)
+            )
     if right:
         return ""
     wanted = shown(call.expected) if call.relation not in (Relation.TRUE, Relation.FALSE) else call.relation.value

@@ -122,7 +122,10 @@ class _Writer:
         elif kind is deque:
             self._write_all("q", deque.__iter__(value), depth)
         elif module == "numpy" and issubclass(kind, sys.modules["numpy"].generic):
-            self._write(value.item(), depth + 1)
+            if value.dtype.kind == "b":  # equal to True, and not the same object
+                self._parts.append(f'["n","|b1",["t"],{"true" if value.item() else "false"}]')
+            else:
+                self._write(value.item(), depth + 1)
         elif module == "numpy" and kind is sys.modules["numpy"].ndarray and value.dtype.kind in "biufcU":
             if value.dtype.itemsize > 16 and value.dtype.kind != "U":  # wider than Python's own numbers
                 return False
