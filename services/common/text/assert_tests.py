@@ -314,12 +314,12 @@ def _module_names(text: str) -> tuple[set[str], set[str]]:
                 (bound if symbol.is_declared_global() and symbol.is_assigned() else used).add(name)
     for node in ast.walk(parsed_module(text)):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in _MODULES.values():
-            bound |= public_names(node.module)
+            bound |= _public(node.module)
     return bound, used
 
 
 @functools.lru_cache(maxsize=32)
-def public_names(module: str) -> frozenset[str]:
+def _public(module: str) -> frozenset[str]:
     if module in PACKAGES:
         return frozenset()
     loaded = __import__(module)

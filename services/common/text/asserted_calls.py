@@ -24,21 +24,19 @@ import enum
 import functools
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.text.assert_tests import (
     HARNESS_NAMES,
-    PACKAGES,
     TestNames,
     completed,
     is_main,
     is_test_case,
     names_of,
     parsed,
-    public_names,
 )
 from services.common.text.literals import NotLiteralError, tree_of
 
@@ -48,12 +46,11 @@ APPLIED = ("list", "tuple", "set", "frozenset", "sorted", "dict", "len", "str", 
            "max")  # fmt: skip
 _MOST_STEPS = 10_000  # of all loops together
 _MOST_NODES = 300_000  # of all expressions with names
-# The names that have a meaning here, and the places from which tests may import them.
-_ORIGINS = {"math": ("math",), "copy": ("copy",), "unittest": ("unittest",), "TestCase": ("unittest.TestCase",),
-            "isclose": ("math.isclose",), "inf": ("math.inf", "numpy.inf"), "deepcopy": ("copy.deepcopy",),
-            **dict.fromkeys((*APPLIED, "range", "zip", "enumerate", "__name__", *HARNESS_NAMES), ())}  # fmt: skip
+# The names that have a meaning here, and the imports that keep it.
+_ORIGINS = {"math": {".math"}, "copy": {".copy"}, "unittest": {".unittest"}, "TestCase": {"unittest.TestCase"},
+            "isclose": {"math.isclose"}, "inf": {"math.inf", "numpy.inf"}, "deepcopy": {"copy.deepcopy"},
+            **dict.fromkeys((*APPLIED, "range", "zip", "enumerate", "__name__", "*", *HARNESS_NAMES), set[str]())}  # fmt: skip
 _FREE = {"len", "int", "sum", "min", "max"}  # a program's own function of the name is told apart
-_DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
 _EQUALITIES = {"assertEqual": ast.expr} | {
     f"assert{kind.__name__}Equal": kind for kind in (ast.List, ast.Tuple, ast.Set, ast.Dict)
 }
@@ -99,7 +96,7 @@ def asserted_calls(
     try:
         _refuse_other_meanings(parsed(tests), parsed(completed(preamble)), meant)
         reader.read_scope(parsed(tests).body, reader.module)
-    except (NotLiteralError, RecursionError):
+    except (ValueError, RecursionError):
         return None
     return tuple(reader.calls) or None
 
@@ -116,10 +113,9 @@ class _Reader:
 
     def read_scope(self, statements: list[ast.stmt], bound: _Bound, owner: str = "") -> None:
         """Read the module, a function or a method. Raises ``NotLiteralError``."""
-        bound.pop(owner, None)
-        for node in (inner for statement in statements for inner in ast.walk(statement)):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):  # local: no name of the module
-                bound.pop(node.id, None)
+        nodes = [node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        for name in {owner, *(node.id for node in nodes if isinstance(node.ctx, ast.Store))}:
+            bound.pop(name, None)  # local: no name of the module
         self._read(statements, bound, owner)
         if any(map(self._is_program, bound.values())):
             raise NotLiteralError("a call that no check uses")
@@ -134,24 +130,17 @@ class _Reader:
                     given = self._resolved(test, bound)
                     self._refuse_changed([given])
                     self.calls.append(self._condition(given))
-                case ast.FunctionDef(name=name, body=body) if self._is_new(statement) and _is_run(statement):
+                case ast.FunctionDef(name=name, body=body, decorator_list=[], col_offset=0) if _is_run(statement):
                     self.read_scope(body, dict(bound))
                     self._functions.add(name)
-                case ast.ClassDef(name=name, bases=[_], keywords=[], body=body) if self._is_new(
-                    statement
-                ) and is_test_case(statement):
-                    methods = [method.name for method in body if isinstance(method, ast.FunctionDef)]
-                    if len(set(methods)) < len(methods):
-                        raise NotLiteralError("two methods of one name")
+                case ast.ClassDef(name=name, bases=[_], keywords=[], body=body, decorator_list=[], col_offset=0) if is_test_case(statement):  # fmt: skip
                     self._functions.add(name)
                     for method in body:
                         self._method(method, dict(bound))
                 case ast.Expr(value=ast.Call(func=ast.Name(id=name), args=args, keywords=[])) if (
-                    name in self._functions
+                    name in self._functions and {*map(ast.unparse, args)} <= {"candidate", self._names.entry_point}
                 ):
-                    program = {"candidate", self._names.entry_point} if name == "check" else set[str]()
-                    if len(args) != (name == "check") or not program.issuperset(map(ast.unparse, args)):
-                        raise NotLiteralError("a check of another function")
+                    pass
                 case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=check), args=args, keywords=keywords)) if name == owner:  # fmt: skip
                     parts = [self._resolved(arg, bound) for arg in args]
                     self._refuse_changed(parts)
@@ -178,18 +167,14 @@ class _Reader:
 
     def _method(self, method: ast.stmt, bound: _Bound) -> None:
         match method:
-            case ast.FunctionDef(name=name, args=ast.arguments(args=[owner]), decorator_list=[]) if (
-                name.startswith("test") and _parameters(method) == [owner] and owner.arg not in self._program
+            case ast.FunctionDef(name=name, args=args, decorator_list=[]) if (
+                name.startswith("test") and (owner := ast.unparse(args)).isidentifier() and owner not in self._program
             ):
-                self.read_scope(method.body, bound, owner.arg)
+                self.read_scope(method.body, bound, owner)
             case ast.Expr(value=ast.Constant()) | ast.Pass():
                 pass
             case _:
                 raise NotLiteralError("a test case with more than tests")
-
-    def _is_new(self, node: ast.FunctionDef | ast.ClassDef) -> bool:
-        """A definition of the module itself, the only one of its name."""
-        return not node.decorator_list and not node.col_offset and node.name not in self._functions | self._program
 
     # -- names and loops ------------------------------------------------------------------------------------------
 
@@ -349,54 +334,36 @@ class _Reader:
 
 def _is_run(function: ast.FunctionDef) -> bool:
     """``check`` with the program as its only argument, or a test function without any."""
-    parameters = _parameters(function)
-    if function.name != "check":
-        return function.name.startswith("test") and not parameters
-    return len(parameters) == 1 and parameters == function.args.args and not function.args.defaults
-
-
-def _parameters(function: ast.FunctionDef) -> list[ast.AST]:
-    parameters = [node for node in ast.walk(function.args) if isinstance(node, ast.arg)]
-    return [*parameters, *getattr(function, "type_params", [])]
+    parameters = ast.unparse(function.args)
+    return parameters.isidentifier() if function.name == "check" else function.name[:4] == "test" and not parameters
 
 
 def _refuse_other_meanings(tests: ast.Module, preamble: ast.Module, meant: TestNames) -> None:
-    """Refuse a name that is imported and given another value, a name of ``_ORIGINS`` that means something else, and the
-    parameter of ``check`` outside of it."""
-    made, imported = set[str](), set[str]()
-    before = ([part] if isinstance(part, _DEFINITIONS) else ast.walk(part) for part in preamble.body)
+    """Refuse a name with several origins, a name of ``_ORIGINS`` with another, and the parameter of ``check`` outside."""
+    found = defaultdict[str, set[str]](set)
+    before = (
+        ast.walk(part) if not hasattr(part, "name") else [ast.Name(part.name, ast.Store())] for part in preamble.body
+    )
     for node in itertools.chain(ast.walk(tests), *before):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-                made.add(name)
+                found[name].add("")
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                made.add(name)
-            case ast.Import() | ast.ImportFrom():
-                for name, origin in _origins(node):
-                    imported.add(name)
-                    if origin not in _ORIGINS.get(name, (origin,)):
-                        raise NotLiteralError(f"another {name}")
-    outside = (part for part in tests.body if not (isinstance(part, ast.FunctionDef) and part.name == "check"))
+                found[name].add(str(node.lineno))
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                for alias in aliases:
+                    name = alias.asname or alias.name.partition(".")[0]
+                    found[name].add(f"{getattr(node, 'module', '')}.{alias.name}")
+    outside = [part for part in tests.body if not (isinstance(part, ast.FunctionDef) and part.name == "check")]
     loaded = {node.id for part in outside for node in ast.walk(part) if isinstance(node, ast.Name)}
+    program = meant.remote | meant.aliases
     if (
-        imported & (made | meant.remote | meant.aliases)
-        or _ORIGINS.keys() & (made | meant.remote - _FREE)
+        any(len(origins) > 1 or (name in program and origins != {""}) for name, origins in found.items())
+        or any(not origins <= _ORIGINS.get(name, origins) for name, origins in found.items())
+        or _ORIGINS.keys() & (meant.remote - _FREE)
         or loaded & meant.aliases - {"candidate", meant.entry_point}
     ):
         raise NotLiteralError("a name with several meanings")
-
-
-def _origins(statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """The names that an import binds, each with its place."""
-    for alias in statement.names:
-        if isinstance(statement, ast.Import):
-            yield alias.asname or alias.name.partition(".")[0], alias.name
-        elif alias.name != "*":
-            yield alias.asname or alias.name, f"{statement.module}.{alias.name}"
-        elif statement.module in PACKAGES:
-            raise NotLiteralError("every name of a package")
-        else:
-            yield from ((name, f"{statement.module}.{name}") for name in public_names(statement.module or ""))
 
 
 def _listed(values: ast.expr) -> list[ast.expr]:
@@ -416,16 +383,12 @@ def _listed(values: ast.expr) -> list[ast.expr]:
                 raise NotLiteralError("a range that is too long")
             return [ast.Constant(number) for number in numbers]
         case ast.Call(func=ast.Name(id="zip"), args=args, keywords=[]):
-            columns = [*map(_listed, args)]
-            if len(set(map(len, columns))) > 1:
-                raise NotLiteralError("lists of several lengths")
-            return [ast.Tuple(list(parts)) for parts in zip(*columns, strict=True)]
+            return [ast.Tuple(list(parts)) for parts in zip(*map(_listed, args), strict=True)]
         case ast.Call(func=ast.Name(id="enumerate"), args=[arg], keywords=[]):
             return [ast.Tuple([ast.Constant(number), item]) for number, item in enumerate(_listed(arg))]
-        case ast.Call(func=ast.Attribute(value=ast.Dict(keys=keys, values=items), attr="items"), args=[], keywords=[]):
-            constants = {key.value for key in keys if isinstance(key, ast.Constant)}
-            if len(constants) < len(keys):
-                raise NotLiteralError("keys that are computed or equal")
+        case ast.Call(
+            func=ast.Attribute(value=ast.Dict(keys=keys, values=items), attr="items"), args=[], keywords=[]
+        ) if len({key.value for key in keys if isinstance(key, ast.Constant)}) == len(keys):
             return [ast.Tuple([key, item]) for key, item in zip(keys, items, strict=True) if key is not None]
     raise NotLiteralError("a loop over other values")
 
