@@ -49,7 +49,7 @@ _MOST_NODES = 300_000  # of all expressions with names
 # The names that have a meaning here, and the imports that keep it.
 _ORIGINS = {"math": {".math"}, "copy": {".copy"}, "unittest": {".unittest"}, "TestCase": {"unittest.TestCase"},
             "isclose": {"math.isclose"}, "inf": {"math.inf", "numpy.inf"}, "deepcopy": {"copy.deepcopy"},
-            **dict.fromkeys((*APPLIED, "range", "zip", "enumerate", "__name__", "*", *HARNESS_NAMES), set[str]())}  # fmt: skip
+            **{name: set[str]() for name in (*APPLIED, "range", "zip", "enumerate", "__name__", "*", *HARNESS_NAMES)}}  # fmt: skip
 _FREE = {"len", "int", "sum", "min", "max"}  # a program's own function of the name is told apart
 _EQUALITIES = {"assertEqual": ast.expr} | {
     f"assert{kind.__name__}Equal": kind for kind in (ast.List, ast.Tuple, ast.Set, ast.Dict)
