@@ -29,15 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.text.assert_tests import (
-    HARNESS_NAMES,
-    TestNames,
-    completed,
-    is_main,
-    is_test_case,
-    names_of,
-    parsed,
-)
+from services.common.text.assert_tests import HARNESS_NAMES, TestNames, completed, is_main, is_test_case, names_of, parsed  # fmt: skip
 from services.common.text.literals import NotLiteralError, tree_of
 
 # Functions of one argument that a test applies to the returned value. They are applied in the program's process: the program
@@ -51,9 +43,7 @@ _ORIGINS = {"math": {".math"}, "copy": {".copy"}, "unittest": {".unittest"}, "Te
             "isclose": {"math.isclose"}, "inf": {"math.inf", "numpy.inf"}, "deepcopy": {"copy.deepcopy"},
             **{name: set[str]() for name in (*APPLIED, "range", "zip", "enumerate", "__name__", "*", *HARNESS_NAMES)}}  # fmt: skip
 _FREE = {"len", "int", "sum", "min", "max"}  # a program's own function of the name is told apart
-_EQUALITIES = {"assertEqual": ast.expr} | {
-    f"assert{kind.__name__}Equal": kind for kind in (ast.List, ast.Tuple, ast.Set, ast.Dict)
-}
+_EQUALITIES = {"assertEqual": ast.expr, "assertSetEqual": ast.Set, "assertDictEqual": ast.Dict}
 _MUTABLE = (ast.List, ast.Set, ast.Dict, ast.Call)
 _Bound = dict[str, ast.expr]
 
@@ -273,11 +263,8 @@ class _Reader:
                 if self._called(call) is None:
                     call, value = value, call
                 expected = tree_of(value)
-                if type(expected) is not int and not (
-                    isinstance(expected, list) and expected[0] == "f" and "x" in expected[1]
-                ):
-                    raise NotLiteralError("a distance from no real number")
-                return self._case(call, Relation.NEAR, expected, tolerance)
+                if type(expected) is int or (isinstance(expected, list) and expected[0] == "f" and "x" in expected[1]):
+                    return self._case(call, Relation.NEAR, expected, tolerance)
         raise NotLiteralError("a comparison of another kind")
 
     def _close(self, left: ast.expr, right: ast.expr, tolerances: dict[str, ast.expr]) -> AssertedCall:
@@ -358,8 +345,10 @@ def _refuse_other_meanings(tests: ast.Module, preamble: ast.Module, meant: TestN
     loaded = {node.id for part in outside for node in ast.walk(part) if isinstance(node, ast.Name)}
     program = meant.remote | meant.aliases
     if (
-        any(len(origins) > 1 or (name in program and origins != {""}) for name, origins in found.items())
-        or any(not origins <= _ORIGINS.get(name, origins) for name, origins in found.items())
+        any(
+            len(origins) > 1 or not origins <= _ORIGINS.get(name, {""} if name in program else origins)
+            for name, origins in found.items()
+        )
         or _ORIGINS.keys() & (meant.remote - _FREE)
         or loaded & meant.aliases - {"candidate", meant.entry_point}
     ):

@@ -140,7 +140,7 @@ def test_an_object_is_read_in_one_check_only_because_it_may_keep_a_state() -> No
         "def test_a():\n  assert f(2) == 5\ndef test_a():\n  assert f(2) == 4", "def check(candidate):\n  assert candidate(2) == 5\ndef check(candidate):\n  assert candidate(2) == 4",
         "import unittest\nclass T(unittest.TestCase):\n  def test_a(self): self.assertEqual(f(2), 5)\n  def test_a(self): self.assertEqual(f(2), 4)",
         "import unittest\n@unittest.skip('x')\nclass T(unittest.TestCase):\n  def test_a(self): self.assertEqual(f(2), 5)",
-        "import unittest\nclass T(unittest.TestCase):\n  def test_a(self): self.assertListEqual(f(2), (5,))",
+        "import unittest\nclass T(unittest.TestCase):\n  def test_a(self): self.assertSetEqual(f(2), (5,))",
         "import unittest\nclass T(unittest.TestCase):\n  def test_a(self):\n    x = f(3)\n    self.assertEqual(f(2), 5, x)",
         "import unittest\nclass T(unittest.TestCase):\n  def test_a(self): self.assertAlmostEqual(f(2), float('inf'))",
         "import unittest\nclass T(unittest.TestCase):\n  def test_a(f): f.assertEqual(f(2), 5)",

@@ -72,7 +72,9 @@ _ITEMS = st.one_of(
     st.builds("zip([{}, {}], [{}])".format, _ATOMS, _ATOMS, _ATOMS),
     st.builds("enumerate([{}])".format, _ATOMS),
     st.builds("{{{}: {}, {}: 4}}.items()".format, _ATOMS, _ATOMS, _ATOMS),
-    st.sampled_from(["range(3)", "a", "[*a, 3]", "{1, 2}", "[f, g]", "[(1, 2), (2, 4)]", "[(a, 2), (a, 4)]", "zip(a, b)"]),
+    st.sampled_from(
+        ["range(3)", "a", "[*a, 3]", "{1, 2}", "[f, g]", "[(1, 2), (2, 4)]", "[(a, 2), (a, 4)]", "zip(a, b)"]
+    ),
 )
 _SIMPLE = st.one_of(
     st.builds("assert {}".format, _TESTS),
@@ -115,7 +117,8 @@ _METHODS = st.builds(
     ),
 )  # fmt: skip
 _CLASSES = st.builds(
-    lambda methods: _block("class T(__import__('unittest').TestCase):", methods), st.lists(_METHODS, min_size=1, max_size=2)
+    lambda methods: _block("class T(__import__('unittest').TestCase):", methods),
+    st.lists(_METHODS, min_size=1, max_size=2),
 )
 _CHECKED = st.builds("assert {}".format, _EQUAL)
 _MODULES = st.builds(
