@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.text.assert_tests import HARNESS_NAMES, TestNames, completed, is_main, is_test_case, names_of, parsed  # fmt: skip
+from services.common.text.assert_tests import HARNESS_NAMES, TestNames, completed, is_main, names_of, parsed
 from services.common.text.literals import NotLiteralError, tree_of
 
 # Functions of one argument that a test applies to the returned value. They are applied in the program's process: the program
@@ -123,7 +123,7 @@ class _Reader:
                 case ast.FunctionDef(name=name, body=body, decorator_list=[], col_offset=0) if _is_run(statement):
                     self.read_scope(body, dict(bound))
                     self._functions.add(name)
-                case ast.ClassDef(name=name, bases=[_], keywords=[], body=body, decorator_list=[], col_offset=0) if is_test_case(statement):  # fmt: skip
+                case ast.ClassDef(name=name, bases=[ast.Name(id="TestCase") | ast.Attribute(attr="TestCase")], keywords=[], body=body, decorator_list=[], col_offset=0):  # fmt: skip
                     self._functions.add(name)
                     for method in body:
                         self._method(method, dict(bound))
@@ -328,9 +328,8 @@ def _is_run(function: ast.FunctionDef) -> bool:
 def _refuse_other_meanings(tests: ast.Module, preamble: ast.Module, meant: TestNames) -> None:
     """Refuse a name with several origins, a name of ``_ORIGINS`` with another, and the parameter of ``check`` outside."""
     found = defaultdict[str, set[str]](set)
-    before = (
-        ast.walk(part) if not hasattr(part, "name") else [ast.Name(part.name, ast.Store())] for part in preamble.body
-    )
+    before = (ast.walk(part) if not hasattr(part, "name") else [ast.Name(part.name, ast.Store())]
+              for part in preamble.body)  # fmt: skip
     for node in itertools.chain(ast.walk(tests), *before):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
@@ -343,12 +342,9 @@ def _refuse_other_meanings(tests: ast.Module, preamble: ast.Module, meant: TestN
                     found[name].add(f"{getattr(node, 'module', '')}.{alias.name}")
     outside = [part for part in tests.body if not (isinstance(part, ast.FunctionDef) and part.name == "check")]
     loaded = {node.id for part in outside for node in ast.walk(part) if isinstance(node, ast.Name)}
-    program = meant.remote | meant.aliases
     if (
-        any(
-            len(origins) > 1 or not origins <= _ORIGINS.get(name, {""} if name in program else origins)
-            for name, origins in found.items()
-        )
+        any(len(found[name]) > 1 or not found[name] <= _ORIGINS.get(name, found[name]) for name in found)
+        or any(found[name] - {""} for name in found.keys() & (meant.remote | meant.aliases))
         or _ORIGINS.keys() & (meant.remote - _FREE)
         or loaded & meant.aliases - {"candidate", meant.entry_point}
     ):
