@@ -12,7 +12,7 @@ in the process of the program, which can then forge the verdict.
     self.assertEqual(candidate(...), value), and its like, in classes of unittest
 
 in ``check``, test functions, and loops over literals; names may stand for literals, and a name for a call that one check
-uses.
+uses. A name with more than one meaning, and an object that a second check uses after the program had it, are not read.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ import enum
 import functools
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.text.assert_tests import TestNames, is_main, is_test_case, is_test_function, names_of, parsed
+from services.common.text.assert_tests import HARNESS_NAMES, TestNames, completed, is_main, names_of, parsed
 from services.common.text.literals import NotLiteralError, tree_of
 
 # Functions of one argument that a test applies to the returned value. They are applied in the program's process: the program
@@ -37,6 +38,13 @@ APPLIED = ("list", "tuple", "set", "frozenset", "sorted", "dict", "len", "str", 
            "max")  # fmt: skip
 _MOST_STEPS = 10_000  # of all loops together
 _MOST_NODES = 300_000  # of all expressions with names
+# The names that have a meaning here, and the imports that keep it.
+_ORIGINS = {"math": {".math"}, "copy": {".copy"}, "unittest": {".unittest"}, "TestCase": {"unittest.TestCase"},
+            "isclose": {"math.isclose"}, "inf": {"math.inf", "numpy.inf"}, "deepcopy": {"copy.deepcopy"},
+            **{name: set[str]() for name in (*APPLIED, "range", "zip", "enumerate", "__name__", "*", *HARNESS_NAMES)}}  # fmt: skip
+_FREE = {"len", "int", "sum", "min", "max"}  # a program's own function of the name is told apart
+_EQUALITIES = {"assertEqual": ast.expr, "assertSetEqual": ast.Set, "assertDictEqual": ast.Dict}
+_MUTABLE = (ast.List, ast.Set, ast.Dict, ast.Call)
 _Bound = dict[str, ast.expr]
 
 
@@ -73,10 +81,12 @@ def asserted_calls(
     Raises:
         UnusableTestsError: tests that cannot judge any program.
     """
-    reader = _Reader(names_of(tests, entry_point, preamble, names))
+    meant = names_of(tests, entry_point, preamble, names)
+    reader = _Reader(meant)
     try:
+        _refuse_other_meanings(parsed(tests), parsed(completed(preamble)), meant)
         reader.read_scope(parsed(tests).body, reader.module)
-    except (NotLiteralError, RecursionError):
+    except (ValueError, RecursionError):
         return None
     return tuple(reader.calls) or None
 
@@ -86,13 +96,18 @@ class _Reader:
         self._names = names
         self.calls: list[AssertedCall] = []
         self.module: _Bound = {}
+        self._program = names.aliases | names.remote
         self._functions = set[str]()  # of the tests, that are read at their definition
+        self._handed = dict[int, ast.AST]()  # objects that the program had, and may have changed
         self._num_steps = self._num_nodes = 0
 
     def read_scope(self, statements: list[ast.stmt], bound: _Bound, owner: str = "") -> None:
         """Read the module, a function or a method. Raises ``NotLiteralError``."""
+        nodes = [node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        for name in {owner, *(node.id for node in nodes if isinstance(node.ctx, ast.Store))}:
+            bound.pop(name, None)  # local: no name of the module
         self._read(statements, bound, owner)
-        if any(map(self._is_once, bound.values())):
+        if any(map(self._is_program, bound.values())):
             raise NotLiteralError("a call that no check uses")
 
     def _read(self, statements: list[ast.stmt], bound: _Bound, owner: str) -> None:
@@ -102,22 +117,27 @@ class _Reader:
                 case ast.Assert(test=ast.Constant(value=value)) if value:
                     pass
                 case ast.Assert(test=test):
-                    self.calls.append(self._condition(self._resolved(test, bound)))
-                case ast.FunctionDef(name=name, body=body, decorator_list=[]) if bound is self.module and _is_run(
-                    statement
-                ):
-                    self._functions.add(name)
+                    given = self._resolved(test, bound)
+                    self._refuse_changed([given])
+                    self.calls.append(self._condition(given))
+                case ast.FunctionDef(name=name, body=body, decorator_list=[], col_offset=0) if _is_run(statement):
                     self.read_scope(body, dict(bound))
-                case ast.ClassDef(name=name, body=body) if bound is self.module and is_test_case(statement):
+                    self._functions.add(name)
+                case ast.ClassDef(name=name, bases=[ast.Name(id="TestCase") | ast.Attribute(attr="TestCase")], keywords=[], body=body, decorator_list=[], col_offset=0):  # fmt: skip
                     self._functions.add(name)
                     for method in body:
                         self._method(method, dict(bound))
-                case ast.Expr(value=ast.Call(func=ast.Name(id=name))) if name in self._functions or name == "check":
+                case ast.Expr(value=ast.Call(func=ast.Name(id=name), args=args, keywords=[])) if (
+                    name in self._functions and {*map(ast.unparse, args)} <= {"candidate", self._names.entry_point}
+                ):
                     pass
                 case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=check), args=args, keywords=keywords)) if name == owner:  # fmt: skip
                     parts = [self._resolved(arg, bound) for arg in args]
+                    self._refuse_changed(parts)
                     self.calls.append(self._unittest(check, parts, keywords))
-                case ast.Expr(value=ast.Constant() | ast.Name()) | ast.Pass():
+                case ast.Expr(value=ast.Constant()) | ast.Pass() | ast.Import() | ast.ImportFrom():
+                    pass
+                case ast.Expr(value=ast.Name(id=name)) if hasattr(builtins, name):
                     pass
                 case ast.Expr(value=ast.Call(func=function)) if ast.unparse(function) == "unittest.main":
                     pass
@@ -131,21 +151,16 @@ class _Reader:
                         self._bind(target, item, bound)
                         self._read(body, bound, owner)
                 case ast.Assign(targets=[target], value=value):
-                    given = self._resolved(value, bound)
-                    if not self._is_program(given):
-                        tree_of(given)
-                    self._bind(target, given, bound)
-                case ast.Import() | ast.ImportFrom():
-                    _refuse_other_functions(statement)
+                    self._bind(target, self._resolved(value, bound), bound)
                 case _:
                     raise NotLiteralError("more than checks")
 
     def _method(self, method: ast.stmt, bound: _Bound) -> None:
         match method:
-            case ast.FunctionDef(name=name, args=ast.arguments(args=[owner], defaults=[]), decorator_list=[]) if (
-                name.startswith("test")
+            case ast.FunctionDef(name=name, args=args, decorator_list=[]) if (
+                name.startswith("test") and (owner := ast.unparse(args)).isidentifier() and owner not in self._program
             ):
-                self.read_scope(method.body, bound, owner.arg)
+                self.read_scope(method.body, bound, owner)
             case ast.Expr(value=ast.Constant()) | ast.Pass():
                 pass
             case _:
@@ -155,8 +170,10 @@ class _Reader:
 
     def _bind(self, target: ast.expr, value: ast.expr, bound: _Bound) -> None:
         match target, value:
-            case ast.Name(id=name), _ if name not in self._names.aliases | self._names.remote:
-                if name in bound and (self._is_once(bound[name]) or (bound is self.module and self._functions)):
+            case ast.Name(id=name), _ if name not in self._program:
+                if not self._is_program(value):
+                    tree_of(value)
+                if name in bound and (self._is_program(bound[name]) or (bound is self.module and self._functions)):
                     raise NotLiteralError("a name for several values, of which a function may use any")
                 bound[name] = value
             case ((ast.Tuple(elts=targets) | ast.List(elts=targets)), (ast.Tuple(elts=values) | ast.List(elts=values))):
@@ -172,7 +189,7 @@ class _Reader:
         the value of a second call."""
         if not bound:
             return node
-        is_once = self._is_once
+        is_once = self._is_program
 
         class Resolver(ast.NodeTransformer):
             def visit_Name(self, name: ast.Name) -> ast.expr:
@@ -186,6 +203,16 @@ class _Reader:
         if self._num_nodes > _MOST_NODES:  # literals within literals
             raise NotLiteralError("too many literals")
         return resolved
+
+    def _refuse_changed(self, test: list[ast.expr]) -> None:
+        """Refuse an object that the program had before, or has here and is compared with."""
+        nodes = [node for part in test for node in ast.walk(part)]
+        calls = [node for node in nodes if self._is_program(node)]
+        handed = {id(node): node for call in calls for node in ast.walk(call) if isinstance(node, _MUTABLE)}
+        uses = Counter(map(id, nodes))
+        if self._handed.keys() & uses.keys() or any(uses[one] > 1 for one in handed):
+            raise NotLiteralError("an object that the program may have changed")
+        self._handed |= handed
 
     # -- conditions -----------------------------------------------------------------------------------------------
 
@@ -214,19 +241,18 @@ class _Reader:
 
     def _unittest(self, check: str, args: list[ast.expr], keywords: list[ast.keyword]) -> AssertedCall:
         """A method of a test case; its message, where there is one, has no effect."""
+        if not all(keyword.arg == "msg" and isinstance(keyword.value, ast.Constant) for keyword in keywords):
+            raise NotLiteralError("a check with another argument")
         match check, args:
-            case (
-                ("assertEqual" | "assertListEqual" | "assertTupleEqual" | "assertSetEqual" | "assertDictEqual"),
-                [left, right, *_],
-            ):
+            case _, [left, right] | [left, right, ast.Constant()] if isinstance(right, _EQUALITIES.get(check, ())):
                 return self._condition(ast.Compare(left, [ast.Eq()], [right]))
-            case "assertTrue", [test, *_]:
+            case "assertTrue", [test] | [test, ast.Constant()]:
                 return self._condition(test)
-            case "assertFalse", [test, *_]:
+            case "assertFalse", [test] | [test, ast.Constant()]:
                 return self._case(test, Relation.FALSE)
-            case "assertIsNone", [test, *_]:
+            case "assertIsNone", [test] | [test, ast.Constant()]:
                 return self._case(test, Relation.IDENTICAL, None)
-            case "assertAlmostEqual", [left, right] if not keywords:
+            case "assertAlmostEqual", [left, right]:
                 apart = ast.Call(ast.Name("abs"), [ast.BinOp(left, ast.Sub(), right)], [])
                 return self._near(apart, math.nextafter(0.5e-7, 1))
         raise NotLiteralError("a check of another kind")
@@ -234,9 +260,11 @@ class _Reader:
     def _near(self, left: ast.expr, tolerance: float) -> AssertedCall:
         match left:
             case ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=call, op=ast.Sub(), right=value)], keywords=[]):
-                if self._called(call) is not None:
-                    return self._case(call, Relation.NEAR, tree_of(value), tolerance)
-                return self._case(value, Relation.NEAR, tree_of(call), tolerance)
+                if self._called(call) is None:
+                    call, value = value, call
+                expected = tree_of(value)
+                if type(expected) is int or (isinstance(expected, list) and expected[0] == "f" and "x" in expected[1]):
+                    return self._case(call, Relation.NEAR, expected, tolerance)
         raise NotLiteralError("a comparison of another kind")
 
     def _close(self, left: ast.expr, right: ast.expr, tolerances: dict[str, ast.expr]) -> AssertedCall:
@@ -279,41 +307,54 @@ class _Reader:
             relative=relative,
         )
 
-    def _is_once(self, node: ast.AST) -> bool:
-        """A call for one use; an object of ``Solution`` is made anew for each call of a method."""
-        return self._is_program(node) and ast.unparse(node) != "Solution()"
-
     def _is_program(self, node: ast.AST) -> bool:
         """A call of the program's: by ``candidate``, or by a name that is the program's."""
         if not isinstance(node, ast.Call):
             return False
         match node.func:
             case ast.Name(id=name):
-                return name in self._names.aliases or name in self._names.remote
+                return name in self._program
             case ast.Attribute(value=ast.Call(func=ast.Name(id=name), args=[], keywords=[])):
                 return name in self._names.remote
         return False
 
 
 def _is_run(function: ast.FunctionDef) -> bool:
-    """``check`` with the program as its argument, or a test function."""
-    return is_test_function(function) or (
-        function.name == "check" and len(function.args.args) == 1 and not function.args.defaults
-    )
+    """``check`` with the program as its only argument, or a test function without any."""
+    parameters = ast.unparse(function.args)
+    return parameters.isidentifier() if function.name == "check" else function.name[:4] == "test" and not parameters
 
 
-def _refuse_other_functions(statement: ast.Import | ast.ImportFrom) -> None:
-    for alias in statement.names:
-        name = alias.asname or alias.name
-        is_close = name == "isclose" and isinstance(statement, ast.ImportFrom) and statement.module == "math"
-        if hasattr(builtins, name) or (name in ("isclose", "math") and alias.name != "math" and not is_close):
-            raise NotLiteralError(f"another function under the name {name}")
+def _refuse_other_meanings(tests: ast.Module, preamble: ast.Module, meant: TestNames) -> None:
+    """Refuse a name with several origins, a name of ``_ORIGINS`` with another, and the parameter of ``check`` outside."""
+    found = defaultdict[str, set[str]](set)
+    before = (ast.walk(part) if not hasattr(part, "name") else [ast.Name(part.name, ast.Store())]
+              for part in preamble.body)  # fmt: skip
+    for node in itertools.chain(ast.walk(tests), *before):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                found[name].add("")
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                found[name].add(str(node.lineno))
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                for alias in aliases:
+                    name = alias.asname or alias.name.partition(".")[0]
+                    found[name].add(f"{getattr(node, 'module', '')}.{alias.name}")
+    outside = [part for part in tests.body if not (isinstance(part, ast.FunctionDef) and part.name == "check")]
+    loaded = {node.id for part in outside for node in ast.walk(part) if isinstance(node, ast.Name)}
+    if (
+        any(len(found[name]) > 1 or not found[name] <= _ORIGINS.get(name, found[name]) for name in found)
+        or any(found[name] - {""} for name in found.keys() & (meant.remote | meant.aliases))
+        or _ORIGINS.keys() & (meant.remote - _FREE)
+        or loaded & meant.aliases - {"candidate", meant.entry_point}
+    ):
+        raise NotLiteralError("a name with several meanings")
 
 
 def _listed(values: ast.expr) -> list[ast.expr]:
     """The parts of a literal over which a loop goes."""
     match values:
-        case ast.List(elts=items) | ast.Tuple(elts=items):
+        case ast.List(elts=items) | ast.Tuple(elts=items) if not any(isinstance(item, ast.Starred) for item in items):
             return items
         case ast.Call(func=ast.Name(id="range"), args=args, keywords=[]):
             bounds = [tree_of(arg) for arg in args]
@@ -327,10 +368,12 @@ def _listed(values: ast.expr) -> list[ast.expr]:
                 raise NotLiteralError("a range that is too long")
             return [ast.Constant(number) for number in numbers]
         case ast.Call(func=ast.Name(id="zip"), args=args, keywords=[]):
-            return [ast.Tuple(list(parts)) for parts in zip(*map(_listed, args), strict=False)]
+            return [ast.Tuple(list(parts)) for parts in zip(*map(_listed, args), strict=True)]
         case ast.Call(func=ast.Name(id="enumerate"), args=[arg], keywords=[]):
             return [ast.Tuple([ast.Constant(number), item]) for number, item in enumerate(_listed(arg))]
-        case ast.Call(func=ast.Attribute(value=ast.Dict(keys=keys, values=items), attr="items"), args=[]):
+        case ast.Call(
+            func=ast.Attribute(value=ast.Dict(keys=keys, values=items), attr="items"), args=[], keywords=[]
+        ) if len({key.value for key in keys if isinstance(key, ast.Constant)}) == len(keys):
             return [ast.Tuple([key, item]) for key, item in zip(keys, items, strict=True) if key is not None]
     raise NotLiteralError("a loop over other values")
 

@@ -111,7 +111,7 @@ def _call(name: str, arguments: list[ast.expr]) -> Any:
             return to_tree(float(text))
         case [argument] if name in _NODES or name in _CONVERSIONS:
             tree = tree_of(argument)
-            if isinstance(tree, list) and tree[0] in ("l", "t", "s", "z"):
+            if isinstance(tree, list) and tree[0] in ("l", "t", "s", "z")[: 4 if name in ("set", "frozenset") else 2]:
                 return _node(name, tree[1:]) if name in _NODES else [_CONVERSIONS[name], *tree[1:]]
         case [argument] if name == "str" and type(number := tree_of(argument)) in (int, str):
             return str(number)
@@ -119,7 +119,7 @@ def _call(name: str, arguments: list[ast.expr]) -> Any:
             tree = tree_of(argument)
             parts = tree[1:] if isinstance(tree, list) and tree[0] in ("l", "t", "s", "z") else [None]
             if {type(part) for part in parts} in ({int}, {str}):
-                return ["l", *sorted(parts)]
+                return ["l", *sorted(parts if tree[0] in ("l", "t") else set(parts))]
         case [argument] if name == "deepcopy":
             return tree_of(argument)
         case [] if name in _CONVERSIONS or name == "dict":

@@ -317,7 +317,7 @@ def key(tree: Tree) -> str:
         values = _range(tree)
         return f"r:{len(values)},{values[0]},{values.step}" if len(values) > 1 else f"r:{list(values)}"
     if kind in ("q", "n"):
-        return f"{kind}:" + key(_listed(tree))
+        return key(parts[2]) if kind == "n" and parts[1] == ["t"] else f"{kind}:" + key(_listed(tree))
     keys = [key(part) for part in parts]
     if kind in ("s", "z"):
         kind, keys = "s", sorted(set(keys))

@@ -112,10 +112,50 @@ def test_anything_else_is_opaque(tests: str) -> None:
     assert asserted_calls(tests, "f") is None
 
 
-def test_an_object_of_solution_is_made_anew_for_each_call_of_a_method() -> None:
-    calls = asserted_calls("s = Solution()\nassert s.f(1) == 2\nassert s.f(2) == 3")
+def test_an_object_is_read_in_one_check_only_because_it_may_keep_a_state() -> None:
+    calls = asserted_calls("s = Solution()\nassert s.f(1) == 2\nassert Solution().f(2) == 3")
     assert calls is not None and [(call.entry_point, call.expected) for call in calls] == [("Solution().f", 2), ("Solution().f", 3)]  # fmt: skip
+    assert asserted_calls("s = Solution()\nassert s.f(1) == 2\nassert s.f(2) == 3") is None
     assert asserted_calls("s = Stack(3)\nassert s.f(1) == 2\nassert s.f(2) == 3", names=("Stack",)) is None
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "assert f([2, 1]) == list(set([2, 1]))", "assert f({'a': tuple({1, 2})}) == 1", "assert f(list(frozenset([1]))) == 1",
+        "n = 5\ndef test_f(n=3):\n  assert f(n) == 6", "n = 5\ndef test_f(*n):\n  assert f(n) == 6",
+        "n = 5\ndef test_f(*, n=3):\n  assert f(n) == 6", "n = 5\ndef test_f(n=3, /):\n  assert f(n) == 6",
+        "n = 5\ndef check(candidate, *, n=3):\n  assert candidate(n) == 6",
+        "import unittest\nclass T(unittest.TestCase):\n  def test_f(self, *, n=3):\n    self.assertEqual(f(1), 6)",
+        "n = 5\ndef test_f():\n  assert f(n) == 6\n  n = 3",  # a local name without a value
+        "def check(fn):\n  assert fn(2) == 4\ncheck(f)\ncheck(max)", "def check(fn):\n  assert fn(2) == 4\nassert fn(1) == 1",
+        "base = {1: 2}\nfor k, v in {2: 4, **base}.items():\n  assert f(k) == v", "for k, v in {2: 5, 2.0: 4}.items():\n  assert f(k) == v",
+        "a = [1]\nfor x in [*a, 3]:\n  assert f(x) == x", "for a, b in zip([1, 2, 1 / 0], [1, 2]):\n  assert f(a) == b",
+        "a = 2\nfrom math import pi as a\nassert f(a) == 4", "e = 2\nfrom math import *\nassert f(e) == 4",
+        "from sys import maxsize as inf\nassert f(1) == inf", "def test_a():\n  inf = 3\n  assert f(inf) == inf",
+        "from functools import reduce as deepcopy\nassert f(1) == deepcopy([1])", "from operator import *\nassert abs(f(1) - 2) < 1",
+        "from numpy import *\nassert sum(f(1)) == 3", "from unittest import IsolatedAsyncioTestCase as TestCase\nclass T(TestCase):\n  def test_a(self): self.assertEqual(f(1), 1)",
+        "a = [1, 2]\nassert f(a) == 3\nassert f(a) == 3", "a = [1]\nassert f(a) == a", "a = [1]\nb = (a, a)\nassert f(b) == 1",
+        "a = [1]\nfor x in [a]:\n  assert f(x) == 1\nassert f(2) == a", "a = {}\nassert f(a, a) == 1",
+        "def test_a():\n  assert f(2) == 5\ndef test_a():\n  assert f(2) == 4", "def check(candidate):\n  assert candidate(2) == 5\ndef check(candidate):\n  assert candidate(2) == 4",
+        "import unittest\nclass T(unittest.TestCase):\n  def test_a(self): self.assertEqual(f(2), 5)\n  def test_a(self): self.assertEqual(f(2), 4)",
+        "import unittest\n@unittest.skip('x')\nclass T(unittest.TestCase):\n  def test_a(self): self.assertEqual(f(2), 5)",
+        "import unittest\nclass T(unittest.TestCase):\n  def test_a(self): self.assertSetEqual(f(2), (5,))",
+        "import unittest\nclass T(unittest.TestCase):\n  def test_a(self):\n    x = f(3)\n    self.assertEqual(f(2), 5, x)",
+        "import unittest\nclass T(unittest.TestCase):\n  def test_a(self): self.assertAlmostEqual(f(2), float('inf'))",
+        "import unittest\nclass T(unittest.TestCase):\n  def test_a(f): f.assertEqual(f(2), 5)",
+        "assert abs(f(1) - (1 + 2j)) < 1e-6", "test_a()\ndef test_a():\n  assert f(2) == 5", "def test_a():\n  assert f(2) == 5\ntest_a(3)",
+    ],
+)  # fmt: skip
+def test_a_name_an_object_or_a_literal_of_uncertain_meaning_is_opaque(tests: str) -> None:
+    assert asserted_calls(tests, "f") is None
+
+
+def test_a_function_of_the_row_s_program_is_no_function_of_the_library() -> None:
+    assert asserted_calls("assert isclose(f(1), 2)", "f", names=("f", "isclose")) is None
+    assert asserted_calls("assert f(1) == inf", "f", preamble="inf = 10 ** 9\ndef f(x):\n") is None
+    calls = asserted_calls("assert sum(1, 2) == 3", names=("sum",))
+    assert calls is not None and calls[0].entry_point == "sum"
 
 
 @pytest.mark.parametrize("tests", ["def", "assert candidate(1) == 1", "\0", "(" * 100_000, "x" * 2_000_000])

@@ -27,6 +27,8 @@ def _tree(text: str) -> Any:
         ("set()", set()),
         ("str(3 + 4)", "7"),
         ("sorted([3, 1])", [1, 3]),
+        ("sorted({3, 1, 3})", [1, 3]),
+        ("sorted(set([2, 1, 1]))", [1, 2]),
         ("copy.deepcopy([1])", [1]),
     ],
 )
@@ -44,6 +46,7 @@ def test_nodes_are_read_from_their_values() -> None:
     [
         "f(1)", "x", "10 ** 10 ** 10", "9 ** 99", "[x for x in y]", "1 / 0", "'a' * 9", "{**x}", "...", "2 << 9",
         "sorted([1, 'a'])", "sorted([True, False])", "sorted([1.5, 2])", "str([1])", "str(1.0)", "str(True)",
+        "list({1, 2})", "tuple(set([1, 1]))", "{'a': list(frozenset([1]))}", "list_node({1})",
     ],
 )  # fmt: skip
 def test_only_small_literals_are_accepted(text: str) -> None:

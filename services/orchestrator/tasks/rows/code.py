@@ -19,6 +19,7 @@ every other layout, without guesses.
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import re
 from collections.abc import Mapping
@@ -58,7 +59,8 @@ def code_row(row: Row, where: str) -> dict[str, Any]:
         normal["tests"]["entry_point"] = _called(normal["tests"]["entry_point"], normal)
     if normal["tests"]["kind"] == "assert" and solution is not None:
         names = defined_by(solution, normal["tests"]["tests"])
-        if len(names) > 1 or (names and normal["tests"]["entry_point"] not in ("", *names)):
+        known = () if any(hasattr(builtins, name) for name in names) else ("", *names)
+        if len(names) > 1 or (names and normal["tests"]["entry_point"] not in known):
             normal["tests"]["names"] = list(names)
     return normal
 

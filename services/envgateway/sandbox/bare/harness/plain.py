@@ -121,10 +121,11 @@ class _Writer:
             self._write_all("r", iter((value.start, value.stop, value.step)), depth)
         elif kind is deque:
             self._write_all("q", deque.__iter__(value), depth)
-        elif module == "numpy" and issubclass(kind, sys.modules["numpy"].generic):
+        elif module == "numpy" and issubclass(kind, sys.modules["numpy"].generic) and value.dtype.kind != "b":
             self._write(value.item(), depth + 1)
-        elif module == "numpy" and kind is sys.modules["numpy"].ndarray and value.dtype.kind in "biufcU":
-            if value.dtype.itemsize > 16 and value.dtype.kind != "U":  # wider than Python's own numbers
+        elif module == "numpy" and (kind is sys.modules["numpy"].ndarray or kind is sys.modules["numpy"].bool_):
+            form = value.dtype.kind
+            if form not in "biufcU" or (value.dtype.itemsize > 16 and form != "U"):  # wider than Python's own numbers
                 return False
             shape = ",".join(map(int.__repr__, value.shape))
             self._parts.append(f'["n",{_quote(value.dtype.str)},["t"{"," if shape else ""}{shape}]')
