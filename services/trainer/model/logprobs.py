@@ -226,7 +226,10 @@ def _scaled_logits(
     else:
         logits = hidden.to(dtype) @ weight.to(dtype).T
     logits = _divided(logits, temperature)
-    return logits if kept is None else logits.masked_fill_(kept.hidden(block), _HIDDEN)
+    if kept is None:
+        return logits
+    # Under autocast the product is in 16 bits, some of which have a smaller range.
+    return logits.masked_fill_(kept.hidden(block), max(_HIDDEN, torch.finfo(logits.dtype).min))
 
 
 def _forward_block(

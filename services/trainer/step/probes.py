@@ -16,15 +16,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 
 from services.common.lora import adapter_off
 from services.common.records.types import RankBatch, Segment, TrainingSequence
 from services.trainer.data.packing import Document, dummy_micro_batch, pack
-from services.trainer.ranks.sharding import full, local_rows, reshard
+from services.trainer.ranks.sharding import full, local_rows, peer_loss, reshard
 from services.trainer.step.micro_batches import MicroTensors, forward, logprob_dtype
 from services.trainer.step.prompts import ONE_TOKEN, TEMPLATE, Change, prompt_changes
 from services.trainer.step.train_step import TrainStep
+
+log = structlog.get_logger(__name__)
 
 PROBED_ROWS = 8  # of each rank
 PROBES_S = 120.0
@@ -148,7 +151,9 @@ class Probes:
         if self._most(time.monotonic() > self._until):
             return math.inf
         changed = self.documents if documents is None else documents
-        return self._note(cause, label, self._mean(map(self._gaps, changed, self._score(changed, **how))))
+        with _skipping(cause, label):
+            return self._note(cause, label, self._mean(map(self._gaps, changed, self._score(changed, **how))))
+        return math.inf
 
     def _note(self, cause: str, label: str, after: float) -> float:
         found = Finding((max(after, self._bound / 2), list(REMEDIES).index(cause)), cause, label, after)
@@ -181,14 +186,15 @@ class Probes:
             with self._head(full(head).detach().float()):
                 self._try("head in float32", "the head in float32")
         for half in (torch.bfloat16, torch.float16) if exact else ():
-            with torch.autocast(self._step.ranks.device.type, half):
-                scores = self._score(self.documents)
-            after = self._mean(map(self._gaps, self.documents, scores))
-            moved = [(new - row[2]).abs()[self.fresh(row[1])] for new, row in zip(scores, self._rows, strict=True)]
-            own = self._mean(moved)
-            if own / LIKE_ROUNDING < self.before < own * LIKE_ROUNDING:  # no rounding repeats another: its size tells
-                after = min(after, self.before / 2.01)
-            self._note("half precision", f"products in {half}, which moves the trainer by {own:.2g}", after)
+            with _skipping("half precision", str(half)):
+                with torch.autocast(self._step.ranks.device.type, half):
+                    scores = self._score(self.documents)
+                after = self._mean(map(self._gaps, self.documents, scores))
+                moved = [(new - row[2]).abs()[self.fresh(row[1])] for new, row in zip(scores, self._rows, strict=True)]
+                own = self._mean(moved)
+                if own / LIKE_ROUNDING < self.before < own * LIKE_ROUNDING:  # no rounding repeats another: its size tells
+                    after = min(after, self.before / 2.01)
+                self._note("half precision", f"products in {half}, which moves the trainer by {own:.2g}", after)
 
     def _hotter(self, document: Document, factor: float) -> Document:
         own = np.full(document.num_tokens, math.nan) if document.temperatures is None else document.temperatures
@@ -234,6 +240,17 @@ class Probes:
         self._lm.get_output_embeddings = lambda: SimpleNamespace(weight=weight)
         yield
         del self._lm.get_output_embeddings
+
+
+@contextmanager
+def _skipping(cause: str, label: str) -> Iterator[None]:
+    """An error leaves out one probe, not the explanation; a lost rank or device ends the trainer."""
+    try:
+        yield
+    except Exception as error:
+        if peer_loss(error) is not None or isinstance(error, torch.AcceleratorError):
+            raise
+        log.warning("numerics.probe_failed", cause=cause, change=label, error=f"{type(error).__name__}: {error}")
 
 
 def _document(item: TrainingSequence) -> Document:
