@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,14 @@ def loaded(folder: Path) -> PolicyModel:
         ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.3, "attention_dropout": 0.2}, None),
         ("Gemma3", {"head_dim": 8}, None),
         ("Granite", {"logits_scaling": 8.0, "embedding_multiplier": 12.0}, None),
+        ("Granite", {"logits_scaling": 1.0007}, None),
         ("Cohere", {"logit_scale": 0.0625}, None),
+        ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 1000.0, "attn_logit_softcapping": None}, "its head"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "max_position_embeddings": 5},
+            "could not be located",
+        ),
         ("Gemma2", {"head_dim": 8}, "softcap"),
         (
             "GPTNeo",
@@ -86,6 +94,39 @@ def test_documents_beyond_a_window_or_a_switch_of_rotary_factors_are_refused_and
     assert difference(tmp_path, model, SHORT) <= BOUND
     with pytest.raises(ModelMismatchError, match=r"write model\.context_length: 16 or less"):
         difference(tmp_path, model, LONG)
+
+
+ROPE = {"rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "attention_factor": 1.0}
+LENGTHS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
+    "Mistral, a window": ("Mistral", lambda n: {"sliding_window": n}),
+    "Starcoder2, a window": ("Starcoder2", lambda n: {"sliding_window": n}),
+    "Phimoe, a window": ("Phimoe", lambda n: {"sliding_window": n, "num_local_experts": 4}),
+    "Llama, a switch": ("Llama", lambda n: {
+        "rope_parameters": {**ROPE, "rope_type": "longrope", "original_max_position_embeddings": n}}),
+    "Phi3, a switch": ("Phi3", lambda n: {
+        "original_max_position_embeddings": n, "rope_parameters": {**ROPE, "rope_type": "longrope"}}),
+    "Llama, a growing base": ("Llama", lambda n: {
+        "max_position_embeddings": n, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", range(1, 25))
+@pytest.mark.parametrize("case", LENGTHS)
+def test_each_length_is_shown_or_looked_at(case: str, length: int, tmp_path: Path) -> None:
+    kind, settings = LENGTHS[case]
+    folder = saved(tmp_path, kind, **settings(length))
+    try:
+        model = loaded(folder)
+    except ModelMismatchError:
+        assert length <= 7
+        return
+    if model.limit is None:
+        assert length < 3, "a longer window or switch changes documents"
+        assert difference(folder, model, LONG) <= BOUND and difference(folder, model, (40, 57, 2, 3)) <= BOUND
+    else:
+        assert model.limit.tokens == length
+        assert difference(folder, model, (length, 6, 3, 5)) <= BOUND
 
 
 def test_the_factor_of_a_head_is_found_by_its_effect(tmp_path: Path) -> None:
