@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import dedent
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved, with_run_id
+from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 
 MINIMAL = """
@@ -227,3 +231,26 @@ def test_a_name_that_no_recipe_has_is_answered_with_those_that_there_are(
             load_recipe(Path(name))
         named = caught.value.message.rpartition(": ")[2].split(", ")
         assert "quickstart-code" in named and "base" not in named  # which others extend, and which cannot run
+
+
+def floats(schema: Any, own: Mapping[str, Any] = MappingProxyType({}), at: str = "") -> Iterator[tuple[str, Any]]:
+    """The numbers of a schema, each with whether it may be infinite."""
+    if isinstance(schema, (list, tuple)):
+        for item in schema:
+            yield from floats(item, own, at)
+    elif isinstance(schema, dict):
+        if schema.get("type") == "model":
+            own, at = schema["config"], schema["cls"].__name__
+        if schema.get("type") == "float":
+            yield at, schema.get("allow_inf_nan", own.get("allow_inf_nan", True))
+        for key, value in schema.items():
+            if key not in ("config", "cls", "metadata"):
+                yield from floats(value, own, f"{at}.{key}" if key not in ("schema", "fields") else at)
+
+
+def test_no_number_of_a_recipe_is_infinite_or_nan(tmp_path: Path) -> None:
+    found = list(floats(Recipe.__pydantic_core_schema__))
+    assert len(found) > 70 and not [at for at, may in found if may]
+    for value in (".inf", "-.inf", ".nan"):
+        with pytest.raises(ConfigError, match=r"sampling\.temperature: .* is not valid: it should be a finite number"):
+            load_recipe(write(tmp_path, MINIMAL), [f"sampling.temperature={value}"])
