@@ -175,6 +175,12 @@ def test_truncated_sampling_is_refused_where_an_engine_cannot_tell_what_was_kept
         ("name: &a [*a]\n", "recipe.yaml:1: .*holds itself"),
         (f"name: a\nrun: {{steps: {'9' * 10_000}}}\n", "recipe.yaml:2: run.steps is '999"),
         ("name: 2020-13-99\n", "recipe.yaml:1: name is '2020-13-99'"),
+        ("seed: !!bool perhaps\n", "recipe.yaml:1: seed is 'perhaps', which is no value: no bool"),
+        ("seed: !!timestamp 99999-01-01\n", "recipe.yaml:1: seed is '99999-01-01', which is no value: no timestamp"),
+        ("seed: !!int ''\n", "recipe.yaml:1: seed is '', which is no value: no int"),
+        ("!!bool perhaps: 1\n", "a key is no value of its tag"),
+        (f"extends: {'a/' * 3000}\n", "extends names 'a/a/.*write a path"),
+        (f"extends: {'a' * 252}\n", "extends names 'aaa.*write a path"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, text: str, advice: str) -> None:
@@ -193,6 +199,7 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, advice: str) -> None:
         "x=&a [*a]",
         "x=&a {<<: *a}",
         "x=2020-13-99",
+        "x=!!bool perhaps",
     ],
 )
 def test_an_override_that_cannot_be_read_is_named(tmp_path: Path, override: str) -> None:

@@ -49,7 +49,10 @@ def loaded(folder: Path) -> PolicyModel:
         ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 1000.0, "attn_logit_softcapping": None}, "its head"),
         (
             "Llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "max_position_embeddings": 5},
+            {
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+                "max_position_embeddings": 5,
+            },
             "could not be located",
         ),
         ("Gemma2", {"head_dim": 8}, "softcap"),
