@@ -31,8 +31,9 @@ from services.trainer.model.tiny_copy import NoTinyCopyError, build, is_size, nu
 from services.trainer.ranks.sharding import peer_loss, reshard
 
 BOUND, BOUND_16_BITS = 1e-3, 0.25
-_SHORT = (3, 8)  # tokens of the documents: windows up to 6 and switches of rotary factors up to 7 show, because a state before
-# the last sees 7 tokens, and 3 tokens are the fewest with a distance
+# Tokens of the documents. Windows up to 6 and switches of rotary factors up to 7 show, because the last state that predicts
+# sees 7 tokens, and 3 tokens are the fewest with a distance.
+_SHORT = (3, 8)
 _LOADED = (4, 6)  # no limit is as short
 _LOWERED = 8  # a number that may be a length, in a copy; documents of the second length go beyond it
 _AROUND = (6, 12)

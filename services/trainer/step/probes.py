@@ -192,7 +192,8 @@ class Probes:
                 after = self._mean(map(self._gaps, self.documents, scores))
                 moved = [(new - row[2]).abs()[self.fresh(row[1])] for new, row in zip(scores, self._rows, strict=True)]
                 own = self._mean(moved)
-                if own / LIKE_ROUNDING < self.before < own * LIKE_ROUNDING:  # no rounding repeats another: its size tells
+                # No rounding repeats another: its size tells.
+                if own / LIKE_ROUNDING < self.before < own * LIKE_ROUNDING:
                     after = min(after, self.before / 2.01)
                 self._note("half precision", f"products in {half}, which moves the trainer by {own:.2g}", after)
 
