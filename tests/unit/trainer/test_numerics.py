@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.config.training.adapter import AdapterConfig
+from services.common.lora import LoraLinear
 from services.common.records.kept_tokens import kept_rows, pack
 from services.common.records.types import RankBatch, Segment, StopReason, TrainingSequence
 from services.common.records.types import Sequence as Row
@@ -227,10 +228,35 @@ def test_an_adapter_that_is_not_applied_is_named(directory: Path) -> None:
     assert named(world.refusal(3)) == "adapter not applied"
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.0 / 3.0, 2.0])
+def test_another_scale_of_the_adapter_is_named(directory: Path, factor: float) -> None:
+    setup = AdapterSetup(config=AdapterConfig(rank=4, alpha=8.0), dtype=torch.float32, seed=1)
+    world = World(directory, adapter=setup)
+    world.train(1)
+    world.engine.model = copy.deepcopy(world.step.model.causal_lm)
+    world.engine.model.set_attn_implementation("eager")
+    world.train(2)
+    for ours, theirs in zip(world.step.model.causal_lm.modules(), world.engine.model.modules(), strict=True):
+        theirs.load_state_dict(ours.state_dict())
+        if isinstance(theirs, LoraLinear):
+            theirs.scale *= factor
+    assert named(world.refusal(3)) == "scale of the adapter"
+
+
+def test_a_change_that_leaves_much_of_the_difference_is_not_the_cause(directory: Path) -> None:
+    world = World(directory)
+    for module in world.engine.model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 0.05
+    message = world.refusal()
+    assert named(message).startswith("no probe explains it"), message
+
+
 def test_late_tokens_are_no_mismatch_and_the_next_fresh_batch_is_compared(directory: Path) -> None:
     world = World(directory)
     world.engine.temperature = 2.0
     world.train(1, version=7)  # no token of version 0
+    world.engine.model.load_state_dict(world.step.model.causal_lm.state_dict())
     assert named(world.refusal(2)) == "temperature"
 
 
