@@ -15,6 +15,7 @@ Nothing here knows names of architectures: an effect decides. Bounds of a differ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from services.trainer.data.packing import Document, pack
 from services.trainer.model.attention import Documents
 from services.trainer.model.logprobs import Targets
 from services.trainer.model.tiny_copy import NoTinyCopyError, build, is_size, numbers, tiny_copies, with_number
-from services.trainer.ranks.sharding import peer_loss, reshard
+from services.trainer.ranks.sharding import local_rows, peer_loss, reshard
 
 BOUND, BOUND_16_BITS = 1e-3, 0.25
 # Tokens of the documents. Windows up to 6 and switches of rotary factors up to 7 show, because the last state that predicts
@@ -104,7 +105,13 @@ def _check(model: Any, documents: Rows, layer: Callable[[], str]) -> None:
     name = type(model.causal_lm).__name__
     with _refusing(name):
         difference, bound = _compare(model, documents)
-    if not difference <= bound:  # also NaN
+    if not math.isfinite(difference):
+        names = [of for of, weight in model.named_parameters() if not local_rows(weight)[0].isfinite().all()]
+        raise ModelMismatchError(
+            f"{name} computes log-probabilities of {difference} nats: "
+            + (f"{names[0]} has values that are infinite or NaN: copy the weights again" if names else _REMEDY)
+        )
+    if not difference <= bound:
         raise ModelMismatchError(
             f"{name} computes other log-probabilities packed than alone: {layer()} makes {difference:.2g} nats "
             f"{'in the largest' if bound == BOUND else 'in the mean'}, and {bound:g} is allowed: {_REMEDY}"

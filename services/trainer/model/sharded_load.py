@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,10 @@ def _open(path: str | Path, dtype: torch.dtype) -> MetaModel:
             f"{len(stored ^ expected)} names differ from the model's, such as {first}",
             sum(math.prod(shape) for shape in shapes.values()),
         )
+    for file in sorted({files[name] for name in stored}):  # before anything of these sizes is allocated
+        with _opened(file) as opened:
+            for name in (name for name in stored - experts.keys() if name in shapes and files[name] == file):
+                _check_shape(file, name, opened.get_slice(name).get_shape(), shapes[name])
     buffers = _computed_buffers(causal_lm)
     try:
         causal_lm.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
@@ -226,8 +231,6 @@ def _read_rows(causal_lm: Any, files: Mapping[str, Path], experts: Mapping[str, 
 
     Raises ``ModelMismatchError`` for a tensor of another shape, ``ConfigError`` for an unreadable file.
     """
-    from safetensors import SafetensorError, safe_open
-
     places: dict[str, torch.Tensor] = {}  # by name of the stored tensor: the memory of the rows that this rank reads
     firsts: dict[str, int] = {}  # and where they begin in the stored tensor
     shapes: dict[str, list[int]] = {}  # of the whole stored tensor
@@ -242,19 +245,30 @@ def _read_rows(causal_lm: Any, files: Mapping[str, Path], experts: Mapping[str, 
                 places[source], firsts[source], shapes[source] = part, 0, list(part.shape)
     num_bytes = 0
     for file in sorted({files[name] for name in places}):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in (name for name in places if files[name] == file):
-                    stored, rows, first = opened.get_slice(name), places[name], firsts[name]
-                    if list(stored.get_shape()) != shapes[name]:
-                        raise ModelMismatchError(
-                            f"{file}: weights do not fit config.json: {name} has shape {stored.get_shape()}, "
-                            f"the model {shapes[name]}"
-                        )
-                    if len(rows):
-                        values = stored[first : first + len(rows)]
-                        num_bytes += values.numel() * values.element_size()
-                        rows.copy_(values)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{file}: cannot be read: {error}") from error
+        with _opened(file) as opened:
+            for name in (name for name in places if files[name] == file):
+                stored, rows, first = opened.get_slice(name), places[name], firsts[name]
+                _check_shape(file, name, stored.get_shape(), shapes[name])
+                if len(rows):
+                    values = stored[first : first + len(rows)]
+                    num_bytes += values.numel() * values.element_size()
+                    rows.copy_(values)
     return num_bytes
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+
+
+def _check_shape(file: Path, name: str, stored: list[int], shape: list[int]) -> None:
+    if list(stored) != shape:
+        raise ModelMismatchError(
+            f"{file}: weights do not fit config.json: {name} has shape {stored}, the model {shape}"
+        )

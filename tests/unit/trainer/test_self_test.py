@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from benchmarks.models import BOUND, LONG, SHORT, difference, survey
 from services.common.errors import ModelMismatchError
@@ -158,3 +162,38 @@ def test_a_dozen_types_with_windows_noise_and_mixed_layers_are_exact_or_refused(
     assert not found["wrong"] and not found["crash"]
     assert {"llama", "gemma3_text", "granite", "phimoe, noise"} <= found["exact"].keys()
     assert {"lfm2, layers conv", "phimoe, window", "phi3, longrope", "jamba"} <= found["refused"].keys()
+
+
+def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "Llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ModelMismatchError, match=r"layers\.1\.mlp\.up_proj\.weight has values that are infinite or NaN"
+    ):
+        loaded(folder)
+
+
+def test_sizes_beyond_the_memory_are_compared_with_the_files_first(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "Llama", head_dim=8)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 48_000_000_000}))
+    with pytest.raises(ModelMismatchError, match="weights do not fit config.json"):
+        loaded(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "says"),
+    [({"hidden_act": "nope"}, 2, "config.json makes no model: KeyError: 'nope'"), ({}, 0, "")],
+)
+def test_a_config_that_makes_no_model_is_a_problem_of_the_check(
+    settings: dict[str, Any], code: int, says: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, "Llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
+    ended = subprocess.run(
+        [sys.executable, "-m", "services.trainer.model.check", folder, "32"], capture_output=True, text=True
+    )
+    assert ended.returncode == code and says in ended.stderr
