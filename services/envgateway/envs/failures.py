@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 
-from services.common.user_code import name_and_text
+from services.common.user_code import told
 
 DATA_ERRORS = (
     ValueError,
@@ -26,8 +26,7 @@ _SHOWN_FRAMES = 5
 
 def short_text(error: BaseException) -> str:
     """Kind and message, shortened: an error may repeat its input, which may have megabytes."""
-    name, text = name_and_text(error)
-    return f"{name}: {text[:_SHOWN_CHARS]}"
+    return told(error)[:_SHOWN_CHARS]
 
 
 def trace_of(error: BaseException) -> str:

@@ -23,17 +23,15 @@ def main() -> int:
     try:
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            with torch.device("meta"):
+                AutoModelForCausalLM.from_config(config)
         except Exception as error:  # noqa: BLE001 - numbers of any author, read by the code of any architecture
-            return _no_model(error)
+            sys.stderr.write(f"config.json makes no model: {type(error).__name__}: {' '.join(str(error).split())}\n")
+            return 2
         limit = architecture_limit(config)
         if limit is not None:
             limit.check(int(context_length))
     except NoTinyCopyError as reason:
-        try:
-            with torch.device("meta"):
-                AutoModelForCausalLM.from_config(config)
-        except Exception as error:  # noqa: BLE001 - as above
-            return _no_model(error)
         sys.stdout.write(
             f"no small model can be made of its config ({reason}), so the trainer compares it at its start\n"
         )
@@ -41,11 +39,6 @@ def main() -> int:
         sys.stderr.write(f"{error.message}\n")
         return 2
     return 0
-
-
-def _no_model(error: Exception) -> int:
-    sys.stderr.write(f"config.json makes no model: {type(error).__name__}: {' '.join(str(error).split())}\n")
-    return 2
 
 
 if __name__ == "__main__":

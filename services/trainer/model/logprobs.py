@@ -226,10 +226,8 @@ def _scaled_logits(
     else:
         logits = hidden.to(dtype) @ weight.to(dtype).T
     logits = _divided(logits, temperature)
-    if kept is None:
-        return logits
-    # Under autocast the product is in 16 bits, some of which have a smaller range.
-    return logits.masked_fill_(kept.hidden(block), max(_HIDDEN, torch.finfo(logits.dtype).min))
+    lowest = max(_HIDDEN, torch.finfo(logits.dtype).min)  # under autocast logits have 16 bits
+    return logits if kept is None else logits.masked_fill_(kept.hidden(block), lowest)
 
 
 def _forward_block(

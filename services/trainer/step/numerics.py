@@ -85,11 +85,8 @@ class NumericsGate:
         )
         likely = "no probe explains it. Remedy: the same model directory, kernels of the same type, no quantization"
         # Rounding repeats no other rounding, so there the size alone tells; any other cause has to leave little.
-        if (
-            found
-            and found[0].after < probes.before / 2
-            and (found[0].after < REMAINDER * self._bound or found[0].cause == HALF)
-        ):
+        most = math.inf if found and found[0].cause == HALF else REMAINDER * self._bound
+        if found and found[0].after < min(most, probes.before / 2):
             best = found.pop(0)
             likely = (
                 f"{best.cause} ({best.change}: the difference falls from {probes.before:.2g} to {best.after:.2g}). Remedy: "

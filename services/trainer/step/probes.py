@@ -45,8 +45,7 @@ REMEDIES = {
     "head of an older version": "an engine of your own has to prepare its head again after each update",
     "older weights": "the replica's weights are older than it says: `rollmill weights RUN`, weights.kept_old in its log",
     "scale of the adapter": "engine and trainer multiply the adapter by different factors: policies.{policy}.adapter.alpha / rank",
-    "temperature": "engine and trainer divide logits by different temperatures: an engine of your own has to take that of the "
-    "request; a trainer of your own takes sampling.temperature and the row's own",
+    "temperature": "engine and trainer divide logits by different temperatures: both take sampling.temperature or the row's own",
     "values of the next token": "the engine reports each log-probability for the token before or behind",
     ONE_TOKEN: "the engine adds or drops a token of the prompt: add_bos_token and the like beside its tokenizer",
     TEMPLATE: "the engine's chat template or tokenizer is not that of policies.{policy}.model.path",

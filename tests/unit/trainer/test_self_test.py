@@ -54,10 +54,15 @@ def loaded(folder: Path) -> PolicyModel:
         (
             "Llama",
             {
-                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-                "max_position_embeddings": 5,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [4.0] * 4,
+                    "original_max_position_embeddings": 5,
+                }
             },
-            "could not be located",
+            "LlamaRotaryEmbedding",
         ),
         ("Gemma2", {"head_dim": 8}, "softcap"),
         (
@@ -179,7 +184,7 @@ def test_sizes_beyond_the_memory_are_compared_with_the_files_first(tmp_path: Pat
     folder = saved(tmp_path, "Llama", head_dim=8)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 48_000_000_000}))
-    with pytest.raises(ModelMismatchError, match="weights do not fit config.json"):
+    with pytest.raises(ModelMismatchError, match=r"weights do not fit config\.json"):
         loaded(folder)
 
 

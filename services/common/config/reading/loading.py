@@ -363,14 +363,9 @@ def _parsed(text: str, where: str, own_paths: bool = True) -> Any:
         for key, scalar in _scalars(node, where):
             try:
                 loader.construct_object(scalar)
-            except _NO_VALUE as error:  # an integer of thousands of digits, a day that no month has
-                why = (
-                    str(error).partition(";")[0]
-                    if isinstance(error, ValueError)
-                    else f"no {scalar.tag.rpartition(':')[2]}"
-                )
+            except _NO_VALUE:  # an integer of thousands of digits, a day that no month has
                 raise ConfigError(
-                    f"{_line(where, scalar)}: {key or 'it'} is {scalar.value[:50]!r}, which is no value: {why}"
+                    f"{_line(where, scalar)}: {key or 'it'} is {scalar.value[:50]!r}, which cannot be read as {scalar.tag.rpartition(':')[2]}"
                 ) from None
             if not own_paths and _OLD_PATH.fullmatch(scalar.value):
                 raise ConfigError(
