@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ConfigError
-from services.common.user_code import RAISED, place_of_error
+from services.common.user_code import RAISED, place_of_error, told
 
 _directories: list[str] = []  # besides the current one
 
@@ -49,7 +49,7 @@ def load_object(path: str) -> Any:
         raise _not_found(path, module_name, error) from error
     except RAISED as error:  # the user's code runs here, and can raise anything
         raise ConfigError(
-            f"{place_of_error(error)}{path}: importing {module_name} failed: {type(error).__name__}: {error}{_old_name(error)}"
+            f"{place_of_error(error)}{path}: importing {module_name} failed: {told(error)}{_old_name(error)}"
         ) from error
     target: Any = module
     for part in name.split("."):

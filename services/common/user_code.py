@@ -49,6 +49,20 @@ def place_of_error(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
 
 
+def name_and_text(error: BaseException) -> tuple[str, str]:
+    """The class name and the message of an error of the user's, whose own code for either may raise."""
+    name = type.__dict__["__name__"].__get__(type(error))  # not that of a metaclass
+    try:
+        return name, str(error)
+    except RAISED:
+        return name, "its message cannot be read"
+
+
+def told(error: BaseException) -> str:
+    """``CLASS: MESSAGE`` of an error of the user's."""
+    return ": ".join(name_and_text(error))
+
+
 def check_call(
     function: Any, path: str, wanted: str, *arguments: str, keywords: Mapping[str, object] | None = None
 ) -> None:

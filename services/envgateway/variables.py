@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import ValidationError
 
@@ -27,6 +27,9 @@ variables (over what a recipe says):
   ALLOW_PLAIN_REDIS   1: use a Redis on another machine without TLS
   ALLOW_TIER_0        1: run programs without isolation where none works; trusted code only
 """
+
+
+_MOST = 10**9  # of a variable: 30 years, a pebibyte
 
 
 def with_variables(
@@ -74,6 +77,7 @@ def check_redis(uri: str, allow_plain: bool) -> None:
     try:
         parts = urlsplit(uri)
         is_known = parts.scheme in ("redis", "rediss", "unix") and parts.port != 0
+        is_known = is_known and "host" not in parse_qs(parts.query)  # counts where the URI has none before its path
     except ValueError:  # a port that is no number
         is_known = False
     if not is_known:
@@ -112,8 +116,8 @@ def _number(environment: Mapping[str, str], name: str, kind: Callable[[str], flo
         value = kind(text)
     except ValueError:
         value = 0
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"the variable {name} is {text!r}; it must be a number above 0")
+    if not 0 < value <= _MOST:
+        raise ConfigError(f"the variable {name} is {text[:50]!r}; it must be a number above 0 and at most {_MOST}")
     return value
 
 

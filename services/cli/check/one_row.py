@@ -25,7 +25,7 @@ from services.common.importing import load_object
 from services.common.records.dataset_rows import BuiltInReward, truth_in
 from services.common.records.types import Purpose, Task
 from services.common.system.threads import DaemonThreads
-from services.common.user_code import RAISED, place_of, place_of_error
+from services.common.user_code import RAISED, place_of, place_of_error, told
 from services.envgateway.rewards.math.pool import MathPool
 from services.envgateway.rewards.math.worker import REASONING_GYM
 from services.envgateway.rewards.registry import Rewards
@@ -283,7 +283,7 @@ def _try_script(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task
     try:
         said = scene.text(load_scripts(forced, recipe), policy, prompt)
     except RAISED as error:  # the user's script
-        raised = f"{place_of_error(error)}the script of the replay engine raised {type(error).__name__}: {error}"
+        raised = f"{place_of_error(error)}the script of the replay engine raised {told(error)}"
         tried.problems.append(f"{where}, task {task.task_id}: {raised} (inference.<name>.forced.script)")
     else:
         if is_training(where):
@@ -309,8 +309,7 @@ def _reward_of(path: str, task: Task, answer: str) -> float:
         ) from None
     except RAISED as error:  # the user's code runs here, and can raise anything
         raise ConfigError(
-            f"{place_of_error(error)}reward {path} raised {type(error).__name__}: {error}; the row has "
-            f"{', '.join(map(str, task.data))}"
+            f"{place_of_error(error)}reward {path} raised {told(error)}; the row has {', '.join(map(str, task.data))}"
         ) from error
     try:
         return finite_reward(given, path, f"task {task.task_id}")

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from services.common.errors import RollmillError, UserError
+from services.common.telemetry.logs import escaped
 
 
 class Interrupted(Exception):
@@ -21,7 +22,7 @@ def exit_code(error: RollmillError) -> int:
 
 
 def tell(error: RollmillError, console: Console) -> None:
-    console.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), escaped(error.message)), soft_wrap=True)
 
 
 class StopSignal:

@@ -27,7 +27,7 @@ from services.common.config.reading.loading import load_resolved
 from services.common.errors import ConfigError
 from services.common.records.dataset_rows import truth_in
 from services.common.records.types import TokenSource
-from services.common.telemetry.logs import OBEYED
+from services.common.telemetry.logs import escaped
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.rollouts import plain_trajectory
@@ -166,7 +166,7 @@ def _panel(row: Row, sequence: Row, tokenizer: Any, marks: Marks, *, raw: bool) 
     issue = row.get("issue", {})
     parts: list[Any] = [_text(segments) if raw else _turns(segments, marks, sequence["policy"])]
     if answer := expected(issue):
-        parts.append(Text.assemble(("expected  ", "bold"), (_printable(answer), "italic")))
+        parts.append(Text.assemble(("expected  ", "bold"), (escaped(answer), "italic")))
     versions = sorted({s["weight_version"] for s in sequence["segments"] if s["source"] == TokenSource.POLICY})
     policy_tokens = sum(len(s["token_ids"]) for s in sequence["segments"] if s["source"] == TokenSource.POLICY)
     facts = f"{policy_tokens} sampled tokens, weight versions {versions}, ended by {sequence['stop_reason']}"
@@ -181,7 +181,7 @@ def _panel(row: Row, sequence: Row, tokenizer: Any, marks: Marks, *, raw: bool) 
     )
     return Panel(
         Group(*parts, Text(facts, style="dim italic")),
-        title=Text(_printable("  ".join(part for part in title if part))),
+        title=Text(escaped("  ".join(part for part in title if part))),
         title_align="left",
     )
 
@@ -198,7 +198,7 @@ def _lineage(row: Row, sequence: Row) -> str:
 def _text(segments: Sequence[tuple[bool, str]]) -> Text:
     text = Text()
     for by_policy, part in segments:
-        text.append(_printable(part), style="bold green" if by_policy else "dim")
+        text.append(escaped(part), style="bold green" if by_policy else "dim")
     return text
 
 
@@ -210,9 +210,9 @@ def _turns(segments: Sequence[tuple[bool, str]], marks: Marks, policy: str) -> T
     for turn in turns(segments, marks):
         by_policy = turn.role == POLICY
         role = Text(
-            f"» {_printable(policy)}" if by_policy else f"  {turn.role}", style="bold green" if by_policy else "bold"
+            f"» {escaped(policy)}" if by_policy else f"  {turn.role}", style="bold green" if by_policy else "bold"
         )
-        table.add_row(role, Text(_printable(turn.text), style="green" if by_policy else ""))
+        table.add_row(role, Text(escaped(turn.text), style="green" if by_policy else ""))
     return table
 
 
@@ -229,8 +229,3 @@ def expected(issue: Row) -> str:
         truth = f"{json.dumps(cases[0])}, the first of {len(cases)} tests"
     told = "" if truth is None else str(truth)
     return told if len(told) <= _MOST_CHARACTERS else f"{told[:_MOST_CHARACTERS]}…"
-
-
-def _printable(text: str) -> str:
-    """The text with control characters and marks of direction escaped: no text of a policy or tool controls the terminal."""
-    return OBEYED.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -8,9 +8,12 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Unknown keys are refused, and the docstring under a field is its description in the schema."""
+    """Unknown keys are refused, as are numbers that are infinite or NaN; the docstring under a field is its description in the
+    schema."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 def with_device(written: Any, on_gpu: dict[str, Any], on_cpu: dict[str, Any]) -> Any:

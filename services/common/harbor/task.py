@@ -66,7 +66,8 @@ def rows(directory: str) -> Iterator[dict[str, Any] | DatasetError]:
 def read_task(directory: Path) -> HarborTask:
     """Read a task. Raises ``DatasetError`` that names the task and what is missing or cannot be had here."""
     name = directory.name
-    missing = [part for part in PARTS if not (directory / part).exists()]
+    # A pipe exists as well, and a read of it never ends.
+    missing = [part for part in PARTS if not ((directory / part).is_file() or (directory / part).is_dir())]
     if missing:
         raise DatasetError(f"task {name}: missing {', '.join(missing)} in {directory}")
     for part in (*PARTS, "environment/Dockerfile"):

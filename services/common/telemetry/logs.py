@@ -118,6 +118,11 @@ def bind(**ids: Any) -> None:
     structlog.contextvars.bind_contextvars(**ids)
 
 
+def escaped(text: str) -> str:
+    """The text with control characters and marks of direction escaped, so that it does not control a terminal."""
+    return OBEYED.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def _tamed(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
     """Sanitise values, which may come from a peer: cut, without terminal control sequences and without lines that look
     like events."""
@@ -127,7 +132,7 @@ def _tamed(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
         if name != "exception" and len(value) > MOST_CHARACTERS:
             value = f"{value[:MOST_CHARACTERS]}... ({len(value)} characters)"
         if not value.isprintable():
-            value = OBEYED.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
+            value = escaped(value)
             if name != "exception":
                 value = value.replace("\n", "\n    ")
         event[name] = value

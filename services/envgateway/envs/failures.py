@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import traceback
 
+from services.common.user_code import told
+
 DATA_ERRORS = (
     ValueError,
     LookupError,
@@ -24,7 +26,7 @@ _SHOWN_FRAMES = 5
 
 def short_text(error: BaseException) -> str:
     """Kind and message, shortened: an error may repeat its input, which may have megabytes."""
-    return f"{type(error).__name__}: {error!s:.{_SHOWN_CHARS}}"
+    return told(error)[:_SHOWN_CHARS]
 
 
 def trace_of(error: BaseException) -> str:

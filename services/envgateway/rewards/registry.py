@@ -19,7 +19,7 @@ from services.common.importing import load_object
 from services.common.reasoning_gym import COLUMN
 from services.common.records.dataset_rows import BuiltInReward
 from services.common.text.thoughts import after_thoughts
-from services.common.user_code import check_call
+from services.common.user_code import check_call, told
 from services.envgateway.calls import call_plain_or_async
 from services.envgateway.queue.base import JobQueue
 from services.envgateway.rewards.code import CodeReward
@@ -113,7 +113,7 @@ class Rewards:
             result = grader_failed(f"{name} took longer than {timeout_s:g} s")
         except Exception as error:  # user code may raise any error; an error is counted and is no reward
             log.warning("reward.failed", reward=name, exc_info=error)
-            result = grader_failed(f"{name} raised {type(error).__name__}: {error}")
+            result = grader_failed(f"{name} raised {told(error)}")
         self.counts[result.outcome] += 1
         return result
 

@@ -19,6 +19,7 @@ from services.common.errors import DeadlineError, InfrastructureError, InvalidRe
 from services.common.text.tool_calls import MalformedCall, ToolStatistics, ToolStatus, parse_json_call
 from services.common.text.tool_schema import problem_with
 from services.common.tools import StatefulTool, ToolError, ToolResult, ToolState, schema_of
+from services.common.user_code import told
 from services.envgateway.calls import call_plain_or_async, take_place
 from services.envgateway.tools.base import RegisteredTool
 from services.envgateway.tools.mcp.server import McpTools
@@ -147,7 +148,7 @@ class ToolSession:
                     limit = f"TimeoutError: stopped after {tool.timeout_s:g} s"
                     return ToolResult(status=ToolStatus.TIME_LIMIT, text=limit)
                 log.warning("tool.failed", tool=name, exc_info=error)
-                raise InfrastructureError(f"the tool {name} raised {type(error).__name__}: {error}") from error
+                raise InfrastructureError(f"the tool {name} raised {told(error)}") from error
         finally:
             tool.running.release()
         return said if isinstance(said, ToolResult) else ToolResult(text=str(said))

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from services.common.aio import deadline
 from services.common.errors import ConfigError, InfrastructureError, InvalidRequestError, RollmillError
 from services.common.records.types import Logprobs, Segment
-from services.common.user_code import check_call, check_methods, place_of
+from services.common.user_code import check_call, check_methods, place_of, told
 from services.inference.engine.base import EngineHealth, FinishReason, Generation, GenerationRequest, ScoreRequest
 from services.inference.engine.requests import check_request
 from services.inference.engine.weight_update import WeightUpdate
@@ -183,7 +183,7 @@ class StreamingEngine:
         except RollmillError:
             raise
         except Exception as error:
-            raise InfrastructureError(f"{type(self).__name__}.tokens raised {type(error).__name__}: {error}") from error
+            raise InfrastructureError(f"{type(self).__name__}.tokens raised {told(error)}") from error
         finally:
             self._stepping -= 1
             async with self._between:

@@ -26,7 +26,7 @@ from services.common.telemetry.accounts import TimeAccount
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.components import ORCHESTRATOR, replica
 from services.common.telemetry.log_events import LogEvent
-from services.common.user_code import place_of_error
+from services.common.user_code import RAISED, name_and_text, place_of_error
 from services.inference.rollouts.attempts import Attempts
 from services.inference.rollouts.policies import ServedPolicy
 from services.inference.rollouts.timing import RolloutClock
@@ -209,10 +209,12 @@ class RolloutPlayer:
             playing = self._groups.get(order.task_group_id, {}).get(index)
             if isinstance(error, asyncio.CancelledError) and playing is not asyncio.current_task():
                 raise  # `cancel` asked for it; one that the user's code raises, as cancel scopes do, is a failure
-            log.exception(LogEvent.ROLLOUT_CRASHED, task_group=order.task_group_id, index=index)
-            return self._failure(
-                order.task_group_id, index, type(error).__name__, f"{place_of_error(error)}{error}", clock
-            )
+            name, text = name_and_text(error)
+            try:
+                log.exception(LogEvent.ROLLOUT_CRASHED, task_group=order.task_group_id, index=index)
+            except RAISED:  # the traceback asks the error for its name and text
+                log.error(LogEvent.ROLLOUT_CRASHED, task_group=order.task_group_id, index=index, error=name)
+            return self._failure(order.task_group_id, index, name, f"{place_of_error(error)}{text}", clock)
         return Trajectory(
             task_group_id=order.task_group_id,
             index=index,

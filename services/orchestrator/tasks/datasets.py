@@ -22,7 +22,7 @@ from services.common.harbor import task as harbor
 from services.common.importing import load_object
 from services.common.installing import install
 from services.common.records.types import Task
-from services.common.user_code import RAISED, check_call, place_of, place_of_error
+from services.common.user_code import RAISED, check_call, place_of, place_of_error, told
 from services.common.verifiers import tasks as verifiers
 from services.orchestrator.tasks.catalogue import FORMS, how_to_get, known, local_file
 from services.orchestrator.tasks.row_files import is_file_of_rows, open_file
@@ -151,7 +151,7 @@ def _generated(config: DatasetConfig, seed: int) -> ListRows:
     try:
         rows = list(islice(function(seed=seed, **config.settings), config.limit or MAX_GENERATED_ROWS + 1))
     except RAISED as error:  # the user's code, which can raise anything
-        raised = f"raised {type(error).__name__}: {error}" if str(error) else f"raised {type(error).__name__}"
+        raised = f"raised {told(error)}".rstrip(": ")
         raise DatasetError(
             f"{place_of_error(error) or place_of(function)}{name} {raised} (seed {seed}, settings {config.settings})"
         ) from error

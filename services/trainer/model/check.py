@@ -14,7 +14,8 @@ from services.common.system.child import run_and_leave
 
 def main() -> int:
     _, path, context_length = sys.argv
-    from transformers import AutoConfig
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from services.trainer.model.policy_model import architecture_limit
     from services.trainer.model.tiny_copy import NoTinyCopyError
@@ -22,6 +23,8 @@ def main() -> int:
     try:
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            with torch.device("meta"):
+                AutoModelForCausalLM.from_config(config)
         except Exception as error:  # noqa: BLE001 - numbers of any author, read by the code of any architecture
             sys.stderr.write(f"config.json makes no model: {type(error).__name__}: {' '.join(str(error).split())}\n")
             return 2

@@ -226,7 +226,8 @@ def _scaled_logits(
     else:
         logits = hidden.to(dtype) @ weight.to(dtype).T
     logits = _divided(logits, temperature)
-    return logits if kept is None else logits.masked_fill_(kept.hidden(block), _HIDDEN)
+    lowest = max(_HIDDEN, torch.finfo(logits.dtype).min)  # under autocast logits have 16 bits
+    return logits if kept is None else logits.masked_fill_(kept.hidden(block), lowest)
 
 
 def _forward_block(

@@ -99,7 +99,7 @@ def _is_plain(module: Any) -> bool:
         return False
     if weight.dtype != torch.float32:  # transformers' norm rounds any other type to float32 and back
         return False
-    width = weight.shape[0]
+    width = min(weight.shape[0], 64)  # the formula depends on no width
     trial = torch.linspace(0.5, 1.5, width)
     probe = torch.linspace(-1.0, 2.0, 3 * width).view(3, width)
     theirs = torch.func.functional_call(module, {"weight": trial}, (probe,))

@@ -27,7 +27,7 @@ from typing import Any
 import structlog
 import torch
 
-from services.common.checkpoints.safetensors_files import INDEX, SINGLE, weight_files
+from services.common.checkpoints.safetensors_files import INDEX, SINGLE, places, weight_files
 from services.common.errors import ConfigError, ModelMismatchError
 from services.common.lora import base_weights
 from services.common.system.memory import available_bytes
@@ -169,6 +169,10 @@ def _open(path: str | Path, dtype: torch.dtype) -> MetaModel:
             f"{len(stored ^ expected)} names differ from the model's, such as {first}",
             sum(math.prod(shape) for shape in shapes.values()),
         )
+    for file in sorted(set(files.values())):  # before memory of these sizes is taken
+        for name, place in places(file).items():
+            if name not in experts and list(place.shape) != shapes.get(name, list(place.shape)):
+                _refuse_shape(file, name, place.shape, shapes[name])
     buffers = _computed_buffers(causal_lm)
     try:
         causal_lm.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
@@ -221,6 +225,12 @@ def _computed_buffers(causal_lm: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def _refuse_shape(file: Path, name: str, stored: Sequence[int], shape: list[int]) -> None:
+    raise ModelMismatchError(
+        f"{file}: weights do not fit config.json: {name} has shape {list(stored)}, the model {shape}"
+    )
+
+
 def _read_rows(causal_lm: Any, files: Mapping[str, Path], experts: Mapping[str, list[Sources]]) -> int:
     """Fill this rank's rows of every weight but an adapter's, file by file; returns the number of bytes read.
 
@@ -228,29 +238,26 @@ def _read_rows(causal_lm: Any, files: Mapping[str, Path], experts: Mapping[str, 
     """
     from safetensors import SafetensorError, safe_open
 
-    places: dict[str, torch.Tensor] = {}  # by name of the stored tensor: the memory of the rows that this rank reads
+    targets: dict[str, torch.Tensor] = {}  # by name of the stored tensor: the memory of the rows that this rank reads
     firsts: dict[str, int] = {}  # and where they begin in the stored tensor
     shapes: dict[str, list[int]] = {}  # of the whole stored tensor
     for name, weight in base_weights(causal_lm).items():
         rows, first = local_rows(weight)
         if name not in experts:
-            places[name], firsts[name], shapes[name] = rows, first, list(weight.shape)
+            targets[name], firsts[name], shapes[name] = rows, first, list(weight.shape)
             continue
         for expert, matrix in enumerate(rows, start=first):
             sources = experts[name][expert]
             for source, part in zip(sources, matrix.chunk(len(sources)), strict=True):
-                places[source], firsts[source], shapes[source] = part, 0, list(part.shape)
+                targets[source], firsts[source], shapes[source] = part, 0, list(part.shape)
     num_bytes = 0
-    for file in sorted({files[name] for name in places}):
+    for file in sorted({files[name] for name in targets}):
         try:
             with safe_open(file, framework="pt") as opened:
-                for name in (name for name in places if files[name] == file):
-                    stored, rows, first = opened.get_slice(name), places[name], firsts[name]
+                for name in (name for name in targets if files[name] == file):
+                    stored, rows, first = opened.get_slice(name), targets[name], firsts[name]
                     if list(stored.get_shape()) != shapes[name]:
-                        raise ModelMismatchError(
-                            f"{file}: weights do not fit config.json: {name} has shape {stored.get_shape()}, "
-                            f"the model {shapes[name]}"
-                        )
+                        _refuse_shape(file, name, stored.get_shape(), shapes[name])
                     if len(rows):
                         values = stored[first : first + len(rows)]
                         num_bytes += values.numel() * values.element_size()

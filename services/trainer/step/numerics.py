@@ -20,7 +20,7 @@ from services.common.errors import RollmillError
 from services.common.records.types import RankBatch
 from services.common.system.memory import available_bytes
 from services.trainer.ranks.sharding import HostGroup, local_rows
-from services.trainer.step.probes import REMEDIES, Probes, Weights
+from services.trainer.step.probes import HALF, REMEDIES, Probes, Weights
 from services.trainer.step.train_step import TrainStep
 
 log = structlog.get_logger(__name__)
@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 LEAST_TOKENS = 16  # fresh ones in a comparison: the mean of fewer is noise in bfloat16
 UPDATES_BETWEEN = 2  # after so many a replica has had to take new weights
 WORST_TOKENS = 10
+REMAINDER = 20  # a change that leaves more than so many bounds is not the cause
 COPIES_KEPT = 8  # batches for which copies wait for enough fresh tokens
 COPIES_SHARE = 4  # copies of weights take at most this part of the free memory
 
@@ -83,7 +84,9 @@ class NumericsGate:
             "numerics.mismatch", mean=mean, bound=self._bound, probes=[(f.cause, f.change, f.after) for f in found]
         )
         likely = "no probe explains it. Remedy: the same model directory, kernels of the same type, no quantization"
-        if found and found[0].after < probes.before / 2:
+        # Rounding repeats no other rounding, so there the size alone tells; any other cause has to leave little.
+        most = math.inf if found and found[0].cause == HALF else REMAINDER * self._bound
+        if found and found[0].after < min(most, probes.before / 2):
             best = found.pop(0)
             likely = (
                 f"{best.cause} ({best.change}: the difference falls from {probes.before:.2g} to {best.after:.2g}). Remedy: "

@@ -16,30 +16,36 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 
-from services.common.lora import adapter_off
+from services.common.lora import LoraLinear, adapter_off
 from services.common.records.types import RankBatch, Segment, TrainingSequence
 from services.trainer.data.packing import Document, dummy_micro_batch, pack
-from services.trainer.ranks.sharding import full, local_rows, reshard
+from services.trainer.ranks.sharding import full, local_rows, peer_loss, reshard
 from services.trainer.step.micro_batches import MicroTensors, forward, logprob_dtype
 from services.trainer.step.prompts import ONE_TOKEN, TEMPLATE, Change, prompt_changes
 from services.trainer.step.train_step import TrainStep
+
+log = structlog.get_logger(__name__)
 
 PROBED_ROWS = 8  # of each rank
 PROBES_S = 120.0
 MOST_PAIRS = 64  # of layers that are exchanged
 LIKE_ROUNDING = 8.0  # a difference within this factor of rounding's own is rounding
 ROPE_BASES = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
+ADAPTER_SCALES = (0.0625, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0, 16.0)
 TEMPERATURES = (0.25, 0.5, 0.7, 0.85, 0.95, 1.05, 1.2, 1.5, 2.0, 4.0)
 
+HALF = "half precision"
 # Causes with their remedies. Of causes that explain the difference equally well, the first counts.
 REMEDIES = {
     "packing": "rows leak into each other in the trainer: policies.{policy}.trainer.attention: sdpa, or a model that packs",
     "adapter not applied": "the engine computes the base alone: look for the adapter in the replica's log (docs/adapters.md)",
     "head of an older version": "an engine of your own has to prepare its head again after each update",
     "older weights": "the replica's weights are older than it says: `rollmill weights RUN`, weights.kept_old in its log",
-    "temperature": "the engine divides logits by another temperature than sampling.temperature and the row's own",
+    "scale of the adapter": "engine and trainer multiply the adapter by different factors: policies.{policy}.adapter.alpha / rank",
+    "temperature": "engine and trainer divide logits by different temperatures: both take sampling.temperature or the row's own",
     "values of the next token": "the engine reports each log-probability for the token before or behind",
     ONE_TOKEN: "the engine adds or drops a token of the prompt: add_bos_token and the like beside its tokenizer",
     TEMPLATE: "the engine's chat template or tokenizer is not that of policies.{policy}.model.path",
@@ -47,7 +53,7 @@ REMEDIES = {
     "positions": "the engine does not count positions from 0 in each sequence",
     "order of layers": "the engine's layers are exchanged: compare the names that it loads with the checkpoint's",
     "head in float32": "the engine's head is more exact than the trainer's: accept the difference",
-    "half precision": "the engine rounds more than its settings say: inference.<name>.dtype and "
+    HALF: "the engine rounds more than its settings say: inference.<name>.dtype and "
     "policies.{policy}.weights.publish_dtype: float32",
 }  # fmt: skip
 
@@ -148,7 +154,9 @@ class Probes:
         if self._most(time.monotonic() > self._until):
             return math.inf
         changed = self.documents if documents is None else documents
-        return self._note(cause, label, self._mean(map(self._gaps, changed, self._score(changed, **how))))
+        with _skipping(cause, label):
+            return self._note(cause, label, self._mean(map(self._gaps, changed, self._score(changed, **how))))
+        return math.inf
 
     def _note(self, cause: str, label: str, after: float) -> float:
         found = Finding((max(after, self._bound / 2), list(REMEDIES).index(cause)), cause, label, after)
@@ -170,6 +178,7 @@ class Probes:
         if model.adapter is not None:
             with adapter_off(model):
                 self._try("adapter not applied", "the base alone")
+            self._search("scale of the adapter", ADAPTER_SCALES, self._scaled)
         for version, weights in reversed(earlier):
             newest = self._exchange(weights)
             self._try("older weights", f"version {version}")
@@ -181,14 +190,25 @@ class Probes:
             with self._head(full(head).detach().float()):
                 self._try("head in float32", "the head in float32")
         for half in (torch.bfloat16, torch.float16) if exact else ():
-            with torch.autocast(self._step.ranks.device.type, half):
-                scores = self._score(self.documents)
-            after = self._mean(map(self._gaps, self.documents, scores))
-            moved = [(new - row[2]).abs()[self.fresh(row[1])] for new, row in zip(scores, self._rows, strict=True)]
-            own = self._mean(moved)
-            if own / LIKE_ROUNDING < self.before < own * LIKE_ROUNDING:  # no rounding repeats another: its size tells
-                after = min(after, self.before / 2.01)
-            self._note("half precision", f"products in {half}, which moves the trainer by {own:.2g}", after)
+            with _skipping(HALF, str(half)):
+                with torch.autocast(self._step.ranks.device.type, half):
+                    scores = self._score(self.documents)
+                after = self._mean(map(self._gaps, self.documents, scores))
+                moved = [(new - row[2]).abs()[self.fresh(row[1])] for new, row in zip(scores, self._rows, strict=True)]
+                own = self._mean(moved)
+                # No rounding repeats another: its size tells.
+                if own / LIKE_ROUNDING < self.before < own * LIKE_ROUNDING:
+                    after = min(after, self.before / 2.01)
+                self._note(HALF, f"products in {half}, which moves the trainer by {own:.2g}", after)
+
+    def _scaled(self, factor: float) -> float:
+        layers = [(module, module.scale) for module in self._lm.modules() if isinstance(module, LoraLinear)]
+        for layer, scale in layers:
+            layer.scale = scale * factor
+        after = self._try("scale of the adapter", f"{factor:.4g} times as large")
+        for layer, scale in layers:
+            layer.scale = scale
+        return after
 
     def _hotter(self, document: Document, factor: float) -> Document:
         own = np.full(document.num_tokens, math.nan) if document.temperatures is None else document.temperatures
@@ -236,6 +256,17 @@ class Probes:
         del self._lm.get_output_embeddings
 
 
+@contextmanager
+def _skipping(cause: str, label: str) -> Iterator[None]:
+    """An error leaves out one probe, not the explanation; a lost rank or device ends the trainer."""
+    try:
+        yield
+    except Exception as error:
+        if peer_loss(error) is not None or isinstance(error, torch.AcceleratorError):
+            raise
+        log.warning("numerics.probe_failed", cause=cause, change=label, error=f"{type(error).__name__}: {error}")
+
+
 def _document(item: TrainingSequence) -> Document:
     return replace(Document.from_training_sequence(item, 0.0), teacher=None)
 
@@ -253,7 +284,9 @@ def _shifted(document: Document, by: int) -> Document:
     """The document with each value of the engine at the trained token behind it (``by`` 1) or before it."""
     trained, behaviour = np.flatnonzero(document.loss_mask)[::by], document.behaviour.copy()
     behaviour[trained[1:]] = document.behaviour[trained[:-1]]
-    return replace(document, behaviour=behaviour)
+    versions = document.weight_versions.copy()
+    versions[trained[:1]] = -1  # has no neighbour, so is not compared
+    return replace(document, behaviour=behaviour, weight_versions=versions)
 
 
 def _restarted(batch: MicroTensors) -> MicroTensors:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import dedent
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved, with_run_id
+from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 
 MINIMAL = """
@@ -171,6 +175,12 @@ def test_truncated_sampling_is_refused_where_an_engine_cannot_tell_what_was_kept
         ("name: &a [*a]\n", "recipe.yaml:1: .*holds itself"),
         (f"name: a\nrun: {{steps: {'9' * 10_000}}}\n", "recipe.yaml:2: run.steps is '999"),
         ("name: 2020-13-99\n", "recipe.yaml:1: name is '2020-13-99'"),
+        ("seed: !!bool perhaps\n", "recipe.yaml:1: seed is 'perhaps', which cannot be read as bool"),
+        ("seed: !!timestamp 99999-01-01\n", "recipe.yaml:1: seed is '99999-01-01', which cannot be read as timestamp"),
+        ("seed: !!int ''\n", "recipe.yaml:1: seed is '', which cannot be read as int"),
+        ("!!bool perhaps: 1\n", "a key is no value of its tag"),
+        (f"extends: {'a/' * 3000}\n", "extends names 'a/a/.*write a path"),
+        (f"extends: {'a' * 252}\n", "extends names 'aaa.*write a path"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, text: str, advice: str) -> None:
@@ -189,6 +199,7 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, advice: str) -> None:
         "x=&a [*a]",
         "x=&a {<<: *a}",
         "x=2020-13-99",
+        "x=!!bool perhaps",
     ],
 )
 def test_an_override_that_cannot_be_read_is_named(tmp_path: Path, override: str) -> None:
@@ -227,3 +238,26 @@ def test_a_name_that_no_recipe_has_is_answered_with_those_that_there_are(
             load_recipe(Path(name))
         named = caught.value.message.rpartition(": ")[2].split(", ")
         assert "quickstart-code" in named and "base" not in named  # which others extend, and which cannot run
+
+
+def floats(schema: Any, own: Mapping[str, Any] = MappingProxyType({}), at: str = "") -> Iterator[tuple[str, Any]]:
+    """The numbers of a schema, each with whether it may be infinite."""
+    if isinstance(schema, (list, tuple)):
+        for item in schema:
+            yield from floats(item, own, at)
+    elif isinstance(schema, dict):
+        if schema.get("type") == "model":
+            own, at = schema["config"], schema["cls"].__name__
+        if schema.get("type") == "float":
+            yield at, schema.get("allow_inf_nan", own.get("allow_inf_nan", True))
+        for key, value in schema.items():
+            if key not in ("config", "cls", "metadata"):
+                yield from floats(value, own, f"{at}.{key}" if key not in ("schema", "fields") else at)
+
+
+def test_no_number_of_a_recipe_is_infinite_or_nan(tmp_path: Path) -> None:
+    found = list(floats(Recipe.__pydantic_core_schema__))
+    assert len(found) > 70 and not [at for at, may in found if may]
+    for value in (".inf", "-.inf", ".nan"):
+        with pytest.raises(ConfigError, match=r"sampling\.temperature: .* is not valid: it should be a finite number"):
+            load_recipe(write(tmp_path, MINIMAL), [f"sampling.temperature={value}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
 
@@ -149,6 +150,14 @@ def test_a_part_that_is_a_link_to_another_place_is_refused(tasks: Path, tmp_path
     (tasks / "add-numbers" / part).rename(outside)
     (tasks / "add-numbers" / part).symlink_to(outside)
     with pytest.raises(DatasetError, match=f"{part} is a link to a place outside"):
+        read_task(tasks / "add-numbers")
+
+
+@pytest.mark.parametrize("part", ["instruction.md", "tests/test.sh"])
+def test_a_part_that_is_a_pipe_is_missing(tasks: Path, part: str) -> None:
+    (tasks / "add-numbers" / part).unlink()
+    os.mkfifo(tasks / "add-numbers" / part)
+    with pytest.raises(DatasetError, match=f"missing {part}"):
         read_task(tasks / "add-numbers")
 
 

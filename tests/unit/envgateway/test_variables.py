@@ -67,11 +67,17 @@ def test_either_name_of_redis_will_do_and_is_not_saved(environment: dict[str, st
 @pytest.mark.parametrize(
     ("name", "text"),
     [("MAX_WORKERS", "many"), ("MAX_WORKERS", "0"), ("MAX_EXECUTION_TIME", "inf"), ("MAX_EXECUTION_TIME", "nan"),
-     ("MAX_MEMORY", "-1"), ("ALLOW_TIER_0", "yes")],
+     ("MAX_MEMORY", "-1"), ("MAX_MEMORY", "1" + "0" * 20), ("MAX_WORKERS", "9" * 30), ("ALLOW_TIER_0", "yes")],
 )  # fmt: skip
 def test_a_variable_that_is_not_a_number_is_refused_by_name(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is '{text}'"):
         with_variables(None, {name: text})
+
+
+@pytest.mark.parametrize("uri", ["redis://?host=10.0.0.9", "redis:///0?db=1&host=10.0.0.9", "redis://?%68ost=10.0.0.9"])
+def test_a_host_of_redis_in_a_query_is_refused(uri: str) -> None:
+    with pytest.raises(ConfigError, match=r"write redis://HOST:PORT"):
+        with_variables(None, {"REDIS_URI": uri})
 
 
 def test_a_worker_without_redis_gets_an_error_with_the_setting() -> None:

@@ -181,6 +181,39 @@ async def test_a_bug_in_a_workflow_fails_its_slot_and_no_other() -> None:
     assert len(records.trajectories) == 2
 
 
+class Nameless(type):
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        raise RuntimeError("no name")
+
+
+class NamelessError(Exception, metaclass=Nameless):
+    pass
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+class LeavingError(Exception):
+    def __str__(self) -> str:
+        raise SystemExit
+
+
+@pytest.mark.parametrize(
+    "error", [MuteError(), LeavingError(), NamelessError("x")], ids=["mute", "leaving", "nameless"]
+)
+async def test_an_error_whose_own_code_raises_fails_its_slot(error: Exception) -> None:
+    player, records, _, _ = await make_player(raises(error, times=1))
+    player.play(make_order(indices=(0, 1)))
+    await player.wait_until_idle()
+    assert [failure.reason for failure in records.failures] == [type.__dict__["__name__"].__get__(type(error))]
+    assert len(records.trajectories) == 1
+
+
 async def cancels_itself(context: WorkflowContext) -> None:
     task = asyncio.current_task()
     assert task is not None

@@ -14,6 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.config.training.adapter import AdapterConfig
+from services.common.lora import LoraLinear
+from services.common.records.kept_tokens import kept_rows, pack
 from services.common.records.types import RankBatch, Segment, StopReason, TrainingSequence
 from services.common.records.types import Sequence as Row
 from services.common.tiny.models import build
@@ -43,12 +45,13 @@ class Engine:
     temperature: float = 1.0
     reads: Callable[[list[int]], list[int]] = lambda prompt: prompt
     late: int = 0  # tokens by which its values are off
+    kept: int | None = None  # ids that it may sample, from 0
 
     @torch.no_grad()
     def scores(self, prompt: list[int], answer: list[int]) -> np.ndarray:
         read = self.reads(prompt)
         logits = self.model(torch.tensor([[*read, *answer]])).logits[0, len(read) - 1 : -1].float() / self.temperature
-        values = logits.log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)].numpy()
+        values = logits[:, : self.kept].log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)].numpy()
         return np.roll(values, self.late)
 
 
@@ -77,6 +80,7 @@ class World:
                 np.array(answer),
                 self.engine.scores(ids, answer),
                 weight_version=number - 1 if version is None else version,
+                kept=b"" if self.engine.kept is None else self.packed(answer),
             )
             segments = (Segment.environment(np.array(ids)), policy)
             row = Row(policy="actor", segments=segments, reward=float(i % 2), stop_reason=StopReason.STOP)
@@ -87,6 +91,10 @@ class World:
                 )
             )  # fmt: skip
         return rank_batch(rows, self.step.ranks.rank, self.step.ranks.world_size, step=number)
+
+    def packed(self, answer: list[int]) -> bytes:
+        kept, count = np.arange(self.engine.kept), len(answer)
+        return pack(kept_rows(np.tile(kept, (count, 1)), np.full(count, len(kept)), np.array(answer)), count)
 
     def train(self, number: int = 1, version: int | None = None) -> None:
         self.step.run(self.batch(number, version), self.gate.check)
@@ -166,6 +174,23 @@ def test_a_fault_of_the_first_batch_is_named(directory: Path, fault: str) -> Non
     assert "max_mismatch=" in message and message.count(" then '") == 10, "the remedy and the ten worst tokens"
 
 
+def test_a_fault_is_named_where_the_sampler_cuts_distributions(directory: Path) -> None:
+    world = World(directory)
+    world.engine.kept, world.engine.temperature = 1000, 1.3
+    message = world.refusal()
+    assert named(message) == "temperature", message
+
+
+def test_an_error_in_a_probe_leaves_out_this_probe(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("value cannot be converted")
+
+    world = World(directory)
+    world.engine.temperature = 1.3
+    monkeypatch.setattr(probes, "_restarted", failing)
+    assert named(world.refusal()) == "temperature"
+
+
 def test_packed_rows_that_leak_are_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = micro_batches.Documents
 
@@ -203,10 +228,35 @@ def test_an_adapter_that_is_not_applied_is_named(directory: Path) -> None:
     assert named(world.refusal(3)) == "adapter not applied"
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.0 / 3.0, 2.0])
+def test_another_scale_of_the_adapter_is_named(directory: Path, factor: float) -> None:
+    setup = AdapterSetup(config=AdapterConfig(rank=4, alpha=8.0), dtype=torch.float32, seed=1)
+    world = World(directory, adapter=setup)
+    world.train(1)
+    world.engine.model = copy.deepcopy(world.step.model.causal_lm)
+    world.engine.model.set_attn_implementation("eager")
+    world.train(2)
+    for ours, theirs in zip(world.step.model.causal_lm.modules(), world.engine.model.modules(), strict=True):
+        theirs.load_state_dict(ours.state_dict())
+        if isinstance(theirs, LoraLinear):
+            theirs.scale *= factor
+    assert named(world.refusal(3)) == "scale of the adapter"
+
+
+def test_a_change_that_leaves_much_of_the_difference_is_not_the_cause(directory: Path) -> None:
+    world = World(directory)
+    for module in world.engine.model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 0.05
+    message = world.refusal()
+    assert named(message).startswith("no probe explains it"), message
+
+
 def test_late_tokens_are_no_mismatch_and_the_next_fresh_batch_is_compared(directory: Path) -> None:
     world = World(directory)
     world.engine.temperature = 2.0
     world.train(1, version=7)  # no token of version 0
+    world.engine.model.load_state_dict(world.step.model.causal_lm.state_dict())
     assert named(world.refusal(2)) == "temperature"
 
 

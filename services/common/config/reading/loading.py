@@ -156,7 +156,12 @@ def _read(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     tree: dict[str, Any] = {str(key): _absolute(value, file.parent) for key, value in read.items()}
     base = tree.pop("extends", None)
     if base is not None:
-        parent = _read(parent_of(file, base), (*seen, file))
+        try:
+            named = parent_of(file, base)
+        except OSError as error:  # no path can be as long
+            shown = f"{file}: extends names {str(base)[:_MOST_SHOWN]!r}"
+            raise ConfigError(f"{shown}: {error.strerror}: write a path, or a name such as base") from None
+        parent = _read(named, (*seen, file))
         own_modules, inherited = tree.get("modules"), parent.get("modules")
         tree = inherit(parent, tree)
         if isinstance(own_modules, list) and isinstance(inherited, list):
@@ -332,6 +337,9 @@ def read_yaml(file: Path, *, own_paths: bool = False) -> Any:
     return _parsed(text, str(file), own_paths)
 
 
+_NO_VALUE = (ValueError, LookupError, AttributeError, TypeError)  # of PyYAML, for a text that does not fit its tag
+
+
 class _Loader(yaml.SafeLoader):
     """Raises ``RecursionError`` at a depth that does not depend on the stack of the process."""
 
@@ -355,9 +363,9 @@ def _parsed(text: str, where: str, own_paths: bool = True) -> Any:
         for key, scalar in _scalars(node, where):
             try:
                 loader.construct_object(scalar)
-            except ValueError as error:  # an integer of thousands of digits, a day that no month has
+            except _NO_VALUE:  # an integer of thousands of digits, a day that no month has
                 raise ConfigError(
-                    f"{_line(where, scalar)}: {key or 'it'} is {scalar.value[:50]!r}, which is no value: {str(error).partition(';')[0]}"
+                    f"{_line(where, scalar)}: {key or 'it'} is {scalar.value[:50]!r}, which cannot be read as {scalar.tag.rpartition(':')[2]}"
                 ) from None
             if not own_paths and _OLD_PATH.fullmatch(scalar.value):
                 raise ConfigError(
@@ -366,6 +374,8 @@ def _parsed(text: str, where: str, own_paths: bool = True) -> Any:
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
+    except _NO_VALUE:
+        raise ConfigError(f"{where} is not valid YAML: a key is no value of its tag") from None
     except RecursionError:
         raise ConfigError(f"{where} is nested too deeply: no setting is more than {_MOST_DEPTH} deep") from None
 

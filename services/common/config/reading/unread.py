@@ -13,13 +13,16 @@ from services.common.config.recipe import Recipe
 _ALWAYS = frozenset((
     "ORCHESTRATOR_PORT", "ORCHESTRATOR_HOST_EXTERNAL", "NODE_HOST", "INFERENCE_GPUS", "TRAINER_GPUS",
     "ENVGATEWAY_PORT", "CODE_JUDGE_PORT", "TASK_SERVER_PORT", "API_PROCESSES", "REDIS_URI", "REDIS_URL",
-    "REDIS_KEY_PREFIX", "MAX_WORKERS", "MAX_EXECUTION_TIME", "MAX_MEMORY", "RUN_WORKERS", "ALLOW_PLAIN_REDIS",
+    "REDIS_KEY_PREFIX", "MAX_WORKERS", "MAX_EXECUTION_TIME", "MAX_MEMORY", "RUN_WORKERS", "ALLOW_PLAIN_REDIS", "ALLOW_TIER_0",
     "ROLLMILL_AGENTBENCH_PYTHON", "ROLLMILL_AGENTBENCH_ROOT", "ROLLMILL_DATA_ROOT", "ROLLMILL_DIE_WITH_PARENT",
     "ROLLMILL_EPISODE_SEED", "ROLLMILL_HOME", "ROLLMILL_HTTP_HOSTS", "ROLLMILL_KEYS", "ROLLMILL_REQUIRE",
     "ROLLMILL_SEED", "ROLLMILL_SERVER_KEY", "ROLLMILL_SERVER_PID", "ROLLMILL_SESSION", "ROLLMILL_SGLANG_PYTHON",
     "ROLLMILL_SKYPILOT_PYTHON", "ROLLMILL_VERIFIERS_PYTHON", "ROLLMILL_VLLM_PYTHON",
 ))  # fmt: skip
-_OURS = re.compile(r"(INFERENCE|TRAINER|ORCHESTRATOR|ENVGATEWAY|WEIGHTS_PORT|CODE_JUDGE|TASK_SERVER|ROLLMILL)(?=[_\d])")
+_OURS = re.compile(
+    r"(INFERENCE|TRAINER|ORCHESTRATOR|ENVGATEWAY|WEIGHTS_PORT|CODE_JUDGE|TASK_SERVER|ROLLMILL)(?=[_\d])|WEIGHTS_PORT$"
+)
+_OF_GATEWAYS = re.compile(r"ALLOW_(TIER|PLAIN)|MAX_(MEM|EXEC)|RUN_WORK")
 # First words of the variables of AstraFlow, and of this project's former name.
 _EARLIER = {"ASTRAFLOW": "ORCHESTRATOR", "RAAS": "INFERENCE", "SERVICE_CUDA_VISIBLE_DEVICES": "INFERENCE_GPUS", "MILLRACE": "ROLLMILL"}  # fmt: skip
 _NOT_HERE = re.compile(  # Code Judge's config.py
@@ -48,7 +51,7 @@ def _told(name: str, known: Iterable[str]) -> str | None:
         return f"the variable {name} of Code Judge has no effect here: docs/envgateway.md lists those that have"
     earlier = next((word for word in _EARLIER if name == word or name.startswith(f"{word}_")), None)
     meant = name.upper() if earlier is None else _EARLIER[earlier] + name.removeprefix(earlier)
-    is_ours = _OURS.match(meant) is not None
+    is_ours = _OURS.match(meant) or _OF_GATEWAYS.match(meant)
     near = get_close_matches(meant, known, n=1, cutoff=0.6 if is_ours else _NEAR)
     if not near and not is_ours:
         return None

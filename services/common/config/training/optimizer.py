@@ -16,7 +16,7 @@ class OptimizerConfig(BaseModel):
     (0.9, 0.95)
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     lr: float = Field(default=1e-6, gt=0.0)
     """Peak learning rate."""

@@ -30,7 +30,7 @@ from services.common.errors import (
 )
 from services.common.text.chat import Chat, Message
 from services.common.text.tool_calls import cut_text
-from services.common.user_code import place_of_error
+from services.common.user_code import place_of_error, told
 from services.inference.endpoint.dialects.tools import Tools
 from services.inference.workflows.agents.turns import DEFAULT_MODEL, CapturedTurn, TurnRequest
 
@@ -196,7 +196,7 @@ def known(error: Exception) -> RollmillError:
     if isinstance(error, RollmillError):
         return error
     log.error("endpoint.failed", exc_info=error)
-    return RollmillError(f"{place_of_error(error)}{type(error).__name__}: {error}")
+    return RollmillError(f"{place_of_error(error)}{told(error)}")
 
 
 def check_stops(stops: Sequence[str]) -> list[str]:
