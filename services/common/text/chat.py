@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from os.path import commonprefix
 from typing import Any
 
 import orjson
@@ -65,10 +66,11 @@ class Chat:
         self._by_thinking: dict[bool, Chat] = {}
         self._by_prefill: dict[str, Chat] = {"": self}
         self._special = SpecialText(tokenizer, self._render([_DUMMY_USER, _DUMMY_TURN, _DUMMY_USER], invite=False))
-        self.end_of_turn_id, self._end, self._closing = self._find_end_of_turn()
+        self.end_of_turn_id, self._end = self._find_end_of_turn()
         self._inside = self._end if self.encode(f"{self._end}x")[1:] != self.encode("x") else ""
         self._before = self._find_context()
         self.stop_token_ids = self._find_stop_tokens()
+        self._closing = self._find_closing()
         self.lists_tools = self._find_whether_tools_are_listed()
 
     # -- text <-> ids -------------------------------------------------------------------------------------------
@@ -121,14 +123,15 @@ class Chat:
     def continuation_ids(self, messages: Sequence[Message], last_sampled: int | None = None) -> tuple[int, ...]:
         """Ids that follow an assistant turn: its end, ``messages``, and the invitation to the next turn.
 
-        ``last_sampled`` is the last id of the turn: when the policy ended its turn itself, the end of turn is there
-        already and is not repeated. Text of special tokens in a message stays text: the output of a program cannot end
+        ``last_sampled`` is the last id of the turn: when the policy ended its turn itself, with any stop token, the end of
+        turn is there already and is not repeated. Text of special tokens in a message stays text: the output of a program cannot end
         a turn or begin one.
         """
         text = self._continuation_text([self._special.of_stranger(m) for m in messages])
         ids = self._cached_encode(text)
-        if last_sampled == self.end_of_turn_id and self._closing and text.startswith(self._closing):
-            return ids[ids.index(last_sampled) + 1 :]
+        if last_sampled in self.stop_token_ids and self._closing and text.startswith(self._closing):
+            closing = self._cached_encode(self._closing)
+            return ids[closing.index(last_sampled) + 1 if last_sampled in closing else len(closing) :]
         # Templates without an end of turn: a policy ends its turn with the token that begins the next one.
         return ids[1:] if last_sampled in self.stop_token_ids and ids[:1] == (last_sampled,) else ids
 
@@ -276,11 +279,8 @@ class Chat:
         pieces = cut(plain)
         return pieces if pieces is not None and pieces == cut(padded) else None
 
-    def _find_end_of_turn(self) -> tuple[int, str, str]:
-        """The token that ends an assistant turn, its text, and the template's text after a turn up to and with the token.
-
-        A template may write the end between turns only, and may write space before it.
-        """
+    def _find_end_of_turn(self) -> tuple[int, str]:
+        """The token that ends an assistant turn, and its text. A template may write it between turns only."""
         ids = {str(token): number for number, token in getattr(self._tokenizer, "added_tokens_decoder", {}).items()}
         ids |= dict(zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True))
         last = self._after_dummy_turn([], invite=False)
@@ -292,10 +292,26 @@ class Chat:
                 "a policy could never end its turn"
             )
         end = min(found)[2] if found else next(text for text, number in ids.items() if number == eos)
+        return ids[end], end
+
+    def _find_closing(self) -> str:
+        """The template's text after a turn up to and with the stop token that ends it; empty if the template writes none.
+
+        A template may write an end between turns that differs from the last one, several ends, and space before them. A token
+        that begins the next turn is no end, unless it is the policy's own: the text that a user's turn opens with at the start
+        of a dialogue is left out here, as is the text that stands before an assistant's turn only.
+        """
         following = {"role": "user", "content": f"{_MARKER}0."}
         between = self._after_dummy_turn([following], invite=False).partition(following["content"])[0]
-        before, ends, _ = between.partition(end)
-        return ids[end], end, before + end if ends else ""
+        opening = self._render([following], invite=False).partition(following["content"])[0]
+        answered = self._render([_DUMMY_USER, _DUMMY_TURN], invite=False).partition(_MARKER)[0]
+        header = commonprefix([opening[::-1], between[::-1]])
+        shared = commonprefix([between, answered.rpartition(_DUMMY_USER["content"])[2]])
+        closings = [between[: between.find(self._end) + len(self._end)] if self._end in between else ""]
+        ends = [text for stop in self.stop_token_ids if (text := self._decode([stop]).strip())]
+        for text in (between[: len(between) - len(header)], shared):
+            closings.append(text[: max([0, *(text.rfind(end) + len(end) for end in ends if end in text)])])
+        return max(closings, key=len)
 
     def _find_stop_tokens(self) -> tuple[int, ...]:
         eos = self._tokenizer.eos_token_id

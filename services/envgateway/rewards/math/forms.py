@@ -238,11 +238,12 @@ def other_form(truth: str, answer: str) -> str:
     ):
         if rule.search(_worded(answer)) and not rule.search(_worded(truth)):
             return f"{what} where {wanted} is asked for"
-    if (clock := _CLOCK.fullmatch(_worded(truth))) and [int(part) for part in re.findall(r"\d{1,9}", answer)] != (
-        time := [int(clock[1]), int(clock[2])]
-    ):
-        if clock[2][0] == "0" or math.gcd(*time) > 1:  # 12:30 is no ratio
-            return "a number where a time is asked for"
+    if (
+        (clock := _CLOCK.fullmatch(_worded(truth)))
+        and [int(part) for part in re.findall(r"\d{1,9}", answer)] != (time := [int(clock[1]), int(clock[2])])
+        and (clock[2][0] == "0" or math.gcd(*time) > 1)
+    ):  # 12:30 is no ratio
+        return "a number where a time is asked for"
     about = _ABOUT.fullmatch(_worded(answer))
     if about and about[1] != about[2]:
         return "an equation that does not hold"

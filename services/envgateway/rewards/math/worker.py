@@ -25,8 +25,8 @@ from collections.abc import Callable
 from typing import Any
 
 from services.common.errors import DatasetError
-from services.common.records.dataset_rows import BOX
 from services.common.reasoning_gym import Scorer, answer_in
+from services.common.records.dataset_rows import BOX
 from services.common.system.child import die_with_parent_if_asked, limit_memory
 from services.envgateway.rewards.result import RewardResult
 from services.envgateway.sandbox.bare import procfs, wire
