@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from os.path import commonprefix
 from typing import Any
 
 import orjson
@@ -41,6 +40,14 @@ class SupervisedExample:
 
     token_ids: tuple[int, ...]
     is_assistant: tuple[bool, ...]  # as long as token_ids
+
+
+def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the beginning that two sequences share."""
+    return next(
+        (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )
 
 
 class Chat:
@@ -129,8 +136,8 @@ class Chat:
         """
         text = self._continuation_text([self._special.of_stranger(m) for m in messages])
         ids = self._cached_encode(text)
-        if last_sampled in self.stop_token_ids and self._closing and text.startswith(self._closing):
-            closing = self._cached_encode(self._closing)
+        closing = self._closing
+        if last_sampled in self.stop_token_ids and closing and ids[: len(closing)] == closing:
             return ids[closing.index(last_sampled) + 1 if last_sampled in closing else len(closing) :]
         # Templates without an end of turn: a policy ends its turn with the token that begins the next one.
         return ids[1:] if last_sampled in self.stop_token_ids and ids[:1] == (last_sampled,) else ids
@@ -294,24 +301,22 @@ class Chat:
         end = min(found)[2] if found else next(text for text, number in ids.items() if number == eos)
         return ids[end], end
 
-    def _find_closing(self) -> str:
-        """The template's text after a turn up to and with the stop token that ends it; empty if the template writes none.
+    def _find_closing(self) -> tuple[int, ...]:
+        """The tokens after a turn up to the last stop token that ends it; empty if the template writes none.
 
         A template may write an end between turns that differs from the last one, several ends, and space before them. A token
-        that begins the next turn is no end, unless it is the policy's own: the text that a user's turn opens with at the start
-        of a dialogue is left out here, as is the text that stands before an assistant's turn only.
+        that begins the next turn ends none, unless no other does: it stands before a user's first turn too, and not before an
+        assistant's.
         """
-        following = {"role": "user", "content": f"{_MARKER}0."}
-        between = self._after_dummy_turn([following], invite=False).partition(following["content"])[0]
-        opening = self._render([following], invite=False).partition(following["content"])[0]
-        answered = self._render([_DUMMY_USER, _DUMMY_TURN], invite=False).partition(_MARKER)[0]
-        header = commonprefix([opening[::-1], between[::-1]])
-        shared = commonprefix([between, answered.rpartition(_DUMMY_USER["content"])[2]])
-        closings = [between[: between.find(self._end) + len(self._end)] if self._end in between else ""]
-        ends = [text for stop in self.stop_token_ids if (text := self._decode([stop]).strip())]
-        for text in (between[: len(between) - len(header)], shared):
-            closings.append(text[: max([0, *(text.rfind(end) + len(end) for end in ends if end in text)])])
-        return max(closings, key=len)
+        user = {"role": "user", "content": f"{_MARKER}0."}
+        opening, answered = self._render([user, _DUMMY_TURN], invite=False).partition(_MARKER + "0.")[::2]
+        after = self._after_dummy_turn([user], invite=False).partition(_MARKER + "0.")[0]
+        first, between, next_ = map(self._cached_encode, (opening, after, answered.partition(_MARKER)[0]))
+        own = max(len(between) - _num_equal(between[::-1], first[::-1]), _num_equal(between, next_))
+        ends = [place + 1 for place, token in enumerate(between[:own]) if token in self.stop_token_ids]
+        if self.end_of_turn_id in between:
+            ends.append(between.index(self.end_of_turn_id) + 1)
+        return between[: max(ends, default=0)]
 
     def _find_stop_tokens(self) -> tuple[int, ...]:
         eos = self._tokenizer.eos_token_id
