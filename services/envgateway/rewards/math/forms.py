@@ -53,7 +53,7 @@ _AT_LEAST = re.compile(
     r"\s+than|not)(?![a-z])",
     re.IGNORECASE,
 )
-_ASIDE = re.compile(r"\d[^\d(]*\([^()\d]*\s\d[^()]*\)|\d\s++(?:[A-Za-z]++\s++)++\d")  # 18 (not 17), 18 maybe 17
+_ASIDE = re.compile(r"\d\s++(?:\(\s*+)?(?:[A-Za-z]{2,}+\s++)++\d")  # 18 (not 17), 18 maybe 17
 _CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?:\s*+[ap]\.?m\.?)?+", re.IGNORECASE)
 _BASED = re.compile(r"(\d{1,300})(?:_\{?(?:\\text\{)?(\d{1,2})\}{0,2})?")
 _ASSIGNED = re.compile(r"([A-Za-z])=(.+)")
