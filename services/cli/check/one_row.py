@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from services.orchestrator.tasks.datasets import TaskSource
 
 MOST_PROMPTS = 256  # of a dataset that are measured, evenly spaced
+_MOST_REWARDED = 5  # rows whose own answer is scored by a reward of the gateway, evenly spaced
 _SHOWN_CHARS = 160
 FIRST_ROW = "first row"  # begins lines that show it, and are no warnings
 
@@ -64,7 +65,7 @@ def try_rows(recipe: Recipe, sources: Mapping[str, TaskSource]) -> Tried:
             continue
         if chat is not None:
             _try_prompts(recipe, where, workflow, source, chat, tried)
-        _try_reward(recipe, where, workflow, source[0], tried)
+        _try_reward(recipe, where, workflow, source, tried)
         if any(service.engine == "forced" for service in recipe.inference.values()):
             _try_script(recipe, where, workflow, source[0], tried)
     return tried
@@ -186,20 +187,21 @@ def _judge_lengths(
         )
 
 
-def _spaced(number: int) -> Iterator[int]:
-    """Up to ``MOST_PROMPTS`` places, the first one among them."""
-    step = max(1, -(-number // MOST_PROMPTS))
+def _spaced(number: int, most: int = MOST_PROMPTS) -> Iterator[int]:
+    """Up to ``most`` places, the first one among them."""
+    step = max(1, -(-number // most))
     yield from range(0, number, step)
 
 
-def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task, tried: Tried) -> None:
+def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, source: TaskSource, tried: Tried) -> None:
     """Call the user's reward with an empty answer and, where the row has an answer, with that one; in a box where the bare
     one gets no more than the empty one."""
     from services.inference.scripts.answers import boxed
 
-    path = workflow.reward
+    path, task = workflow.reward, source[0]
     if path in tuple(BuiltInReward) and is_training(where):
-        _try_built_in(recipe, where, BuiltInReward(path), task, tried)
+        tasks = [source[place] for place in _spaced(len(source), _MOST_REWARDED)]
+        _try_built_in(recipe, where, BuiltInReward(path), tasks, tried)
     if not isinstance(path, str) or ":" not in path:
         return
     truth = truth_in(task.data)
@@ -228,40 +230,65 @@ def _try_reward(recipe: Recipe, where: str, workflow: WorkflowConfig, task: Task
             )
 
 
-def _try_built_in(recipe: Recipe, where: str, reward: BuiltInReward, task: Task, tried: Tried) -> None:
-    """Score the row's own answer, written as a policy writes it, with a reward of the gateway."""
+def _try_built_in(recipe: Recipe, where: str, reward: BuiltInReward, tasks: Sequence[Task], tried: Tried) -> None:
+    """Score the own answers of some rows, written as a policy writes them, with a reward of the gateway."""
     from services.inference.scripts.answers import boxed
 
-    truth = task.data.get("solution") if reward is BuiltInReward.CODE else truth_in(task.data)
-    if truth is None:
-        return
-    answer = str(truth)
+    asked: list[tuple[Task, str]] = []
+    for task in tasks:
+        truth = task.data.get("solution") if reward is BuiltInReward.CODE else truth_in(task.data)
+        if truth is None:
+            continue
+        answer = str(truth)
+        try:
+            if reward in (BuiltInReward.BOXED, BuiltInReward.MATH):
+                # A number alone: behind GSM8K's mark, without a box, dollar signs or a fraction of zeros.
+                answer = boxed(re.sub(r"(?<=\d)\.0+\Z", "", answer_text(truth, "the row").strip("$ ")))
+        except DatasetError as error:
+            tried.told.append(f"{where}, task {task.task_id}: the reward {reward} could not be tried: {error.message}")
+            continue
+        asked.append((task, answer))
     try:
-        if reward in (BuiltInReward.BOXED, BuiltInReward.MATH):
-            # A number alone: behind GSM8K's mark, without a box, dollar signs or a fraction of zeros.
-            answer = boxed(re.sub(r"(?<=\d)\.0+\Z", "", answer_text(truth, "the first row").strip("$ ")))
-        result = asyncio.run(_graded(recipe, reward, task, answer))
+        results = asyncio.run(_graded(recipe, reward, asked))
     except RollmillError as error:
-        tried.told.append(f"{where}, task {task.task_id}: the reward {reward} could not be tried: {error.message}")
-        return
-    if result.reward <= 0:
         tried.told.append(
-            f"{where}: {reward} gives the row's own answer no more than an empty one: {answer[:_SHOWN_CHARS]!r} of task "
-            f"{task.task_id} is {result.outcome}{result.detail and f' ({result.detail})'}; write the rows' answers as the policy is "
-            "to write them, or name another reward"
+            f"{where}, task {asked[0][0].task_id}: the reward {reward} could not be tried: {error.message}"
         )
+        return
+    for (task, answer), result in zip(asked, results, strict=True):
+        if result.reward <= 0:
+            tried.told.append(
+                f"{where}: {reward} gives the row's own answer no more than an empty one: {answer[:_SHOWN_CHARS]!r} of task "
+                f"{task.task_id} is {result.outcome}{result.detail and f' ({result.detail})'}; write the rows' answers as the policy "
+                "is to write them, or name another reward"
+            )
+            return
+        if reward is BuiltInReward.BOXED and _SENTENCE.search(answer):
+            tried.told.append(
+                f"{where}: {reward} compares texts, and the answer of task {task.task_id} is a text of several words or lines: "
+                f"{answer[:_SHOWN_CHARS]!r}; write the value alone, or name another reward"
+            )
+            return
 
 
-async def _graded(recipe: Recipe, reward: BuiltInReward, task: Task, answer: str) -> RewardResult:
+_SENTENCE = re.compile(r"\n|[^\W\d_]{2,}\s+[^\W\d_]{2,}\s+\S")
+
+
+async def _graded(recipe: Recipe, reward: BuiltInReward, asked: Sequence[tuple[Task, str]]) -> list[RewardResult]:
     gateway = recipe.envgateway or EnvGatewayConfig()
     if reward is BuiltInReward.CODE:
-        row = (f"task {task.task_id}", {**task.data, "solution": answer})
-        report = await judge_solutions(iter([row]), gateway.sandbox, gateway.code.case_time_s)
-        return RewardResult(outcome=RewardOutcome.WRONG, detail=str(report.failed)) if report.failed.count else CORRECT
+        results = []
+        for task, answer in asked:
+            row = (f"task {task.task_id}", {**task.data, "solution": answer})
+            report = await judge_solutions(iter([row]), gateway.sandbox, gateway.code.case_time_s)
+            failed = RewardResult(outcome=RewardOutcome.WRONG, detail=str(report.failed))
+            results.append(failed if report.failed.count else CORRECT)
+        return results
     is_math = reward is not BuiltInReward.REASONING_GYM
     pool = MathPool(gateway.math) if is_math else MathPool(gateway.reasoning_gym, REASONING_GYM)
     try:
-        return await Rewards(pool, reasoning_pool=pool).compute(reward, task.data, answer)
+        rewards = Rewards(pool, reasoning_pool=pool)
+        return [await rewards.compute(reward, task.data, answer) for task, answer in asked]
     finally:
         await pool.close()
 

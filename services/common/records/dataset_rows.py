@@ -48,7 +48,7 @@ class BuiltInTool(enum.StrEnum):
 PROMPT_FIELDS = ("messages", "prompt", "problem", "question")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*+\{")
-_BRACE = re.compile(r"(?<!\\)[{}]")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character
 TRUTH_FIELDS = ("answer", "ground_truth", "solution")
 TEST_KINDS = ("stdin", "call", "assert")
 
@@ -125,7 +125,7 @@ def closing_brace(text: str, start: int) -> int | None:
     """The place of the brace that closes the one before ``start``; None without one."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
-        depth += 1 if brace[0] == "{" else -1
+        depth += (brace[0] == "{") - (brace[0] == "}")
         if depth == 0:
             return brace.start()
     return None

@@ -42,6 +42,14 @@ class SupervisedExample:
     is_assistant: tuple[bool, ...]  # as long as token_ids
 
 
+def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the beginning that two sequences share."""
+    return next(
+        (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )
+
+
 class Chat:
     """A tokenizer with its chat template, for growing conversations.
 
@@ -65,10 +73,11 @@ class Chat:
         self._by_thinking: dict[bool, Chat] = {}
         self._by_prefill: dict[str, Chat] = {"": self}
         self._special = SpecialText(tokenizer, self._render([_DUMMY_USER, _DUMMY_TURN, _DUMMY_USER], invite=False))
-        self.end_of_turn_id, self._end, self._closing = self._find_end_of_turn()
+        self.end_of_turn_id, self._end = self._find_end_of_turn()
         self._inside = self._end if self.encode(f"{self._end}x")[1:] != self.encode("x") else ""
         self._before = self._find_context()
         self.stop_token_ids = self._find_stop_tokens()
+        self._closing = self._find_closing()
         self.lists_tools = self._find_whether_tools_are_listed()
 
     # -- text <-> ids -------------------------------------------------------------------------------------------
@@ -121,14 +130,15 @@ class Chat:
     def continuation_ids(self, messages: Sequence[Message], last_sampled: int | None = None) -> tuple[int, ...]:
         """Ids that follow an assistant turn: its end, ``messages``, and the invitation to the next turn.
 
-        ``last_sampled`` is the last id of the turn: when the policy ended its turn itself, the end of turn is there
-        already and is not repeated. Text of special tokens in a message stays text: the output of a program cannot end
+        ``last_sampled`` is the last id of the turn: when the policy ended its turn itself, with any stop token, the end of
+        turn is there already and is not repeated. Text of special tokens in a message stays text: the output of a program cannot end
         a turn or begin one.
         """
         text = self._continuation_text([self._special.of_stranger(m) for m in messages])
         ids = self._cached_encode(text)
-        if last_sampled == self.end_of_turn_id and self._closing and text.startswith(self._closing):
-            return ids[ids.index(last_sampled) + 1 :]
+        closing = self._closing
+        if last_sampled in self.stop_token_ids and closing and ids[: len(closing)] == closing:
+            return ids[closing.index(last_sampled) + 1 if last_sampled in closing else len(closing) :]
         # Templates without an end of turn: a policy ends its turn with the token that begins the next one.
         return ids[1:] if last_sampled in self.stop_token_ids and ids[:1] == (last_sampled,) else ids
 
@@ -276,11 +286,8 @@ class Chat:
         pieces = cut(plain)
         return pieces if pieces is not None and pieces == cut(padded) else None
 
-    def _find_end_of_turn(self) -> tuple[int, str, str]:
-        """The token that ends an assistant turn, its text, and the template's text after a turn up to and with the token.
-
-        A template may write the end between turns only, and may write space before it.
-        """
+    def _find_end_of_turn(self) -> tuple[int, str]:
+        """The token that ends an assistant turn, and its text. A template may write it between turns only."""
         ids = {str(token): number for number, token in getattr(self._tokenizer, "added_tokens_decoder", {}).items()}
         ids |= dict(zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True))
         last = self._after_dummy_turn([], invite=False)
@@ -292,10 +299,24 @@ class Chat:
                 "a policy could never end its turn"
             )
         end = min(found)[2] if found else next(text for text, number in ids.items() if number == eos)
-        following = {"role": "user", "content": f"{_MARKER}0."}
-        between = self._after_dummy_turn([following], invite=False).partition(following["content"])[0]
-        before, ends, _ = between.partition(end)
-        return ids[end], end, before + end if ends else ""
+        return ids[end], end
+
+    def _find_closing(self) -> tuple[int, ...]:
+        """The tokens after a turn up to the last stop token that ends it; empty if the template writes none.
+
+        A template may write an end between turns that differs from the last one, several ends, and space before them. A token
+        that begins the next turn ends none, unless no other does: it stands before a user's first turn too, and not before an
+        assistant's.
+        """
+        user = {"role": "user", "content": f"{_MARKER}0."}
+        opening, answered = self._render([user, _DUMMY_TURN], invite=False).partition(_MARKER + "0.")[::2]
+        after = self._after_dummy_turn([user], invite=False).partition(_MARKER + "0.")[0]
+        first, between, next_ = map(self._cached_encode, (opening, after, answered.partition(_MARKER)[0]))
+        own = max(len(between) - _num_equal(between[::-1], first[::-1]), _num_equal(between, next_))
+        ends = [place + 1 for place, token in enumerate(between[:own]) if token in self.stop_token_ids]
+        if self.end_of_turn_id in between:
+            ends.append(between.index(self.end_of_turn_id) + 1)
+        return between[: max(ends, default=0)]
 
     def _find_stop_tokens(self) -> tuple[int, ...]:
         eos = self._tokenizer.eos_token_id

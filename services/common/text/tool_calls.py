@@ -64,6 +64,8 @@ def split_calls(text: str, *, thinks: bool = False) -> tuple[str, list[str]]:
 
 
 _OPENING = re.compile(f"{THOUGHT}|{OPEN}")
+_THOUGHT_TAG = re.compile(f"{THOUGHT}|{END_OF_THOUGHT}")
+_JSON, _SPACE = re.compile(r"\s*+\{"), re.compile(r"\s*+")
 _THOUGHT_TAG_OR_CALL = re.compile(f"{THOUGHT}|{END_OF_THOUGHT}|{OPEN}(?:(?!{OPEN}).)*?{CLOSE}", re.DOTALL)
 
 
@@ -80,19 +82,42 @@ def _places_of_calls(text: str, *, thinks: bool = False) -> Iterator[tuple[int, 
         if place < len(END_OF_THOUGHT):
             return
     while found := _OPENING.search(text, place):
-        closing = END_OF_THOUGHT if found.group() == THOUGHT else CLOSE
-        end = text.find(closing, found.end())
-        if closing == CLOSE:
-            yield found.end(), end
+        begin, depth = found.end(), 1
+        if found.group() == OPEN:
+            end = _end_of_call(text, begin)
+            later = text.rfind(OPEN, begin, end) + len(OPEN)
+            if later > begin and _JSON.match(text, later) and not _JSON.match(text, begin):  # the tag was a quotation
+                begin, end = later, _end_of_call(text, later)
+            yield begin, end
+            place = end + len(CLOSE)
+        else:
+            tags_inside = _THOUGHT_TAG.finditer(text, begin)
+            end = next(
+                (tag.start() for tag in tags_inside if not (depth := depth + (1 if tag[0] == THOUGHT else -1))), -1
+            )
+            place = end + len(END_OF_THOUGHT)
         if end < 0:
             return
-        place = end + len(closing)
+
+
+def _end_of_call(text: str, begin: int) -> int:
+    """The place of the closing tag; one in a text of the call's JSON closes no call."""
+    try:
+        inside = json.JSONDecoder().raw_decode(text, _SPACE.match(text, begin).end())[1]  # type: ignore[union-attr]
+    except (ValueError, RecursionError):
+        inside = begin
+    return text.find(CLOSE, inside)
 
 
 def parse_json_call(content: str) -> ToolCall | MalformedCall:
-    """One JSON object ``{"name": ..., "arguments": {...}}``; ``parameters``, the word of Llama 3, is the same as ``arguments``."""
+    """One JSON object ``{"name": ..., "arguments": {...}}``; ``parameters``, the word of Llama 3, is the same as ``arguments``.
+    Arguments may be JSON as text, as in OpenAI's messages, and an ``id`` and a ``type`` may stand beside."""
     try:
-        call = json.loads(content, object_pairs_hook=_object, parse_constant=_no_json, parse_float=_finite)
+        call = _loads(content)
+        if isinstance(call, dict):
+            call = {
+                key: _loads(part) if key in _ARGUMENTS and isinstance(part, str) else part for key, part in call.items()
+            }
     except ValueError as error:  # JSONDecodeError, and integers of absurd length
         return MalformedCall(error=f"not valid JSON: {error}")
     except RecursionError:
@@ -101,13 +126,20 @@ def parse_json_call(content: str) -> ToolCall | MalformedCall:
         return MalformedCall(error="the call must be one JSON object with name and arguments")
     if not isinstance(call.get("name"), str):
         return MalformedCall(error='"name" is missing or no string')
-    others = [key for key in call if key != "name"]
-    if others not in ([], ["arguments"], ["parameters"]):
+    others = [key for key in call if key not in ("name", "id", "type")]
+    if others not in ([], *([each] for each in _ARGUMENTS)):
         return MalformedCall(error=f'write "name" and "arguments" alone, not {json.dumps(others)}')
     arguments = call[others[0]] if others else {}
     if not isinstance(arguments, dict):
         return MalformedCall(error='"arguments" must be a JSON object')
     return ToolCall(name=call["name"], arguments=arguments)
+
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def _loads(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_object, parse_constant=_no_json, parse_float=_finite)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

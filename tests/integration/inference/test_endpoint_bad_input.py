@@ -194,15 +194,18 @@ async def test_a_result_of_ten_megabytes_is_cut_at_the_documented_bound(dialect:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_arguments_that_no_client_can_read_stay_text(server: EndpointServer, dialect: str) -> None:
-    """An integer of more than 64 bits, half of a surrogate pair."""
-    texts = [CALL.replace("1}", f"{value}}}") for value in ("1" + "0" * 30, '"\\ud800"')]
-    session = session_of(await served_policy(texts), sampling=Sampling(max_new_tokens=400))
+async def test_arguments_that_no_client_can_read_stay_text_and_integers_of_any_size_are_arguments(
+    server: EndpointServer, dialect: str
+) -> None:
+    """Half of a surrogate pair; an integer of more than 64 bits."""
+    texts = {CALL.replace("1}", f"{value}}}"): stays for value, stays in (('"\\ud800"', True), (str(10**30), False))}
+    session = session_of(await served_policy(list(texts)), sampling=Sampling(max_new_tokens=400))
     with server.opened(session) as session_id:
-        for text in texts:
+        for text, stays in texts.items():
             body = {"tools": [tool(dialect)], ITEMS[dialect]: [{"role": "user", "content": text[-9:]}]}
             status, answer = await post(server, PATHS[dialect], body, **{"X-Session-ID": session_id})
-            assert status == 200 and "<tool_call>" in json.dumps(answer)
+            assert status == 200 and ("<tool_call>" in json.dumps(answer)) is stays
+            assert stays or str(10**30) in json.dumps(answer)
 
 
 # -- streams that a client breaks off ---------------------------------------------------------------------------------

@@ -183,6 +183,14 @@ def test_a_built_in_reward_that_the_rows_own_answer_does_not_raise_is_told(
     assert shown is None or repr(shown)[1:-1] in told
 
 
+def test_later_rows_and_answers_of_several_words_are_told(folder: Path) -> None:
+    apply(folder, Wrong("reward", (), {"workflow.settings.reward": "boxed"}))
+    for answers, expected in ((("12", *["so #### 12"] * 9), TOLD), (("The answer is 12.",), "write the value alone")):
+        rows = [json.dumps({"problem": "Add 8 and 9.", "answer": answer}) + "\n" for answer in answers]
+        (folder / "rows.jsonl").write_text("".join(rows))
+        assert expected in checked(folder, Wrong("reward", ()))
+
+
 @pytest.mark.needs("isolating sandbox")
 @pytest.mark.parametrize(("solution", "is_told"), [("print(input())", False), ("print(1)", True), (None, False)])
 def test_a_solution_that_fails_its_own_tests_is_told(solution: str | None, is_told: bool, folder: Path) -> None:

@@ -19,6 +19,7 @@ from services.inference.endpoint.dialects.tools import check_tools, function_too
 from services.inference.workflows.agents.chat_messages import (
     Call,
     apart_message,
+    plain_arguments,
     read_answer,
     same_message,
     split_thought,
@@ -151,3 +152,10 @@ CALL = '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>'
 def test_a_call_that_a_thought_mentions_is_none(text: str, thinks: bool, said: str, num_calls: int) -> None:
     answer = read_answer(text, with_calls=True, thinks=thinks)
     assert (answer.said, [call.arguments for call in answer.calls]) == (said, ['{"a":1}'] * num_calls)
+
+
+def test_a_call_keeps_integers_of_any_size() -> None:
+    number = 10**30
+    said = f'<tool_call>{{"id": "x", "name": "f", "arguments": {{"a": {number}}}}}</tool_call>'
+    answer = read_answer(said, with_calls=True, thinks=False)
+    assert [call.arguments for call in answer.calls] == [f'{{"a":{number}}}'] == [plain_arguments(f'{{"a": {number}}}')]

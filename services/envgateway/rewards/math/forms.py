@@ -8,6 +8,7 @@ repeating decimals, ``3.8e27`` or ``1<x<2`` for an interval. Here are the rules 
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections import deque
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ _AND = re.compile(r"\\(?:text|mathrm|textrm)\{\s*and\s*\}|\\(?:land|wedge)(?![A-
 _BUILDER = re.compile(r"\\\{[A-Za-z](?:\\in(?:\\mathbb\{?R\}?|\\R))?(?:\\mid|\\vert|\||:)(.*)\\\}")
 _DEGREE = re.compile(r"\\degree(?![A-Za-z])")
 _UNMEANT = re.compile(
-    r"\\(?:boldsymbol|bm|bf|mathbf)(?![A-Za-z])\s*(?=\{)|\\(?:checkmark|blacksquare|square|qedhere)(?![A-Za-z])"
+    r"\\(?:boldsymbol|bm|bf|mathbf)(?![A-Za-z])\s*(?=\{)|\\(?:checkmark|blacksquare|square|qedhere)(?![A-Za-z])|\\\\(?=\s*+(?:[}$]|\Z))"
 )
 _ENDING_POINT = re.compile(r"(?<=\d)\.(?=\s*[}$])")
 _SPACING = re.compile(r"\\(?:left|right|bigl|bigr|Big|big|displaystyle|,|;|!|:|quad|qquad| )|[$~\s]")
@@ -52,10 +53,13 @@ _AT_LEAST = re.compile(
     r"\s+than|not)(?![a-z])",
     re.IGNORECASE,
 )
+_ASIDE = re.compile(r"\d\s++(?:\(\s*+)?(?:[A-Za-z]{2,}+\s++)++\d")  # 18 (not 17), 18 maybe 17
+_CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?:\s*+[ap]\.?m\.?)?+", re.IGNORECASE)
 _BASED = re.compile(r"(\d{1,300})(?:_\{?(?:\\text\{)?(\d{1,2})\}{0,2})?")
 _ASSIGNED = re.compile(r"([A-Za-z])=(.+)")
 _ROMAN = re.compile(
     r"\\(?:mathrm|operatorname|textrm)\*?\s*+\{\s*+(?:([ei])|(ln|lg|log|exp|gcd|det|min|max|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?))\s*+\}"
+    r"|\\(?:mathrm|rm)\s++([ei])(?![A-Za-z])"
 )
 # other spellings of signs that Math-Verify reads
 _AS_READ = {
@@ -71,11 +75,16 @@ _AS_READ = {
     r"\\varnothing(?![A-Za-z])|∅|\\\{\s*+\\\}|\\text\s*+\{\s*+(?:the )?empty set\s*+\}": r"\\emptyset",
     r"\\R(?![A-Za-z])|\\text\s*+\{\s*+(?:all )?real numbers\s*+\}|\(\s*+-\s*+\\infty\s*+,\s*+\+?+\\infty\s*+\)": r"\\mathbb{R}",
     r"(?<=\d),\\!\s*+(?=\d{3})": ",",
+    "°": r"^\\circ",
+    r"(\\[dtc]?frac)\s*+(\\(?!d?t?frac|sqrt|text|math)[A-Za-z]++|\d(?=\s*+\\))\s*+(?=[\w{\\])": r"\1{\2}",
+    r"(\\[dtc]?frac\s*+\{[^{}]*+\})\s*+(\\(?!d?t?frac|sqrt|text|math)[A-Za-z]++)": r"\1{\2}",
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^\{?\d\}?)?\s*+[({]?\s*+)(\d++(?:\.\d++)?+)\s*+\^\s*+\{?\s*+\\circ\s*+\}?": r"\1{\\frac{\2\\pi}{180}}",
 }
 _WHOLE_TEXT = re.compile(r"\\(?:text|mathrm|textrm|textbf|mbox)\s*+\{(\s*+[+-]?\d[^{}]*+)\}")
 _UNIT = re.compile(
     r"(?<!\s)(?:\s|\\[ ,;])\s*+((?:[A-Za-z]{3,}+|[ckmd][mgsl]|ft|lb|oz|mL|[mg](?=/))(?:\^\{?[23]\}?)?(?:\s*+/\s*+[A-Za-z]++(?:\^\{?[23]\}?)?|\s++[A-Za-z]{3,}+)*+)(?![A-Za-z])"
 )
+_TEXT = re.compile(r"\\(?:text|mathrm|textrm|textbf|mbox|rm)\s*+\{([^{}]*+)\}")
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?!\s*+=)")
 _NO_UNIT = re.compile(
     r"\b(?:hundred|thousand|[a-z]+illion|dozen|percent|hal[fv]e?s?|thirds?|quarters?|squared|cubed|factorial|or|and|not|more|less|than)\b"
@@ -105,7 +114,7 @@ def _italic(match: re.Match[str]) -> str:
     if match[2]:
         return f"\\{match[2]} "
     before, behind = match.string[: match.start()][-1:], match.string[match.end() :][:1]
-    return f"{' ' * before.isalpha()}{match[1]}{' ' * behind.isalpha()}"
+    return f"{' ' * before.isalpha()}{match[1] or match[3]}{' ' * behind.isalpha()}"
 
 
 def _as_fraction(match: re.Match[str]) -> str:
@@ -129,6 +138,29 @@ def _as_digits(match: re.Match[str]) -> str:
 def _as_improper(match: re.Match[str]) -> str:
     below = int(match[4][:50])
     return f"{match[1]}{int(match[2][:50]) * below + int(match[3][:50])}/{below}" if below else match[0]
+
+
+_UNIT_WORD = re.compile(r"[A-Za-z]++(?:\.[A-Za-z]++)*+|\^\s*+\{?[23]|[²³]")
+
+
+def unit_words(text: str) -> list[str]:
+    r"""The words of the unit that an answer gives with its number, in order; a sign of degrees or dollars is a word too.
+
+    >>> unit_words(r"5\text{ m}^2"), unit_words("5 km/h"), unit_words(r"\$5"), unit_words(r"3x + \text{const}")
+    (['m', 'sq'], ['km', 'h'], ['dollar'], ['const'])
+    """
+    text = re.sub(r"\^\s*+\{?\s*+\\circ\s*+\}?|°|\\degree", r"\\text{ degree }", text[:_LONGEST]).replace(
+        r"\$", r"\text{ dollar }"
+    )
+    number = without_unit(text)
+    behind = text.strip()[len(number) :] if text.strip().startswith(number) else ""
+    parts = (
+        [f"{found[1]}{text[found.end() : found.end() + 3]}" for found in _TEXT.finditer(text)]
+        if not behind
+        else [behind]
+    )
+    words = _UNIT_WORD.findall(_NO_UNIT.sub("", " ".join(parts))) if re.search(r"\d", text) else []
+    return [{"2": "sq", "²": "sq", "3": "cu", "³": "cu"}.get(word[-1], word.replace(".", "")) for word in words]
 
 
 def without_unit(text: str) -> str:
@@ -171,6 +203,16 @@ def form_of(text: str) -> Form:
     return Form.ONE
 
 
+def alternatives(answer: str) -> list[str]:
+    r"""The values among which an answer leaves the choice.
+
+    >>> alternatives(r"17 \vee 18"), alternatives(r"18\text{ (or 17)}"), alternatives(r"18\text{ cm}")
+    (['17 ', ' 18'], ['18  ', ' 17) '], ['18\\text{ cm}'])
+    """
+    found = _UNION.split(re.sub(r"[(,]\s*+(?=or\b)", "", _TEXT.sub(r" \1 ", answer)))
+    return found if len(found) > 1 else [answer]
+
+
 def asks_for_one(truth: str) -> bool:
     """Whether a reference answer is one value."""
     return form_of(truth) is Form.ONE and "," not in truth and "\\pm" not in truth and not _UNION.search(truth)
@@ -180,6 +222,8 @@ def other_form(truth: str, answer: str) -> str:
     """Why an answer is no answer though its value is right; empty when its form suits."""
     wanted, given = form_of(truth), form_of(answer)
     is_one = wanted is Form.ONE and "\\pm" not in truth
+    if is_one and _ASIDE.search(_worded(answer)) and not _ASIDE.search(_worded(truth)):
+        return "another value beside the answer"
     if is_one and given in (Form.LIST, Form.ORDERED) and intervals(truth) is None:
         return f"{given} where one value is asked for"
     if {wanted, given} == {Form.SET, Form.ORDERED}:
@@ -194,6 +238,12 @@ def other_form(truth: str, answer: str) -> str:
     ):
         if rule.search(_worded(answer)) and not rule.search(_worded(truth)):
             return f"{what} where {wanted} is asked for"
+    if (
+        (clock := _CLOCK.fullmatch(_worded(truth)))
+        and [int(part) for part in re.findall(r"\d{1,9}", answer)] != (time := [int(clock[1]), int(clock[2])])
+        and (clock[2][0] == "0" or math.gcd(*time) > 1)
+    ):  # 12:30 is no ratio
+        return "a number where a time is asked for"
     about = _ABOUT.fullmatch(_worded(answer))
     if about and about[1] != about[2]:
         return "an equation that does not hold"
@@ -237,6 +287,27 @@ def listed_values(text: str) -> list[str]:
     if form_of(text) is Form.ORDERED:
         text = text[1:-1]
     return split(_AND.sub(",", text), ",")
+
+
+_CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.:)])(?:(?!\b[A-Z]\b).)*+")
+_LONGEST_PRODUCT = 3  # letters, of which case makes others
+
+
+def same_words(truth: str, answer: str) -> bool:
+    """Whether they are the same words in capitals or not, or the answer is the asked choice with its contents.
+
+    >>> same_words("true", r"\\text{True}"), same_words("B", "(B) 12"), same_words("B", "(B) or (C)"), same_words("AB", "ab")
+    (True, True, False, False)
+    """
+    wanted, given = _worded(truth), _worded(answer)
+    if chosen := _CHOICE.fullmatch(given):
+        return wanted.strip("()") == (chosen[1] or chosen[2])
+    are_words = all(each.replace(" ", "").isalpha() for each in (wanted, given))
+    return (
+        are_words
+        and wanted.casefold() == given.casefold()
+        and ("\\text" in truth + answer or len(wanted) > _LONGEST_PRODUCT)
+    )
 
 
 def _worded(text: str) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 
 from services.common.errors import DatasetError
 from services.common.reasoning_gym import Scorer, answer_in
+from services.common.records.dataset_rows import BOX
 from services.common.system.child import die_with_parent_if_asked, limit_memory
 from services.envgateway.rewards.result import RewardResult
 from services.envgateway.sandbox.bare import procfs, wire
@@ -67,7 +68,7 @@ def _load_grader() -> Grade:
     logging.disable(logging.WARNING)  # Math-Verify warns on every call that its timeouts are off
     from services.envgateway.rewards.math.boxed import ends_in_bare_list, final_answers
     from services.envgateway.rewards.math.compare import MathComparison
-    from services.envgateway.rewards.math.forms import asks_for_one, without_unit
+    from services.envgateway.rewards.math.forms import alternatives, asks_for_one, without_unit
 
     compared = MathComparison()
 
@@ -80,10 +81,15 @@ def _load_grader() -> Grade:
             return "grader_failed", "the reference answer cannot be parsed"
         try:
             is_one, boxed = asks_for_one(truth), final_answers(completion)
+            if not boxed and BOX.search(completion):
+                return "unparsed", "the last box is empty or not closed"
             if not boxed and is_one and ends_in_bare_list(completion):
                 return "wrong", "a list where one value is asked for"
+            if any(compared.another_unit(truth, part) for part in boxed):
+                return "wrong", "another unit"
             # each is the answer, or all are together
-            boxed = [f"$\\boxed{{{without_unit(part)}}}$" for part in (boxed if is_one else [", ".join(boxed)]) if part]
+            parts = [each for part in boxed for each in alternatives(part)] if is_one else [", ".join(boxed)]
+            boxed = [f"$\\boxed{{{without_unit(part)}}}$" for part in parts if part]
             for text in boxed or [completion]:
                 answer = compared.answer(text)
                 if not answer:

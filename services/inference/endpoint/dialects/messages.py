@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import orjson
 from pydantic import BaseModel, Field, field_validator
 
 from services.common.errors import InvalidRequestError
@@ -19,7 +18,7 @@ from services.inference.endpoint.dialects.base import (
 )
 from services.inference.endpoint.dialects.messages_answers import MessagesWriter, anthropic_refusal
 from services.inference.endpoint.dialects.tools import function_tool
-from services.inference.workflows.agents.chat_messages import Call, apart_message, plain_arguments, tool_message
+from services.inference.workflows.agents.chat_messages import Call, apart_message, tool_message, written_arguments
 from services.inference.workflows.agents.turns import TurnRequest
 
 
@@ -123,17 +122,10 @@ def _turn(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
         elif kind == "tool_use":
             name = _text_in(block, "name", f"{where}[{i}]")
             given = object_at(block.get("input") or {}, f"{where}[{i}].input")
-            calls.append(Call(id=str(block.get("id", "")), name=name, arguments=_arguments(given)))
+            calls.append(Call(id=str(block.get("id", "")), name=name, arguments=written_arguments(given)))
         elif kind != "redacted_thinking":
             raise _no_text(f"{where}[{i}]", kind, "text, thinking or tool_use")
     return apart_message(said, thought, calls)
-
-
-def _arguments(given: Mapping[str, Any]) -> str:
-    try:
-        return orjson.dumps(given).decode()
-    except TypeError:  # an integer of more than 64 bits
-        return plain_arguments(str(given))
 
 
 def _read_user(role: str, blocks: Sequence[Mapping[str, Any]], where: str, limits: ItemLimits) -> list[Message]:

@@ -31,7 +31,7 @@ class MessagesWriter(BlockWriter):
     def whole(self, turn: CapturedTurn) -> Json:
         content = [self._block(kind, text) for kind, text in texts_of(turn.answer)]
         calls = [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": orjson.loads(call.arguments)}
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": orjson.Fragment(call.arguments)}
             for call in turn.answer.calls
         ]
         return self._message([*content, *calls], _usage(turn), **_end(turn))

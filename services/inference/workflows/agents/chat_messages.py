@@ -9,6 +9,7 @@ Pure functions of text and JSON.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,11 +61,16 @@ def tool_message(call_id: str, content: str) -> dict[str, Any]:
     return {"role": "tool", "content": content, "tool_call_id": call_id}
 
 
+def written_arguments(arguments: Any) -> str:
+    """JSON as text, without spaces; its integers have any size, unlike orjson's."""
+    return json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+
+
 def plain_arguments(arguments: str) -> str:
     """The arguments of a call without spaces between their parts, so that spaces make no difference."""
     try:
-        return orjson.dumps(orjson.loads(arguments)).decode()
-    except ValueError:
+        return written_arguments(json.loads(arguments))
+    except (ValueError, RecursionError):
         return arguments  # then compared unchanged
 
 
@@ -89,8 +95,8 @@ def _calls(contents: Sequence[str]) -> tuple[Call, ...]:
         if isinstance(parsed, MalformedCall):
             return ()
         try:
-            arguments = orjson.dumps(parsed.arguments).decode()
-        except TypeError:  # an integer of more than 64 bits, half of a surrogate pair: nothing that clients can read
+            (arguments := written_arguments(parsed.arguments)).encode()
+        except UnicodeEncodeError:  # half of a surrogate pair: nothing that clients can read
             return ()
         calls.append(Call(id=f"call_{uuid.uuid4().hex[:24]}", name=parsed.name, arguments=arguments))
     return tuple(calls)
