@@ -271,7 +271,7 @@ def _try_built_in(recipe: Recipe, where: str, reward: BuiltInReward, tasks: Sequ
             return
 
 
-_SENTENCE = re.compile(r"\n|[^\W\d_]{2,}\s+[^\W\d_]{2,}\s+\S")
+_SENTENCE = re.compile(r"\n|(?<![^\W\d_])[^\W\d_]{2,}+\s++[^\W\d_]{2,}+\s++\S")
 
 
 async def _graded(recipe: Recipe, reward: BuiltInReward, asked: Sequence[tuple[Task, str]]) -> list[RewardResult]:

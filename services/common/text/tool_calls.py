@@ -6,6 +6,7 @@ of the infrastructure has no status: it is an error.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import math
@@ -114,10 +115,6 @@ def parse_json_call(content: str) -> ToolCall | MalformedCall:
     Arguments may be JSON as text, as in OpenAI's messages, and an ``id`` and a ``type`` may stand beside."""
     try:
         call = _loads(content)
-        if isinstance(call, dict):
-            call = {
-                key: _loads(part) if key in _ARGUMENTS and isinstance(part, str) else part for key, part in call.items()
-            }
     except ValueError as error:  # JSONDecodeError, and integers of absurd length
         return MalformedCall(error=f"not valid JSON: {error}")
     except RecursionError:
@@ -130,6 +127,9 @@ def parse_json_call(content: str) -> ToolCall | MalformedCall:
     if others not in ([], *([each] for each in _ARGUMENTS)):
         return MalformedCall(error=f'write "name" and "arguments" alone, not {json.dumps(others)}')
     arguments = call[others[0]] if others else {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = _loads(arguments)
     if not isinstance(arguments, dict):
         return MalformedCall(error='"arguments" must be a JSON object')
     return ToolCall(name=call["name"], arguments=arguments)

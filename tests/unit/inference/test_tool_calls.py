@@ -75,7 +75,7 @@ def test_a_call_that_is_not_closed_is_malformed() -> None:
         ('{"name": 1, "arguments": {}}', '"name"'),
         ('{"name": "run", "arguments": "1"}', '"arguments"'),
         ('{"name": "run", "arguments": "[1]"}', '"arguments" must be a JSON object'),
-        ('{"name": "run", "arguments": "so"}', "not valid JSON"),
+        ('{"name": "run", "arguments": "so"}', "must be a JSON object"),
         ('{"name": "run", "arguments": "{\\"a\\": 1}"}', ToolCall(name="run", arguments={"a": 1})),
         ('{"id": "x", "type": "function", "name": "run", "arguments": {}}', ToolCall(name="run", arguments={})),
         ('{"name": "run", "arguments": [1]}', '"arguments" must be a JSON object'),

@@ -22,11 +22,9 @@ from services.envgateway.rewards.math.forms import (
     other_form,
     rewritten,
     same_words,
-    unit_words,
 )
 
 _MOST_SPANS = 4
-_LONGEST_SYMBOL = 4  # letters of a unit's short form
 _Parsed = list[Any]
 
 
@@ -35,9 +33,7 @@ class MathComparison:
 
     def __init__(self) -> None:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-        from sympy.physics import units
 
-        self._units: Any = units
         self._parse, self._verify = parse, verify
         self._settings = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]  # boxed answers first
 
@@ -74,35 +70,6 @@ class MathComparison:
         if self._same_intervals(wanted, given) or self._same_turned(gold, given) or self._same_complex(gold, answer):
             return None
         return ""
-
-    def another_unit(self, truth: str, answer: str) -> bool:
-        """Whether both name a unit and these differ: other quantities, or words of which neither is short for the other.
-
-        Further words of the one are no difference (red apples and apples), unless they are units or powers.
-        """
-        ours, theirs = sorted((unit_words(truth), unit_words(answer)), key=len)
-        if not ours or (len(theirs) > 1 and "".join(word[0] for word in theirs) == ours[0]):  # mph
-            return False
-        ours, theirs = ([word for word in words if word != "per"] for words in (ours, theirs))
-        rest = [word for word in theirs if not any(self._is_same_unit(word, each) for each in ours)]
-        missing = [word for word in ours if not any(self._is_same_unit(word, each) for each in theirs)]
-        return bool(missing) or any(self._quantity(word) or word in ("sq", "square", "cu", "cubic") for word in rest)
-
-    def _quantity(self, word: str) -> str:
-        """The name of the physical unit that a word or a symbol means; empty for other words."""
-        word = {"lb": "pound", "lbs": "pound"}.get(word, word)
-        named = (getattr(self._units, each, None) for each in (word, word.lower()))
-        return next((str(each.name) for each in named if isinstance(each, self._units.Quantity)), "")
-
-    def _is_same_unit(self, one: str, other: str) -> bool:
-        short, long = sorted((one, other), key=len)
-        left, right = self._quantity(short), self._quantity(long)
-        if left or (right and len(short) > _LONGEST_SYMBOL):
-            return left == right
-        short, long = short.lower(), long.lower()
-        letters = iter(long)  # hr for hours
-        is_symbol = len(short) <= _LONGEST_SYMBOL and short[0] == long[0] and all(each in letters for each in short)
-        return is_symbol or short.rstrip("iyes") == long.rstrip("iyes")
 
     def _parsed(self, text: str) -> _Parsed:
         return list(self._parse(text, self._settings, parsing_timeout=None))

@@ -140,29 +140,6 @@ def _as_improper(match: re.Match[str]) -> str:
     return f"{match[1]}{int(match[2][:50]) * below + int(match[3][:50])}/{below}" if below else match[0]
 
 
-_UNIT_WORD = re.compile(r"[A-Za-z]++(?:\.[A-Za-z]++)*+|\^\s*+\{?[23]|[²³]")
-
-
-def unit_words(text: str) -> list[str]:
-    r"""The words of the unit that an answer gives with its number, in order; a sign of degrees or dollars is a word too.
-
-    >>> unit_words(r"5\text{ m}^2"), unit_words("5 km/h"), unit_words(r"\$5"), unit_words(r"3x + \text{const}")
-    (['m', 'sq'], ['km', 'h'], ['dollar'], ['const'])
-    """
-    text = re.sub(r"\^\s*+\{?\s*+\\circ\s*+\}?|°|\\degree", r"\\text{ degree }", text[:_LONGEST]).replace(
-        r"\$", r"\text{ dollar }"
-    )
-    number = without_unit(text)
-    behind = text.strip()[len(number) :] if text.strip().startswith(number) else ""
-    parts = (
-        [f"{found[1]}{text[found.end() : found.end() + 3]}" for found in _TEXT.finditer(text)]
-        if not behind
-        else [behind]
-    )
-    words = _UNIT_WORD.findall(_NO_UNIT.sub("", " ".join(parts))) if re.search(r"\d", text) else []
-    return [{"2": "sq", "²": "sq", "3": "cu", "³": "cu"}.get(word[-1], word.replace(".", "")) for word in words]
-
-
 def without_unit(text: str) -> str:
     r"""The number of an answer that plain words of a unit follow; any other answer unchanged.
 

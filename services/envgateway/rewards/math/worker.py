@@ -85,8 +85,6 @@ def _load_grader() -> Grade:
                 return "unparsed", "the last box is empty or not closed"
             if not boxed and is_one and ends_in_bare_list(completion):
                 return "wrong", "a list where one value is asked for"
-            if any(compared.another_unit(truth, part) for part in boxed):
-                return "wrong", "another unit"
             # each is the answer, or all are together
             parts = [each for part in boxed for each in alternatives(part)] if is_one else [", ".join(boxed)]
             boxed = [f"$\\boxed{{{without_unit(part)}}}$" for part in parts if part]

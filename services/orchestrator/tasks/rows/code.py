@@ -86,7 +86,7 @@ _KINDS = {"int": int | float, "float": int | float, "bool": int | float, "str": 
 
 def _as_annotated(tests: Tests, normal: Row, where: str) -> None:
     """Leave out readings of a value that the row's heads of the function exclude; refuse a function without a value."""
-    head = re.compile(rf"\bdef {re.escape(tests['entry_point'])}\([^)]*+\)\s*+->([^:\n]*+):")
+    head = re.compile(rf"\bdef {re.escape(tests['entry_point'])}\([^()]*+\)\s*+->([^:\n]*+):")
     found = (head.search(normal.get(column, "")) for column in ("problem", "starter_code", "solution"))
     heads = [_expression(said[1]) for said in found if said]
     for case in tests["cases"]:
@@ -272,7 +272,7 @@ _KEY = re.compile(
 
 def _has_text_keys(tests: Tests, normal: Row) -> bool:
     """Whether the row says that keys of integers are texts: the function's head by a type, or its solution by a key."""
-    head = re.compile(rf"\bdef {re.escape(tests['entry_point'])}\([^)]*(?i:\bdict|mapping)\[str\b")
+    head = re.compile(rf"\bdef {re.escape(tests['entry_point'])}\([^()]*(?i:\bdict|mapping)\[str\b")
     named = {key for found in _KEY.findall(normal.get("solution", "")) for key in found}
     return any(head.search(normal.get(column, "")) for column in ("problem", "starter_code", "solution")) or bool(
         named & _integer_keys([case["args"] for case in tests["cases"]])
