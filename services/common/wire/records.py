@@ -107,10 +107,6 @@ def interval_from_proto(proto: pool_pb2.Interval) -> Interval:
     return timestamp_from_proto(proto.start), timestamp_from_proto(proto.end)
 
 
-def segment_to_proto(segment: Segment) -> trajectory_pb2.Segment:
-    return trajectory_pb2.Segment(**_fields_of_segment(segment))
-
-
 def _fields_of_segment(segment: Segment) -> dict[str, Any]:
     return {
         "source": _SOURCE_TO_PROTO[segment.source],
@@ -145,12 +141,6 @@ def segment_from_proto(proto: trajectory_pb2.Segment) -> Segment:
         )
     except ValueError as error:
         raise InvalidRequestError(str(error)) from None
-
-
-def sequence_to_proto(sequence: Sequence) -> trajectory_pb2.Sequence:
-    proto = trajectory_pb2.Sequence()
-    fill_sequence(proto, sequence)
-    return proto
 
 
 def fill_sequence(proto: trajectory_pb2.Sequence, sequence: Sequence) -> None:
@@ -199,12 +189,6 @@ def totals_from_proto(proto: training_pb2.MinibatchTotals) -> MinibatchTotals:
     return MinibatchTotals(num_sequences=proto.num_sequences, num_trained_tokens=proto.num_trained_tokens)
 
 
-def training_sequence_to_proto(item: TrainingSequence) -> training_pb2.TrainingSequence:
-    proto = training_pb2.TrainingSequence()
-    _fill_training_sequence(proto, item)
-    return proto
-
-
 def _fill_training_sequence(proto: training_pb2.TrainingSequence, item: TrainingSequence) -> None:
     proto.sequence_id = item.sequence_id
     fill_sequence(proto.sequence, item.sequence)
@@ -248,12 +232,6 @@ def training_sequence_from_proto(proto: training_pb2.TrainingSequence) -> Traini
         position=proto.position,
         advantage_scale=proto.advantage_scale if proto.HasField("advantage_scale") else 1.0,
     )
-
-
-def trajectory_to_proto(trajectory: Trajectory) -> trajectory_pb2.Trajectory:
-    proto = trajectory_pb2.Trajectory()
-    fill_trajectory(proto, trajectory)
-    return proto
 
 
 def fill_trajectory(proto: trajectory_pb2.Trajectory, trajectory: Trajectory) -> None:

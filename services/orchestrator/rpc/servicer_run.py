@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import orjson
@@ -15,6 +15,7 @@ from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.telemetry.logs import without_passwords
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_to_proto
+from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.journal.records import EvaluationResult, by_name
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.monitoring.progress import Progress
@@ -37,16 +38,6 @@ _STATE = {
 }
 
 
-class RunRequests(Protocol):
-    """What people and tools may ask of a run."""
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    async def begin_evaluation(self, evaluation_id: str) -> None: ...
-
-
 class RunServicer(run_pb2_grpc.RunServiceServicer):
     def __init__(
         self,
@@ -55,7 +46,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         recipe: Recipe,
         *,
         progress: Callable[[], Progress],
-        requests: RunRequests,
+        requests: OrchestratorCore,
         control: RunControl,
         pool: ReplicaPool,
     ) -> None:
