@@ -40,6 +40,7 @@ from services.common.records.types import (
     TokenSource,
     TrainingSequence,
     Trajectory,
+    by_name,
 )
 from services.common.text.encodable import encodable
 
@@ -180,9 +181,7 @@ def sequence_from_proto(proto: trajectory_pb2.Sequence) -> Sequence:
 
 
 def totals_to_proto(totals: MinibatchTotals) -> training_pb2.MinibatchTotals:
-    return training_pb2.MinibatchTotals(
-        num_sequences=totals.num_sequences, num_trained_tokens=totals.num_trained_tokens
-    )
+    return training_pb2.MinibatchTotals(**by_name(totals))
 
 
 def totals_from_proto(proto: training_pb2.MinibatchTotals) -> MinibatchTotals:
@@ -273,16 +272,7 @@ def timing_to_proto(timing: RolloutTiming) -> trajectory_pb2.RolloutTiming | Non
         num_sends=timing.num_sends,
         num_retries=timing.num_retries,
         phases=[
-            trajectory_pb2.RolloutPhase(
-                what=phase.what,
-                begin_s=phase.begin_s,
-                seconds=phase.seconds,
-                policy=phase.policy,
-                num_tokens=phase.num_tokens,
-                first_version=phase.first_version,
-                last_version=phase.last_version,
-                detail=encodable(phase.detail),
-            )
+            trajectory_pb2.RolloutPhase(**{**by_name(phase), "detail": encodable(phase.detail)})
             for phase in timing.phases
         ],
     )
@@ -360,14 +350,7 @@ def json_object(data: bytes, what: str) -> dict[str, Any]:
 
 
 def sampling_to_proto(sampling: Sampling) -> trajectory_pb2.Sampling:
-    return trajectory_pb2.Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        max_new_tokens=sampling.max_new_tokens,
-        min_new_tokens=sampling.min_new_tokens,
-    )
+    return trajectory_pb2.Sampling(**by_name(sampling))
 
 
 def sampling_from_proto(proto: trajectory_pb2.Sampling) -> Sampling:
