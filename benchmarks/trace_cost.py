@@ -37,7 +37,7 @@ from services.common.config.reading.loading import save_resolved, validate
 from services.common.pb import trajectory_pb2
 from services.common.records.phases import PhaseKind
 from services.common.records.types import Segment, Sequence, StopReason, Trajectory
-from services.common.wire.records import trajectory_from_proto, trajectory_to_proto
+from services.common.wire.records import fill_trajectory, trajectory_from_proto
 from services.inference.rollouts.timing import RolloutClock
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import TRAJECTORY
@@ -133,7 +133,9 @@ def _record_us(timing: bool) -> float:
         made = Trajectory(
             task_group_id="abc123-00000001", index=0, sequences=(sequence,), reward=1.0, timing=clock.timing()
         )
-        wire = trajectory_to_proto(made).SerializeToString()
+        sent = trajectory_pb2.Trajectory()
+        fill_trajectory(sent, made)
+        wire = sent.SerializeToString()
         read = trajectory_from_proto(trajectory_pb2.Trajectory.FromString(wire))
         orjson.dumps(trajectory_to_json(read), option=orjson.OPT_SERIALIZE_NUMPY)
 

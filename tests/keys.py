@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from services.cli.keys.keyring import Keyring
-from services.common.security import identity
+from services.common.security import bundle, identity
 from services.common.security.identity import Identity
 from services.common.security.roles import Role
 
@@ -24,3 +25,10 @@ def as_role(keys: Keyring, role: Role) -> Identity:
     """The identity of a process of this role."""
     where = keys.folder / "trainer" if role is Role.PUBLISHER else keys.folder
     return identity.load(where, role)
+
+
+def client_context(who: Identity) -> ssl.SSLContext:
+    """Trusts the run's authority alone, and shows the identity's certificate."""
+    context = ssl.create_default_context(cadata=who.bundle.ca.decode())
+    context.load_cert_chain(who.folder / bundle.CERTIFICATE, who.folder / bundle.KEY)
+    return context

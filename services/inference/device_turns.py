@@ -12,28 +12,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import structlog
 
 from services.common.records.device_turn import NO_TURN, DeviceTurn
 from services.inference.loading import LoadedPolicy
+from services.inference.rollouts.player import RolloutPlayer
 
 log = structlog.get_logger(__name__)
-
-
-class Rollouts(Protocol):
-    """The rollouts of a replica; ``RolloutPlayer``."""
-
-    def stand_still(self) -> None: ...
-
-    def go_on(self) -> None: ...
 
 
 class EngineTurns:
     """``offer`` takes commands, ``run`` carries them out. The clocks of ``rollouts`` stand still while the device is free."""
 
-    def __init__(self, policies: Mapping[str, LoadedPolicy], rollouts: Rollouts) -> None:
+    def __init__(self, policies: Mapping[str, LoadedPolicy], rollouts: RolloutPlayer) -> None:
         self._policies = policies
         self._rollouts = rollouts
         self._wanted = NO_TURN

@@ -35,7 +35,7 @@ from services.envgateway.http.server import HttpServer
 from services.envgateway.taskserver.server import TaskServer
 from services.inference.endpoint.server import EndpointServer
 from tests.contract.run_servicer import RunServicer, make_server
-from tests.keys import as_role, make_keys
+from tests.keys import as_role, client_context, make_keys
 from tests.waiting import WAIT_S
 
 REPOSITORY = Path(__file__).parents[2]
@@ -406,8 +406,6 @@ async def test_bodies_are_json_by_their_type(door: Served) -> None:
 
 async def test_with_keys_any_host_may_be_named_and_pages_are_refused_all_the_same(tmp_path: Path) -> None:
     import aiohttp
-
-    from services.common.security.tls import client_context
 
     keys = make_keys(tmp_path / "keys")
     operator = as_role(keys, Role.OPERATOR)

@@ -12,6 +12,7 @@ import orjson
 import pytest
 import torch
 
+from services.common.pb import trajectory_pb2
 from services.common.records.types import Segment, Sequence, StopReason, TrainingSequence, Trajectory
 from services.common.wire import records as serde
 from services.inference.engine.torch.engine import TorchEngine
@@ -72,10 +73,14 @@ def as_trained(sequence: Sequence, position: int, group_size: int) -> TrainingSe
 def travelled(sequence: Sequence) -> Sequence:
     """The sequence after the wire, the journal and the wire again."""
     trajectory = Trajectory(task_group_id="g", index=0, sequences=(sequence,), reward=0.0)
-    received = serde.trajectory_from_proto(serde.trajectory_to_proto(trajectory))
+    sent = trajectory_pb2.Trajectory()
+    serde.fill_trajectory(sent, trajectory)
+    received = serde.trajectory_from_proto(sent)
     line = orjson.dumps(rollouts.trajectory_to_json(received), option=orjson.OPT_SERIALIZE_NUMPY)
     recovered = rollouts.trajectory_from_json(orjson.loads(line)).sequences[0]
-    return serde.sequence_from_proto(serde.sequence_to_proto(recovered))
+    again = trajectory_pb2.Sequence()
+    serde.fill_sequence(again, recovered)
+    return serde.sequence_from_proto(again)
 
 
 Scores = list[tuple[MicroTensors, torch.Tensor]]  # log-probabilities with their gradients

@@ -30,9 +30,7 @@ CALLED_BY_LIBRARIES = {
 }  # fmt: skip
 # Read by tests and benchmarks, because nothing else shows what they show.
 SEEN_BY_TESTS = {
-    "LOSS_CLASSES", "boxed_integer", "by_reason", "client_context", "from_offsets", "host_arrays", "num_leases",
-    "num_pieces", "num_sessions", "segment_to_proto", "sequence_to_proto", "training_sequence_to_proto",
-    "trajectory_to_proto",
+    "LOSS_CLASSES", "boxed_integer", "from_offsets", "host_arrays", "num_sessions",
 }  # fmt: skip
 KEPT_ALIVE = {"_own_modules", "_kept"}  # objects that must not be freed
 CHECKS = REPOSITORY / "services" / "cli" / "check"

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from services.common.config.profiles.tiny import FindRows, FindWorld, World, tiny
 from services.common.config.reading.loading import Profile, load_recipe
@@ -116,13 +116,7 @@ def _written_once(folder: Path, write: Callable[[Path], object]) -> Path:
     return folder
 
 
-class Transformation(Protocol):
-    """A profile: a pure function from a recipe's tree to another."""
-
-    def __call__(self, tree: Mapping[str, Any], find_rows: FindRows, find_world: FindWorld) -> dict[str, Any]: ...
-
-
-PROFILES: dict[str, Transformation] = {"tiny": tiny}
+PROFILES = {"tiny": tiny}
 
 
 def load_with_profile(path: Path, overrides: Sequence[str], profile: str | None) -> Recipe:

@@ -61,6 +61,11 @@ def part_for(parts: Mapping[PlayedBy, Part], purpose: Purpose, source: str) -> P
     return parts[purpose] if found is None else found
 
 
+def by_name(record: Any) -> dict[str, Any]:
+    """The fields of a record with slots. `asdict` copies every nested value, which takes ten times as long."""
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """Consecutive tokens with one source and, for the policy, one weight version.

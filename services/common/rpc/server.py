@@ -28,6 +28,7 @@ from services.common.aio import deadline
 from services.common.errors import ConfigError
 from services.common.net import hosts
 from services.common.pb import status_pb2, status_pb2_grpc
+from services.common.records.types import by_name
 from services.common.rpc.client.channel import KEEPALIVE, fixed_window
 from services.common.rpc.credentials import server_credentials
 from services.common.rpc.interceptors import (
@@ -268,16 +269,9 @@ class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
         self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.GetStatusResponse:
         now = self.now()
-        return status_pb2.GetStatusResponse(
-            service=now.service,
-            instance_id=now.instance_id,
-            run_id=now.run_id,
-            state=now.state,
-            started_at=timestamp_to_proto(now.started_at),
-            gauges=now.gauges,
-            labels=now.labels,
-            accounts=[account_to_proto(account) for account in now.accounts],
-        )
+        accounts = [account_to_proto(account) for account in now.accounts]
+        told = {**by_name(now), "started_at": timestamp_to_proto(now.started_at), "accounts": accounts}
+        return status_pb2.GetStatusResponse(**told)
 
 
 def _chained(

@@ -1,4 +1,4 @@
-"""TLS from an identity for everything that takes an ``ssl.SSLContext``: HTTP servers, and their clients in Python."""
+"""TLS from an identity for everything that takes an ``ssl.SSLContext``: HTTP servers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,6 @@ def server_context(who: Identity) -> ssl.SSLContext:
     listening = _server_context(who)
     listening.sni_callback = renewed  # called for every handshake, with or without a name
     return listening
-
-
-def client_context(who: Identity) -> ssl.SSLContext:
-    """Trusts the run's authority alone, and shows the identity's certificate."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_verify_locations(cadata=who.bundle.ca.decode())
-    context.load_cert_chain(who.folder / files.CERTIFICATE, who.folder / files.KEY)
-    return context
 
 
 def _server_context(who: Identity) -> ssl.SSLContext:

@@ -225,10 +225,6 @@ class Snapshot:
         kind = element_type(entry.dtype).bits_dtype
         return np.frombuffer(self.data, dtype=kind, count=entry.num_elements, offset=entry.offset)
 
-    @property
-    def num_leases(self) -> int:
-        return self._leases
-
     def lease(self) -> None:
         if self._retired and not self._leases:
             raise ValueError(f"{self.path} was removed and cannot be leased")

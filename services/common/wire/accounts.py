@@ -6,6 +6,7 @@ They are for display, so an invalid time is dropped instead of being refused.
 from __future__ import annotations
 
 from services.common.pb import account_pb2
+from services.common.records.types import by_name
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
 from services.common.telemetry.activities import ActivityLabel
 from services.common.telemetry.components import Component
@@ -14,25 +15,20 @@ from services.common.wire.records import finite
 
 
 def account_to_proto(state: AccountState) -> account_pb2.TimeAccount:
-    return account_pb2.TimeAccount(
-        component=state.component,
-        num_lanes=state.num_lanes,
-        activities=[
-            account_pb2.ActivityTime(
-                activity=a.name,
-                on=a.on,
-                seconds=a.seconds,
-                num_now=a.num_now,
-                longest_now_s=a.longest_now_s,
-                num_done=a.num_done,
-                longest_done_s=a.longest_done_s,
-                detail=encodable(a.detail),
-            )
-            for a in state.activities
-        ],
-        progress=state.progress,
-        cpu_s=state.cpu_s,
-    )
+    activities = [
+        account_pb2.ActivityTime(
+            activity=a.name,
+            on=a.on,
+            seconds=a.seconds,
+            num_now=a.num_now,
+            longest_now_s=a.longest_now_s,
+            num_done=a.num_done,
+            longest_done_s=a.longest_done_s,
+            detail=encodable(a.detail),
+        )
+        for a in state.activities
+    ]
+    return account_pb2.TimeAccount(**{**by_name(state), "activities": activities})
 
 
 def _activity_from_proto(proto: account_pb2.ActivityTime) -> ActivityTime:
@@ -59,14 +55,8 @@ def account_from_proto(proto: account_pb2.TimeAccount) -> AccountState:
 
 
 def peer_to_proto(peer: PeerState) -> account_pb2.PeerState:
-    return account_pb2.PeerState(
-        component=peer.component,
-        address=peer.address,
-        silent_s=peer.silent_s,
-        detail=encodable(peer.detail),
-        gauges=dict(peer.gauges),
-        accounts=[account_to_proto(account) for account in peer.accounts],
-    )
+    accounts = [account_to_proto(account) for account in peer.accounts]
+    return account_pb2.PeerState(**{**by_name(peer), "detail": encodable(peer.detail), "accounts": accounts})
 
 
 def peer_from_proto(proto: account_pb2.PeerState) -> PeerState:

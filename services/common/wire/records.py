@@ -40,6 +40,7 @@ from services.common.records.types import (
     TokenSource,
     TrainingSequence,
     Trajectory,
+    by_name,
 )
 from services.common.text.encodable import encodable
 
@@ -107,10 +108,6 @@ def interval_from_proto(proto: pool_pb2.Interval) -> Interval:
     return timestamp_from_proto(proto.start), timestamp_from_proto(proto.end)
 
 
-def segment_to_proto(segment: Segment) -> trajectory_pb2.Segment:
-    return trajectory_pb2.Segment(**_fields_of_segment(segment))
-
-
 def _fields_of_segment(segment: Segment) -> dict[str, Any]:
     return {
         "source": _SOURCE_TO_PROTO[segment.source],
@@ -145,12 +142,6 @@ def segment_from_proto(proto: trajectory_pb2.Segment) -> Segment:
         )
     except ValueError as error:
         raise InvalidRequestError(str(error)) from None
-
-
-def sequence_to_proto(sequence: Sequence) -> trajectory_pb2.Sequence:
-    proto = trajectory_pb2.Sequence()
-    fill_sequence(proto, sequence)
-    return proto
 
 
 def fill_sequence(proto: trajectory_pb2.Sequence, sequence: Sequence) -> None:
@@ -190,19 +181,11 @@ def sequence_from_proto(proto: trajectory_pb2.Sequence) -> Sequence:
 
 
 def totals_to_proto(totals: MinibatchTotals) -> training_pb2.MinibatchTotals:
-    return training_pb2.MinibatchTotals(
-        num_sequences=totals.num_sequences, num_trained_tokens=totals.num_trained_tokens
-    )
+    return training_pb2.MinibatchTotals(**by_name(totals))
 
 
 def totals_from_proto(proto: training_pb2.MinibatchTotals) -> MinibatchTotals:
     return MinibatchTotals(num_sequences=proto.num_sequences, num_trained_tokens=proto.num_trained_tokens)
-
-
-def training_sequence_to_proto(item: TrainingSequence) -> training_pb2.TrainingSequence:
-    proto = training_pb2.TrainingSequence()
-    _fill_training_sequence(proto, item)
-    return proto
 
 
 def _fill_training_sequence(proto: training_pb2.TrainingSequence, item: TrainingSequence) -> None:
@@ -250,12 +233,6 @@ def training_sequence_from_proto(proto: training_pb2.TrainingSequence) -> Traini
     )
 
 
-def trajectory_to_proto(trajectory: Trajectory) -> trajectory_pb2.Trajectory:
-    proto = trajectory_pb2.Trajectory()
-    fill_trajectory(proto, trajectory)
-    return proto
-
-
 def fill_trajectory(proto: trajectory_pb2.Trajectory, trajectory: Trajectory) -> None:
     """Write a trajectory into an empty message, such as a field of another."""
     proto.task_group_id = trajectory.task_group_id
@@ -295,16 +272,7 @@ def timing_to_proto(timing: RolloutTiming) -> trajectory_pb2.RolloutTiming | Non
         num_sends=timing.num_sends,
         num_retries=timing.num_retries,
         phases=[
-            trajectory_pb2.RolloutPhase(
-                what=phase.what,
-                begin_s=phase.begin_s,
-                seconds=phase.seconds,
-                policy=phase.policy,
-                num_tokens=phase.num_tokens,
-                first_version=phase.first_version,
-                last_version=phase.last_version,
-                detail=encodable(phase.detail),
-            )
+            trajectory_pb2.RolloutPhase(**{**by_name(phase), "detail": encodable(phase.detail)})
             for phase in timing.phases
         ],
     )
@@ -382,14 +350,7 @@ def json_object(data: bytes, what: str) -> dict[str, Any]:
 
 
 def sampling_to_proto(sampling: Sampling) -> trajectory_pb2.Sampling:
-    return trajectory_pb2.Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        max_new_tokens=sampling.max_new_tokens,
-        min_new_tokens=sampling.min_new_tokens,
-    )
+    return trajectory_pb2.Sampling(**by_name(sampling))
 
 
 def sampling_from_proto(proto: trajectory_pb2.Sampling) -> Sampling:

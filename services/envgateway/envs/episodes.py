@@ -18,7 +18,7 @@ import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -35,6 +35,7 @@ from services.common.user_code import place_of_error
 from services.envgateway.calls import call_plain_or_async
 from services.envgateway.envs.base import Environment, EpisodeLostError, Observation, StepResult
 from services.envgateway.envs.failures import short_text, trace_of
+from services.envgateway.envs.registry import EnvironmentRegistry
 
 log = structlog.get_logger()
 
@@ -46,12 +47,6 @@ LONGEST_SWEEP_PAUSE_S = 5.0
 _REMEMBERED_LOSSES = 1024
 
 Result = TypeVar("Result")
-
-
-class Environments(Protocol):
-    """Builds environments; raises ``UnknownEnvironmentError``."""
-
-    def build(self, name: str) -> Environment: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,7 @@ class EpisodeManager:
 
     def __init__(
         self,
-        environments: Environments,
+        environments: EnvironmentRegistry,
         *,
         max_episodes: int,
         lease_s: float,

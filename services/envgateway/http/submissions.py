@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError, RollmillError
 from services.common.telemetry.gateway_queue import Lane
@@ -20,7 +20,8 @@ from services.envgateway.judge.records import (
     StdinTests,
 )
 from services.envgateway.queue.base import JobQueue
-from services.envgateway.rewards.result import RewardOutcome, RewardResult
+from services.envgateway.rewards.registry import Rewards
+from services.envgateway.rewards.result import RewardOutcome
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 
@@ -37,16 +38,10 @@ _REASON = {
 _LIMITS = (RunStatus.TIME_LIMIT, RunStatus.MEMORY_LIMIT, RunStatus.OUTPUT_LIMIT)
 
 
-class Grading(Protocol):
-    """Scores a completion (``Rewards``)."""
-
-    async def compute(self, name: str, task: Mapping[str, Any], completion: str) -> RewardResult: ...
-
-
 class Submissions:
     """Runs submissions; every submission gets an outcome, and only a cancellation is raised."""
 
-    def __init__(self, queue: JobQueue, grading: Grading, *, run_s: float, compile_s: float, output_bytes: int) -> None:
+    def __init__(self, queue: JobQueue, grading: Rewards, *, run_s: float, compile_s: float, output_bytes: int) -> None:
         """``run_s``, ``compile_s``: bounds of these, on top of waiting. ``output_bytes``: kept of a program's output."""
         self._queue = queue
         self._grading = grading

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-import sys
 import time
 import uuid
 from collections import Counter
@@ -45,13 +44,11 @@ _LETTERS_A_PIECE = 7
 _PIECE = re.compile(r"[^\W\d_]+|[^ \n]")
 
 
-def num_pieces(text: str) -> int:
-    """About the number of tokens: every seven letters of a word one, every other character one."""
-    return _count(text, sys.maxsize)
+def num_pieces(text: str, most: int) -> int:
+    """About the number of tokens: every seven letters of a word one, every other character one.
 
-
-def _count(text: str, most: int) -> int:
-    """``num_pieces``, counted no further than ``most``: a turn may have megabytes."""
+    Counts no further than ``most``: a turn may have megabytes.
+    """
     pieces = 0
     for found in _PIECE.finditer(text):
         piece = found[0]
@@ -64,9 +61,9 @@ def _count(text: str, most: int) -> int:
 def cut(messages: Sequence[Message], most: int = _MOST_PIECES) -> list[Message]:
     """The first message, and the newest others that fit; the first names the number of those left out."""
     first, others = messages[0], messages[1:]
-    pieces, kept = _count(first["content"], most), 0
+    pieces, kept = num_pieces(first["content"], most), 0
     for message in reversed(others):
-        pieces += _count(message["content"], most)
+        pieces += num_pieces(message["content"], most)
         if pieces >= most:
             break
         kept += 1

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import grpc
 
 from services.common.aio import deadline
 from services.common.errors import InfrastructureError
-from services.common.pb import pool_pb2
+from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.records.types import WeightTransfer, WeightVersion
 from services.common.rpc.client.channel import DEADLINES, translated_errors
 from services.common.telemetry.accounts import AccountState, PeerState
@@ -79,14 +78,8 @@ def report_to_proto(
     )
 
 
-class ReportStub(Protocol):
-    """The part of ``PoolServiceStub`` that is used here."""
-
-    def StreamReports(self, *, wait_for_ready: bool) -> Call: ...
-
-
 class ReportStream:
-    def __init__(self, stub: ReportStub) -> None:
+    def __init__(self, stub: pool_pb2_grpc.PoolServiceAsyncStub) -> None:
         self._stub = stub
         self._call: Call | None = None  # without an unanswered report
 

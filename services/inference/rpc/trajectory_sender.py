@@ -18,14 +18,13 @@ import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
-from typing import Protocol
 
 import grpc
 import structlog
 
 from services.common.aio import backoff, deadline, ended
 from services.common.errors import RollmillError
-from services.common.pb import pool_pb2
+from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.records.types import RolloutFailure, Trajectory
 from services.common.rpc.client.channel import translated_errors
 from services.common.rpc.limits import limit_of
@@ -55,18 +54,12 @@ Record = pool_pb2.NumberedRecord
 Response = pool_pb2.StreamTrajectoriesResponse
 
 
-class TrajectoryStub(Protocol):
-    """The part of ``PoolServiceStub`` that is used here."""
-
-    def StreamTrajectories(self) -> grpc.aio.StreamStreamCall[Request, Response]: ...
-
-
 class TrajectorySender:
     """``run`` lives as long as the service; ``send`` may be called from any task of the same loop."""
 
     def __init__(
         self,
-        stub: TrajectoryStub,
+        stub: pool_pb2_grpc.PoolServiceAsyncStub,
         *,
         replica_id: str,
         incarnation: str,

@@ -89,11 +89,6 @@ class Refusals:
         """End the streak of a sender after a good record."""
         self.streaks.pop(replica_id[:MOST_SHOWN], None)
 
-    def by_reason(self) -> dict[str, int]:
-        """Counts of the whole run, largest first."""
-        found = {reason.value: self._counters[counter_of(reason)] for reason in RefusalReason}
-        return dict(sorted(((k, n) for k, n in found.items() if n), key=lambda item: -item[1]))
-
 
 class RecordOutcome(enum.StrEnum):
     ACCEPTED = "accepted"  # durable, and the first for its slot

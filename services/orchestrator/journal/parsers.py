@@ -32,8 +32,8 @@ def state_from_json(record: dict[str, Any]) -> StateRecord:
 
 
 def _observation(record: dict[str, Any]) -> tuple[str, int, list[float]]:
-    """(source, row, rewards); journals without the field have one source."""
-    return str(record.get("source", "")), int(record["row"]), [float(reward) for reward in record["rewards"]]
+    """(source, row, rewards)"""
+    return str(record["source"]), int(record["row"]), [float(reward) for reward in record["rewards"]]
 
 
 def _version(record: dict[str, Any]) -> tuple[WeightVersion, dict[str, float]]:

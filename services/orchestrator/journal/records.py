@@ -22,6 +22,7 @@ from services.common.records.types import (
     Task,
     TaskGroupOrder,
     WeightVersion,
+    by_name,
 )
 from services.orchestrator.state.scores import DatasetScore, Estimate
 
@@ -108,11 +109,6 @@ class EvaluationResult:
     num_opaque: int = 0  # trajectories whose reward the program can forge, by opaque tests
 
 
-def by_name(record: Any) -> Json:
-    """The fields of a record with slots. `asdict` copies every nested value, which takes ten times as long."""
-    return {name: getattr(record, name) for name in record.__slots__}
-
-
 def pairs(values: Mapping[str, float]) -> list[Json]:
     return [{"name": name, "value": float(value)} for name, value in values.items()]
 
@@ -130,12 +126,7 @@ def group_to_json(record: GroupRecord) -> Json:
         "data_json": orjson.dumps(order.task.data).decode(),
         "num_slots": len(order.indices),
         "purpose": order.purpose.value,
-        "temperature": order.sampling.temperature,
-        "top_p": order.sampling.top_p,
-        "top_k": order.sampling.top_k,
-        "min_p": order.sampling.min_p,
-        "max_new_tokens": order.sampling.max_new_tokens,
-        "min_new_tokens": order.sampling.min_new_tokens,
+        **by_name(order.sampling),
         "required_versions": _versions_to_json(order.required_versions),
         "policies": list(order.policies),
         "seed": order.seed,
@@ -156,19 +147,12 @@ def group_from_json(record: Json) -> GroupRecord:
             task=Task(task_id=record["task_id"], data=orjson.loads(record["data_json"])),
             indices=tuple(range(record["num_slots"])),
             purpose=Purpose(record["purpose"]),
-            sampling=Sampling(
-                temperature=record["temperature"],
-                top_p=record["top_p"],
-                top_k=record["top_k"],
-                min_p=record.get("min_p", 0.0),  # absent in journals without this field
-                max_new_tokens=record["max_new_tokens"],
-                min_new_tokens=record["min_new_tokens"],
-            ),
+            sampling=Sampling(**{name: record[name] for name in Sampling.__slots__}),
             required_versions=_versions_from_json(record["required_versions"]),
             policies=tuple(record["policies"]),
             seed=record["seed"],
             timeout_s=record["timeout_s"],
-            source=record.get("source", ""),  # absent in journals without this field
+            source=record["source"],
         ),
         position=record["position"],
         evaluation=record["evaluation"],
@@ -335,8 +319,8 @@ def version_from_json(record: Json) -> tuple[WeightVersion, int, dict[str, float
 
 
 def compute_from_json(record: Json) -> tuple[Interval, ...]:
-    """Intervals in which the trainer computed the step of a version; none in journals without this field."""
-    return tuple((stretch["begin"], stretch["end"]) for stretch in record.get("compute", ()))
+    """Intervals in which the trainer computed the step of a version."""
+    return tuple((stretch["begin"], stretch["end"]) for stretch in record["compute"])
 
 
 def evaluation_to_json(result: EvaluationResult) -> Json:
@@ -353,34 +337,25 @@ def evaluation_to_json(result: EvaluationResult) -> Json:
 
 
 def evaluation_from_json(record: Json) -> EvaluationResult:
-    return EvaluationResult(
-        name=record["name"],
-        versions=_versions_from_json(record["versions"]),
-        newest_versions=_versions_from_json(record["newest_versions"]),
-        pinned=record["pinned"],
-        mean_reward=record["mean_reward"],
-        num_trajectories=record["num_trajectories"],
-        num_failed=record["num_failed"],
-        num_opaque=record["num_opaque"],
-        datasets=tuple(
-            DatasetScore(
-                name=found["name"],
-                num_items=found["num_items"],
-                samples_per_item=found["samples_per_item"],
-                mean_reward=_estimate_from_json(found["mean_reward"]),
-                pass_at=tuple((v["k"], Estimate(v["value"], v["low"], v["high"])) for v in found["pass_at"]),
-                failed=tuple(found["failed"]),
-                items=found.get("items", ""),  # absent from journals of before they were compared
-                item_rewards=tuple(found.get("item_rewards", ())),
-                difference=_estimate_from_json(found.get("difference")),
-            )
-            for found in record["datasets"]
-        ),
-        roles=from_pairs(record["roles"]),
-        compared_with=record.get("compared_with", ""),
-        difference=_estimate_from_json(record.get("difference")),
-        elapsed_s=record.get("elapsed_s", 0.0),
-    )
+    read = {
+        "versions": _versions_from_json(record["versions"]),
+        "newest_versions": _versions_from_json(record["newest_versions"]),
+        "datasets": tuple(_dataset_from_json(found) for found in record["datasets"]),
+        "roles": from_pairs(record["roles"]),
+        "difference": _estimate_from_json(record["difference"]),
+    }
+    return EvaluationResult(**{**record, **read})
+
+
+def _dataset_from_json(found: Json) -> DatasetScore:
+    read = {
+        "mean_reward": _estimate_from_json(found["mean_reward"]),
+        "pass_at": tuple((v["k"], Estimate(v["value"], v["low"], v["high"])) for v in found["pass_at"]),
+        "failed": tuple(found["failed"]),
+        "item_rewards": tuple(found["item_rewards"]),
+        "difference": _estimate_from_json(found["difference"]),
+    }
+    return DatasetScore(**{**found, **read})
 
 
 def _estimate_from_json(found: Json | None) -> Estimate | None:

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from services.common.errors import CorruptDataError
 from services.common.records.types import (
-    NO_TIMING,
     Origin,
     RolloutFailure,
     RolloutPhase,
@@ -26,8 +25,9 @@ from services.common.records.types import (
     StopReason,
     TokenSource,
     Trajectory,
+    by_name,
 )
-from services.orchestrator.journal.records import Json, by_name, from_pairs, pairs
+from services.orchestrator.journal.records import Json, from_pairs, pairs
 
 
 def trajectory_key(task_group_id: str, index: int) -> str:
@@ -45,17 +45,12 @@ def trajectory_to_json(trajectory: Trajectory) -> Json:
 
 
 def trajectory_from_json(record: Json) -> Trajectory:
-    return Trajectory(
-        task_group_id=record["task_group_id"],
-        index=record["index"],
-        reward=float(record["reward"]),
-        replica_id=record["replica_id"],
-        started_at=record["started_at"],
-        finished_at=record["finished_at"],
-        metrics=from_pairs(record["metrics"]),
-        timing=timing_from_json(record.get("timing")),
-        sequences=tuple(_sequence_from_json(s) for s in record["sequences"]),
-    )
+    read = {
+        "metrics": from_pairs(record["metrics"]),
+        "timing": timing_from_json(record["timing"]),
+        "sequences": tuple(_sequence_from_json(s) for s in record["sequences"]),
+    }
+    return Trajectory(**{**record, **read})
 
 
 def plain_trajectory(record: Json) -> Json:
@@ -101,17 +96,11 @@ def _sequence_to_json(sequence: Sequence) -> Json:
 
 
 def _sequence_from_json(record: Json) -> Sequence:
-    return Sequence(
-        policy=record["policy"],
-        role=record["role"],
-        attempt=record["attempt"],
-        thread=record.get("thread", 0),
-        parent=record.get("parent"),
-        origin=Origin(record.get("origin", Origin.ROOT)),
-        reward=float(record["reward"]),
-        stop_reason=StopReason(record["stop_reason"]),
-        metrics=from_pairs(record["metrics"]),
-        segments=tuple(
+    read = {
+        "origin": Origin(record["origin"]),
+        "stop_reason": StopReason(record["stop_reason"]),
+        "metrics": from_pairs(record["metrics"]),
+        "segments": tuple(
             Segment(
                 source=TokenSource(s["source"]),
                 token_ids=unpack_tokens(s["token_ids"], s["num_tokens"]),
@@ -124,7 +113,8 @@ def _sequence_from_json(record: Json) -> Sequence:
             )
             for s in record["segments"]
         ),
-    )
+    }
+    return Sequence(**{**record, **read})
 
 
 def failure_to_json(failure: RolloutFailure) -> Json:
@@ -132,17 +122,14 @@ def failure_to_json(failure: RolloutFailure) -> Json:
 
 
 def failure_from_json(record: Json) -> RolloutFailure:
-    return RolloutFailure(**{**record, "timing": timing_from_json(record.get("timing"))})
+    return RolloutFailure(**{**record, "timing": timing_from_json(record["timing"])})
 
 
 def timing_to_json(timing: RolloutTiming) -> Json:
     return {**by_name(timing), "phases": list(map(by_name, timing.phases))}
 
 
-def timing_from_json(record: Json | None) -> RolloutTiming:
-    """None in journals without this field."""
-    if record is None:
-        return NO_TIMING
+def timing_from_json(record: Json) -> RolloutTiming:
     return RolloutTiming(**{**record, "phases": tuple(RolloutPhase(**phase) for phase in record["phases"])})
 
 

@@ -63,7 +63,6 @@ class Assignment:
     pinned: Mapping[str, int]  # versions that must not change meanwhile (evaluation)
     evaluates: bool = False
     issued: bool = False  # durable: the order may be sent
-    seen: bool = False  # the replica has confirmed the task group
     num_unseen: int = 0  # reports since the issue without this task group
 
 
@@ -209,7 +208,6 @@ class Replica:
             if not assignment.issued:
                 continue
             if name in said:
-                assignment.seen = True
                 del self._unseen[name]
             else:
                 assignment.num_unseen += 1

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import orjson
 
 from services.common.config.recipe import Recipe
 from services.common.pb import run_pb2, run_pb2_grpc
+from services.common.records.types import by_name
 from services.common.telemetry.logs import without_passwords
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_to_proto
-from services.orchestrator.journal.records import EvaluationResult, by_name
+from services.orchestrator.core import OrchestratorCore
+from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.monitoring.progress import Progress
 from services.orchestrator.rpc.report_bounds import check_id
@@ -25,6 +27,7 @@ from services.orchestrator.state.scores import Estimate
 Context = grpc.aio.ServicerContext[Any, Any]
 
 WATCH_EVERY_S = 1.0
+_AS_RECORDED = set(EvaluationResult.__slots__) - {"datasets", "difference", "elapsed_s"}
 
 _STATE = {
     RunState.STARTING: run_pb2.RUN_STATE_STARTING,
@@ -37,16 +40,6 @@ _STATE = {
 }
 
 
-class RunRequests(Protocol):
-    """What people and tools may ask of a run."""
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    async def begin_evaluation(self, evaluation_id: str) -> None: ...
-
-
 class RunServicer(run_pb2_grpc.RunServiceServicer):
     def __init__(
         self,
@@ -55,7 +48,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         recipe: Recipe,
         *,
         progress: Callable[[], Progress],
-        requests: RunRequests,
+        requests: OrchestratorCore,
         control: RunControl,
         pool: ReplicaPool,
     ) -> None:
@@ -148,14 +141,7 @@ def progress_to_proto(now: Progress) -> run_pb2.RunProgress:
 
 def evaluation_to_proto(result: EvaluationResult) -> run_pb2.EvaluationResult:
     return run_pb2.EvaluationResult(
-        name=result.name,
-        versions=dict(result.versions),
-        newest_versions=dict(result.newest_versions),
-        pinned=result.pinned,
-        mean_reward=result.mean_reward,
-        num_trajectories=result.num_trajectories,
-        num_failed=result.num_failed,
-        num_opaque=result.num_opaque,
+        **{name: getattr(result, name) for name in _AS_RECORDED},
         datasets=[
             run_pb2.DatasetScore(
                 name=found.name,
@@ -168,8 +154,6 @@ def evaluation_to_proto(result: EvaluationResult) -> run_pb2.EvaluationResult:
             )
             for found in result.datasets
         ],
-        roles=dict(result.roles),
-        compared_with=result.compared_with,
         difference=_known_to_proto(result.difference),
     )
 

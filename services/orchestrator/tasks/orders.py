@@ -92,14 +92,7 @@ class GroupNames:
 
 
 def sampling_of(config: SamplingConfig) -> Sampling:
-    return Sampling(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        max_new_tokens=config.max_new_tokens,
-        min_new_tokens=config.min_new_tokens,
-    )
+    return Sampling(**config.model_dump())
 
 
 class Curation(Protocol):

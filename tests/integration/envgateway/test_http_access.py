@@ -19,10 +19,9 @@ from services.common.errors import ConfigError
 from services.common.security import identity
 from services.common.security.identity import Identity
 from services.common.security.roles import Role
-from services.common.security.tls import client_context
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
-from tests.keys import as_role, make_keys
+from tests.keys import as_role, client_context, make_keys
 
 from .conftest import CONFIG
 

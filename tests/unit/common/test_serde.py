@@ -6,6 +6,7 @@ import json
 import math
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -173,19 +174,31 @@ def wire(message: Any) -> Any:
     return type(message).FromString(message.SerializeToString())
 
 
+def filled(fill: Callable[[Any, Any], None], proto: Any, record: Any) -> Any:
+    fill(proto, record)
+    return proto
+
+
+def made_segment(segment: Segment) -> trajectory_pb2.Segment:
+    sequence = Sequence(policy="p", segments=(segment,), reward=0.0, stop_reason=StopReason.STOP)
+    return filled(serde.fill_sequence, trajectory_pb2.Sequence(), sequence).segments[0]
+
+
 @given(segments)
 def test_segments_round_trip(segment: Segment) -> None:
-    assert same(serde.segment_from_proto(wire(serde.segment_to_proto(segment))), segment)
+    assert same(serde.segment_from_proto(wire(made_segment(segment))), segment)
 
 
 @given(sequences)
 def test_sequences_round_trip(sequence: Sequence) -> None:
-    assert same(serde.sequence_from_proto(wire(serde.sequence_to_proto(sequence))), sequence)
+    proto = filled(serde.fill_sequence, trajectory_pb2.Sequence(), sequence)
+    assert same(serde.sequence_from_proto(wire(proto)), sequence)
 
 
 @given(trajectories)
 def test_trajectories_round_trip(trajectory: Trajectory) -> None:
-    read = serde.trajectory_from_proto(wire(serde.trajectory_to_proto(trajectory)), trajectory.replica_id)
+    proto = filled(serde.fill_trajectory, trajectory_pb2.Trajectory(), trajectory)
+    read = serde.trajectory_from_proto(wire(proto), trajectory.replica_id)
     assert same(read, trajectory)
 
 
@@ -236,7 +249,8 @@ def test_orders_round_trip(order: TaskGroupOrder) -> None:
 
 @given(training_sequences)
 def test_training_sequences_round_trip(item: TrainingSequence) -> None:
-    assert same(serde.training_sequence_from_proto(wire(serde.training_sequence_to_proto(item))), item)
+    (chunk,) = serde.batch_chunks([item], 1)
+    assert same(serde.training_sequence_from_proto(wire(chunk.chunk.sequences[0])), item)
 
 
 @given(versions)
@@ -265,7 +279,7 @@ def test_durations_round_trip_and_their_parts_have_one_sign(seconds: float) -> N
 
 
 def test_token_ids_and_logprobs_are_little_endian_on_the_wire() -> None:
-    proto = serde.segment_to_proto(Segment.policy([1, 258], [-0.5, -2.0], 3))
+    proto = made_segment(Segment.policy([1, 258], [-0.5, -2.0], 3))
     assert proto.token_ids == struct.pack("<2i", 1, 258)
     assert proto.logprobs == struct.pack("<2f", -0.5, -2.0)
     assert proto.weight_version == 3
@@ -273,11 +287,11 @@ def test_token_ids_and_logprobs_are_little_endian_on_the_wire() -> None:
 
 def test_arrays_of_the_other_byte_order_are_sent_little_endian() -> None:
     segment = Segment(source=TokenSource.ENVIRONMENT, token_ids=np.array([1, 258], dtype=">i4"))
-    assert serde.segment_to_proto(segment).token_ids == struct.pack("<2i", 1, 258)
+    assert made_segment(segment).token_ids == struct.pack("<2i", 1, 258)
 
 
 def test_reading_makes_views_and_not_copies() -> None:
-    segment = serde.segment_from_proto(serde.segment_to_proto(Segment.policy([1, 2], [-0.5, -2.0], 3)))
+    segment = serde.segment_from_proto(made_segment(Segment.policy([1, 2], [-0.5, -2.0], 3)))
     assert isinstance(segment.token_ids.base, bytes)
     assert isinstance(segment.logprobs.base, bytes)
     assert not segment.token_ids.flags.writeable
@@ -387,7 +401,10 @@ def test_the_bytes_of_a_trajectory_do_not_change_between_releases() -> None:
         "3a100a057475726e7311000000000000f03f"  # metrics of the sequence
         "21000000000000e03f320808011080cab5ee013a020802"  # reward 0.5, started, finished
     )
-    assert serde.trajectory_to_proto(trajectory).SerializeToString(deterministic=True) == golden
+    assert (
+        filled(serde.fill_trajectory, trajectory_pb2.Trajectory(), trajectory).SerializeToString(deterministic=True)
+        == golden
+    )
 
 
 @given(st.lists(st.integers(1, 400), max_size=30))
