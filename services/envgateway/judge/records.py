@@ -129,14 +129,11 @@ class JudgeRequest:
     def to_json(self) -> dict[str, Any]:
         mode = self.comparison.mode
         return {
-            "code": self.code,
+            **{name: getattr(self, name) for name in self.__slots__},
             "tests": _tests_to_json(self.tests),
-            "language": self.language,
             "comparison": {"mode": mode.value if mode else None, "tolerance": self.comparison.tolerance},
             "limits": self.limits.to_json(),
-            "stop_early": self.stop_early,
             "lane": self.lane.value,
-            "request_id": self.request_id,
         }
 
     @staticmethod
@@ -203,15 +200,9 @@ class JudgeResult:
         return sum(case.verdict is RunStatus.OK for case in self.cases)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "verdict": self.verdict.value,
-            "cases": [case.to_json() for case in self.cases],
-            "num_cases": self.num_cases,
-            "tier": self.tier,
-            "detail": self.detail,
-            "request_id": self.request_id,
-            "opaque": self.opaque,
-        }
+        cases = [case.to_json() for case in self.cases]
+        data = {name: getattr(self, name) for name in self.__slots__}
+        return {**data, "verdict": self.verdict.value, "cases": cases}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> JudgeResult:

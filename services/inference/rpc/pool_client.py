@@ -23,7 +23,7 @@ from services.common.aio import backoff
 from services.common.errors import AccessError, DeadlineError, LeaseLostError, RollmillError, UserError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.records.device_turn import DeviceTurn
-from services.common.records.types import FetchPlan, WeightTransfer, WeightVersion
+from services.common.records.types import FetchPlan, WeightTransfer, WeightVersion, by_name
 from services.common.rpc.client.channel import translated_errors
 from services.common.rpc.client.refusals import refusal_behind
 from services.common.rpc.client.run_client import AWAY_S
@@ -147,15 +147,10 @@ class PoolClient:
                     await self._left.wait()
 
     async def _one_stream(self) -> None:
-        identity = self._identity
         request = pool_pb2.JoinPoolRequest(
-            replica_id=identity.replica_id,
-            incarnation=identity.incarnation,
+            **by_name(self._identity),
             held_versions=[held_to_proto(v) for v in self._member.held_versions()],
-            num_slots=identity.num_slots,
             running_task_group_ids=self._member.running_task_group_ids(),
-            labels=identity.labels,
-            weights_address=identity.weights_address,
         )
         call = self._call = self._stub.JoinPool(request)
         try:

@@ -14,7 +14,7 @@ import grpc
 from services.common.aio import deadline
 from services.common.errors import InfrastructureError
 from services.common.pb import pool_pb2, pool_pb2_grpc
-from services.common.records.types import WeightTransfer, WeightVersion
+from services.common.records.types import WeightTransfer, WeightVersion, by_name
 from services.common.rpc.client.channel import DEADLINES, translated_errors
 from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.wire.accounts import account_to_proto, peer_to_proto
@@ -62,20 +62,15 @@ def report_to_proto(
     transfers: Iterable[WeightTransfer],
 ) -> pool_pb2.ReportReplicaRequest:
     """``intervals`` and ``transfers``: those since the last answered report, instead of the report's own."""
-    return pool_pb2.ReportReplicaRequest(
-        replica_id=identity.replica_id,
-        incarnation=identity.incarnation,
-        num_free_slots=report.num_free_slots,
-        held_versions=[held_to_proto(v) for v in report.held_versions],
-        running_task_group_ids=report.running_task_group_ids,
-        num_generated_tokens=report.num_generated_tokens,
-        emission_intervals=[interval_to_proto(interval) for interval in intervals],
-        gauges=report.gauges,
-        weight_transfers=[weight_transfer_to_proto(transfer) for transfer in transfers],
-        accounts=[account_to_proto(account) for account in report.accounts],
-        peers=[peer_to_proto(peer) for peer in report.peers],
-        device_turn=report.device_turn,
-    )
+    converted = {
+        "held_versions": [held_to_proto(v) for v in report.held_versions],
+        "emission_intervals": [interval_to_proto(interval) for interval in intervals],
+        "weight_transfers": [weight_transfer_to_proto(transfer) for transfer in transfers],
+        "accounts": [account_to_proto(account) for account in report.accounts],
+        "peers": [peer_to_proto(peer) for peer in report.peers],
+    }
+    told = {**by_name(report), **converted}
+    return pool_pb2.ReportReplicaRequest(replica_id=identity.replica_id, incarnation=identity.incarnation, **told)
 
 
 class ReportStream:

@@ -16,6 +16,7 @@ import bisect
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from services.common.aio import deadline
 from services.common.errors import NotFoundError, OffsetOutOfRangeError, VersionUnavailableError
@@ -221,11 +222,4 @@ def full_layout(manifest: Manifest) -> Manifest:
     """The manifest of the version as a snapshot: a manifest from a delta has the delta's offsets."""
     digests = {entry.name: entry.digest for entry in manifest.tensors}
     entries = tuple(with_digest(entry, digests[entry.name]) for entry in lay_out(manifest.tensors))
-    return Manifest(
-        run_id=manifest.run_id,
-        policy=manifest.policy,
-        version=manifest.version,
-        digest=manifest.digest,
-        tensors=entries,
-        adapter=manifest.adapter,
-    )
+    return replace(manifest, tensors=entries)

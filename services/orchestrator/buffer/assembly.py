@@ -30,6 +30,7 @@ from services.orchestrator.state.groups import Outcome
 MOST_AT_ONCE = 1024
 MOST_ROLES = 256  # names of roles are words of workflows: those beyond are told together
 OTHER_ROLES = "other"
+_OF_ENTRY = set(TrainingSequence.__slots__) - {"sequence"}
 
 
 @dataclass(slots=True)
@@ -183,15 +184,7 @@ class Batch:
             minibatches=self.record.minibatches,
             sequences=tuple(
                 TrainingSequence(
-                    sequence_id=e.sequence_id,
-                    sequence=self.sequences[e.sequence_id],
-                    group_mean=e.group_mean,
-                    group_std=e.group_std,
-                    group_size=e.group_size,
-                    staleness=e.staleness,
-                    minibatch=e.minibatch,
-                    position=e.position,
-                    advantage_scale=e.advantage_scale,
+                    sequence=self.sequences[e.sequence_id], **{name: getattr(e, name) for name in _OF_ENTRY}
                 )
                 for e in ordered
             ),

@@ -46,6 +46,7 @@ def trajectory_to_json(trajectory: Trajectory) -> Json:
 
 def trajectory_from_json(record: Json) -> Trajectory:
     read = {
+        "reward": float(record["reward"]),
         "metrics": from_pairs(record["metrics"]),
         "timing": timing_from_json(record["timing"]),
         "sequences": tuple(_sequence_from_json(s) for s in record["sequences"]),
@@ -98,6 +99,7 @@ def _sequence_to_json(sequence: Sequence) -> Json:
 def _sequence_from_json(record: Json) -> Sequence:
     read = {
         "origin": Origin(record["origin"]),
+        "reward": float(record["reward"]),
         "stop_reason": StopReason(record["stop_reason"]),
         "metrics": from_pairs(record["metrics"]),
         "segments": tuple(

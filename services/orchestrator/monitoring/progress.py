@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from services.common.checkpoints.gauges import CheckpointGauge
 from services.common.records.fates import SetAsideReason
+from services.common.records.types import by_name
 from services.common.telemetry.accounts import AccountState
 from services.common.telemetry.metrics import StepKey
 from services.orchestrator.dispatch.threshold import ThresholdState
@@ -167,14 +168,8 @@ def _policy(view: ProgressView, policy: PolicyView) -> PolicyProgress:
 
 
 def _stall(view: ProgressView, stall: Stall) -> StallProgress:
-    return StallProgress(
-        component=stall.component,
-        cause=stall.cause.value,
-        detail=stall.detail,
-        since=time.time() - (view.clock() - stall.since),
-        advice=stall.advice,
-        chain=stall.chain,
-    )
+    since = time.time() - (view.clock() - stall.since)
+    return StallProgress(**{**by_name(stall), "cause": stall.cause.value, "since": since})
 
 
 def _replicas(view: ProgressView) -> list[ReplicaProgress]:

@@ -29,7 +29,7 @@ from services.common.errors import (
 )
 from services.common.pb import training_pb2, training_pb2_grpc
 from services.common.records.device_turn import NO_TURN, DeviceTurn
-from services.common.records.types import Interval, RankBatch, TrainingSequence, WeightVersion
+from services.common.records.types import Interval, RankBatch, TrainingSequence, WeightVersion, by_name
 from services.common.rpc.client.channel import DEADLINES, call_metadata, channel, translated_errors
 from services.common.rpc.client.refusals import refusal_behind
 from services.common.security.roles import Peer
@@ -278,20 +278,14 @@ class OrchestratorClient:
                 log.debug("report.failed", error=error.message)
 
     async def _report(self) -> None:
+        converted = {
+            "accounts": [account_to_proto(account) for account in self.report.accounts()],
+            "peers": [peer_to_proto(peer) for peer in self.report.peers()],
+        }
+        told = {**by_name(self.report), **converted}
         await self._stub.ReportTrainer(
             training_pb2.ReportTrainerRequest(
-                policy=self.policy,
-                incarnation=self._incarnation,
-                training_step=self.report.training_step,
-                state=self.report.state,
-                checkpoint_step=self.report.checkpoint_step,
-                kept_checkpoint_steps=self.report.kept_checkpoint_steps,
-                gauges=self.report.gauges,
-                device_turn=self.report.device_turn,
-                refusal=self.report.refusal,
-                rank=self._rank,
-                accounts=[account_to_proto(account) for account in self.report.accounts()],
-                peers=[peer_to_proto(peer) for peer in self.report.peers()],
+                policy=self.policy, incarnation=self._incarnation, rank=self._rank, **told
             ),
             timeout=DEADLINES["ReportTrainer"],
             metadata=call_metadata(self._run_id),

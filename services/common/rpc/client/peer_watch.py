@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
 import structlog
@@ -50,14 +51,7 @@ class PeerWatch:
         known = self._state
         if known is None or self._silent_since is None:
             return known
-        return PeerState(
-            component=known.component,
-            address=known.address,
-            silent_s=self._clock() - self._silent_since,
-            detail=known.detail,
-            gauges=known.gauges,
-            accounts=known.accounts,
-        )
+        return replace(known, silent_s=self._clock() - self._silent_since)
 
     async def run(self) -> None:
         """Without a deadline: as long as its owner lives. Each question has one."""
