@@ -35,6 +35,14 @@ def fresh_logs() -> Iterator[None]:
     structlog.contextvars.clear_contextvars()
 
 
+@pytest.fixture(autouse=True)
+def usual_depth() -> Iterator[None]:
+    """The stack depth of judged programs, which their harness sets in the process of a test, ends with the test."""
+    depth = sys.getrecursionlimit()
+    yield
+    sys.setrecursionlimit(depth)
+
+
 @pytest.fixture
 def unused_tcp_port() -> int:
     """Instead of pytest-asyncio's, which is of the kernel's ephemeral range."""
