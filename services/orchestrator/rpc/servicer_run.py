@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import orjson
@@ -16,7 +16,6 @@ from services.common.records.types import by_name
 from services.common.telemetry.logs import without_passwords
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_to_proto
-from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.monitoring.progress import Progress
@@ -40,6 +39,16 @@ _STATE = {
 }
 
 
+class RunRequests(Protocol):
+    """What people and tools may ask of a run."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    async def begin_evaluation(self, evaluation_id: str) -> None: ...
+
+
 class RunServicer(run_pb2_grpc.RunServiceServicer):
     def __init__(
         self,
@@ -48,7 +57,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         recipe: Recipe,
         *,
         progress: Callable[[], Progress],
-        requests: OrchestratorCore,
+        requests: RunRequests,
         control: RunControl,
         pool: ReplicaPool,
     ) -> None:

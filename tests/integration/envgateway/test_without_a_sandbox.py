@@ -66,7 +66,7 @@ async def test_programs_are_refused_with_the_remedy_and_all_else_is_served() -> 
 
 
 @pytest.mark.needs("Linux")
-@pytest.mark.parametrize("recipe", ["guess", "spell_backward", "quickstart-two-policies"])
+@pytest.mark.parametrize("recipe", ["guess", "spell_backward"])
 async def test_the_gateway_of_a_recipe_without_programs_starts_where_nothing_can_be_isolated(
     recipe: str, tmp_path: Path
 ) -> None:
@@ -84,7 +84,7 @@ async def test_the_gateway_of_a_recipe_without_programs_starts_where_nothing_can
 @pytest.mark.parametrize(
     ("recipe", "settings"),
     [("quickstart-code", ()), ("quickstart", ()), ("guess", ("envgateway.http.port=0",)),
-     ("quickstart-two-policies", ("workflow.settings.reward=code",))],
+     ("quickstart-two-policies", ())],
 )  # fmt: skip
 def test_the_gateway_of_a_recipe_with_programs_ends_with_the_remedy(
     recipe: str, settings: tuple[str, ...], tmp_path: Path

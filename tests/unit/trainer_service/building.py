@@ -54,7 +54,13 @@ def build(directory: Path, seed: int, vocabulary: int = VOCAB) -> None:
 
 def recipe(model: Path | None, **sections: Any) -> Recipe:
     """A run of six steps with a checkpoint every two; ``trainer``, ``run``, ``batch`` and ``algorithm`` are merged, others are added."""
-    trainer = {"port": 0, "device": "cpu", "checkpoint_every": 2, "token_budget": 64} | sections.pop("trainer", {})
+    trainer = {
+        "port": 0,
+        "device": "cpu",
+        "checkpoint_every": 2,
+        "token_budget": 64,
+        "max_mismatch": 1e3,
+    } | sections.pop("trainer", {})
     run = {"id": "test-run", "steps": 6, "seed": 3} | sections.pop("run", {})
     policy = {
         "model": {"path": None if model is None else str(model), "context_length": 64},
