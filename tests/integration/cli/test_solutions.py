@@ -21,7 +21,7 @@ ROWS = [
     {"problem": "no Python", "solution": "def f(n): return n", "tests": {"functional": "def check(fn):\n    assert fn(3 == 22\ncheck(f)"}},
     {"problem": "no solution", "tests": [{"input": "1", "output": "1"}]},
     {"problem": "a class of its own", "solution": "class Pair:\n  def __init__(self, a): self.a = a\ndef total(p): return p.a", "test_list": ["assert total(Pair(3)) == 3"]},
-    {"problem": "no such value crosses", "solution": "def f(g): return g(3)", "tests": {"functional": "def twice(x): return 2 * x\nassert f(twice) == 6"}},
+    {"problem": "opaque", "solution": "def f(g): return g(3)", "tests": {"functional": "def twice(x): return 2 * x\nassert f(twice) == 6"}},
     {"problem": "stdin, wrong", "solution": "print(2)", "tests": [{"input": "1", "output": "1"}]},
 ]  # fmt: skip
 
@@ -36,14 +36,13 @@ def rows(tmp_path: Path) -> Path:
 def test_rows_that_fail_their_own_solution_are_not_written(rows: Path, tmp_path: Path) -> None:
     done = prepare_code([str(rows)], tmp_path / "out" / "clean.jsonl", SANDBOX, None)
     kept = [json.loads(line)["problem"] for line in (tmp_path / "out" / "clean.jsonl").read_text().splitlines()]
-    assert kept == ["right", "no solution", "a class of its own"] and done.num_rows == 3
+    assert kept == ["right", "no solution", "a class of its own", "opaque"] and done.num_rows == 4
     assert done.left_out[str(rows)].count == 1 and "row 3" in str(done.left_out[str(rows)])
     report = done.solutions[str(rows)]
-    assert (report.num_passed, report.num_without, report.failed.count) == (2, 1, 3)
+    assert (report.num_passed, report.num_without, report.failed.count) == (3, 1, 2)
     reasons = report.failed.reasons
     assert reasons[0].startswith("row 2:") and "expected 22, got 21" in reasons[0]
-    assert reasons[1].startswith("row 6:") and "cannot be sent" in reasons[1]
-    assert reasons[2].startswith("row 7:") and "WRONG_ANSWER" in reasons[2]
+    assert reasons[1].startswith("row 7:") and "WRONG_ANSWER" in reasons[1]
     assert not list((tmp_path / "out").glob("*.partial"))
 
 

@@ -97,9 +97,9 @@ async def test_exactly_the_sampled_ids_are_trained(
     forwarded: list[tuple[int, ...]] = []
     run, forward = TrainStep.run, PolicyModel.forward
 
-    def spy_run(self: TrainStep, batch: RankBatch) -> Any:
+    def spy_run(self: TrainStep, batch: RankBatch, *others: Any) -> Any:
         batches.append(batch)
-        return run(self, batch)
+        return run(self, batch, *others)
 
     def spy_forward(
         self: PolicyModel,
