@@ -54,7 +54,7 @@ def pack(folder: Path) -> int:
         (folder / (NAME if len(parts) == 1 else f"{NAME}.{number}")).write_bytes(part)
     print(
         f"{folder}: {len(data) / 2**20:.1f} MiB in {len(parts)} part(s). On the other machine:\n\n"
-        f"  cat {NAME}* > /tmp/{NAME} && python3 -m tarfile -e /tmp/{NAME} /tmp/kit\n"
-        "  cd /tmp/kit/tree && PYTHONPATH=/tmp/kit/site:. python3 benchmarks/gpu_kit.py --out /tmp/kit/results"
+        f"  cat {NAME}* > whole.tar.xz && python3 -m tarfile -e whole.tar.xz kit\n"
+        "  cd kit/tree && PYTHONPATH=../site:. python3 benchmarks/gpu_kit.py --out ../results"
     )
     return 0

@@ -28,7 +28,7 @@ CALLED_BY_LIBRARIES = {
     "init_transfer_engine",  # vLLM
     "visit_ExceptHandler", "visit_With",  # ast
 }  # fmt: skip
-# Read by tests and benchmarks, because nothing else shows what they show.
+# Read by tests and benchmarks, because no other name shows the same.
 SEEN_BY_TESTS = {
     "LOSS_CLASSES", "boxed_integer", "from_offsets", "host_arrays", "num_sessions",
 }  # fmt: skip

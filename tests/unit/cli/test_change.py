@@ -1,4 +1,4 @@
-"""``rollmill run --resume RUN --set``: what may change, what may not and why, and the note that is kept."""
+"""``rollmill run --resume RUN --set``: settings that may change, refusals with their reason, and the note that is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Harbor's task directories: what is read of them, and what is refused by its name and line."""
+"""Harbor's task directories: the parts that are read, and refusals with name and line."""
 
 from __future__ import annotations
 
