@@ -258,11 +258,11 @@ async def test_an_orchestrator_that_is_away_when_a_version_is_published_gets_it_
     computing, go_on = asyncio.Event(), asyncio.Event()
     loop, run = asyncio.get_running_loop(), TrainStep.run
 
-    def slow_run(self: TrainStep, batch: RankBatch) -> Any:
+    def slow_run(self: TrainStep, batch: RankBatch, *others: Any) -> Any:
         if batch.training_step == 3:
             loop.call_soon_threadsafe(computing.set)
             asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(60.0)
-        return run(self, batch)
+        return run(self, batch, *others)
 
     monkeypatch.setattr(TrainStep, "run", slow_run)
     trainer = start(orchestrator)
