@@ -1,7 +1,7 @@
-"""Counts files and lines of services and recipes without generated code: code, docstrings, comments and blank lines.
+"""Counts files and lines of services, recipes and rollmill without generated code: code, docstrings, comments and blank lines.
 
 ``lines`` counts every line of a file, as ``wc -l`` does; the four other counts add up to it. The script also finds the
-largest file, the longest function and the folder with the most files of each part, and names each that is over its limit.
+largest file and the longest function of each part.
 
     python benchmarks/lines.py [--root FOLDER]
 """
@@ -12,15 +12,13 @@ import argparse
 import ast
 import io
 import tokenize
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks._report import report_facts
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_FILES_OF_A_FOLDER = 450, 80, 16
 NOT_CODE = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT)
 
 
@@ -96,8 +94,8 @@ def longest_function(source: str) -> tuple[str, int]:
 
 
 def source_files(root: Path) -> Iterator[SourceFile]:
-    """The files of services and recipes, without the modules generated from protos."""
-    for path in (path for top in ("services", "recipes") for path in sorted((root / top).rglob("*.py"))):
+    """The files of services, recipes and rollmill, without the modules generated from protos."""
+    for path in (path for top in ("services", "recipes", "rollmill") for path in sorted((root / top).rglob("*.py"))):
         relative = path.relative_to(root)
         if "pb" not in relative.parts:
             source = path.read_text()
@@ -115,7 +113,6 @@ def part_of(path: Path) -> str:
 
 def summary(files: list[SourceFile]) -> dict[str, object]:
     """The sums of a part and its extremes. ``files`` is not empty."""
-    folders = _files_by_folder(files)
     largest = max(files, key=lambda file: file.counts.lines)
     longest = max(files, key=lambda file: file.longest_function[1])
     return {
@@ -127,36 +124,7 @@ def summary(files: list[SourceFile]) -> dict[str, object]:
         "blank": sum(file.counts.blank for file in files),
         "largest_file": [str(largest.path), largest.counts.lines],
         "longest_function": [f"{longest.path}:{longest.longest_function[0]}", longest.longest_function[1]],
-        "most_files_in_a_folder": list(folders.most_common(1)[0]) if folders else ["", 0],
     }
-
-
-def _files_by_folder(files: Iterable[SourceFile]) -> Counter[str]:
-    """Without ``__init__.py``, which a folder must have."""
-    return Counter(str(file.path.parent) for file in files if file.path.name != "__init__.py")
-
-
-def broken_limits(files: Iterable[SourceFile]) -> list[str]:
-    """One line for each file, function and folder that is larger than its limit."""
-    files = list(files)
-    return [
-        *(
-            f"{file.path} has {file.counts.lines} lines; at most {MOST_LINES_OF_A_FILE}"
-            for file in files
-            if file.counts.lines > MOST_LINES_OF_A_FILE
-        ),
-        *(
-            f"{file.path}:{name} has {num_lines} lines; at most {MOST_LINES_OF_A_FUNCTION}"
-            for file in files
-            for name, num_lines in [file.longest_function]
-            if num_lines > MOST_LINES_OF_A_FUNCTION
-        ),
-        *(
-            f"{folder} has {num_files} files; at most {MOST_FILES_OF_A_FOLDER}"
-            for folder, num_files in _files_by_folder(files).items()
-            if num_files > MOST_FILES_OF_A_FOLDER
-        ),
-    ]
 
 
 def main() -> None:
@@ -167,9 +135,7 @@ def main() -> None:
     parts = {name: summary([file for file in files if part_of(file.path) == name]) for name in _names(files)}
     for name, part in parts.items():
         print(f"{part['lines']:6} lines, {part['code']:6} of code, {part['files']:4} files  {name}")
-    broken = broken_limits(files)
-    print(*broken, sep="\n", end="\n" if broken else "")
-    report_facts("lines", all=summary(files), parts=parts, broken_limits=broken)
+    report_facts("lines", all=summary(files), parts=parts)
 
 
 def _names(files: list[SourceFile]) -> list[str]:
