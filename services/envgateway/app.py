@@ -37,8 +37,6 @@ from services.envgateway.envs.worlds import make_worlds
 from services.envgateway.http.server import HttpServer
 from services.envgateway.http.submissions import Submissions
 from services.envgateway.judge.judge import Judge
-from services.envgateway.memory.runs import RunMemory
-from services.envgateway.memory.verdicts import JudgeMemory
 from services.envgateway.prometheus import METRICS
 from services.envgateway.queue.embedded import EmbeddedQueue
 from services.envgateway.queue.fair import FairQueue
@@ -189,13 +187,7 @@ class Gateway:
 def _make_queue(config: EnvGatewayConfig, sandbox: SandboxPool, redis_uri: str, judge: Judge) -> FairQueue:
     if redis_uri:
         return StreamsQueue(config.queue, redis_uri)
-    num_slots = config.sandbox.num_slots
-    queue = EmbeddedQueue(sandbox, judge, num_slots=num_slots, queue_size=config.queue.lane_size)
-    if config.judge.verdicts:
-        queue.verdicts = JudgeMemory(config.judge, config.sandbox, lambda: sandbox.tier, queue.counts)
-    if config.runs.results:
-        queue.runs = RunMemory(config.runs, config.sandbox, lambda: sandbox.tier, queue.counts)
-    return queue
+    return EmbeddedQueue(sandbox, judge, num_slots=config.sandbox.num_slots, queue_size=config.queue.lane_size)
 
 
 def _make_http(config: EnvGatewayConfig, queue: FairQueue, rewards: Rewards) -> HttpServer | None:

@@ -87,7 +87,6 @@ class Submissions:
                 language=submission.type,
                 tests=StdinTests(cases=(StdinCase(stdin=stdin, expected=expected),)),
                 comparison=_STRIPPED,
-                lane=lane,
             )
             return _judged(await self._in_time(request, lane, end))
         job = ExecutionRequest(code=submission.solution, language=submission.type, stdin=stdin.encode(errors="replace"))

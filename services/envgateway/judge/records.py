@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from services.common.errors import InvalidRequestError
-from services.common.telemetry.gateway_queue import Lane
 from services.common.text.asserted_calls import AssertedCall, asserted_calls
 from services.common.text.literals import to_tree
 from services.envgateway.sandbox.bare.harness import plain
@@ -123,8 +122,6 @@ class JudgeRequest:
     comparison: Comparison = field(default_factory=Comparison)
     limits: ExecutionLimits = field(default_factory=ExecutionLimits)
     stop_early: bool = False
-    lane: Lane = Lane.BATCH
-    request_id: str = ""
 
     def to_json(self) -> dict[str, Any]:
         mode = self.comparison.mode
@@ -133,7 +130,6 @@ class JudgeRequest:
             "tests": _tests_to_json(self.tests),
             "comparison": {"mode": mode.value if mode else None, "tolerance": self.comparison.tolerance},
             "limits": self.limits.to_json(),
-            "lane": self.lane.value,
         }
 
     @staticmethod
@@ -148,8 +144,6 @@ class JudgeRequest:
             ),
             limits=ExecutionLimits.from_json(data["limits"]),
             stop_early=data["stop_early"],
-            lane=Lane(data["lane"]),
-            request_id=data["request_id"],
         )
 
 
@@ -192,7 +186,6 @@ class JudgeResult:
     num_cases: int = 0  # asked for; more than len(cases) after an early stop
     tier: str = ""
     detail: str = ""
-    request_id: str = ""
     opaque: bool = False  # test code ran in the program's process: the program can forge this verdict
 
     @property

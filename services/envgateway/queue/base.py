@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Protocol, TypeAlias, overload
 
@@ -18,7 +19,9 @@ class JobQueue(Protocol):
     """Runs programs when their turn has come. Cancelling the caller removes a waiting job, or kills a running one.
 
     ``request_id`` is the key of the job, empty for none: the same job under the same key joins the running one or gets
-    the stored result. ``deadline_s`` bounds waiting and running together, ``wait_s`` waiting alone.
+    the stored result. Equal judgements of one client in one lane that wait or run at the same time are one job.
+    ``deadline_s`` bounds waiting and running together, ``wait_s`` waiting alone. A job takes one of ``places`` before
+    it waits for its turn, and keeps it to its end.
 
     Raises:
         CapacityError: too many wait already, or no slot came free within ``wait_s``; says when to come back.
@@ -31,7 +34,14 @@ class JobQueue(Protocol):
     ) -> ExecutionResult: ...
     @overload
     async def run(
-        self, job: JudgeRequest, *, lane: Lane, request_id: str, deadline_s: float, wait_s: float | None = None
+        self,
+        job: JudgeRequest,
+        *,
+        lane: Lane,
+        request_id: str,
+        deadline_s: float,
+        wait_s: float | None = None,
+        places: asyncio.Semaphore | None = None,
     ) -> JudgeResult: ...
     @property
     def gauges(self) -> Mapping[str, float]:
@@ -64,7 +74,7 @@ class Executor(Protocol):
 class Judging(Protocol):
     """Judges one program (``Judge``)."""
 
-    async def judge(self, request: JudgeRequest) -> JudgeResult: ...
+    async def judge(self, request: JudgeRequest, lane: Lane = Lane.BATCH) -> JudgeResult: ...
 
 
 class LocalRunner:
@@ -76,7 +86,7 @@ class LocalRunner:
 
     async def run(self, job: Job, lane: Lane) -> JobResult:
         if isinstance(job, JudgeRequest):
-            return await self._judge.judge(job)
+            return await self._judge.judge(job, lane)
         return await self._sandbox.run(job, lane)
 
 
@@ -90,5 +100,5 @@ def is_about_the_program(result: JobResult) -> bool:
 def infrastructure_failure(job: Job, detail: str) -> JobResult:
     """The result of a job that the machinery could not run."""
     if isinstance(job, JudgeRequest):
-        return JudgeResult(verdict=RunStatus.INFRA_ERROR, detail=detail, request_id=job.request_id)
+        return JudgeResult(verdict=RunStatus.INFRA_ERROR, detail=detail)
     return ExecutionResult(status=RunStatus.INFRA_ERROR, detail=detail)

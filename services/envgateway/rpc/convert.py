@@ -8,7 +8,6 @@ from typing import Any
 from services.common.errors import InvalidRequestError
 from services.common.pb import environment_pb2
 from services.common.pb import judge_pb2 as pb
-from services.common.telemetry.gateway_queue import Lane
 from services.common.text.encodable import encodable
 from services.common.wire.records import duration_from_proto, duration_to_proto
 from services.envgateway.judge.records import (
@@ -32,7 +31,6 @@ _STATUS = {
 }
 _VERDICT = {verdict: pb.Verdict.Value(f"VERDICT_{verdict.name}") for verdict in RunStatus}
 _MODE = {pb.ComparisonMode.Value(f"COMPARISON_MODE_{mode.name}"): mode for mode in ComparisonMode}
-_LANE = {pb.JUDGE_LANE_INTERACTIVE: Lane.INTERACTIVE}
 
 
 def execution_from_proto(request: environment_pb2.ExecuteCodeRequest) -> ExecutionRequest:
@@ -72,8 +70,6 @@ def judge_request_from_proto(proto: pb.JudgeRequest) -> JudgeRequest:
         ),
         limits=_limits_from_proto(proto.limits),
         stop_early=proto.stop_early,
-        lane=_LANE.get(proto.lane, Lane.BATCH),
-        request_id=proto.request_id,
     )
 
 

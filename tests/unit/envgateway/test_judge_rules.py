@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.telemetry.gateway_queue import Lane
 from services.common.text.literals import to_tree
 from services.envgateway.judge.compare import difference
 from services.envgateway.judge.records import (
@@ -270,7 +269,7 @@ def test_requests_survive_json(value: Any, other: Any, text: str, flag: bool) ->
     ):
         request = JudgeRequest(
             code=text, tests=tests, comparison=Comparison(mode=M.FLOAT if flag else None, tolerance=0.5),
-            limits=ExecutionLimits(wall_s=1.5), stop_early=flag, lane=Lane.INTERACTIVE, request_id=text,
+            limits=ExecutionLimits(wall_s=1.5), stop_early=flag,
         )  # fmt: skip
         assert JudgeRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
 
@@ -357,9 +356,8 @@ def _case(index: int, verdict: RunStatus) -> CaseResult:
 def test_the_first_failure_decides_and_never_the_machinery_where_the_program_failed(
     verdicts: list[RunStatus], whole: RunStatus
 ) -> None:
-    request = JudgeRequest(code="", tests=StdinTests(cases=()), request_id="r")
-    result = whole_result(request, [_case(i, v) for i, v in enumerate(verdicts)], len(verdicts), "2")
-    assert result.verdict is whole and result.request_id == "r"
+    result = whole_result([_case(i, v) for i, v in enumerate(verdicts)], len(verdicts), "2")
+    assert result.verdict is whole
     assert JudgeResult.from_json(json.loads(json.dumps(result.to_json()))) == result
 
 
