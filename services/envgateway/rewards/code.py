@@ -38,7 +38,7 @@ from services.envgateway.judge.records import (
     StdinTests,
     Tests,
 )
-from services.envgateway.queue.base import JobQueue
+from services.envgateway.queue.local import JobQueue
 from services.envgateway.rewards.result import CORRECT, RewardOutcome, RewardResult, grader_failed
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits

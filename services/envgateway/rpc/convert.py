@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from services.common.errors import InvalidRequestError
@@ -82,7 +83,7 @@ def _limits_from_proto(limits: environment_pb2.ExecutionLimits) -> ExecutionLimi
         processes=limits.num_processes if limits.HasField("num_processes") else None,
         output_bytes=limits.output_bytes if limits.HasField("output_bytes") else None,
     )
-    for name, value in parsed.to_json().items():
+    for name, value in asdict(parsed).items():
         if value is not None and not value > 0:
             raise InvalidRequestError(f"limits.{name} is {value:g}; it must be more than 0")
     return parsed

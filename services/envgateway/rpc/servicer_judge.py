@@ -9,7 +9,7 @@ import grpc
 from services.common.pb import judge_pb2 as pb
 from services.common.pb import judge_pb2_grpc
 from services.common.telemetry.gateway_queue import Lane
-from services.envgateway.queue.base import JobQueue
+from services.envgateway.queue.local import JobQueue
 from services.envgateway.rpc.convert import judge_request_from_proto, judge_result_to_proto
 from services.envgateway.rpc.deadlines import time_left_s
 

@@ -12,7 +12,7 @@ from services.common.errors import CapacityError, DeadlineError, InvalidRequestE
 from services.common.telemetry.gateway_queue import Lane
 from services.common.text.programs import program_of, with_preamble
 from services.envgateway.judge.records import AssertTests, CallCase, CallTests, CaseResult, JudgeRequest, JudgeResult
-from services.envgateway.queue.embedded import EmbeddedQueue
+from services.envgateway.queue.local import decode, encode, local_queue
 from services.envgateway.rewards.code import CodeReward, read_tests
 from services.envgateway.rewards.result import RewardOutcome
 from services.envgateway.sandbox.bare.statuses import RunStatus
@@ -216,7 +216,7 @@ async def test_slow_programs_of_one_task_leave_a_slot_to_others() -> None:
             await end.wait()
             return await self.run(request)
 
-    reward = CodeReward(EmbeddedQueue(None, Slow(), num_slots=4, queue_size=100))  # type: ignore[arg-type]
+    reward = CodeReward(local_queue(None, Slow(), num_slots=4, lane_size=100))  # type: ignore[arg-type]
     other = {"tests": {"kind": "stdin", "cases": [{"stdin": "2", "expected": "2"}]}}
     group = [asyncio.create_task(reward(STDIN, f"print({n})")) for n in range(8)]
     group.append(asyncio.create_task(reward(other, "print('other')")))
@@ -238,7 +238,7 @@ async def test_equal_programs_of_a_group_are_judged_once_though_the_task_has_few
             await end.wait()
             return await self.run(request)
 
-    reward = CodeReward(EmbeddedQueue(None, Slow(), num_slots=2, queue_size=100))  # type: ignore[arg-type]
+    reward = CodeReward(local_queue(None, Slow(), num_slots=2, lane_size=100))  # type: ignore[arg-type]
     group = [asyncio.create_task(reward(STDIN, f"print({n % 2})")) for n in range(8)]
     while not judged:
         await asyncio.sleep(0)
@@ -255,7 +255,7 @@ async def test_integer_keys_and_other_readings_of_a_row_reach_the_judge() -> Non
     assert queue.requests[0].tests == CallTests(
         entry_point="f", cases=(CallCase(args=({1: 2}, {"a": {-3: [{1: 2}]}}, {}), expected=4, also=([4], "4")),)
     )
-    assert JudgeRequest.from_json(queue.requests[0].to_json()) == queue.requests[0]
+    assert decode(encode(queue.requests[0])) == queue.requests[0]
 
 
 async def test_an_empty_program_is_not_judged() -> None:

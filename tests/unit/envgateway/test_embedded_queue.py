@@ -19,8 +19,7 @@ from services.envgateway.judge.records import (
     StdinCase,
     StdinTests,
 )
-from services.envgateway.queue.clients import on_behalf_of
-from services.envgateway.queue.embedded import EmbeddedQueue
+from services.envgateway.queue.local import local_queue, on_behalf_of
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
 from tests.waiting import WAIT_S
@@ -58,7 +57,7 @@ class Slots:
 class World:
     def __init__(self, num_slots: int = 2, queue_size: int = 100) -> None:
         self.slots = Slots()
-        self.queue = EmbeddedQueue(self.slots, self.slots, num_slots=num_slots, queue_size=queue_size)
+        self.queue = local_queue(self.slots, self.slots, num_slots=num_slots, lane_size=queue_size)  # type: ignore[arg-type]
 
     async def submit(
         self, name: str, lane: Lane, deadline_s: float = 20.0, client: str = "", key: str = ""
