@@ -99,11 +99,7 @@ async def ours(over_redis: bool) -> Arm:
             [sys.executable, "-m", "services.envgateway.worker"],
             REDIS_URI=redis_uri, MAX_WORKERS=str(NUM_WORKERS), ALLOW_TIER_0="1",
         )  # fmt: skip
-    command = [sys.executable, "-m", "services.envgateway"]
-    if not over_redis:  # every program is run; workers remember nothing
-        command += ["--recipe", str(ROOT / "recipes" / "quickstart"), "--set", "envgateway.judge.verdicts=0"]
-        gateway["MAX_EXECUTION_TIME"] = "10"
-    arm.start_process(command, MAX_WORKERS=str(NUM_WORKERS), **gateway)
+    arm.start_process([sys.executable, "-m", "services.envgateway"], MAX_WORKERS=str(NUM_WORKERS), **gateway)
     return await arm.wait_until_ready()
 
 

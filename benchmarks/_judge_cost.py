@@ -28,7 +28,7 @@ from services.common.config.processes.envgateway import SandboxConfig
 from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import CallCase, CallTests, JudgeRequest, StdinCase, StdinTests
-from services.envgateway.queue.embedded import EmbeddedQueue
+from services.envgateway.queue.local import local_queue
 from services.envgateway.rewards.code import CodeReward
 from services.envgateway.rewards.result import RewardOutcome
 from services.envgateway.sandbox.bare.statuses import RunStatus
@@ -90,7 +90,7 @@ async def measure(num_programs: int) -> dict[str, float]:
         SandboxConfig(num_slots=4, prewarm_scientific=False, allow_tier_0=os.getuid() != 0)
     )
     try:
-        queue = EmbeddedQueue(pool, Judge(pool), num_slots=4, queue_size=10_000)
+        queue = local_queue(pool, Judge(pool), num_slots=4, lane_size=10_000)
 
         async def judged(request: JudgeRequest) -> None:
             result = await queue.run(request, lane=Lane.BATCH, request_id="", deadline_s=300.0)

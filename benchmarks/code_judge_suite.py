@@ -23,7 +23,7 @@ from benchmarks._report import report, report_nothing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from services.common.config.processes.envgateway import EnvGatewayConfig, HttpConfig, JudgeMemoryConfig, SandboxConfig
+from services.common.config.processes.envgateway import EnvGatewayConfig, HttpConfig, SandboxConfig
 from services.envgateway.app import Gateway
 from services.envgateway.sandbox.pool import SandboxPool
 
@@ -61,8 +61,7 @@ def test_client():
 
 async def measure(suite: Path) -> None:
     sandbox = SandboxConfig(num_slots=4, wall_time_s=_LIMIT_S, cpu_time_s=_LIMIT_S)
-    judge = JudgeMemoryConfig(verdicts=0)  # each program is run
-    config = EnvGatewayConfig(port=0, sandbox=sandbox, judge=judge, http=HttpConfig(port=0))
+    config = EnvGatewayConfig(port=0, sandbox=sandbox, http=HttpConfig(port=0))
     gateway = Gateway(config, SandboxPool.start_before_threads(sandbox))
     await gateway.start()
     try:

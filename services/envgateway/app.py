@@ -37,12 +37,9 @@ from services.envgateway.envs.worlds import make_worlds
 from services.envgateway.http.server import HttpServer
 from services.envgateway.http.submissions import Submissions
 from services.envgateway.judge.judge import Judge
-from services.envgateway.memory.runs import RunMemory
-from services.envgateway.memory.verdicts import JudgeMemory
 from services.envgateway.prometheus import METRICS
-from services.envgateway.queue.embedded import EmbeddedQueue
-from services.envgateway.queue.fair import FairQueue
-from services.envgateway.queue.streams.queue import StreamsQueue
+from services.envgateway.queue.local import JobQueue, local_queue
+from services.envgateway.queue.redis import RedisQueue
 from services.envgateway.rewards.math.pool import MathPool, comparisons
 from services.envgateway.rewards.math.worker import REASONING_GYM
 from services.envgateway.rewards.registry import Rewards
@@ -87,7 +84,12 @@ class Gateway:
         self._math = MathPool(config.math)
         self._comparisons = comparisons()
         redis_uri = config.queue.redis_uri if redis_uri is None else redis_uri
-        self.queue = _make_queue(config, sandbox, redis_uri, Judge(sandbox, self._comparisons.failure))
+        self.queue: JobQueue
+        if redis_uri:
+            self.queue = RedisQueue(config.queue, redis_uri)
+        else:
+            judge, limits = Judge(sandbox, self._comparisons.failure), config.sandbox
+            self.queue = local_queue(sandbox, judge, num_slots=limits.num_slots, lane_size=config.queue.lane_size)
         self._reasoning = MathPool(config.reasoning_gym, REASONING_GYM)
         self._rewards = Rewards(
             self._math,
@@ -186,19 +188,7 @@ class Gateway:
         }
 
 
-def _make_queue(config: EnvGatewayConfig, sandbox: SandboxPool, redis_uri: str, judge: Judge) -> FairQueue:
-    if redis_uri:
-        return StreamsQueue(config.queue, redis_uri)
-    num_slots = config.sandbox.num_slots
-    queue = EmbeddedQueue(sandbox, judge, num_slots=num_slots, queue_size=config.queue.lane_size)
-    if config.judge.verdicts:
-        queue.verdicts = JudgeMemory(config.judge, config.sandbox, lambda: sandbox.tier, queue.counts)
-    if config.runs.results:
-        queue.runs = RunMemory(config.runs, config.sandbox, lambda: sandbox.tier, queue.counts)
-    return queue
-
-
-def _make_http(config: EnvGatewayConfig, queue: FairQueue, rewards: Rewards) -> HttpServer | None:
+def _make_http(config: EnvGatewayConfig, queue: JobQueue, rewards: Rewards) -> HttpServer | None:
     if config.http.port is None:
         return None
     limits = config.sandbox

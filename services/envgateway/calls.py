@@ -110,6 +110,10 @@ class SharedCalls(Generic[Result]):
                 entry.task.cancel()
             raise
 
+    def __contains__(self, key: str) -> bool:
+        """Whether a call with this key runs."""
+        return key in self._running
+
     def __len__(self) -> int:
         """Running calls and stored results."""
         return len(self._running) + len(self._stored)

@@ -39,7 +39,6 @@ METRICS = (
 )  # fmt: skip
 
 WORKER_METRICS = (
-    *_QUEUE,
-    Metric("rollmill_worker_jobs_refused_total", "counter", "Jobs for which there was no room.", "queue_refused"),
+    *_QUEUE[1:],
     Metric("rollmill_worker_jobs_total", "counter", "Jobs by outcome, at this worker.", "{event}"),
 )  # fmt: skip

@@ -31,8 +31,7 @@ from services.envgateway.http.schema import (
     read_submission,
 )
 from services.envgateway.http.submissions import Submissions
-from services.envgateway.queue.base import JobQueue
-from services.envgateway.queue.clients import on_behalf_of
+from services.envgateway.queue.local import JobQueue, on_behalf_of
 
 CLIENT_HEADER = "X-Client-Id"
 _KEEP_ALIVE_S = 10.0

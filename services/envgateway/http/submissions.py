@@ -19,7 +19,7 @@ from services.envgateway.judge.records import (
     StdinCase,
     StdinTests,
 )
-from services.envgateway.queue.base import JobQueue
+from services.envgateway.queue.local import JobQueue
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rewards.result import RewardOutcome
 from services.envgateway.sandbox.bare.statuses import RunStatus
@@ -87,7 +87,6 @@ class Submissions:
                 language=submission.type,
                 tests=StdinTests(cases=(StdinCase(stdin=stdin, expected=expected),)),
                 comparison=_STRIPPED,
-                lane=lane,
             )
             return _judged(await self._in_time(request, lane, end))
         job = ExecutionRequest(code=submission.solution, language=submission.type, stdin=stdin.encode(errors="replace"))

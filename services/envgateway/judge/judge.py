@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.common.telemetry.gateway_queue import Lane
 from services.common.text.assert_tests import UnusableTestsError
 from services.common.text.asserted_calls import AssertedCall
 from services.common.text.encodable import encodable
@@ -74,14 +75,14 @@ class Judge:
         self._sandbox = sandbox
         self._compare_apart = compare_apart
 
-    async def judge(self, request: JudgeRequest, queue_timeout_s: float = 60.0) -> JudgeResult:
+    async def judge(self, request: JudgeRequest, lane: Lane = Lane.BATCH, queue_timeout_s: float = 60.0) -> JudgeResult:
         """Every case's verdict. Cancelling the caller kills the running programs.
 
         Raises:
             CapacityError: no slot came free in time; says when to come back.
         """
         if wrong := _why_refused(request):
-            return refused(request, wrong, self._sandbox.tier)
+            return refused(wrong, self._sandbox.tier)
         direct: tuple[AssertedCall, ...] | None = None
         broken = _why_unusable_tests(request.tests)
         if isinstance(request.tests, AssertTests):
@@ -90,8 +91,8 @@ class Judge:
             except UnusableTestsError as error:
                 broken = str(error)
         if broken:
-            return unusable(request, broken, self._sandbox.tier)
-        async with self._sandbox.lease(request.lane, queue_timeout_s) as slot:
+            return unusable(broken, self._sandbox.tier)
+        async with self._sandbox.lease(lane, queue_timeout_s) as slot:
             return await _Judgement(slot, request, self._sandbox.tier, self._compare).run(direct)
 
     async def _compare(self, check: Check, answer: bytes) -> str:
@@ -152,7 +153,7 @@ class _Judgement:
             else:
                 run = await self._run(case.alone())
                 results.append(await case.judged(index, run.result.result(), run.answer))
-        return whole_result(self._request, results, len(cases), self._tier)
+        return whole_result(results, len(cases), self._tier)
 
     def _is_decided(self, results: list[CaseResult]) -> bool:
         return self._request.stop_early and bool(results) and results[-1].verdict is not RunStatus.OK
@@ -217,12 +218,10 @@ class _Judgement:
 
     def _not_made(self, made: ExecutionResult, num_cases: int) -> JudgeResult:
         if made.status is RunStatus.INVALID_REQUEST:
-            return refused(self._request, made.detail, self._tier)
+            return refused(made.detail, self._tier)
         first = case_result(0, made)
         count = 1 if self._request.stop_early else num_cases
-        return whole_result(
-            self._request, [dataclasses.replace(first, index=i) for i in range(count)], num_cases, self._tier
-        )
+        return whole_result([dataclasses.replace(first, index=i) for i in range(count)], num_cases, self._tier)
 
     def _program(self, case: StdinCase, artefact: bytes | None) -> _Case:
         limits = dict(self._limits)
@@ -284,7 +283,7 @@ class _Judgement:
             case = case_result(
                 0, result, RunStatus.WRONG_ANSWER, last_line(result) or "the program ended before its tests"
             )
-        return dataclasses.replace(whole_result(self._request, [case], 1, self._tier), opaque=True)
+        return dataclasses.replace(whole_result([case], 1, self._tier), opaque=True)
 
 
 def _why_refused(request: JudgeRequest) -> str:

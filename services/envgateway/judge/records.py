@@ -1,8 +1,4 @@
-"""Requests and results of the judge: plain records with a JSON form for queues.
-
-Values of function calls travel in the tagged form of
-``services.envgateway.sandbox.bare.harness.plain``, which keeps types that JSON loses: tuples, sets, big integers, NaN.
-"""
+"""Requests and results of the judge. ``services.envgateway.queue.local`` has their form as bytes."""
 
 from __future__ import annotations
 
@@ -10,11 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from services.common.errors import InvalidRequestError
-from services.common.telemetry.gateway_queue import Lane
 from services.common.text.asserted_calls import AssertedCall, asserted_calls
-from services.common.text.literals import to_tree
-from services.envgateway.sandbox.bare.harness import plain
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits
 
@@ -112,9 +104,8 @@ class JudgeRequest:
     """One program and its tests. Limits are per case; ``stop_early`` ends at the first case that is not OK.
 
     >>> tests = StdinTests(cases=(StdinCase(stdin="1 2", expected="3"),))
-    >>> request = JudgeRequest(code="print(sum(map(int, input().split())))", tests=tests)
-    >>> JudgeRequest.from_json(request.to_json()) == request
-    True
+    >>> JudgeRequest(code="print(sum(map(int, input().split())))", tests=tests).language
+    'python'
     """
 
     code: str
@@ -123,34 +114,6 @@ class JudgeRequest:
     comparison: Comparison = field(default_factory=Comparison)
     limits: ExecutionLimits = field(default_factory=ExecutionLimits)
     stop_early: bool = False
-    lane: Lane = Lane.BATCH
-    request_id: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        mode = self.comparison.mode
-        return {
-            **{name: getattr(self, name) for name in self.__slots__},
-            "tests": _tests_to_json(self.tests),
-            "comparison": {"mode": mode.value if mode else None, "tolerance": self.comparison.tolerance},
-            "limits": self.limits.to_json(),
-            "lane": self.lane.value,
-        }
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> JudgeRequest:
-        mode = data["comparison"]["mode"]
-        return JudgeRequest(
-            code=data["code"],
-            tests=_tests_from_json(data["tests"]),
-            language=data["language"],
-            comparison=Comparison(
-                mode=ComparisonMode(mode) if mode else None, tolerance=data["comparison"]["tolerance"]
-            ),
-            limits=ExecutionLimits.from_json(data["limits"]),
-            stop_early=data["stop_early"],
-            lane=Lane(data["lane"]),
-            request_id=data["request_id"],
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,15 +132,6 @@ class CaseResult:
     cpu_s: float = 0.0
     peak_memory_bytes: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        data = {name: getattr(self, name) for name in self.__slots__}
-        data["verdict"] = self.verdict.value
-        return data
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> CaseResult:
-        return CaseResult(**{**data, "verdict": RunStatus(data["verdict"])})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeResult:
@@ -192,60 +146,8 @@ class JudgeResult:
     num_cases: int = 0  # asked for; more than len(cases) after an early stop
     tier: str = ""
     detail: str = ""
-    request_id: str = ""
     opaque: bool = False  # test code ran in the program's process: the program can forge this verdict
 
     @property
     def num_passed(self) -> int:
         return sum(case.verdict is RunStatus.OK for case in self.cases)
-
-    def to_json(self) -> dict[str, Any]:
-        cases = [case.to_json() for case in self.cases]
-        data = {name: getattr(self, name) for name in self.__slots__}
-        return {**data, "verdict": self.verdict.value, "cases": cases}
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> JudgeResult:
-        cases = tuple(CaseResult.from_json(case) for case in data["cases"])
-        return JudgeResult(**{**data, "verdict": RunStatus(data["verdict"]), "cases": cases})
-
-
-def _tests_to_json(tests: Tests) -> dict[str, Any]:
-    if isinstance(tests, StdinTests):
-        return {"kind": "stdin", "cases": [[case.stdin, case.expected] for case in tests.cases]}
-    if isinstance(tests, CallTests):
-        cases = [[to_tree(part) for part in (case.args, case.kwargs, case.expected, case.also)] for case in tests.cases]
-        return {"kind": "call", "entry_point": tests.entry_point, "cases": cases}
-    return {
-        "kind": "assert",
-        "tests": tests.tests,
-        "entry_point": tests.entry_point,
-        "preamble": tests.preamble,
-        "names": list(tests.names),
-    }
-
-
-def _tests_from_json(data: dict[str, Any]) -> Tests:
-    match data["kind"]:
-        case "stdin":
-            return StdinTests(
-                cases=tuple(StdinCase(stdin=stdin, expected=expected) for stdin, expected in data["cases"])
-            )
-        case "call":
-            decoded = (tuple(plain.from_tree(part) for part in case) for case in data["cases"])
-            return CallTests(
-                entry_point=data["entry_point"],
-                cases=tuple(
-                    CallCase(args=args, kwargs=kwargs, expected=expected, also=also)
-                    for args, kwargs, expected, also in decoded
-                ),
-            )
-        case "assert":
-            return AssertTests(
-                tests=data["tests"],
-                entry_point=data["entry_point"],
-                preamble=data["preamble"],
-                names=tuple(data["names"]),
-            )
-        case other:
-            raise InvalidRequestError(f"tests of kind {other!r}; there are stdin, call and assert")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.envgateway.judge.records import CaseResult, JudgeRequest, JudgeResult
+from services.envgateway.judge.records import CaseResult, JudgeResult
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionResult
 
@@ -39,7 +39,7 @@ def last_line(run: ExecutionResult) -> str:
     return lines[-1][:_SHOWN_LINE] if lines else f"exit code {run.exit_code}" if run.exit_code else ""
 
 
-def whole_result(request: JudgeRequest, cases: Sequence[CaseResult], num_cases: int, tier: str) -> JudgeResult:
+def whole_result(cases: Sequence[CaseResult], num_cases: int, tier: str) -> JudgeResult:
     """The first failure decides, but a failure of the machinery never does where the program failed as well."""
     failed = [case for case in cases if case.verdict is not RunStatus.OK]
     about_program = [case for case in failed if case.verdict.is_about_the_program]
@@ -50,15 +50,14 @@ def whole_result(request: JudgeRequest, cases: Sequence[CaseResult], num_cases: 
         num_cases=num_cases,
         tier=tier,
         detail=f"case {first.index}: {first.detail}" if first else "",
-        request_id=request.request_id,
     )
 
 
-def refused(request: JudgeRequest, detail: str, tier: str) -> JudgeResult:
+def refused(detail: str, tier: str) -> JudgeResult:
     """The result of a request that cannot be judged."""
-    return JudgeResult(verdict=RunStatus.INVALID_REQUEST, detail=detail, tier=tier, request_id=request.request_id)
+    return JudgeResult(verdict=RunStatus.INVALID_REQUEST, detail=detail, tier=tier)
 
 
-def unusable(request: JudgeRequest, detail: str, tier: str) -> JudgeResult:
+def unusable(detail: str, tier: str) -> JudgeResult:
     """The result of tests that cannot judge any program: the program gets no verdict."""
-    return JudgeResult(verdict=RunStatus.INVALID_TESTS, detail=detail, tier=tier, request_id=request.request_id)
+    return JudgeResult(verdict=RunStatus.INVALID_TESTS, detail=detail, tier=tier)

@@ -28,7 +28,6 @@ from weakref import WeakValueDictionary
 from services.common.errors import CapacityError, DeadlineError, InvalidRequestError
 from services.common.telemetry.gateway_queue import Lane
 from services.common.text.programs import program_of, with_preamble
-from services.envgateway.calls import take_place
 from services.envgateway.judge.records import (
     AssertTests,
     CallCase,
@@ -39,14 +38,14 @@ from services.envgateway.judge.records import (
     StdinTests,
     Tests,
 )
-from services.envgateway.queue.base import JobQueue
+from services.envgateway.queue.local import JobQueue
 from services.envgateway.rewards.result import CORRECT, RewardOutcome, RewardResult, grader_failed
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits
 
 JUDGING_TIMEOUT_S = 600.0  # of a call: a judgement of 500 s at most (sandbox.judging_time_s), and two waits
 WAIT_S = 45.0  # for a place among the task's programs, and as long for a slot
-_JUDGED_S = 550.0  # of a judgement with its wait: ends before the call does, so that a wait at workers is told as one
+_JUDGED_S = 595.0  # of a judgement with its waits: ends before the call does, so that a wait at workers is told as one
 _INTEGER = re.compile(r"-?\d{1,18}")
 
 
@@ -71,17 +70,18 @@ class CodeReward:
         # the completion may go on where the prompt of asserts ended
         begun = (tests.preamble, tests.entry_point) if isinstance(tests, AssertTests) else ("", "")
         code = with_preamble(code, *begun)
-        request = JudgeRequest(code=code, tests=tests, limits=self._limits, stop_early=True, lane=Lane.INTERACTIVE)
-        places = self._places_of(tests)
-        await take_place(places, WAIT_S, "other programs of this task are being judged")
+        request = JudgeRequest(code=code, tests=tests, limits=self._limits, stop_early=True)
         try:
             result = await self._queue.run(
-                request, lane=request.lane, request_id="", deadline_s=_JUDGED_S, wait_s=WAIT_S
+                request,
+                lane=Lane.INTERACTIVE,
+                request_id="",
+                deadline_s=_JUDGED_S,
+                wait_s=WAIT_S,
+                places=self._places_of(tests),
             )
         except DeadlineError as error:  # it waited, at workers: no program runs for so long
             raise CapacityError(error.message, retry_after_s=1.0) from None
-        finally:
-            places.release()
         return _reward(result)
 
     def _places_of(self, tests: Tests) -> asyncio.Semaphore:

@@ -21,7 +21,7 @@ from services.common.records.dataset_rows import BuiltInReward
 from services.common.text.thoughts import after_thoughts
 from services.common.user_code import check_call, told
 from services.envgateway.calls import call_plain_or_async
-from services.envgateway.queue.base import JobQueue
+from services.envgateway.queue.local import JobQueue
 from services.envgateway.rewards.code import CodeReward
 from services.envgateway.rewards.math.boxed import boxed_match, compare_plainly, final_answers
 from services.envgateway.rewards.math.pool import MAX_COMPLETION_CHARS, MathPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from services.common.rpc.interceptors import CallInterceptor, Context
-from services.envgateway.queue.clients import on_behalf_of
+from services.envgateway.queue.local import on_behalf_of
 
 CLIENT_KEY = "x-client-id"
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from services.common.errors import InvalidRequestError
 from services.common.pb import environment_pb2
 from services.common.pb import judge_pb2 as pb
-from services.common.telemetry.gateway_queue import Lane
 from services.common.text.encodable import encodable
 from services.common.wire.records import duration_from_proto, duration_to_proto
 from services.envgateway.judge.records import (
@@ -32,7 +32,6 @@ _STATUS = {
 }
 _VERDICT = {verdict: pb.Verdict.Value(f"VERDICT_{verdict.name}") for verdict in RunStatus}
 _MODE = {pb.ComparisonMode.Value(f"COMPARISON_MODE_{mode.name}"): mode for mode in ComparisonMode}
-_LANE = {pb.JUDGE_LANE_INTERACTIVE: Lane.INTERACTIVE}
 
 
 def execution_from_proto(request: environment_pb2.ExecuteCodeRequest) -> ExecutionRequest:
@@ -72,8 +71,6 @@ def judge_request_from_proto(proto: pb.JudgeRequest) -> JudgeRequest:
         ),
         limits=_limits_from_proto(proto.limits),
         stop_early=proto.stop_early,
-        lane=_LANE.get(proto.lane, Lane.BATCH),
-        request_id=proto.request_id,
     )
 
 
@@ -86,7 +83,7 @@ def _limits_from_proto(limits: environment_pb2.ExecutionLimits) -> ExecutionLimi
         processes=limits.num_processes if limits.HasField("num_processes") else None,
         output_bytes=limits.output_bytes if limits.HasField("output_bytes") else None,
     )
-    for name, value in parsed.to_json().items():
+    for name, value in asdict(parsed).items():
         if value is not None and not value > 0:
             raise InvalidRequestError(f"limits.{name} is {value:g}; it must be more than 0")
     return parsed

@@ -16,7 +16,7 @@ from services.common.text.encodable import encodable
 from services.common.wire.records import duration_to_proto, json_object
 from services.envgateway.calls import SharedCalls
 from services.envgateway.envs.episodes import EpisodeManager
-from services.envgateway.queue.base import JobQueue
+from services.envgateway.queue.local import JobQueue
 from services.envgateway.rewards.registry import Rewards
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
 from services.envgateway.rpc.batches import answered

@@ -8,7 +8,8 @@ import grpc
 
 from services.common.pb import judge_pb2 as pb
 from services.common.pb import judge_pb2_grpc
-from services.envgateway.queue.base import JobQueue
+from services.common.telemetry.gateway_queue import Lane
+from services.envgateway.queue.local import JobQueue
 from services.envgateway.rpc.convert import judge_request_from_proto, judge_result_to_proto
 from services.envgateway.rpc.deadlines import time_left_s
 
@@ -23,8 +24,11 @@ class JudgeServicer(judge_pb2_grpc.JudgeServiceServicer):
         self._queue = queue
 
     async def Judge(self, request: pb.JudgeRequest, context: Context) -> pb.JudgeResponse:
-        asked = judge_request_from_proto(request)
+        lane = Lane.INTERACTIVE if request.lane == pb.JUDGE_LANE_INTERACTIVE else Lane.BATCH
         result = await self._queue.run(
-            asked, lane=asked.lane, request_id=asked.request_id, deadline_s=time_left_s(context)
+            judge_request_from_proto(request),
+            lane=lane,
+            request_id=request.request_id,
+            deadline_s=time_left_s(context),
         )
         return judge_result_to_proto(result)

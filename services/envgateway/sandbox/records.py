@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from services.common.config.processes.envgateway import SandboxConfig
-from services.envgateway.sandbox.bare.statuses import RunStatus, status_of_run
+from services.envgateway.sandbox.bare.statuses import RunStatus
 
 OPEN_FILES = 64
 
@@ -27,13 +26,6 @@ class ExecutionLimits:
     memory_bytes: int | None = None
     processes: int | None = None
     output_bytes: int | None = None  # of each of stdout and stderr
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> ExecutionLimits:
-        return ExecutionLimits(**data)
 
     def within(self, config: SandboxConfig) -> dict[str, float | int]:
         """Complete limits, cut to the config's bounds, in the supervisor's form."""
@@ -59,9 +51,8 @@ def _at_most(asked: Number | None, largest: Number) -> Number:
 class ExecutionRequest:
     """One program.
 
-    >>> request = ExecutionRequest(code="print(47*38)", stdin=b"\\xff")
-    >>> ExecutionRequest.from_json(request.to_json()) == request
-    True
+    >>> ExecutionRequest(code="print(input())", stdin=b"1").language
+    'python'
     """
 
     code: str
@@ -69,20 +60,6 @@ class ExecutionRequest:
     limits: ExecutionLimits = field(default_factory=ExecutionLimits)
     echo: bool = False  # also print the value of a trailing expression, as a notebook does
     language: str = "python"  # or "cpp"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "code": self.code,
-            "stdin": base64.b64encode(self.stdin).decode(),
-            "limits": self.limits.to_json(),
-            "echo": self.echo,
-            "language": self.language,
-        }
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> ExecutionRequest:
-        limits = ExecutionLimits.from_json(data["limits"])
-        return ExecutionRequest(**{**data, "stdin": base64.b64decode(data["stdin"]), "limits": limits})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,21 +78,3 @@ class ExecutionResult:
     tier: str = ""
     detail: str = ""  # for people: the exceeded limit, or the failed part
     slot_s: float = 0.0  # from the program's start until its slot was empty again
-
-    def to_json(self) -> dict[str, Any]:
-        data = {name: getattr(self, name) for name in self.__slots__}
-        data["status"] = self.status.value
-        data["stdout"] = base64.b64encode(self.stdout).decode()
-        data["stderr"] = base64.b64encode(self.stderr).decode()
-        return data
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> ExecutionResult:
-        return ExecutionResult(
-            **{
-                **data,
-                "status": status_of_run(data["status"]),
-                "stdout": base64.b64decode(data["stdout"]),
-                "stderr": base64.b64decode(data["stderr"]),
-            }
-        )

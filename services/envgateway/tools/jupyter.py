@@ -16,7 +16,7 @@ from services.common.errors import InfrastructureError
 from services.common.records.dataset_rows import BuiltInTool
 from services.common.text.tool_calls import ToolStatus, shown_output
 from services.common.tools import AnyTool, ToolResult
-from services.envgateway.queue.base import JobQueue
+from services.envgateway.queue.local import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.jobs import why_unusable
 from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots

@@ -9,7 +9,7 @@ from services.common.errors import InfrastructureError
 from services.common.telemetry.gateway_queue import Lane
 from services.common.text.tool_calls import ToolStatus, shown_output
 from services.common.tools import ToolResult
-from services.envgateway.queue.base import JobQueue
+from services.envgateway.queue.local import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
 

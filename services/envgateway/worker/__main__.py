@@ -49,7 +49,7 @@ def main() -> None:
         for sentence in unread_variables(None, os.environ):
             sys.stderr.write(f"warning: {sentence}\n")
         sandbox = SandboxPool.start_before_threads(settings.sandbox)
-        from services.envgateway.worker.app import work  # redis and asyncio, and with them threads, only now
+        from services.envgateway.worker.worker import work  # redis and asyncio, and with them threads, only now
 
         metrics, run_id = (recipe.metrics, recipe.run.id or "") if recipe else (None, "")
         asyncio.run(work(settings, sandbox, metrics=metrics, run_id=run_id, run_dir=arguments.run_dir))

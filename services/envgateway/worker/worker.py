@@ -1,48 +1,102 @@
-"""A worker: takes jobs of both lanes from Redis, runs them in its own slots, answers their gateways.
+"""A worker: takes jobs of both lanes from Redis, runs them in its own sandbox, answers their gateways.
 
     take (one loop a lane) ──┐
-    take over (of the dead) ─┼─> held, lease renewed ──> own lanes and slots ──> answer ──> send
-    last attempt, alone ─────┘        ^
-    listen (withdrawn) ── kill ───────'
+    take over (of the dead) ─┴─> held, lease renewed ──> sandbox ──> answer
+                                        ^
+    look (withdrawn, lost) ── kill ─────'
 
 Rules: a job is answered, given back or still held, never forgotten; a job whose workers keep dying is answered with
 INFRA_ERROR after ``max_attempts``, and its last attempt has a worker to itself, so that other jobs do not use up their
 attempts beside that job. Every loop survives any failure of Redis; jobs that run meanwhile are answered when Redis is
-back.
+back. The sandbox decides which of the held jobs runs next.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import orjson
 import structlog
+from redis.exceptions import ResponseError
 
 from services.common.aio import TaskOwner
+from services.common.config.processes.services import MetricsConfig
 from services.common.errors import InvalidRequestError, RollmillError
+from services.common.prometheus.serving import metrics_server
 from services.common.telemetry.gateway_queue import Lane
 from services.common.telemetry.log_events import LogEvent
-from services.envgateway.queue.base import Job, JobResult, Runner, infrastructure_failure, is_about_the_program
-from services.envgateway.queue.codec import decode_job, encode_result
-from services.envgateway.queue.streams.connection import UNREACHABLE, Client, raise_if_cancelled
-from services.envgateway.queue.streams.loops import RedisLoops
-from services.envgateway.queue.streams.names import Names
-from services.envgateway.queue.turns import Turns
+from services.common.telemetry.status import ProcessStatus
+from services.envgateway.judge.judge import Judge
+from services.envgateway.prometheus import WORKER_METRICS
+from services.envgateway.queue.local import (
+    Job,
+    JobResult,
+    Runner,
+    decode,
+    encode,
+    infrastructure_failure,
+    is_about_the_program,
+    sandbox_runner,
+)
+from services.envgateway.queue.redis import (
+    BLOCK_S,
+    GATEWAY,
+    GROUP,
+    ID,
+    UNREACHABLE,
+    Client,
+    Keys,
+    RedisLoops,
+    connect,
+    finish,
+)
+from services.envgateway.rewards.math.pool import comparisons
 from services.envgateway.sandbox.bare.slot_queue import batch_share
+from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionRequest
-from services.envgateway.worker.held import Delivery, HeldJobs, LastAttempts
-from services.envgateway.worker.leases import Leases
+from services.envgateway.variables import WorkerSettings
 
 log = structlog.get_logger()
 
+_DRAIN_GRACE_S = 5.0
+RESULTS_EXPIRE_S = 3600
+_AHEAD_S = 0.02  # jobs that the slots finish in this time are taken ahead, to hide the way to Redis
+_MOST_AHEAD_PER_SLOT = 4
 _FAILURES_IN_A_ROW = 3
 _FIRST_BACKOFF_S = 1.0
+_REST_AT_ONCE_S = 0.5
+_LOOKS_A_LEASE = 3
+_LONGEST_LOOK_PAUSE_S = 1.0  # a job without a waiting caller runs for so long at most
+_FORGET_CONSUMERS_EVERY = 1000  # looks
+_CONSUMER_FORGOTTEN_MS = 3_600_000
+_LEAVE_S = 5.0
+
+# A worker answers jobs: an answer is in its gateway's list and the job is gone, or neither.
+#   keys: for each answer the list, the job, the stream
+#   arguments: seconds that a list lasts, the group, then for each answer the entry, and the job's id with the result
+_ANSWER = """
+for i = 1, #KEYS, 3 do
+  local entry = ARGV[2 * (i - 1) / 3 + 3]
+  redis.call('RPUSH', KEYS[i], ARGV[2 * (i - 1) / 3 + 4])
+  redis.call('EXPIRE', KEYS[i], ARGV[1])
+  redis.call('DEL', KEYS[i + 1])
+  redis.call('XACK', KEYS[i + 2], ARGV[2], entry)
+  redis.call('XDEL', KEYS[i + 2], entry)
+end
+"""
+_ANSWER_AT_ONCE = 64
 
 
 class WorkerBackoff:
@@ -69,12 +123,16 @@ class WorkerBackoff:
         return max(0.0, self._until - time.monotonic())
 
 
-_AHEAD_S = 0.02  # jobs that the slots finish in this time are taken ahead, to hide the way to Redis
-_MOST_AHEAD_PER_SLOT = 4
-_REST_AT_ONCE_S = 0.5
-_LOOKS_A_LEASE = 3
-_FORGET_CONSUMERS_EVERY = 1000  # looks
-_SEND_AT_END_S = 5.0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """An entry of a stream of jobs in this worker's hands. ``attempt`` counts from 1, over all workers."""
+
+    lane: Lane
+    entry: bytes
+    job_id: str
+    gateway: str
+    payload: bytes = field(repr=False)
+    attempt: int = 1
 
 
 class Worker:
@@ -83,7 +141,7 @@ class Worker:
     def __init__(
         self,
         client: Client,
-        names: Names,
+        keys: Keys,
         runner: Runner,
         *,
         num_slots: int,
@@ -94,143 +152,188 @@ class Worker:
     ) -> None:
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._client = client
-        self._names = names
+        self._keys = keys
         self._runner = runner
-        self._num_slots = num_slots
-        self._batch_slots = batch_share(num_slots)
-        self._turns = Turns(num_slots=num_slots, batch_slots=self._batch_slots, lane_size=1 << 30, sends_ahead=True)
-        self._leases = Leases(client, names, self.name, lease_s)
+        self._slots = {Lane.INTERACTIVE: num_slots, Lane.BATCH: batch_share(num_slots)}
         self._lease_s = lease_s
+        self._lease_ms = int(lease_s * 1000)
         self._max_attempts = max_attempts
         self._about = about or {}
-        self.held = HeldJobs()
+        # by lane and entry: each lane's stream counts its own entries, so an entry alone may name one in each
+        self.held: dict[tuple[Lane, bytes], tuple[Delivery, asyncio.Task[None]]] = {}
+        self._changed = asyncio.Event()
+        self._mean_s = 0.05  # of a job
         self._backoff = WorkerBackoff(longest_s=lease_s)
-        self._last_attempts = LastAttempts(self.held, self._deal_with)
+        self._last_attempt = asyncio.Lock()
+        self._answers: list[tuple[Delivery, bytes, asyncio.Future[None]]] = []
+        self._answer_is_there = asyncio.Event()
         self._reads = 0  # of the streams, under way
-        self._no_reads = asyncio.Event()
-        self._no_reads.set()
-        self._stopping = asyncio.Event()
+        self._cursors = dict.fromkeys(Lane, "0-0")  # where the next search for the jobs of the dead goes on
+        self._loops = RedisLoops("worker", lambda: len(self.held), self._mend)
+        self._stopping = False
         self._looks = 0
         self.counts: Counter[str] = Counter()
 
     def stop(self) -> None:
         """Take no more; ``run`` returns when running jobs have ended."""
-        self._stopping.set()
+        self._stopping = True
+        self._changed.set()
 
     async def run(self, drain_s: float) -> None:
         """Raises the error of a broken loop, which only a bug can cause; the leases of running jobs then expire."""
-        try:
-            await self._leases.make_groups()
-        except UNREACHABLE as error:
-            log.warning("worker.no_redis_yet", error=str(error))  # the loops below go on trying
-        loops = RedisLoops(self._redis_failed, lambda: log.info("worker.redis_back"), self._make_groups)
+        await self._mend()
         async with TaskOwner() as taking, TaskOwner() as keeping:
             for lane in Lane:
-                taking.start(loops.for_ever(partial(self._take, lane)), f"worker: take {lane}")
-            make = partial(self._last_attempts.make, lambda: self._reads > 0)
-            taking.start(loops.for_ever(make), "worker: last attempts")
-            keeping.start(loops.for_ever(self._maintain), "worker: leases")
-            keeping.start(loops.for_ever(self._listen), "worker: withdrawn jobs")
-            keeping.start(loops.for_ever(self._leases.send_answers), "worker: answers")
-            log.info(LogEvent.WORKER_READY, worker=self.name, slots=self._num_slots, **self._about)
-            stop = taking.start(self._stopping.wait(), "worker: stop")
+                taking.start(self._loops.for_ever(partial(self._take, lane)), f"worker: take {lane}")
+            keeping.start(self._loops.for_ever(self._look), "worker: look")
+            keeping.start(self._loops.for_ever(self._send_answers), "worker: answers")
+            log.info(LogEvent.WORKER_READY, worker=self.name, slots=self._slots[Lane.INTERACTIVE], **self._about)
+            stop = taking.start(self._stopped(), "worker: stop")
             broken = [tasks.start(tasks.failed(), "worker: first failure") for tasks in (taking, keeping)]
             ended, _ = await asyncio.wait((stop, *broken), return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 await task
-            await self._no_reads.wait()  # within a second; a cut-off call would lose the jobs that Redis just gave
             await taking.close()
             await self._drain(drain_s)
 
     @property
     def gauges(self) -> dict[str, float]:
-        return {**self._turns.gauges, **{name: float(count) for name, count in self.counts.items()}}
+        running = {f"queue_{lane}_running": float(self._num_held(lane)) for lane in Lane}
+        return {**running, "queue_mean_s": self._mean_s, **{name: float(n) for name, n in self.counts.items()}}
 
-    def _redis_failed(self, error: BaseException, was_connected: bool) -> None:
-        if was_connected:
-            log.warning("worker.redis_lost", error=str(error), running=len(self.held))
+    def _num_held(self, lane: Lane) -> int:
+        return sum(of is lane for of, _ in self.held)
 
-    async def _make_groups(self) -> None:
-        """Redis may be another one, without our group."""
-        with suppress(*UNREACHABLE):  # the next round tells
-            await self._leases.make_groups()
+    async def _change(self) -> None:
+        """Wait until a job or a read ends, or the worker is to stop."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def _stopped(self) -> None:
+        while not self._stopping or self._reads:  # a cut-off read would lose the jobs that Redis just gave
+            await self._change()
+
+    async def _mend(self) -> None:
+        """The consumer group on both streams; earlier entries count as well. Redis may be another one, without it."""
+        with suppress(*UNREACHABLE):  # the next round of a loop tells
+            for lane in Lane:
+                try:
+                    await self._client.xgroup_create(self._keys.jobs(lane), GROUP, id="0", mkstream=True)
+                except ResponseError as error:
+                    if not str(error).startswith("BUSYGROUP"):
+                        raise
 
     # -- taking ---------------------------------------------------------------------------------------------------
 
     async def _take(self, lane: Lane) -> None:
-        room = self._room(lane)
-        if room <= self._ahead(lane) // 2 or self._last_attempts.alone or self._stopping.is_set():
-            await self.held.wait_for_change()
+        """Take jobs that no worker has had; waits up to a second for the first."""
+        ahead = int(self._slots[lane] * min(_MOST_AHEAD_PER_SLOT, _AHEAD_S / max(self._mean_s, 1e-3)))
+        room = self._slots[lane] + ahead - self._num_held(lane)
+        if room <= ahead // 2 or self._stopping or any(map(self._is_last, self.held.values())):
+            await self._change()
             return
         if self._backoff.left_s:
             await asyncio.sleep(min(self._backoff.left_s, _REST_AT_ONCE_S))
             return
+        stream = self._keys.jobs(lane)
         self._reads += 1
-        self._no_reads.clear()
         try:
-            deliveries = await self._leases.take(lane, room)
+            reply: Any = await self._client.xreadgroup(
+                GROUP, self.name, {stream: ">"}, count=room, block=int(BLOCK_S * 1000)
+            )
+            await self._hold(lane, [(entry, fields, 1) for _, entries in reply for entry, fields in entries])
         finally:
             self._reads -= 1
-            if not self._reads:
-                self._no_reads.set()
-        for delivery in deliveries:
-            self._hold(delivery)
+            self._changed.set()
 
-    def _slots(self, lane: Lane) -> int:
-        return self._batch_slots if lane is Lane.BATCH else self._num_slots
+    async def _take_over(self, lane: Lane) -> None:
+        """Take over jobs of workers that have not been heard of, also without a free slot, up to a bound: they have
+        waited longest, and new jobs would fill all slots first."""
+        slots, stream = self._slots[lane], self._keys.jobs(lane)
+        bound = min(slots, (1 + _MOST_AHEAD_PER_SLOT) * slots - self._num_held(lane))
+        if bound <= 0 or any(map(self._is_last, self.held.values())) or self._backoff.left_s:
+            return
+        # Looks at ten times as many leases at once, so the cursor goes on behind those that are renewed.
+        reply: Any = await self._client.xautoclaim(
+            stream, GROUP, self.name, self._lease_ms, self._cursors[lane], count=bound
+        )
+        self._cursors[lane] = reply[0]
+        there = [(entry, fields) for entry, fields in reply[1] if fields is not None]  # else withdrawn
+        if not there:
+            return
+        async with self._client.pipeline(transaction=False) as pipe:
+            for entry, _ in there:
+                pipe.xpending_range(stream, GROUP, entry, entry, 1)
+            pending = await pipe.execute()
+        taken = [
+            (entry, fields, leases[0]["times_delivered"])
+            for (entry, fields), leases in zip(there, pending, strict=True)
+            if leases
+            and (lane, entry) not in self.held  # answered by the one thought dead; or ours, from before an outage
+        ]
+        self.counts["taken_over"] += len(taken)
+        await self._hold(lane, taken)
 
-    def _room(self, lane: Lane) -> int:
-        """Jobs of this lane to take now: its slots, and as many ahead as are finished in a blink."""
-        return self._slots(lane) + self._ahead(lane) - self.held.count(lane)
-
-    def _ahead(self, lane: Lane) -> int:
-        return int(self._slots(lane) * min(_MOST_AHEAD_PER_SLOT, _AHEAD_S / max(self._turns.mean_s, 1e-3)))
-
-    def _hold(self, delivery: Delivery) -> asyncio.Task[None]:
-        return self.held.hold(delivery, self._deal_with(delivery))
-
-    async def _take_over(self) -> None:
-        """Take jobs over even without a free slot, up to a bound: they have waited longest, and new jobs would fill all
-        slots first."""
-        for lane in Lane:
-            slots = self._slots(lane)
-            bound = min(slots, (1 + _MOST_AHEAD_PER_SLOT) * slots - self.held.count(lane))
-            if bound <= 0 or self._last_attempts.alone or self._backoff.left_s:
+    async def _hold(self, lane: Lane, entries: list[tuple[bytes, Mapping[bytes, bytes], int]]) -> None:
+        """Start jobs. Those without a waiting caller are removed, and so are entries that no gateway of ours wrote: they
+        would come back to every worker."""
+        if not entries:
+            return
+        names = [fields.get(ID, b"").decode(errors="replace") for _, fields, _ in entries]
+        payloads: list[Any] = await self._client.mget([self._keys.job(name) for name in names])
+        gone = []
+        for (entry, fields, attempt), name, payload in zip(entries, names, payloads, strict=True):
+            if payload is None:
+                gone.append(entry)
                 continue
-            for delivery in await self._leases.take_over(lane, bound):
-                if delivery in self.held:
-                    continue  # our own, from before Redis was away
-                self.counts["taken_over"] += 1
-                log.info("worker.taken_over", job=delivery.job_id, attempt=delivery.attempt)
-                if delivery.attempt == self._max_attempts > 1:
-                    self._last_attempts.add(delivery)
-                else:
-                    self._hold(delivery)
+            delivery = Delivery(
+                lane=lane, entry=entry, job_id=name, gateway=fields.get(GATEWAY, b"").decode(errors="replace"),
+                payload=payload, attempt=attempt,
+            )  # fmt: skip
+            if attempt > 1:
+                log.info("worker.taken_over", job=name, attempt=attempt)
+            task = asyncio.create_task(self._deal_with(delivery), name=f"job {name}")
+            self.held[lane, entry] = delivery, task
+            task.add_done_callback(partial(self._ended, (lane, entry)))
+        if gone:
+            self.counts["dropped"] += len(gone)
+            async with self._client.pipeline(transaction=True) as pipe:
+                finish(pipe, self._keys.jobs(lane), *gone)
+                await pipe.execute()
+
+    def _ended(self, place: tuple[Lane, bytes], _: asyncio.Task[None]) -> None:
+        del self.held[place]
+        self._changed.set()
+
+    def _is_last(self, held: tuple[Delivery, asyncio.Task[None]]) -> bool:
+        return held[0].attempt == self._max_attempts > 1
 
     # -- running --------------------------------------------------------------------------------------------------
 
     async def _deal_with(self, delivery: Delivery) -> None:
-        """Handle one job: answer, drop or give back."""
+        """Handle one job: answer it or give it back."""
         try:
-            if not await self._leases.is_anybody_waiting(delivery):
-                self.counts["dropped"] += 1  # first: without the entry a check of the leases may end this task
-                await self._leases.drop(delivery)
-                return
-            raise_if_cancelled()
-            result = await self._result(delivery)
+            if delivery.attempt == self._max_attempts > 1:
+                async with self._last_attempt:
+                    # meanwhile this worker takes no other jobs
+                    while self._reads or not all(map(self._is_last, self.held.values())):
+                        await self._change()
+                    result = await self._result(delivery)
+            else:
+                result = await self._result(delivery)
             if is_about_the_program(result) or delivery.attempt >= self._max_attempts:
-                self._leases.answer(delivery, encode_result(result))
+                await self._answer(delivery, encode(result))
                 self.counts["answered"] += 1
             else:
                 self.counts["given_back"] += 1
-                await self._leases.give_back([delivery], attempt_counts=True)
+                await self._give_back([delivery], attempt_counts=True)
         except UNREACHABLE as error:
             # An existing entry stays leased to us; when the lease expires, another worker takes the job over.
             log.warning("worker.job_let_go", job=delivery.job_id, error=str(error))
 
     async def _result(self, delivery: Delivery) -> JobResult:
         try:
-            job: Job = decode_job(delivery.payload)
+            job: Job = decode(delivery.payload)
         except InvalidRequestError as error:
             return infrastructure_failure(ExecutionRequest(code=""), f"worker {self.name}: {error.message}")
         if delivery.attempt > self._max_attempts:
@@ -238,58 +341,175 @@ class Worker:
             self.counts["poison"] += 1
             detail = f"{delivery.attempt - 1} workers died or gave up while they ran this job; it is not tried again"
             return infrastructure_failure(job, detail)
+        began = time.monotonic()
         try:
-            result = await self._turns.run(delivery.lane, "", lambda: self._runner.run(job, delivery.lane))
+            result = await self._runner(job, delivery.lane)
         except RollmillError as error:
             result = infrastructure_failure(job, f"worker {self.name}: {error.message}")
         except Exception as error:  # the boundary of a job: the trace stays here, the gateway gets an answer
             log.exception("worker.job_failed", job=delivery.job_id)
             result = infrastructure_failure(job, f"worker {self.name}: {type(error).__name__}")
+        self._mean_s += 0.05 * (time.monotonic() - began - self._mean_s)
         self._backoff.note(is_about_the_program(result))
         return result
 
-    # -- leases ---------------------------------------------------------------------------------------------------
+    async def _answer(self, delivery: Delivery, payload: bytes) -> None:
+        """Wait until Redis has the answer; answers of one moment go together."""
+        sent = asyncio.get_running_loop().create_future()
+        self._answers.append((delivery, payload, sent))
+        self._answer_is_there.set()
+        await sent
 
-    async def _maintain(self) -> None:
-        """Report that this worker lives, renew held leases, take over the leases of dead workers."""
-        await self._leases.report({"slots": self._num_slots, "busy": self._turns.num_running, **self._about})
+    async def _send_answers(self) -> None:
+        await self._answer_is_there.wait()
+        answers, keys = self._answers[:_ANSWER_AT_ONCE], []
+        arguments: list[Any] = [RESULTS_EXPIRE_S, GROUP]
+        for delivery, payload, _ in answers:
+            keys += [
+                self._keys.results(delivery.gateway),
+                self._keys.job(delivery.job_id),
+                self._keys.jobs(delivery.lane),
+            ]
+            arguments += [delivery.entry, delivery.job_id.encode() + payload]
+        await self._client.eval(_ANSWER, len(keys), *keys, *arguments)  # type: ignore[misc]
+        del self._answers[: len(answers)]
+        if not self._answers:
+            self._answer_is_there.clear()
+        for _, _, sent in answers:
+            if not sent.done():
+                sent.set_result(None)
+
+    async def _give_back(self, deliveries: Iterable[Delivery], attempt_counts: bool) -> None:
+        """Let others have them at once."""
+        async with self._client.pipeline(transaction=False) as pipe:
+            for delivery in deliveries:
+                pipe.xclaim(
+                    self._keys.jobs(delivery.lane), GROUP, self.name, 0, [delivery.entry],
+                    idle=self._lease_ms, retrycount=delivery.attempt - (not attempt_counts), justid=True,
+                )  # fmt: skip
+            await pipe.execute()
+
+    # -- looking after the held jobs ------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        """Report that this worker lives, renew leases, kill withdrawn jobs, take over the jobs of dead workers."""
+        facts = {"slots": self._slots[Lane.INTERACTIVE], "busy": len(self.held), **self._about}
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.sadd(self._keys.workers, self.name)
+            pipe.set(self._keys.worker(self.name), orjson.dumps(facts), px=3 * self._lease_ms)
+            await pipe.execute()
         for lane in Lane:
-            held = self.held.of(lane)
-            ours = await self._leases.renew(lane, held)
-            for entry in held:
-                if entry not in ours:
-                    self.counts["lost_leases"] += self.held.kill(lane, entry)
-        if not self._stopping.is_set():
-            await self._take_over()
+            await self._renew(lane)
+            if not self._stopping:
+                await self._take_over(lane)
         if self._looks % _FORGET_CONSUMERS_EVERY == 0:
-            await self._leases.forget_consumers()
+            await self._forget_consumers()
         self._looks += 1
-        await asyncio.sleep(self._lease_s / _LOOKS_A_LEASE)
+        await asyncio.sleep(min(_LONGEST_LOOK_PAUSE_S, self._lease_s / _LOOKS_A_LEASE))
 
-    async def _listen(self) -> None:
-        """Kill jobs without a waiting caller. The lease makes up for a missed message: the job's entry is gone."""
-        async with self._client.pubsub() as channel:
-            await channel.subscribe(self._names.withdrawn)
-            while True:
-                message = await channel.get_message(ignore_subscribe_messages=True, timeout=1.0)
-                if message is not None and self.held.kill_job(message["data"].decode()):
-                    self.counts["withdrawn"] += 1
-                raise_if_cancelled()
+    async def _renew(self, lane: Lane) -> None:
+        """Renew leases; kill jobs that are withdrawn, that another worker has taken over, or that Redis has lost."""
+        held = {entry: delivery for (of, entry), (delivery, _) in self.held.items() if of is lane}
+        if not held:
+            return
+        stream = self._keys.jobs(lane)
+        async with self._client.pipeline(transaction=False) as pipe:
+            # XCLAIM would also take back entries that another worker has taken over: ours are listed as ours.
+            pipe.xpending_range(stream, GROUP, "-", "+", len(held) + 1000, self.name)
+            for delivery in held.values():
+                pipe.exists(self._keys.job(delivery.job_id))
+            listed, *exist = await pipe.execute()
+        ours = {item["message_id"] for item in listed}
+        kept = [entry for entry, exists in zip(held, exist, strict=True) if exists and entry in ours]
+        if kept:
+            await self._client.xclaim(stream, GROUP, self.name, 0, kept, justid=True)  # type: ignore[arg-type]
+        for entry, exists in zip(held, exist, strict=True):
+            if entry not in kept and (lane, entry) in self.held:
+                self.counts["lost_leases" if exists else "withdrawn"] += 1
+                self.held[lane, entry][1].cancel()
+        if withdrawn := ours & {entry for entry, exists in zip(held, exist, strict=True) if not exists}:
+            async with self._client.pipeline(transaction=True) as pipe:
+                finish(pipe, stream, *withdrawn)
+                await pipe.execute()
+
+    async def _forget_consumers(self) -> None:
+        """Remove consumers without jobs that were not seen for an hour: names of workers that are gone."""
+        for lane in Lane:
+            for consumer in await self._client.xinfo_consumers(self._keys.jobs(lane), GROUP):
+                if not consumer["pending"] and consumer["idle"] > _CONSUMER_FORGOTTEN_MS:
+                    await self._client.xgroup_delconsumer(self._keys.jobs(lane), GROUP, consumer["name"])
 
     async def _drain(self, drain_s: float) -> None:
-        """Let running jobs end; give back the rest; send pending answers."""
+        """Let running jobs end; give back the rest."""
         log.info("worker.draining", running=len(self.held), drain_s=drain_s)
         with suppress(TimeoutError):  # the rest is given back
             async with asyncio.timeout(drain_s):
-                await self.held.wait_until_empty()
-        left = self.held.all()
+                while self.held:
+                    await self._change()
+        left = list(self.held.values())
         for _, task in left:
             task.cancel()
         if left:
             await asyncio.wait([task for _, task in left])
         with suppress(*UNREACHABLE, TimeoutError):  # leases and names expire by themselves
-            async with asyncio.timeout(_SEND_AT_END_S):
-                await self._leases.give_back([delivery for delivery, _ in left], attempt_counts=False)
-                await self._leases.all_sent.wait()
-                await self._leases.leave()
+            async with asyncio.timeout(_LEAVE_S):
+                await self._give_back([delivery for delivery, _ in left], attempt_counts=False)
+                async with self._client.pipeline(transaction=False) as pipe:
+                    pipe.delete(self._keys.worker(self.name))
+                    pipe.srem(self._keys.workers, self.name)
+                    await pipe.execute()
         log.info("worker.stopped", given_back=len(left))
+
+
+async def work(
+    settings: WorkerSettings,
+    sandbox: SandboxPool,
+    *,
+    metrics: MetricsConfig | None = None,
+    run_id: str = "",
+    run_dir: Path | None = None,
+) -> None:
+    """Take jobs until SIGTERM or SIGINT, then let running jobs end. Metrics are served on loopback.
+
+    Raises:
+        ConfigError: a URI that cannot be used.
+    """
+    client = connect(settings.redis_uri, settings.queue.allow_plain_redis)
+    apart = comparisons()
+    worker = Worker(
+        client,
+        Keys(settings.queue.redis_prefix),
+        sandbox_runner(sandbox, Judge(sandbox, apart.failure)),
+        num_slots=settings.sandbox.num_slots,
+        lease_s=settings.queue.lease_s,
+        max_attempts=settings.queue.max_attempts,
+        about={"tier": sandbox.tier, "host": socket.gethostname(), "pid": str(os.getpid())},
+    )
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, worker.stop)
+    started_at = time.time()
+
+    def status() -> ProcessStatus:
+        return ProcessStatus(
+            service="worker",
+            instance_id=worker.name,
+            run_id=run_id,
+            state="ready",
+            started_at=started_at,
+            gauges=worker.gauges,
+        )
+
+    served = metrics_server(
+        metrics or MetricsConfig(), status, WORKER_METRICS, name="worker", host="127.0.0.1", run_dir=run_dir
+    )
+    try:
+        if served is not None:
+            await served.start()
+        await worker.run(drain_s=settings.sandbox.wall_time_s + _DRAIN_GRACE_S)
+    finally:
+        if served is not None:
+            await served.stop()
+        await apart.close()
+        await sandbox.close()
+        await client.aclose()

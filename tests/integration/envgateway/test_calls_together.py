@@ -65,7 +65,7 @@ async def test_each_call_of_a_message_has_its_own_answer(
     rewards = await asyncio.gather(*(client.compute_reward("code", _task(2), text) for text in texts))
     assert [one.value for one in rewards] == [1.0, 0.0, 1.0]
     assert methods == {"ExecuteCodes": 1, "ComputeRewards": 1}
-    assert gateway.queue.gauges["queue_joined_runs"] == 6
+    assert gateway.queue.gauges["queue_joined"] == 1
 
 
 async def test_an_error_reaches_its_own_caller(both: tuple[Gateway, GatewayClient], methods: Counter[str]) -> None:

@@ -14,6 +14,7 @@ from services.envgateway.judge.records import (
     StdinCase,
     StdinTests,
 )
+from services.envgateway.queue.local import decode, encode
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
 from services.envgateway.sandbox.records import ExecutionLimits
@@ -151,7 +152,7 @@ async def test_opaque_tests_run_with_the_program_and_mark_the_verdict(
     tests = AssertTests(tests=COUNTER_TESTS.replace("LAST", last))
     result = await judge.judge(JudgeRequest(code=COUNTER, tests=tests))
     assert (result.verdict, result.opaque, len(result.cases)) == (verdict, True, 1), result
-    assert JudgeResult.from_json(result.to_json()) == result
+    assert decode(encode(result)) == result
 
 
 async def test_tests_that_are_read_leave_no_mark(judge: Judge) -> None:

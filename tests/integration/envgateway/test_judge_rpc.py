@@ -16,9 +16,7 @@ from services.common.rpc.server import Server
 from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.judge.judge import Judge
 from services.envgateway.judge.records import JudgeRequest, JudgeResult, StdinCase, StdinTests
-from services.envgateway.queue.base import Job
-from services.envgateway.queue.fair import FairQueue
-from services.envgateway.queue.turns import Turns
+from services.envgateway.queue.local import Job, JobQueue, Scheduler
 from services.envgateway.rpc.servicer_judge import JudgeServicer
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.pool import SandboxPool
@@ -38,7 +36,7 @@ class _Recording:
         self._judge = judge
         self.lanes: list[Lane] = []
 
-    async def run(self, job: Job, lane: Lane) -> JudgeResult:
+    async def __call__(self, job: Job, lane: Lane) -> JudgeResult:
         assert isinstance(job, JudgeRequest)
         self.lanes.append(lane)
         return await self._judge.judge(job)
@@ -47,7 +45,7 @@ class _Recording:
 @pytest.fixture
 async def stub(pool: SandboxPool) -> AsyncIterator[tuple[judge_pb2_grpc.JudgeServiceAsyncStub, _Recording]]:
     runner = _Recording(Judge(pool))
-    queue = FairQueue(runner, Turns(num_slots=2, batch_slots=2, lane_size=100))
+    queue = JobQueue(runner, Scheduler(num_slots=2, batch_slots=2, lane_size=100))
     server = Server(service="envgateway", instance_id="test", host="127.0.0.1", port=0, run_id="")
     server.add(judge_pb2_grpc.add_JudgeServiceServicer_to_server, JudgeServicer(queue), "rollmill.v1.JudgeService")
     port = await server.start()

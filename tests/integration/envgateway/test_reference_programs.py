@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from services.common.config.processes.envgateway import SandboxConfig
 from services.envgateway.judge.judge import Judge
-from services.envgateway.queue.embedded import EmbeddedQueue
+from services.envgateway.queue.local import local_queue
 from services.envgateway.rewards.code import CodeReward
 from services.envgateway.sandbox.pool import SandboxPool
 from services.orchestrator.tasks.rows.code import code_row
@@ -23,7 +23,7 @@ from .reference_programs import PROGRAMS, Program
 async def reward() -> AsyncIterator[CodeReward]:
     config = SandboxConfig(num_slots=2, wall_time_s=6, cpu_time_s=6, memory_bytes=2 << 30, prewarm_scientific=False)
     pool = SandboxPool.start_before_threads(config.model_copy(update={"allow_tier_0": True}))
-    yield CodeReward(EmbeddedQueue(pool, Judge(pool), num_slots=2, queue_size=100))
+    yield CodeReward(local_queue(pool, Judge(pool), num_slots=2, lane_size=100))
     await pool.close()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from services.common.errors import CapacityError
 from services.envgateway.judge.judge import Judge
-from services.envgateway.queue.embedded import EmbeddedQueue
+from services.envgateway.queue.local import local_queue
 from services.envgateway.rewards import code
 from services.envgateway.rewards.result import RewardOutcome, RewardResult
 from services.envgateway.sandbox.pool import SandboxPool
@@ -26,7 +26,7 @@ async def test_slow_programs_of_a_group_are_wrong_and_hold_no_other_task_up(
     pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(code, "WAIT_S", 0.2)
-    reward = code.CodeReward(EmbeddedQueue(pool, Judge(pool), num_slots=2, queue_size=100))
+    reward = code.CodeReward(local_queue(pool, Judge(pool), num_slots=2, lane_size=100))
     asked_again = 0
 
     async def judged(number: int) -> RewardResult:

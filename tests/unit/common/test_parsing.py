@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from services.common.text.assert_tests import defined_by, names_of
-from services.envgateway.memory.deterministic import is_deterministic
 
 
 def _let_others_run(_phase: str, _facts: dict[str, int]) -> None:
@@ -28,14 +27,14 @@ def switches() -> Iterator[None]:
     gc.set_threshold(*threshold)
 
 
-def _read(number: int) -> tuple[str, tuple[str, ...], bool]:
+def _read(number: int) -> tuple[str, tuple[str, ...]]:
     tests = "\n".join(f"assert g([[{i}, {{'a': ({number}, -{i})}}]]) == {i}" for i in range(20))
     program = f"def g(x):\n    return [[x + {number} * 2]]\nprint(g(int(input())))"
-    return names_of(tests, "g").entry_point, defined_by(program, tests), is_deterministic(program)
+    return names_of(tests, "g").entry_point, defined_by(program, tests)
 
 
 @pytest.mark.usefixtures("switches")
 def test_threads_that_parse_at_once_get_the_trees_of_one_thread() -> None:
     with ThreadPoolExecutor(8) as threads:
         told = list(threads.map(_read, range(64)))
-    assert told == [("g", ("g",), True)] * 64
+    assert told == [("g", ("g",))] * 64

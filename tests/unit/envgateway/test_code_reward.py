@@ -12,6 +12,7 @@ from services.common.errors import CapacityError, DeadlineError, InvalidRequestE
 from services.common.telemetry.gateway_queue import Lane
 from services.common.text.programs import program_of, with_preamble
 from services.envgateway.judge.records import AssertTests, CallCase, CallTests, CaseResult, JudgeRequest, JudgeResult
+from services.envgateway.queue.local import decode, encode, local_queue
 from services.envgateway.rewards.code import CodeReward, read_tests
 from services.envgateway.rewards.result import RewardOutcome
 from services.envgateway.sandbox.bare.statuses import RunStatus
@@ -26,11 +27,13 @@ class Queue:
 
     def __init__(self, verdict: RunStatus = RunStatus.OK, error: Exception | None = None) -> None:
         self.requests: list[JudgeRequest] = []
+        self.lanes: list[Lane] = []
         self.verdict = verdict
         self.error = error
 
-    async def run(self, job: JudgeRequest, **_: Any) -> JudgeResult:
+    async def run(self, job: JudgeRequest, lane: Lane = Lane.BATCH, **_: Any) -> JudgeResult:
         self.requests.append(job)
+        self.lanes.append(lane)
         if self.error is not None:
             raise self.error
         return JudgeResult(verdict=self.verdict, cases=(CaseResult(index=0, verdict=self.verdict),), num_cases=1)
@@ -199,8 +202,8 @@ async def test_the_queue_ends_a_judgement_before_the_call_ends() -> None:
             return await super().run(job)
 
     await CodeReward(Timed())(STDIN, "print(1)")
-    assert given["wait_s"] + given["deadline_s"] < CodeReward.timeout_s
-    assert given["deadline_s"] >= given["wait_s"] + 500  # the longest ``sandbox.judging_time_s``
+    # the waits for a place and for a slot, and the longest ``sandbox.judging_time_s``
+    assert 2 * given["wait_s"] + 500 <= given["deadline_s"] < CodeReward.timeout_s
 
 
 async def test_slow_programs_of_one_task_leave_a_slot_to_others() -> None:
@@ -208,21 +211,40 @@ async def test_slow_programs_of_one_task_leave_a_slot_to_others() -> None:
     end = asyncio.Event()
 
     class Slow(Queue):
-        async def run(self, job: JudgeRequest, **_: Any) -> JudgeResult:
-            running.append(job.code)
+        async def judge(self, request: JudgeRequest, lane: Lane = Lane.BATCH) -> JudgeResult:
+            running.append(request.code)
             await end.wait()
-            return await super().run(job)
+            return await self.run(request)
 
-    reward = CodeReward(Slow())
+    reward = CodeReward(local_queue(None, Slow(), num_slots=4, lane_size=100))  # type: ignore[arg-type]
     other = {"tests": {"kind": "stdin", "cases": [{"stdin": "2", "expected": "2"}]}}
     group = [asyncio.create_task(reward(STDIN, f"print({n})")) for n in range(8)]
     group.append(asyncio.create_task(reward(other, "print('other')")))
     while "print('other')" not in running:
         await asyncio.sleep(0)
-    assert len(running) == Slow.num_slots
+    assert len(running) == 4
     end.set()
     assert all(result.outcome is RewardOutcome.CORRECT for result in await asyncio.gather(*group))
     assert len(running) == 9
+
+
+async def test_equal_programs_of_a_group_are_judged_once_though_the_task_has_few_places() -> None:
+    judged: list[str] = []
+    end = asyncio.Event()
+
+    class Slow(Queue):
+        async def judge(self, request: JudgeRequest, lane: Lane = Lane.BATCH) -> JudgeResult:
+            judged.append(request.code)
+            await end.wait()
+            return await self.run(request)
+
+    reward = CodeReward(local_queue(None, Slow(), num_slots=2, lane_size=100))  # type: ignore[arg-type]
+    group = [asyncio.create_task(reward(STDIN, f"print({n % 2})")) for n in range(8)]
+    while not judged:
+        await asyncio.sleep(0)
+    end.set()
+    assert all(result.outcome is RewardOutcome.CORRECT for result in await asyncio.gather(*group))
+    assert judged == ["print(0)", "print(1)"]
 
 
 async def test_integer_keys_and_other_readings_of_a_row_reach_the_judge() -> None:
@@ -233,7 +255,7 @@ async def test_integer_keys_and_other_readings_of_a_row_reach_the_judge() -> Non
     assert queue.requests[0].tests == CallTests(
         entry_point="f", cases=(CallCase(args=({1: 2}, {"a": {-3: [{1: 2}]}}, {}), expected=4, also=([4], "4")),)
     )
-    assert JudgeRequest.from_json(queue.requests[0].to_json()) == queue.requests[0]
+    assert decode(encode(queue.requests[0])) == queue.requests[0]
 
 
 async def test_an_empty_program_is_not_judged() -> None:
@@ -276,4 +298,5 @@ def test_a_task_whose_tests_are_not_understood_is_refused(task: dict[str, Any], 
 async def test_the_first_failure_ends_the_cases_and_a_waiting_rollout_goes_before_batches() -> None:
     queue = Queue()
     await CodeReward(queue)(STDIN, "print(1)")
-    assert [(request.stop_early, request.lane) for request in queue.requests] == [(True, Lane.INTERACTIVE)]
+    assert [request.stop_early for request in queue.requests] == [True]
+    assert queue.lanes == [Lane.INTERACTIVE]

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from services.common.errors import CapacityError, DeadlineError
 from services.common.telemetry.gateway_queue import Lane
-from services.envgateway.judge.records import JudgeRequest, JudgeResult, StdinCase, StdinTests
-from services.envgateway.queue.clients import on_behalf_of
-from services.envgateway.queue.embedded import EmbeddedQueue
+from services.envgateway.judge.records import (
+    CallCase,
+    CallTests,
+    Comparison,
+    JudgeRequest,
+    JudgeResult,
+    StdinCase,
+    StdinTests,
+)
+from services.envgateway.queue.local import local_queue, on_behalf_of
 from services.envgateway.sandbox.bare.statuses import RunStatus
-from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
+from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest, ExecutionResult
 from tests.waiting import WAIT_S
 
 
@@ -37,7 +45,7 @@ class Slots:
             self.running -= 1
         return ExecutionResult(status=self.status, stdout=request.code.encode())
 
-    async def judge(self, request: JudgeRequest) -> JudgeResult:
+    async def judge(self, request: JudgeRequest, lane: Lane = Lane.BATCH) -> JudgeResult:
         await self.run(ExecutionRequest(code=request.code))
         return JudgeResult(verdict=RunStatus.OK)
 
@@ -49,7 +57,7 @@ class Slots:
 class World:
     def __init__(self, num_slots: int = 2, queue_size: int = 100) -> None:
         self.slots = Slots()
-        self.queue = EmbeddedQueue(self.slots, self.slots, num_slots=num_slots, queue_size=queue_size)
+        self.queue = local_queue(self.slots, self.slots, num_slots=num_slots, lane_size=queue_size)  # type: ignore[arg-type]
 
     async def submit(
         self, name: str, lane: Lane, deadline_s: float = 20.0, client: str = "", key: str = ""
@@ -209,6 +217,90 @@ async def test_judgements_take_turns_with_executions() -> None:
     world.slots.end("j")
     result = await world.queue.run(request, lane=Lane.BATCH, request_id="j", deadline_s=5)
     assert result.verdict is RunStatus.OK and world.slots.started == ["j"]
+
+
+REQUEST = JudgeRequest(code="j", tests=StdinTests(cases=(StdinCase(stdin="", expected=""),)))
+
+
+async def judge(
+    world: World,
+    request: JudgeRequest = REQUEST,
+    lane: Lane = Lane.BATCH,
+    client: str = "",
+    key: str = "",
+    deadline_s: float = WAIT_S,
+) -> asyncio.Task[Any]:
+    with on_behalf_of(client):
+        task = asyncio.create_task(world.queue.run(request, lane=lane, request_id=key, deadline_s=deadline_s))
+    await settle()
+    return task
+
+
+async def test_equal_judgements_that_wait_or_run_at_once_are_one_and_nothing_of_them_is_kept() -> None:
+    world = World(num_slots=2)
+    busy = await world.submit("busy", Lane.BATCH)
+    tasks = [await judge(world, key=key) for key in ("", "", "a", "b")]
+    assert world.slots.started == ["busy"]
+    world.slots.end("busy", "j")
+    assert {result.verdict for result in await asyncio.gather(*tasks)} == {RunStatus.OK}
+    assert world.slots.started == ["busy", "j"] and world.queue.counts["joined"] == 3
+    await asyncio.gather(busy, await judge(world))
+    assert world.slots.started == ["busy", "j", "j"]
+
+
+async def test_other_judgements_and_those_of_other_lanes_and_clients_are_judged() -> None:
+    world = World(num_slots=20)
+    call = CallTests(entry_point="f", cases=())
+    others = [
+        replace(REQUEST, tests=StdinTests(cases=(StdinCase(stdin="1", expected=""),))),
+        replace(REQUEST, tests=StdinTests(cases=(StdinCase(stdin="", expected=None),))),
+        replace(REQUEST, comparison=Comparison(tolerance=1.0)),
+        replace(REQUEST, limits=ExecutionLimits(wall_s=1.0)),
+        replace(REQUEST, stop_early=True),
+        replace(REQUEST, language="cpp"),
+        *(replace(REQUEST, tests=replace(call, cases=(CallCase(args=(one,)),))) for one in (1, 1.0, True, "1")),
+    ]
+    tasks = [await judge(world, request) for request in (REQUEST, *others)]
+    tasks += [await judge(world, client="b"), await judge(world, lane=Lane.INTERACTIVE)]
+    assert len(world.slots.started) == len(tasks) and not world.queue.counts["joined"]
+    world.slots.end("j")
+    await asyncio.gather(*tasks)
+
+
+async def test_a_judgement_goes_on_for_the_others_when_the_first_caller_leaves() -> None:
+    world = World()
+    first, hasty, last = [await judge(world, deadline_s=deadline_s) for deadline_s in (WAIT_S, 0.02, WAIT_S)]
+    first.cancel()
+    with pytest.raises(DeadlineError):
+        await hasty
+    world.slots.end("j")
+    assert (await last).verdict is RunStatus.OK and world.slots.started == ["j"]
+
+
+async def test_the_last_caller_of_a_judgement_that_leaves_kills_the_program() -> None:
+    world = World()
+    tasks = [await judge(world) for _ in range(2)]
+    for task in tasks:
+        task.cancel()
+    await settle()
+    assert world.slots.started == ["j"] and world.slots.running == 0
+
+
+async def test_equal_executions_are_run_each() -> None:
+    world = World()
+    tasks = [await world.submit("a", Lane.INTERACTIVE) for _ in range(2)]
+    assert world.slots.started == ["a", "a"]
+    world.slots.end("a")
+    await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("value", [object(), 10**5000], ids=["object", "huge"])
+async def test_tests_that_are_no_data_reach_the_judge(value: object) -> None:
+    world = World()
+    world.slots.end("j")
+    request = replace(REQUEST, tests=CallTests(entry_point="f", cases=(CallCase(args=(value,)),)))
+    await (await judge(world, request))
+    assert world.slots.started == ["j"]
 
 
 async def test_a_flood_leaves_no_state() -> None:

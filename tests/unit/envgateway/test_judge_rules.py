@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.telemetry.gateway_queue import Lane
 from services.common.text.literals import to_tree
 from services.envgateway.judge.compare import difference
 from services.envgateway.judge.records import (
@@ -25,12 +24,12 @@ from services.envgateway.judge.records import (
     Comparison,
     ComparisonMode,
     JudgeRequest,
-    JudgeResult,
     StdinCase,
     StdinTests,
 )
 from services.envgateway.judge.results import whole_result
 from services.envgateway.judge.values import ValueRule, equal, key, shown, truth
+from services.envgateway.queue.local import decode, encode
 from services.envgateway.sandbox.bare.harness import plain
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.jobs import profile_of
@@ -270,17 +269,17 @@ def test_requests_survive_json(value: Any, other: Any, text: str, flag: bool) ->
     ):
         request = JudgeRequest(
             code=text, tests=tests, comparison=Comparison(mode=M.FLOAT if flag else None, tolerance=0.5),
-            limits=ExecutionLimits(wall_s=1.5), stop_early=flag, lane=Lane.INTERACTIVE, request_id=text,
+            limits=ExecutionLimits(wall_s=1.5), stop_early=flag,
         )  # fmt: skip
-        assert JudgeRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
+        assert decode(encode(request)) == request
 
 
 @given(st.binary(), st.text(), st.booleans())
 def test_executions_survive_json(data: bytes, text: str, flag: bool) -> None:
     request = ExecutionRequest(code=text, stdin=data, limits=ExecutionLimits(memory_bytes=5), echo=flag, language="cpp")
-    assert ExecutionRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
+    assert decode(encode(request)) == request
     result = ExecutionResult(status=RunStatus.RUNTIME_ERROR, exit_code=1, stdout=data, stderr=data, truncated=flag)
-    assert ExecutionResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+    assert decode(encode(result)) == result
 
 
 Point = namedtuple("Point", "x y")
@@ -357,10 +356,9 @@ def _case(index: int, verdict: RunStatus) -> CaseResult:
 def test_the_first_failure_decides_and_never_the_machinery_where_the_program_failed(
     verdicts: list[RunStatus], whole: RunStatus
 ) -> None:
-    request = JudgeRequest(code="", tests=StdinTests(cases=()), request_id="r")
-    result = whole_result(request, [_case(i, v) for i, v in enumerate(verdicts)], len(verdicts), "2")
-    assert result.verdict is whole and result.request_id == "r"
-    assert JudgeResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+    result = whole_result([_case(i, v) for i, v in enumerate(verdicts)], len(verdicts), "2")
+    assert result.verdict is whole
+    assert decode(encode(result)) == result
 
 
 @pytest.mark.parametrize(

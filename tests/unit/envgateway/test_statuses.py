@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.errors import InvalidRequestError
 from services.common.pb import environment_pb2, judge_pb2
-from services.envgateway.queue.codec import decode_result, encode_result
 from services.envgateway.sandbox.bare.statuses import STATUSES_OF_RUNS, RunStatus, status_of_run
-from services.envgateway.sandbox.records import ExecutionResult
 
 
 @pytest.mark.parametrize(
@@ -28,10 +25,3 @@ def test_every_wire_value_is_a_status_and_every_status_a_wire_value(
 def test_a_verdict_on_a_case_or_an_unknown_name_is_no_status_of_a_run(name: str) -> None:
     with pytest.raises(ValueError, match=repr(name)):
         status_of_run(name)
-
-
-def test_a_queued_result_with_the_status_of_a_case_is_refused() -> None:
-    data = encode_result(ExecutionResult(status=RunStatus.RUNTIME_ERROR))
-    assert decode_result(data) == ExecutionResult(status=RunStatus.RUNTIME_ERROR)
-    with pytest.raises(InvalidRequestError, match="WRONG_ANSWER"):
-        decode_result(data.replace(b"RUNTIME_ERROR", b"WRONG_ANSWER"))

@@ -147,24 +147,6 @@ class QueueConfig(Section):
     """A job that this many workers could not finish is an infrastructure failure; the last attempt is made alone."""
 
 
-class JudgeMemoryConfig(Section):
-    verdicts: int = Field(default=4096, ge=0, le=1_000_000)
-    """Cached verdicts for repeated judgements: the same program, tests and limits. Only of programs that are
-    deterministic by their text, and only where no limit affected the verdict. 0 judges every time. Workers judge every
-    time."""
-    verdict_bytes: int = Field(default=16 * 1024 * 1024, ge=0)
-    """Memory for them; the least recently used go first."""
-
-
-class RunMemoryConfig(Section):
-    results: int = Field(default=4096, ge=0, le=1_000_000)
-    """Cached results for programs that tools run again: the same program, input and limits. Only of programs that are
-    deterministic by their text, and only where no limit affected the result; processes that keep a state are never
-    cached. 0 runs every time. Workers run every time."""
-    result_bytes: int = Field(default=16 * 1024 * 1024, ge=0)
-    """Memory for them; the least recently used go first."""
-
-
 class HttpConfig(Section):
     port: int | None = Field(default=None, ge=0, le=65535)
     """Also serve the HTTP interface that clients of Code Judge speak; they expect port 8000, 0 takes a free port.
@@ -191,10 +173,6 @@ class EnvGatewayConfig(Section):
     """Sandboxed execution."""
     queue: QueueConfig = QueueConfig()
     """Where programs wait for a slot, here or at workers."""
-    judge: JudgeMemoryConfig = JudgeMemoryConfig()
-    """Verdicts that are remembered."""
-    runs: RunMemoryConfig = RunMemoryConfig()
-    """Runs of programs that are remembered."""
     http: HttpConfig = HttpConfig()
     """The HTTP interface of Code Judge."""
     math: MathRewardConfig = MathRewardConfig()

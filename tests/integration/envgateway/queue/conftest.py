@@ -12,10 +12,8 @@ import pytest
 from services.common.config.processes.envgateway import QueueConfig
 from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.judge.records import JudgeRequest, JudgeResult
-from services.envgateway.queue.base import Job, JobResult
-from services.envgateway.queue.streams.connection import connect
-from services.envgateway.queue.streams.names import Names
-from services.envgateway.queue.streams.queue import StreamsQueue
+from services.envgateway.queue.local import Job, JobResult
+from services.envgateway.queue.redis import Keys, RedisQueue, connect
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 from services.envgateway.worker.worker import Worker
@@ -42,7 +40,7 @@ class Programs:
         self.ended: list[str] = []
         self.release = asyncio.Event()
 
-    async def run(self, job: Job, lane: Lane) -> JobResult:
+    async def __call__(self, job: Job, lane: Lane) -> JobResult:
         self.started.append(job.code)
         words = job.code.split()
         try:
@@ -67,7 +65,7 @@ class Farm:
     def __init__(self, server: RedisServer, lease_s: float = 1.5) -> None:
         self.server = server
         self.lease_s = lease_s
-        self.queue = StreamsQueue(QueueConfig(), server.uri)
+        self.queue = RedisQueue(QueueConfig(), server.uri)
         self.programs = Programs()
         self.workers: list[Worker] = []
         self._running: dict[Worker, asyncio.Task[None]] = {}
@@ -76,7 +74,7 @@ class Farm:
     def add_worker(self, runner: Any = None, num_slots: int = 3, max_attempts: int = 3, drain_s: float = 2.0) -> Worker:
         client = connect(self.server.uri, allow_plain=False)
         worker = Worker(
-            client, Names("rollmill"), runner or self.programs, num_slots=num_slots, lease_s=self.lease_s,
+            client, Keys("rollmill"), runner or self.programs, num_slots=num_slots, lease_s=self.lease_s,
             max_attempts=max_attempts, name=f"w{len(self.workers)}",
         )  # fmt: skip
         self.workers.append(worker)
@@ -87,7 +85,7 @@ class Farm:
     def kill(self, worker: Worker) -> None:
         """Kill as kill -9 would: the worker gives back no job and sends no message."""
         self._running[worker].cancel()
-        for _, task in worker.held.all():
+        for _, task in worker.held.values():
             task.cancel()
 
     async def stop(self, worker: Worker) -> None:

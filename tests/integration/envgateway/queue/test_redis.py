@@ -11,8 +11,8 @@ import pytest
 from services.common.errors import DeadlineError
 from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
-from services.envgateway.queue.base import Job, JobResult
-from services.envgateway.queue.streams.connection import connect
+from services.envgateway.queue.local import Job, JobResult
+from services.envgateway.queue.redis import connect
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from tests.waiting import until
 
@@ -79,7 +79,7 @@ class Poison:
         self.beside: list[list[str]] = []
         self.running: list[str] = []
 
-    async def run(self, job: Job, lane: Lane) -> JobResult:
+    async def __call__(self, job: Job, lane: Lane) -> JobResult:
         self.running.append(job.code)
         try:
             if job.code == "poison":
@@ -90,7 +90,7 @@ class Poison:
                 self._farm.add_worker(self)
                 self._farm.kill(dead)
                 await asyncio.sleep(30)
-            return await self._farm.programs.run(job, lane)
+            return await self._farm.programs(job, lane)
         finally:
             self.running.remove(job.code)
 
@@ -119,7 +119,7 @@ async def test_a_withdrawn_job_is_killed_where_it_runs(farm: Farm) -> None:
     await until(lambda: bool(farm.programs.started), "it runs")
     running.cancel()
     await until(lambda: farm.programs.killed == ["hang"], "it is killed")
-    await until(lambda: worker.held.count(Lane.BATCH) == 0, "its slot is free")
+    await until(lambda: not worker.held, "its slot is free")
     assert (await farm.execute("next")).stdout == b"next"
     await assert_streams_empty(farm)
 
@@ -173,12 +173,12 @@ async def test_a_redis_that_was_flushed_loses_no_job(farm: Farm) -> None:
     farm.add_worker()
     async with asyncio.timeout(60):
         assert [(await job).stdout.decode() for job in jobs] == [f"echo {n}" for n in range(10)]
-    assert farm.queue.gauges["queue_redis_losses"] == 1
+    assert farm.queue.gauges["queue_sent_again"] == 10
 
 
 async def test_jobs_of_a_gateway_that_is_gone_are_dropped(farm: Farm) -> None:
     client = connect(farm.server.uri, allow_plain=False)
-    fields: dict[Any, Any] = {"id": "j", "gateway": "gone", "payload": b"{}"}
+    fields: dict[Any, Any] = {"id": "j", "gateway": "gone"}
     await client.xadd("rollmill:jobs:batch", fields)
     worker = farm.add_worker()
     await until(lambda: worker.counts["dropped"] == 1, "it is dropped")

@@ -11,14 +11,11 @@ import pytest
 from services.common.errors import InvalidRequestError
 from services.common.telemetry.gateway_queue import Lane
 from services.envgateway.judge.records import JudgeRequest, StdinCase, StdinTests
-from services.envgateway.queue.base import Job, JobResult
-from services.envgateway.queue.codec import encode_job, encode_result
-from services.envgateway.queue.streams.connection import connect
-from services.envgateway.queue.streams.names import GROUP, Names
+from services.envgateway.queue.local import Job, JobResult, encode
+from services.envgateway.queue.redis import GROUP, Keys, connect
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionRequest, ExecutionResult
 from services.envgateway.worker import worker as worker_module
-from services.envgateway.worker.leases import Leases
 from services.envgateway.worker.worker import Worker
 from tests.waiting import until
 
@@ -26,20 +23,15 @@ from .conftest import Farm
 
 
 async def test_entries_of_the_same_id_in_both_lanes_are_two_jobs(farm: Farm, redis: Any) -> None:
-    await redis.set("rollmill:gateway:other", 1)
     for lane in Lane:
-        fields = {
-            "id": f"job {lane}",
-            "gateway": "other",
-            "payload": encode_job(ExecutionRequest(code=f"sleep 0.1 {lane}")),
-        }
-        await redis.xadd(f"rollmill:jobs:{lane}", fields, id="5-1")
+        await redis.set(f"rollmill:job:{lane}", encode(ExecutionRequest(code=f"sleep 0.1 {lane}")))
+        await redis.xadd(f"rollmill:jobs:{lane}", {"id": f"{lane}", "gateway": "other"}, id="5-1")
     worker = farm.add_worker()
     await until(lambda: len(worker.held) == 2, "both are held")
     await until(lambda: worker.counts["answered"] == 2, "both are answered")
     await until(lambda: len(worker.held) == 0, "both are let go")
-    answers = await redis.xrange("rollmill:results:other")
-    assert {fields[b"id"] for _, fields in answers} == {f"job {lane}".encode() for lane in Lane}
+    answers = await redis.lrange("rollmill:results:other", 0, -1)
+    assert {answer.split(b"{")[0] for answer in answers} == {f"{lane}".encode() for lane in Lane}
     assert (await farm.execute("next")).stdout == b"next"
 
 
@@ -67,21 +59,29 @@ async def test_jobs_of_dead_workers_do_not_wait_for_an_idle_worker(farm: Farm) -
 
 
 async def test_the_search_for_the_dead_goes_on_behind_leases_that_are_renewed(farm: Farm, redis: Any) -> None:
-    names, stream = Names("rollmill"), "rollmill:jobs:batch"
-    leases = Leases(redis, names, "searching", lease_s=3.0)
-    await leases.make_groups()
+    stream = "rollmill:jobs:batch"
+    await redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
     for n in range(31):
-        await redis.xadd(stream, {"id": str(n), "gateway": "other", "payload": b"{}"})
+        await redis.set(f"rollmill:job:{n}", encode(ExecutionRequest(code=f"job {n}")))
+        await redis.xadd(stream, {"id": str(n), "gateway": "other"})
     [[_, entries]] = await redis.xreadgroup(GROUP, "dead", {stream: ">"}, count=31)
-    await asyncio.sleep(3.1)
-    await redis.xclaim(stream, GROUP, "alive", 0, [entry for entry, _ in entries[:30]])
-    found = [delivery.job_id for _ in range(4) for delivery in await leases.take_over(Lane.BATCH, at_most=1)]
-    assert found == ["30"]
+    *renewed, _ = [entry for entry, _ in entries]
+
+    async def renew() -> None:
+        while True:
+            await redis.xclaim(stream, GROUP, "alive", 0, renewed, justid=True)
+            await asyncio.sleep(farm.lease_s / 5)
+
+    renewing = asyncio.create_task(renew())
+    worker = farm.add_worker(num_slots=1)
+    await until(lambda: worker.counts["answered"] == 1, "the last one is answered")
+    renewing.cancel()
+    assert farm.programs.started == ["job 30"]
 
 
 async def test_an_entry_that_is_no_job_is_thrown_away(farm: Farm, redis: Any) -> None:
     await redis.xadd("rollmill:jobs:batch", {"what": "ever"})
-    await redis.xadd("rollmill:jobs:batch", {"id": b"\xff", "gateway": "other", "payload": b"{}"})
+    await redis.xadd("rollmill:jobs:batch", {"id": b"\xff", "gateway": "other"})
     farm.add_worker()
     assert (await farm.execute("next")).stdout == b"next"
     assert await redis.xlen("rollmill:jobs:batch") == 0
@@ -93,7 +93,7 @@ async def test_a_worker_report_of_another_version_is_ignored(farm: Farm, redis: 
     farm.add_worker(num_slots=3)
     await until(lambda: farm.queue.gauges["queue_workers"] == 2, "both are counted")
     assert farm.queue.num_slots == 3
-    await redis.xadd(f"rollmill:results:{farm.queue._streams._gateway}", {"what": "ever"})
+    await redis.rpush(f"rollmill:results:{farm.queue.gateway}", b"what ever")
     assert (await farm.execute("next")).stdout == b"next"
 
 
@@ -103,7 +103,7 @@ async def test_a_job_that_a_worker_cannot_read_is_an_infrastructure_failure_of_i
     def unreadable(payload: bytes) -> Job:
         raise InvalidRequestError("not of this version")
 
-    monkeypatch.setattr(worker_module, "decode_job", unreadable)
+    monkeypatch.setattr(worker_module, "decode", unreadable)
     farm.add_worker(max_attempts=1)
     request = JudgeRequest(code="judged", tests=StdinTests(cases=(StdinCase(stdin="", expected=""),)))
     judged = await farm.queue.run(request, lane=Lane.BATCH, request_id="", deadline_s=10)
@@ -123,18 +123,27 @@ async def test_a_redis_that_is_full_for_a_while_loses_no_job_and_doubles_none(fa
     assert Counter(farm.programs.started) == Counter(["first", *(f"echo {n}" for n in range(20))])
 
 
-async def test_an_answer_from_a_redis_whose_clock_is_behind_is_read(farm: Farm, redis: Any) -> None:
+async def test_a_second_answer_of_a_job_is_ignored(farm: Farm, redis: Any) -> None:
     farm.add_worker()
-    assert (await farm.execute("first")).stdout == b"first"
-    await farm.stop(farm.workers[0])
-    job = asyncio.create_task(farm.execute("second"))
-    await until(lambda: farm.queue.gauges["queue_sent"] == 2, "it is sent")
+    job = asyncio.create_task(farm.execute("hang"))
+    await until(lambda: bool(farm.programs.started), "it runs")
     [[_, fields]] = await redis.xrange("rollmill:jobs:batch")
-    await redis.flushall()
-    answer = encode_result(ExecutionResult(status=RunStatus.OK, stdout=b"from the past"))
-    results = f"rollmill:results:{farm.queue._streams._gateway}"
-    await redis.xadd(results, {"id": fields[b"id"], "payload": answer}, id="1-1")
-    assert (await job).stdout == b"from the past"
+    for text in (b"first", b"second"):
+        answer = encode(ExecutionResult(status=RunStatus.OK, stdout=text))
+        await redis.rpush(f"rollmill:results:{farm.queue.gateway}", fields[b"id"] + answer)
+    assert (await job).stdout == b"first"
+    await until(lambda: farm.queue.gauges.get("queue_answers_ignored", 0) == 1, "the second is ignored")
+
+
+async def test_an_evicted_job_is_sent_again(farm: Farm, redis: Any) -> None:
+    jobs = [asyncio.create_task(farm.execute(f"echo {n}")) for n in range(3)]
+    await until(lambda: farm.queue.gauges.get("queue_sent", 0) == 3, "all are sent")
+    [name] = [fields[b"id"] for _, fields in (await redis.xrange("rollmill:jobs:batch"))[1:2]]
+    await redis.delete(b"rollmill:job:" + name)
+    await until(lambda: farm.queue.gauges.get("queue_sent", 0) == 4, "one is sent again")
+    farm.add_worker()
+    assert [(await job).stdout.decode() for job in jobs] == [f"echo {n}" for n in range(3)]
+    assert Counter(farm.programs.started) == Counter(f"echo {n}" for n in range(3))
 
 
 class Sick:
@@ -143,7 +152,7 @@ class Sick:
     def __init__(self) -> None:
         self.spoiled = 0
 
-    async def run(self, job: Job, lane: Lane) -> JobResult:
+    async def __call__(self, job: Job, lane: Lane) -> JobResult:
         self.spoiled += 1
         return ExecutionResult(status=RunStatus.INFRA_ERROR, detail="no sandbox")
 
@@ -159,12 +168,12 @@ async def test_a_worker_that_spoils_every_job_leaves_them_to_others(farm: Farm) 
 
 async def test_a_bug_in_a_loop_ends_the_worker_rather_than_part_of_it(farm: Farm) -> None:
     client = connect(farm.server.uri, allow_plain=False)
-    worker = Worker(client, Names("rollmill"), farm.programs, num_slots=1, lease_s=0.6, max_attempts=3)
+    worker = Worker(client, Keys("rollmill"), farm.programs, num_slots=1, lease_s=0.6, max_attempts=3)
 
     async def broken() -> None:
         raise TypeError("a bug")
 
-    worker._leases.forget_consumers = broken  # type: ignore[method-assign]
+    worker._forget_consumers = broken  # type: ignore[method-assign]
     async with asyncio.timeout(60):
         with pytest.raises(TypeError, match="a bug"):
             await worker.run(drain_s=1.0)
@@ -172,10 +181,10 @@ async def test_a_bug_in_a_loop_ends_the_worker_rather_than_part_of_it(farm: Farm
 
 
 async def test_a_bug_in_a_loop_of_the_gateway_is_raised(farm: Farm) -> None:
-    async def broken(workers: list[bytes]) -> None:
+    async def broken() -> None:
         raise TypeError("a bug")
 
-    farm.queue._streams._count_workers = broken  # type: ignore[method-assign]
+    farm.queue._count_workers = broken  # type: ignore[method-assign]
     async with asyncio.timeout(60):
         with pytest.raises(TypeError, match="a bug"):
             await farm.queue.failed()

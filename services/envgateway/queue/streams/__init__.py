@@ -1,1 +1,0 @@
-"""Jobs over Redis Streams: the gateway's side, and the parts that workers share."""
