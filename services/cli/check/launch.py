@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.cli.check.hub import hub_problems
-from services.cli.check.memory.gpus import misfits
-from services.cli.check.memory.host import embedded_estimates, host_problems, small_caches
+from services.cli.check.memory import host_problems, misfits, small_caches
 from services.cli.check.model_files import model_problems
 from services.cli.check.worlds import index_problems, mcp_problems, sandbox_problems, world_problems
 from services.cli.plan.specs import plan
@@ -90,7 +89,7 @@ def refuse(recipe: Recipe, problems: Sequence[str]) -> None:
 def problems_anywhere(recipe: Recipe) -> list[str]:
     """Problems that do not depend on what this machine has: memory, models, worlds, the hub's answers."""
     return [
-        *misfits(recipe, embedded_estimates),
+        *misfits(recipe),
         *small_caches(recipe),
         *model_problems(recipe),
         *index_problems(recipe),
@@ -104,7 +103,7 @@ def launch_problems(recipe: Recipe) -> list[str]:
     return [
         *missing_data(recipe),
         *gpu_problems(recipe, gpus),
-        *(misfits(smaller, embedded_estimates) if (smaller := smaller_cards(recipe, gpus)) else ()),
+        *(misfits(smaller) if (smaller := smaller_cards(recipe, gpus)) else ()),
         *host_problems(recipe, has_gpus=bool(gpus) or _may_have_others(gpus)),
         *_file_problems(recipe),
         *_disk_problems(recipe),

@@ -17,9 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.check.launch import launch_problems, problems_anywhere, refuse
-from services.cli.check.memory.estimate import GIB
-from services.cli.check.memory.gpus import estimates, with_others
-from services.cli.check.memory.host import embedded_estimates, host_lines
+from services.cli.check.memory import GIB, estimates, host_lines
 from services.cli.check.model_trials import model_trials
 from services.cli.check.one_row import FIRST_ROW, Tried, try_rows
 from services.cli.check.sizes import size_notes, size_problems
@@ -161,7 +159,7 @@ def describe(recipe: Recipe, left_out: Sequence[str] = ()) -> RenderableType:
 
 def _memory(recipe: Recipe) -> list[RenderableType]:
     """Estimated GiB on each GPU: a line for each part, a column for each process."""
-    found = with_others(recipe, [*estimates(recipe), *embedded_estimates(recipe)])
+    found = estimates(recipe)
     if not found:
         return []
     names = list(dict.fromkeys(name for estimate in found for name in estimate.parts))

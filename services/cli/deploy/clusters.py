@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.cli.check.memory.host import shared_memory_gib
+from services.cli.check.memory import shared_memory_gib
 from services.cli.deploy.layout import (
     APP,
     CHECKOUT,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.cli.check.memory.host import shared_memory_gib
+from services.cli.check.memory import shared_memory_gib
 from services.cli.deploy.layout import (
     APP,
     CHECKOUT,

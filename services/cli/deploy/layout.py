@@ -21,8 +21,7 @@ from typing import Any, Literal
 
 import yaml
 
-from services.cli.check.memory.estimate import GIB, ModelShape
-from services.cli.check.memory.host import host_estimates
+from services.cli.check.memory import GIB, HostEstimate, ModelShape, host_estimates
 from services.cli.keys.process_keys import role_of
 from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
 from services.cli.plan.profiles import load_for_any_machine
@@ -374,13 +373,13 @@ def size_of(recipe: Recipe, process: str, node: int) -> Size:
         service = recipe.inference[name]
         computes = service.device != "cpu" and service.engine not in ("scripted", "forced")
         parallel = service.servers.tensor_parallel if service.servers is not None else 1
-        memory = _memory_gib(recipe, service.policies or list(recipe.policies), name, node)
+        memory = _memory_gib(recipe, service.policies or list(recipe.policies), process, node)
         return Size(gpus=gpus or (parallel if computes else 0), cpus=1 + service.threads, memory_gib=memory)
     if kind == "trainer":
         policy = _policy_of(recipe, name)
         trainer = recipe.policies[policy].trainer
         ranks = trainer.num_ranks // len(trainer.nodes)
-        memory = _memory_gib(recipe, [policy], None, node)
+        memory = _memory_gib(recipe, [policy], process, node)
         gpus = gpus or (ranks if trainer.device != "cpu" else 0)
         return Size(gpus=gpus, cpus=1 + ranks * trainer.threads, memory_gib=memory)
     if kind == "envgateway" and recipe.envgateway is not None:
@@ -418,19 +417,9 @@ def _policy_of(recipe: Recipe, name: str) -> str:
     return name if name in recipe.policies else name.rpartition("-node")[0]
 
 
-def _memory_gib(recipe: Recipe, policies: list[str], service: str | None, node: int) -> int | None:
-    """The memory of a service or, for None, of the trainers of ``policies`` on a node."""
+def _memory_gib(recipe: Recipe, policies: list[str], process: str, node: int) -> int | None:
+    """The memory of a process that has these policies."""
     if any(ModelShape.of(recipe.policies[name].model.path) is None for name in policies):
         return None
-    trainers = recipe.model_copy(
-        update={"inference": {}, "policies": {name: recipe.policies[name] for name in policies}}
-    )
-    size = _bytes(trainers, node)
-    if service is not None:
-        size = _bytes(trainers.model_copy(update={"inference": {service: recipe.inference[service]}}), node) - size
-    return _PROCESS_GIB + math.ceil(_SPARE * size / GIB)
-
-
-def _bytes(recipe: Recipe, node: int) -> float:
-    estimate = host_estimates(recipe, has_gpus=True).get(node)
-    return 0.0 if estimate is None else estimate.total_bytes
+    of_process = host_estimates(recipe, has_gpus=True).get(node, HostEstimate()).of_process
+    return _PROCESS_GIB + math.ceil(_SPARE * of_process[process] / GIB)

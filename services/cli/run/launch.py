@@ -17,7 +17,7 @@ import structlog
 from rich.console import Console
 from rich.status import Status
 
-from services.cli.check.memory.host import loading_s
+from services.cli.check.memory import loading_s
 from services.cli.console.drawing import drawn
 from services.cli.console.errors import Interrupted, StopSignal
 from services.cli.console.plain import say
