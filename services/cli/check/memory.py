@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from services.cli.check.model_files import file_of
+from services.cli.check.models import file_of
 from services.cli.plan.specs import trainer_name
 from services.common.checkpoints.safetensors_files import read_object
 from services.common.config.processes.kv_cache import cache_bytes, too_small

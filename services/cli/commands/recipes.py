@@ -125,8 +125,7 @@ def check(
 ) -> None:
     """Validate a recipe and all files and modules that the recipe names. Starts processes, for a moment, for models and where
     the recipe runs programs."""
-    from services.cli.check.launch import on_this_machine
-    from services.cli.check.recipe import check_recipe, describe
+    from services.cli.check.recipe import check_recipe, describe, on_this_machine
     from services.cli.plan.profiles import load_with_profile
 
     resolved = on_this_machine(load_with_profile(recipe, set_ or (), profile))
@@ -168,7 +167,7 @@ def evaluate(
     For example `rollmill eval recipes/quickstart --checkpoint runs/quickstart-20260101-120000`. No policy is trained.
     Failed tasks count as wrong and are listed.
     """
-    from services.cli.check.launch import check_launch, on_this_machine
+    from services.cli.check.recipe import check_launch, on_this_machine
     from services.cli.console.drawing import drawn
     from services.cli.plan.profiles import load_with_profile
     from services.cli.run.evaluate import (

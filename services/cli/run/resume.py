@@ -14,8 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from services.cli.check.launch import check_launch, on_this_machine
-from services.cli.check.recipe import check_named
+from services.cli.check.recipe import check_launch, check_named, on_this_machine
 from services.cli.console.plain import say
 from services.cli.inspect.run_state import ended
 from services.cli.inspect.standing import newest_first

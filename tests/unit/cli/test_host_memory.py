@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from services.cli.check import memory as host
-from services.cli.check.launch import check_launch
 from services.cli.check.memory import (
     GIB,
     ModelShape,
@@ -23,6 +22,7 @@ from services.cli.check.memory import (
     shared_memory_gib,
     small_caches,
 )
+from services.cli.check.recipe import check_launch
 from services.common.config.processes.services import InferenceConfig
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.cli.check.launch import check_launch
 from services.cli.check.memory import (
     GIB,
     ModelShape,
@@ -21,6 +20,7 @@ from services.cli.check.memory import (
     misfits,
     trainer_rank_parts,
 )
+from services.cli.check.recipe import check_launch
 from services.common.config.processes.services import InferenceConfig
 from services.common.config.reading.loading import load_recipe
 from services.common.config.training.adapter import AdapterConfig

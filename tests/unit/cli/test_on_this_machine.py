@@ -16,9 +16,9 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from services.cli.__main__ import app
-from services.cli.check import launch
-from services.cli.check.launch import launch_problems, on_this_machine
+from services.cli.check import recipe as launch
 from services.cli.check.memory import estimates, host_estimates, host_problems, misfits
+from services.cli.check.recipe import launch_problems, on_this_machine
 from services.cli.plan.specs import plan
 from services.common.config.processes.placement import Placement
 from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved

@@ -128,7 +128,7 @@ def rollmill_run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Path
         return Outcome(run_dir, {}, None)
 
     monkeypatch.setattr("services.cli.run.launch.run", run)
-    monkeypatch.setattr("services.cli.check.launch.check_launch", lambda recipe: None)
+    monkeypatch.setattr("services.cli.check.recipe.check_launch", lambda recipe: None)
     result = CliRunner().invoke(recipe_commands.recipe_app, ["run", *arguments])
     if isinstance(result.exception, ConfigError):
         raise result.exception
