@@ -530,7 +530,7 @@ def find_overlap(
         near: dict[int, _Text] = {}
         for known_words in _known_parts([vocabulary.get(word, 0) for word in words]):
             for key in (key for run in (LONG, SHORT) for key, _ in _runs(known_words, run)):
-                for one in having if len(having := by_run.get(key, ())) <= MAX_TEMPLATE else ():
+                for one in having if len(having := by_run.get(key, [])) <= MAX_TEMPLATE else ():
                     near[id(one)] = one
                     in_common[id(one)].add(key)
         for which, one in near.items():

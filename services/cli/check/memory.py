@@ -347,7 +347,9 @@ def alone(recipe: Recipe) -> Iterator[GpuEstimate]:
     for name, policy in recipe.trained_policies.items() if recipe.run.steps else ():
         shape, trainer = shapes[name], policy.trainer
         gpus = trainer.gpus or range(trainer.num_ranks // len(trainer.nodes) if trainer.device == "cuda" else 0)
-        for node in trainer.nodes if shape is not None and gpus else ():
+        if shape is None or not gpus:
+            continue
+        for node in trainer.nodes:
             yield GpuEstimate(
                 process=trainer_name(name, node),
                 node=node,

@@ -43,9 +43,8 @@ from services.cli.deploy.layout import (
 )
 from services.cli.keys.process_keys import role_of
 from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
-from services.cli.plan.specs import ProcessSpec
-from services.cli.run.start import WARM_START
-from services.cli.run.start import WORLDS as MAKE_WORLDS
+from services.cli.plan.specs import WARM_START, ProcessSpec
+from services.cli.plan.specs import WORLDS as MAKE_WORLDS
 from services.common.errors import ConfigError
 from services.common.net.hosts import host_and_port
 from services.common.security.bundle import VARIABLE as KEYS_VARIABLE

@@ -25,9 +25,8 @@ from services.cli.check.memory import GIB, HostEstimate, ModelShape, host_estima
 from services.cli.keys.process_keys import role_of
 from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
 from services.cli.plan.profiles import load_for_any_machine
-from services.cli.plan.specs import ProcessSpec, plan
-from services.cli.run.start import WARM_START
-from services.cli.run.start import WORLDS as MAKE_WORLDS
+from services.cli.plan.specs import WARM_START, ProcessSpec, plan
+from services.cli.plan.specs import WORLDS as MAKE_WORLDS
 from services.common.config.reading.loading import port_variables, set_at, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError

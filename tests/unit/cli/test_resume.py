@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.commands import recipes as recipe_commands
+from services.cli.run.directory import Choice, choose, differences, prepare
 from services.cli.run.launch import Outcome
-from services.cli.run.resume import Choice, choose, differences
-from services.cli.run.run_directory import prepare
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
