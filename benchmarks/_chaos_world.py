@@ -22,8 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.cli.plan.specs import ProcessSpec, inference_process, orchestrator_address, plan, with_free_ports
-from services.cli.run.fork_server import MODULES, ForkServer
-from services.cli.run.processes import WATCH_S, Processes
+from services.cli.run.processes import MODULES, WATCH_S, ForkServer, Processes
 from services.cli.watch.orchestrator_client import OrchestratorClient
 from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.errors import InfrastructureError, RollmillError
@@ -103,7 +102,7 @@ class World:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        for spec in sorted(plan(self.recipe, self.run_dir), key=lambda spec: spec.forked == "always"):
+        for spec in sorted(plan(self.recipe, self.run_dir), key=lambda spec: spec.forked):
             self._processes.start(self._hooked(spec))
         self._watcher.start()
         self.wait_for(lambda: self.version() >= 0, READY_S, "the first version")
@@ -112,7 +111,7 @@ class World:
         # In the fork server the hooks are installed, and nothing happens when they are again.
         module, arguments = module_in(spec.argv)
         hooked = module_command("benchmarks._chaos_hooks", module, *arguments)
-        argv = spec.argv if spec.forked == "always" else hooked
+        argv = spec.argv if spec.forked else hooked
         return replace(spec, argv=argv, env={**spec.env, **self.environment})
 
     def _watch(self) -> None:

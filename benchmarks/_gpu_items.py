@@ -30,7 +30,7 @@ from benchmarks._gpu_place import Figures, Place, release, reserved, top
 from benchmarks._processes import ROOT
 from benchmarks._rehearsal_weights import POLICY, RUN, VERSION_BYTES, OneHost
 from recipes.quickstart.model import build, build_tokenizer
-from services.cli.check.memory.estimate import GIB, ModelShape, trainer_rank_parts
+from services.cli.check.memory import GIB, ModelShape, trainer_rank_parts
 from services.common.config.training.policy import PolicyConfig
 from services.common.weights.manifest import Manifest, TensorSpec
 from services.inference.engine.in_place import prepare

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks._rehearsal_memory import config_of
-from services.cli.check.memory.estimate import GIB, KNOWN_SHAPES, ModelShape
+from services.cli.check.memory import GIB, KNOWN_SHAPES, ModelShape
 
 Figures = Iterator[dict[str, Any]]
 TINY = ModelShape(

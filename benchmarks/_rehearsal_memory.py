@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from services.cli.check.memory.estimate import GIB, ModelShape, trainer_rank_parts
+from services.cli.check.memory import GIB, ModelShape, trainer_rank_parts
 from services.common.config.reading.loading import load_recipe
 from services.common.config.training.policy import PolicyConfig
 from services.trainer.model import attention

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from services.cli.check.memory.estimate import KNOWN_SHAPES
+from services.cli.check.memory import KNOWN_SHAPES
 from services.common.config.training.policy import WeightsConfig
 from services.common.pb import weights_pb2_grpc
 from services.common.records.types import WeightVersion

@@ -41,7 +41,7 @@ from benchmarks._chaos_world import DISK_MIB, DISK_MIB_PER_HOUR, FAR, POLICY, RO
 from benchmarks._journal_audit import Findings, Rule, audit
 from benchmarks._needs import why_not
 from benchmarks._report import report_facts
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.common.config.reading.loading import load_recipe
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader

@@ -105,7 +105,7 @@ def source_files(root: Path) -> Iterator[SourceFile]:
 def part_of(path: Path) -> str:
     """The service, or the top folder.
 
-    >>> part_of(Path("services/cli/run/start.py")), part_of(Path("recipes/functions/coins.py"))
+    >>> part_of(Path("services/cli/run/launch.py")), part_of(Path("recipes/functions/coins.py"))
     ('services/cli', 'recipes')
     """
     return "/".join(path.parts[:2]) if path.parts[0] == "services" and len(path.parts) > 2 else path.parts[0]

@@ -37,11 +37,10 @@ def run(recipe: str | Path, *, profile: str | None = None, quiet: bool = False, 
         raise ConfigError("rollmill.run waits for Ctrl-C and SIGTERM: call it in the main thread")
     from rich.console import Console
 
-    from services.cli.check.launch import check_launch, on_this_machine
-    from services.cli.check.recipe import check_named
+    from services.cli.check.recipe import check_launch, check_named, on_this_machine
     from services.cli.plan.profiles import load_with_profile
+    from services.cli.run.directory import prepare
     from services.cli.run.launch import run as run_recipe
-    from services.cli.run.run_directory import prepare
 
     loaded = on_this_machine(load_with_profile(Path(recipe), settings_of(overrides), profile))
     check_launch(loaded)

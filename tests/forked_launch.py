@@ -1,7 +1,7 @@
 """``rollmill`` in a process whose imports are done: ``python -m tests.forked_launch ARGUMENTS``, forked by ``tests.forks``.
 
 The own fork server of ``rollmill run`` is forked here too, before any thread starts, instead of importing torch once more;
-both save each run five CPU seconds. It forks the orchestrator and the gateway at their first start already, which saves two.
+both save each run five CPU seconds. It forks the orchestrator and the gateway as well, which saves two.
 The process leaves without tearing down the thousands of modules that it does not use.
 All else is the command's code. Tests that start ``python -m services.cli run`` itself,
 such as ``test_relaunch``, have the import.
@@ -14,13 +14,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partialmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from services.cli import __main__ as command
+from services.cli.plan.specs import ProcessSpec
 from services.cli.run import processes
-from services.cli.run.fork_server import Adopted
+from services.cli.run.processes import Adopted
 from services.common.system import forking
 from services.common.system.child import DIE_WITH_PARENT, module_in, run_and_leave
 from services.common.system.children import signal_group
@@ -80,6 +81,11 @@ if __name__ == "__main__":
     if sys.argv[1] == "run":
         server = ForkedServer()
         processes.ForkServer = lambda log_file: server  # type: ignore[assignment,misc]
-        started = processes.Processes._popen
-        processes.Processes._popen = partialmethod(started, again=True)  # type: ignore[assignment,method-assign]
+        start = processes.Processes._popen
+
+        def fork(own: processes.Processes, spec: ProcessSpec) -> processes.ChildProcess:
+            at_once = spec.name in ("orchestrator", "envgateway")
+            return start(own, replace(spec, forked=True) if at_once else spec)
+
+        processes.Processes._popen = fork  # type: ignore[method-assign]
     run_and_leave(main)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-from services.cli.run.fork_server import Adopted
+from services.cli.run.processes import Adopted
 from services.trainer import launch_ranks
 from tests.forked_launch import ForkedServer
 

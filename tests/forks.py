@@ -7,10 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.cli.run.fork_server import MODULES, ForkServer
+from services.cli.run.processes import MODULES, ForkServer
 
 RANK_MODULES = ["torch.distributed.run", "services.trainer.ranks.node_watch"]
-LAUNCHER_MODULES = ["services.cli.__main__", "services.cli.run.launch", "matplotlib.pyplot"]
+LAUNCHER_MODULES = [
+    "services.orchestrator.app",
+    "services.envgateway.app",
+    "services.cli.__main__",
+    "services.cli.run.launch",
+    "matplotlib.pyplot",
+]
 
 
 @pytest.fixture(scope="session")

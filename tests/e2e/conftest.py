@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import warm_start_dir
 from services.common.security.bundle import VARIABLE

@@ -24,7 +24,7 @@ from services.cli.inspect.trace.listing import choose, counted, read_groups
 from services.cli.inspect.trace.picture import draw
 from services.cli.inspect.trace.reading import read_group
 from services.cli.inspect.trace.stages import events, stages, status
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.common.errors import ConfigError
 from services.common.system.child import module_command
 from tests.integration.orchestrator.conftest import Orchestrator

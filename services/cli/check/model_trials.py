@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 
-from services.cli.check.model_files import file_of
+from services.cli.check.models import file_of
 from services.common.config.recipe import Recipe
 from services.common.system.child import module_command
 

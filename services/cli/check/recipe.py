@@ -1,37 +1,60 @@
 """``rollmill check``: finds the errors of a recipe that can be known before a process starts.
 
-Loading checks the schema; this module checks the things that the recipe names: data, workflow, rewards, models, ports,
-GPU memory. ``check.launch`` checks this machine: `rollmill check` shows its problems, `rollmill run` refuses to start
-with them.
+Loading checks the schema; this module checks the things that the recipe names (data, workflow, rewards, models, ports, GPU
+memory), compares its numbers with each other, with the model and with the disk, and looks whether this machine can start it
+(data, GPUs, packages, memory, worlds). `rollmill check` shows the problems of this machine, and `rollmill run` refuses to
+start with them, instead of failing hours later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+import contextlib
+import functools
+import inspect
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.check.launch import launch_problems, problems_anywhere, refuse
-from services.cli.check.memory.estimate import GIB
-from services.cli.check.memory.gpus import estimates, with_others
-from services.cli.check.memory.host import embedded_estimates, host_lines
+from services.cli.check.memory import GIB, estimates, host_lines, host_problems, misfits, small_caches
 from services.cli.check.model_trials import model_trials
-from services.cli.check.one_row import FIRST_ROW, Tried, try_rows
-from services.cli.check.sizes import size_notes, size_problems
+from services.cli.check.models import (
+    hub_problems,
+    lacks_chat_template,
+    model_problems,
+    other_architecture,
+    positions,
+    weight_names,
+)
+from services.cli.check.worlds import index_problems, mcp_problems, sandbox_problems, world_problems
 from services.cli.plan.specs import orchestrator_address, plan, ports_in_use
-from services.common.config.data import is_training
+from services.common.config.consistency import ONE_SEQUENCE
+from services.common.config.data import WorkflowConfig, is_training
 from services.common.config.processes.envgateway import EnvGatewayConfig
-from services.common.config.processes.services import ENGINES
+from services.common.config.processes.mcp import MCP
+from services.common.config.processes.placement import Placement, check_placement, gpu_claims
+from services.common.config.processes.services import ENGINES, InferenceConfig
+from services.common.config.processes.trackers import missing_packages
 from services.common.config.recipe import Recipe
+from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.losses import LOSS, LossByPath
+from services.common.config.training.policy import PolicyConfig, TrainerConfig
 from services.common.errors import ConfigError, RollmillError
 from services.common.importing import check_can_be_loaded, definition_of, load_object
+from services.common.installing import install, make_server_environment, missing
+from services.common.records.dataset_rows import BuiltInReward, BuiltInWorkflow
+from services.common.system.devices import has_gpu_driver, visible_gpus
 from services.common.user_code import check_call
+from services.inference.workflows.registry import load_workflow, workflow_settings
 
 if TYPE_CHECKING:
     from services.orchestrator.tasks.datasets import TaskSource
@@ -44,6 +67,9 @@ def check_recipe(recipe: Recipe, num_solutions: int = 0) -> list[str]:
     Raises:
         ConfigError: one line per problem: the place, the fault and the correction.
     """
+    # tokenizers, rewards, the judge: not for a launch
+    from services.cli.check.data import Tried, overlap_lines, solution_lines, try_rows
+
     left_out: list[str] = []
     sources: dict[str, TaskSource] = {}
     named = _named_problems(recipe, left_out, sources)
@@ -52,12 +78,8 @@ def check_recipe(recipe: Recipe, num_solutions: int = 0) -> list[str]:
     refuse(recipe, [*found, *named, *tried.problems])
     refused, untried = model_trials(recipe)
     refuse(recipe, refused)
-    from services.cli.check.overlap import overlap_lines
-
     told = [*left_out, *untried, *size_notes(recipe), *tried.told, *overlap_lines(recipe, sources)]
     if num_solutions:
-        from services.cli.check.solutions import solution_lines
-
         gateway = recipe.envgateway or EnvGatewayConfig()
         told += solution_lines(sources, gateway.sandbox, gateway.code.case_time_s, num_solutions)
     return told
@@ -70,49 +92,66 @@ def check_named(recipe: Recipe) -> None:
 
 
 def _named_problems(recipe: Recipe, left_out: list[str], sources: dict[str, TaskSource]) -> list[str]:
-    """The problems. Adds the rows that are left out to ``left_out``, and the datasets on this machine to ``sources``."""
-    problems = size_problems(recipe)
-    for where, check in _checks(recipe, left_out, sources):
-        try:
-            check()
-        except RollmillError as error:
-            problems.append(f"{where}: {error.message}" if where else error.message)
-    return problems
-
-
-def _checks(
-    recipe: Recipe, left_out: list[str], sources: dict[str, TaskSource]
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(key in the recipe, check) of every part that the recipe names; the key is empty if the message of the check has the key.
+    """The problems. Adds the rows that are left out to ``left_out``, and the datasets on this machine to ``sources``.
 
     Engines, losses and import paths of the gateway are searched and not imported: their modules may import torch, or
     packages that are not here.
     """
+    from services.inference.engine.streaming import TOKENS
+    from services.inference.scripts.registry import load_scripts
+    from services.inference.workflows.registry import build_workflows
+
+    problems = size_problems(recipe)
+
+    @contextlib.contextmanager
+    def part(where: str = "") -> Iterator[None]:
+        """A part that the recipe names at a key; no key where the message of the check has it."""
+        try:
+            yield
+        except RollmillError as error:
+            problems.append(f"{where}: {error.message}" if where else error.message)
+
     for where in recipe.data.sections():
-        yield "", partial(_check_data, recipe, where, left_out, sources)
-    yield "", partial(_check_workflow, recipe)
+        with part():
+            _check_data(recipe, where, left_out, sources)
+    with part():
+        build_workflows(recipe)
+        for service in recipe.inference.values():
+            if service.engine == "forced":
+                load_scripts(service.forced, recipe)
     for policy, section in recipe.warm_start.items():
         given = {"directory": Path(), "seed": 0, **section.builder_settings}
-        yield "", partial(_check_warm_start, f"warm_start.{policy}.builder", section.builder, "builder", given)
+        with part():
+            _check_warm_start(f"warm_start.{policy}.builder", section.builder, "builder", given)
         if section.dialogues is not None and not Path(section.dialogues).is_file():
             given = {"seed": 0, **section.dialogue_settings}
-            yield (
-                "",
-                partial(_check_warm_start, f"warm_start.{policy}.dialogues", section.dialogues, "dialogues", given),
-            )
-    for name, policy_section in recipe.trained_policies.items():
-        if isinstance(policy_section.algorithm, LossByPath):
-            yield f"policies.{name}.algorithm.name", partial(_check_loss, policy_section.algorithm.name)
+            with part():
+                _check_warm_start(f"warm_start.{policy}.dialogues", section.dialogues, "dialogues", given)
+    for name, trained in recipe.trained_policies.items():
+        if isinstance(trained.algorithm, LossByPath):
+            path = trained.algorithm.name
+            with part(f"policies.{name}.algorithm.name"):
+                if (definition := definition_of(path)) is not None:
+                    definition.check_function(path, 2, LOSS)
     for name, service in recipe.inference.items():
         if service.engine not in ENGINES:
-            yield f"inference.{name}.engine", partial(_check_engine, service.engine)
+            with part(f"inference.{name}.engine"):
+                if (definition := definition_of(service.engine)) is not None:
+                    definition.check_class(service.engine, ("rollmill.Engine", "Engine"), TOKENS)
     if (gateway := recipe.envgateway) is not None:
+        from services.envgateway.envs.registry import ENVIRONMENT_METHODS
+
+        wanted = {name: ENVIRONMENT_METHODS[name] for name in ("reset", "step")}  # ``rollmill.Environment`` has a close
         for name, path in gateway.environments.items():
-            yield f"envgateway.environments.{name}", partial(_check_environment, path)
+            with part(f"envgateway.environments.{name}"):
+                if (definition := definition_of(path)) is not None:
+                    definition.check_class(path, ("rollmill.Environment", "Environment"), wanted)
         paths = {f"tools.paths[{number}]": path for number, path in enumerate(gateway.tools.paths)}
         paths |= {f"rewards[{number}]": path for number, path in enumerate(gateway.rewards)}
         for where, path in paths.items():
-            yield f"envgateway.{where}", partial(check_can_be_loaded, path)
+            with part(f"envgateway.{where}"):
+                check_can_be_loaded(path)
+    return problems
 
 
 def describe(recipe: Recipe, left_out: Sequence[str] = ()) -> RenderableType:
@@ -144,6 +183,8 @@ def describe(recipe: Recipe, left_out: Sequence[str] = ()) -> RenderableType:
                 else ("not trained", "", "")
             ),
         )
+    from services.cli.check.data import FIRST_ROW
+
     lacking = launch_problems(recipe)
     steps = f"{recipe.run.steps} training steps{'' if recipe.run.until is None else ' at most (run.until)'}"
     verdict = f"is valid ({steps}), and cannot be run here yet:" if lacking else f"is ready to run: {steps}"
@@ -161,7 +202,7 @@ def describe(recipe: Recipe, left_out: Sequence[str] = ()) -> RenderableType:
 
 def _memory(recipe: Recipe) -> list[RenderableType]:
     """Estimated GiB on each GPU: a line for each part, a column for each process."""
-    found = with_others(recipe, [*estimates(recipe), *embedded_estimates(recipe)])
+    found = estimates(recipe)
     if not found:
         return []
     names = list(dict.fromkeys(name for estimate in found for name in estimate.parts))
@@ -210,16 +251,6 @@ def _check_data(recipe: Recipe, where: str, left_out: list[str], sources: dict[s
         )
 
 
-def _check_workflow(recipe: Recipe) -> None:
-    from services.inference.scripts.registry import load_scripts
-    from services.inference.workflows.registry import build_workflows
-
-    build_workflows(recipe)
-    for service in recipe.inference.values():
-        if service.engine == "forced":
-            load_scripts(service.forced, recipe)
-
-
 def _check_warm_start(where: str, path: str, function: str, given: dict[str, object]) -> None:
     if ":" not in path:
         raise ConfigError(f"{where}: {path} is neither an existing file nor an import path (package.module:function)")
@@ -230,24 +261,451 @@ def _check_warm_start(where: str, path: str, function: str, given: dict[str, obj
     check_call(found, f"{where}: {path}", f"def {function}({', '.join(given)})", keywords=given)
 
 
-def _check_loss(path: str) -> None:
-    definition = definition_of(path)
-    if definition is not None:
-        definition.check_function(path, 2, LOSS)
+HIGHEST_LR = 0.1
+BUILT_IN_ENVIRONMENTS = ("textworld", "alfworld", "harbor", "webshop")  # the first is agent_env's default
 
 
-def _check_engine(path: str) -> None:
-    from services.inference.engine.streaming import TOKENS
+def size_problems(recipe: Recipe) -> list[str]:
+    """A line for each contradiction."""
+    found = [
+        *_model_problems(recipe),
+        *_gateway_problems(recipe),
+        *_directory_problems(recipe),
+        *_plan_problems(recipe),
+    ]
+    for name, policy in recipe.trained_policies.items():
+        if recipe.run.steps:
+            found += _batch_problems(name, policy, recipe)
+        if policy.optimizer.lr > HIGHEST_LR:
+            found.append(
+                f"policies.{name}.optimizer.lr is {policy.optimizer.lr:g}: AdamW moves every weight by about that much in each "
+                f"update. Write at most {HIGHEST_LR:g}; pretrained models take 1e-7 to 1e-5, tiny ones 1e-3"
+            )
+    return found
 
-    definition = definition_of(path)
-    if definition is not None:
-        definition.check_class(path, ("rollmill.Engine", "Engine"), TOKENS)
+
+def size_notes(recipe: Recipe) -> list[str]:
+    """A line for each setting that may be meant, as in a short trial of a long run, and is a mistake otherwise."""
+    notes = []
+    for name in recipe.trained_policies if recipe.run.steps else ():
+        optimizer = recipe.optimizer(name)
+        if optimizer.total_updates is not None and optimizer.warmup_updates >= optimizer.total_updates:
+            notes.append(
+                f"policies.{name}.optimizer.warmup_updates is {optimizer.warmup_updates}, and the run has {optimizer.total_updates} "
+                "updates (run.steps times batch.minibatches): lr is never reached"
+            )
+    return notes
 
 
-def _check_environment(path: str) -> None:
-    from services.envgateway.envs.registry import ENVIRONMENT_METHODS
+def _model_problems(recipe: Recipe) -> Iterator[str]:
+    for name, policy in recipe.policies.items():
+        path, length = policy.model.path, policy.model.context_length
+        if path is None:
+            continue
+        longest = positions(path)
+        if longest is not None and length > longest:
+            yield (
+                f"policies.{name}.model.context_length is {length}, and {path} has {longest} positions "
+                f"(max_position_embeddings of its config.json): write at most {longest}"
+            )
+        if name in recipe.playing_policies and lacks_chat_template(path):
+            yield (
+                f"policies.{name}.model.path: the tokenizer of {path} has no chat template, so no prompt can be written: take an "
+                "instruction-tuned model, or put a chat_template.jinja into the directory"
+            )
+        if policy.adapter is not None:
+            yield from _target_problems(name, path, policy.adapter)
+        if (other := other_architecture(path)) is not None:
+            yield f"policies.{name}.model.path: {path} is a {other}, and no causal language model: take a model that generates"
 
-    definition = definition_of(path)
-    if definition is not None:
-        wanted = {name: ENVIRONMENT_METHODS[name] for name in ("reset", "step")}  # ``rollmill.Environment`` has a close
-        definition.check_class(path, ("rollmill.Environment", "Environment"), wanted)
+
+def _target_problems(name: str, path: str, adapter: AdapterConfig) -> Iterator[str]:
+    """Targets of an adapter that no weight of the model belongs to."""
+    parts = [weight.split(".") for weight in weight_names(path) if weight.endswith(".weight")]
+    modules = {found[-2] for found in parts if len(found) > 1}
+    if not modules or isinstance(adapter.targets, str):
+        return
+    for target in adapter.targets:
+        if target not in modules:
+            linear = ", ".join(sorted(module for module in modules if module.endswith("_proj"))) or "all-linear"
+            yield (
+                f"policies.{name}.adapter.targets names {target!r}, and {path} has no module of it: write some of {linear}, or "
+                "all-linear"
+            )
+
+
+def _batch_problems(name: str, policy: PolicyConfig, recipe: Recipe) -> Iterator[str]:
+    batch, group = policy.batch, recipe.rollout.group_size
+    played = {recipe.workflow_of(where).name for where in recipe.data.training}
+    if not played <= set(ONE_SEQUENCE) or batch.replay.ratio > 0:
+        return
+    kept, key = (group, "rollout.group_size")
+    if batch.resample is not None:
+        kept, key = (batch.resample.keep, f"policies.{name}.batch.resample.keep")
+    where = f"policies.{name}.batch"
+    if batch.size % kept:
+        fitting = [size for size in (batch.size // kept * kept, -(-batch.size // kept) * kept) if size]
+        yield (
+            f"{where}.size is {batch.size}, and a batch takes whole groups of {kept} ({key}): write "
+            f"{' or '.join(map(str, fitting))}, or another {key}"
+        )
+    elif batch.size % batch.minibatches:
+        fitting = [number for number in range(1, batch.size + 1) if batch.size % number == 0]
+        nearest = sorted(sorted(fitting, key=lambda number: abs(number - batch.minibatches))[:2])
+        yield (
+            f"{where}.minibatches is {batch.minibatches}, and {where}.size {batch.size} cannot be cut into as many equal parts: "
+            f"write {' or '.join(map(str, nearest))}"
+        )
+
+
+def _plan_problems(recipe: Recipe) -> Iterator[str]:
+    """Runs that would wait for ever, or do nothing."""
+    slots = max(service.num_slots for service in recipe.inference.values()) if recipe.inference else None
+    group = recipe.rollout.group_size
+    if recipe.run.steps and slots is not None and group > slots:
+        yield (
+            f"rollout.group_size is {group}, and the largest inference service has {slots} slots (inference.<name>.num_slots): "
+            "one replica plays a whole group, so write a smaller group or more slots"
+        )
+    evaluation = recipe.evaluation
+    plays = recipe.data.evaluation and (evaluation.at_start or evaluation.at_end)
+    if not recipe.run.steps and not plays:
+        yield "run.steps is 0 and no evaluation is played, so the run has nothing to do: write steps, or data.evaluation"
+    for place in recipe.modules:
+        if not Path(place).is_dir():
+            yield f"modules names {place}, which is no directory: correct it, or leave it out"
+    smallest = min(policy.model.context_length for policy in recipe.policies.values())
+    for name, sampling in evaluation.samplings.items():
+        if plays and sampling.max_new_tokens >= smallest:
+            yield (
+                f"evaluation.samplings.{name}.max_new_tokens ({sampling.max_new_tokens}) leaves no room for a prompt in "
+                f"model.context_length ({smallest})"
+            )
+
+
+def _gateway_problems(recipe: Recipe) -> Iterator[str]:
+    yield from _unscored_problems(recipe)
+    for where, workflow in recipe.workflows().items():
+        if workflow.name == BuiltInWorkflow.AGENT_ENV:
+            yield from _environment_problems(recipe, where, workflow)
+        runs, reward = _runs_programs(where, workflow), _reward_of(where, workflow)
+        if recipe.envgateway is None and (runs or reward in tuple(BuiltInReward)):
+            default = "" if "reward" in workflow.settings else ", its default"
+            asks = f"name is {workflow.name}" if runs else f"settings.reward is {reward!r}{default}"
+            yield (
+                f"{where}.{asks}, which the environment gateway computes, and envgateway is null: leave envgateway out, or name a "
+                "function of yours (package.module:function)"
+            )
+
+
+def _runs_programs(where: str, workflow: WorkflowConfig) -> bool:
+    """Whether a built-in workflow has the gateway judge programs, or run them as a tool; a tool by path runs in the replica."""
+    with contextlib.suppress(ConfigError):
+        settings: Any = workflow_settings(workflow, where)
+        if workflow.name in (BuiltInWorkflow.TOOL_USE, BuiltInWorkflow.TOOL_MATH):
+            return settings.format == "code" or any(":" not in tool or tool.startswith(MCP) for tool in settings.tools)
+    return workflow.name == BuiltInWorkflow.CODEGEN_VERIFIER
+
+
+def _reward_of(where: str, workflow: WorkflowConfig) -> str | None:
+    """The reward that a workflow names. The default of a user's workflow counts where its module calls ``grade``."""
+    with contextlib.suppress(ConfigError, OSError):  # told by the check of the workflow; a module without source
+        reward: str | None = getattr(workflow_settings(workflow, where), "reward", None)
+        asks = "reward" in workflow.settings or workflow.name in tuple(BuiltInWorkflow)
+        if asks or ".grade(" in inspect.getsource(sys.modules[load_workflow(workflow.name).__module__]):
+            return reward
+    return None
+
+
+def _unscored_problems(recipe: Recipe) -> Iterator[str]:
+    """Tasks of reasoning-gym that would be graded as math, the default."""
+    own = recipe.evaluation.workflow
+    for section, config in recipe.data.sections().items():
+        where, workflow = "workflow", recipe.workflow
+        if config.workflow is not None:
+            where, workflow = f"{section}.workflow", config.workflow
+        elif not is_training(section) and own is not None:
+            where, workflow = "evaluation.workflow", own
+        if (
+            config.reasoning_gym is None
+            or "reward" in workflow.settings
+            or _reward_of(where, workflow) != BuiltInReward.MATH
+        ):
+            continue
+        yield (
+            f"{section}.reasoning_gym is {config.reasoning_gym}, and {where}.settings has no reward, which is math then: write "
+            f"{where}.settings.reward: reasoning_gym for the task's own score"
+        )
+
+
+def _environment_problems(recipe: Recipe, where: str, workflow: WorkflowConfig) -> Iterator[str]:
+    gateway, name = recipe.envgateway, workflow.settings.get("environment", BUILT_IN_ENVIRONMENTS[0])
+    if gateway is None:
+        yield f"{where}.name is {workflow.name}, and envgateway, which holds its environment, is null: leave envgateway out"
+    elif name not in (
+        known := sorted(
+            {*BUILT_IN_ENVIRONMENTS, *gateway.environments, *gateway.agentbench, *gateway.openenv, *gateway.gymnasium}
+        )
+    ):
+        yield (
+            f"{where}.settings.environment is {name!r}, which the gateway does not have: write one of {', '.join(known)}, or name "
+            "its class under envgateway.environments"
+        )
+
+
+def _directory_problems(recipe: Recipe) -> Iterator[str]:
+    place = Path(recipe.run.dir).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        yield f"run.dir is {recipe.run.dir}, and {place} is a file: name another directory"
+        return
+    try:
+        tempfile.TemporaryDirectory(prefix=".rollmill-check-", dir=place).cleanup()
+    except OSError as error:
+        yield f"run.dir is {recipe.run.dir}, and {place} cannot be written ({error.strerror}): name another directory"
+
+
+_ASK_TIMEOUT_S = 120.0  # for another interpreter, to import torch and initialise a GPU
+_OTHER_FILES = 512  # open files of a replica beside one connection for each slot
+
+
+def on_this_machine(recipe: Recipe) -> Recipe:
+    """The recipe as node 0 runs it here: devices, types and placement that are `auto`, and the memory of the GPU that sections
+    take which name none."""
+    gpus = gpus_here()
+    # Else each process looks for itself.
+    if _may_have_others(gpus):
+        return recipe
+    found = recipe.with_devices(has_gpu=bool(gpus), node=0)
+    sections = _computing(found).values()
+    unnamed = [section for section in sections if section.device == "cuda" and not section.gpus]
+    placement, launch = found.placement, found.launch
+    if placement is Placement.AUTO:
+        placement = Placement.APART
+        if len(gpus) == 1 and len(unnamed) == len(sections) and len({type(section) for section in unnamed}) == 2:
+            with contextlib.suppress(ValueError):  # engines that do not free their memory, processes of other nodes
+                check_placement(found.inference, found.policies, Placement.SHARED)
+                placement = Placement.SHARED
+    if gpus and unnamed:
+        written = [launch.gpu_memory_gib] if "gpu_memory_gib" in recipe.launch.model_fields_set else []
+        taken = gpus[: max(section.num_ranks if isinstance(section, TrainerConfig) else 1 for section in unnamed)]
+        launch = launch.model_copy(update={"gpu_memory_gib": min([float(int(min(taken))), *written])})
+    return found.model_copy(update={"placement": placement, "launch": launch})
+
+
+def _may_have_others(gpus: Sequence[float]) -> bool:
+    """Whether there may be GPUs that `nvidia-smi` does not tell: a part of one, or no such program."""
+    return not gpus and has_gpu_driver() and visible_gpus(os.environ) != []
+
+
+def _computing(recipe: Recipe) -> dict[str, InferenceConfig | TrainerConfig]:
+    """The sections of node 0 that compute with a model, by their keys."""
+    found: dict[str, InferenceConfig | TrainerConfig] = {}
+    for name, service in recipe.inference.items():
+        if service.node == 0 and service.engine != "scripted":
+            found[f"inference.{name}"] = service
+    for name, policy in recipe.trained_policies.items() if recipe.run.steps else ():
+        found[f"policies.{name}.trainer"] = policy.trainer
+    return found
+
+
+def check_launch(recipe: Recipe) -> None:
+    """Raise ``ConfigError`` with one line per problem: the missing part and the remedy."""
+    refuse(recipe, [*problems_anywhere(recipe), *launch_problems(recipe)])
+
+
+def refuse(recipe: Recipe, problems: Sequence[str]) -> None:
+    """Raise ``ConfigError`` with the problems, if there are any."""
+    if problems:
+        lines = [line for problem in problems for line in problem.splitlines()]
+        raise ConfigError(f"{recipe.name} cannot run:\n" + "\n".join(f"  {line.strip()}" for line in lines))
+
+
+def problems_anywhere(recipe: Recipe) -> list[str]:
+    """Problems that do not depend on what this machine has: memory, models, worlds, the hub's answers."""
+    return [
+        *misfits(recipe),
+        *small_caches(recipe),
+        *model_problems(recipe),
+        *index_problems(recipe),
+        *(problem.text for problem in hub_problems(recipe) if not problem.of_machine),
+    ]
+
+
+def launch_problems(recipe: Recipe) -> list[str]:
+    """Problems of this machine with a valid recipe, one line each."""
+    gpus = gpus_here()
+    return [
+        *missing_data(recipe),
+        *gpu_problems(recipe, gpus),
+        *(misfits(smaller) if (smaller := smaller_cards(recipe, gpus)) else ()),
+        *host_problems(recipe, has_gpus=bool(gpus) or _may_have_others(gpus)),
+        *_file_problems(recipe),
+        *_disk_problems(recipe),
+        *_interpreter_problems(recipe, has_gpus=bool(gpus)),
+        *(problem.text for problem in hub_problems(recipe) if problem.of_machine),
+        *missing_packages(recipe.run.trackers),
+        *(
+            [*world_problems(recipe), *sandbox_problems(recipe), *mcp_problems(recipe)]
+            if recipe.envgateway and recipe.envgateway.node == 0
+            else ()
+        ),
+    ]
+
+
+def check_worlds(recipe: Recipe) -> None:
+    """Raises ``ConfigError`` for a world that the gateway, which is about to start here, would miss at the first episode."""
+    if problems := [*index_problems(recipe), *world_problems(recipe)]:
+        raise ConfigError(f"the environment gateway of {recipe.name} cannot start:\n" + "\n".join(problems))
+
+
+def missing_data(recipe: Recipe) -> list[str]:
+    """Datasets known by name that are neither on this disk nor fetched by themselves."""
+    from services.orchestrator.tasks.catalogue import must_be_fetched_by_hand
+
+    named = {where: config.name for where, config in recipe.data.sections().items() if config.name is not None}
+    found = (must_be_fetched_by_hand(name, f"{where}.name") for where, name in named.items())
+    return [problem for problem in found if problem]
+
+
+def _interpreter_problems(recipe: Recipe, *, has_gpus: bool) -> list[str]:
+    """Services of this node without their packages, and sections whose interpreter lacks the engine's package or has a PyTorch
+    that cannot use the GPU there is."""
+    from services.inference.engine.served.environment import interpreter, python_variable, runs_on_cpu
+
+    extras = {process.name.partition("-")[0] for process in plan(recipe, Path(), 0)}
+    lacking = sorted({package for extra in extras for package in missing(extra)})
+    problems = [f"its services need {', '.join(lacking)}, not installed here: {install('all')}"] if lacking else []
+    for where, section in _computing(recipe).items():
+        python, engine = sys.executable, section.engine if isinstance(section, InferenceConfig) else "torch"
+        if isinstance(section, InferenceConfig) and section.servers is not None:
+            on_cpu = runs_on_cpu(section)
+            try:
+                python = interpreter(engine, section.servers.python, on_cpu=on_cpu)
+            except ConfigError as error:
+                problems.append(f"{where}: {error.message}")
+                continue
+            if why := _error_of(python, _IMPORT.format(engine=engine, on_cpu=on_cpu)):
+                problems.append(
+                    f"{where}.engine is {engine}, but {why}: run `{make_server_environment(engine, on_cpu=on_cpu)}`, name the "
+                    f"interpreter that has it with {where}.{engine}.python or {python_variable(engine)}, or try the recipe with "
+                    "--profile tiny"
+                )
+                continue
+        asks_torch = has_gpus and section.device == "cuda" and engine in ENGINES
+        if asks_torch and (why := _error_of(python, "import torch; torch.cuda.init()")):
+            problems.append(
+                f"{where}.device is cuda, but the PyTorch of {python} cannot use the GPU ({why}): install a CUDA build that the "
+                "driver supports (`nvidia-smi` shows its CUDA version), or leave gpus out and write device: cpu"
+            )
+    return problems
+
+
+# An engine's own import takes many seconds; an install that did not end shows in the import of torch.
+_IMPORT = """
+import importlib.util, sys
+importlib.util.find_spec("{engine}") or sys.exit(f"the package {engine} is not installed for {{sys.executable}}")
+import torch
+{on_cpu} or torch.version.cuda or sys.exit(f"torch {{torch.__version__}} of {{sys.executable}} is built for CPUs")
+"""
+
+
+@functools.cache
+def _error_of(python: str, code: str) -> str:
+    """The last line of the error with which code of another interpreter ends; empty when it ends well."""
+    asked = [python, "-c", code]
+    try:
+        answer = subprocess.run(asked, check=False, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return (answer.stderr.strip() or f"exit code {answer.returncode}").splitlines()[-1] if answer.returncode else ""
+
+
+def _file_problems(recipe: Recipe) -> list[str]:
+    """One line for each service of node 0 with more connections than its process may open files."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return [
+        f"inference.{name}.num_slots is {service.num_slots}, each of which has a connection, and a process may open {most} files "
+        f"here (`ulimit -Hn`): raise the hard limit to {2 * service.num_slots + _OTHER_FILES} (limits.conf, LimitNOFILE, --ulimit "
+        f"nofile), or write at most {max(1, most - _OTHER_FILES)} slots"
+        for name, service in recipe.inference.items()
+        if service.node == 0 and service.servers and 0 <= most < service.num_slots + _OTHER_FILES  # -1: no limit
+    ]
+
+
+def _disk_problems(recipe: Recipe) -> list[str]:
+    """A line where the disk of the runs has less free than a run needs to issue tasks."""
+    place, least = Path(recipe.run.dir).absolute(), recipe.orchestrator.min_free_bytes
+    free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
+    told = f"run.dir {recipe.run.dir}: its disk has {free} bytes free, and below orchestrator.min_free_bytes ({least}) no task is issued"
+    return [f"{told}: free some, name another disk, or lower it"] if free < least else []
+
+
+_ASK = ("nvidia-smi", "--query-gpu=memory.total,uuid", "--format=csv,noheader,nounits")  # a line for each, in MiB
+_TIMEOUT_S = 20.0
+_TOLD_SHARE = 0.9  # of the memory in the recipe: drivers reserve some, and recipes say 80, not 79.6
+
+
+def gpus_here() -> list[float]:
+    """GiB of each GPU that CUDA_VISIBLE_DEVICES shows, in its order; empty where no NVIDIA driver answers."""
+    try:
+        answer = subprocess.run(_ASK, check=True, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    lines = [[part.strip() for part in line.split(",")] for line in answer.stdout.split("\n")]
+    found = [(float(line[0]) / 1024, line[-1]) for line in lines if line[0].isdecimal()]
+    shown = visible_gpus(os.environ)
+    if shown is None:
+        return [memory for memory, _ in found]
+    memories = []
+    for name in shown:
+        matching = [memory for place, (memory, uuid) in enumerate(found) if str(place) == name or uuid.startswith(name)]
+        if not matching:  # a part of a GPU (MIG), whose memory this does not tell, or a name that is none
+            break
+        memories.append(matching[0])
+    return memories
+
+
+def gpu_problems(recipe: Recipe, memory_gib: Sequence[float]) -> list[str]:
+    """One line for each section of node 0 whose GPUs are missing on this machine or have less memory than the recipe
+    says."""
+    if _may_have_others(memory_gib):
+        return []
+    if not memory_gib:
+        lacking = {where: section for where, section in _computing(recipe).items() if section.device == "cuda"}
+        return [
+            f"{where}.{f'gpus is {section.gpus}' if section.gpus else 'device is cuda'}, but this machine has no NVIDIA GPU "
+            "(`nvidia-smi -L` finds none): run this on a GPU machine, "
+            f"{'or try the recipe with --profile tiny' if section.gpus else 'or write cpu or auto'}"
+            for where, section in lacking.items()
+        ]
+    problems = []
+    for claim in gpu_claims(recipe.inference, recipe.policies):
+        if claim.node != 0:
+            continue
+        missing = [gpu for gpu in claim.gpus if gpu >= len(memory_gib)]
+        if missing:
+            problems.append(
+                f"{claim.where} names GPU {', '.join(map(str, missing))}, but this machine has the GPUs 0 to "
+                f"{len(memory_gib) - 1}: write those (`nvidia-smi -L` lists them)"
+            )
+            continue
+        smallest = min(claim.gpus, key=lambda gpu: memory_gib[gpu])
+        if memory_gib[smallest] < _TOLD_SHARE * recipe.launch.gpu_memory_gib:
+            problems.append(
+                f"{claim.where}: GPU {smallest} has {memory_gib[smallest]:.1f} GiB, but the recipe counts with "
+                f"{recipe.launch.gpu_memory_gib:g} (launch.gpu_memory_gib): write {int(memory_gib[smallest])} there, and "
+                "`rollmill check` lists the processes that do not fit"
+            )
+    return problems
+
+
+def smaller_cards(recipe: Recipe, memory_gib: Sequence[float]) -> Recipe | None:
+    """The recipe with the memory of this machine's smallest GPU of node 0, to be estimated again; None if that is enough."""
+    claims = [claim for claim in gpu_claims(recipe.inference, recipe.policies) if claim.node == 0]
+    claimed = [memory_gib[gpu] for claim in claims for gpu in claim.gpus if gpu < len(memory_gib)]
+    if not claimed or min(claimed) >= _TOLD_SHARE * recipe.launch.gpu_memory_gib:
+        return None
+    launch = recipe.launch.model_copy(update={"gpu_memory_gib": float(int(min(claimed)))})
+    return recipe.model_copy(update={"launch": launch})

@@ -39,7 +39,7 @@ def code(
     slots: Annotated[int, typer.Option(help="Solutions that are judged at once.")] = 2,
 ) -> None:
     """Programming problems in one form, without rows whose tests judge no program or fail their own reference solution."""
-    from services.cli.check.solutions import prepare_code
+    from services.cli.check.data import prepare_code
     from services.common.config.processes.envgateway import SandboxConfig
 
     sandbox = SandboxConfig(num_slots=slots, wall_time_s=case_time_s, cpu_time_s=case_time_s)

@@ -76,9 +76,9 @@ def run(
     auto`, or the recipe's setting `run.resume: auto`.
     """
     from services.cli.doctor.diagnosis import NOTHING_LEARNED_EXIT, examine, tell
+    from services.cli.run.directory import opened
     from services.cli.run.launch import headline, how_training_ended
     from services.cli.run.launch import run as run_recipe
-    from services.cli.run.resume import opened
     from services.cli.watch.progress_view import time_table
     from services.common import run_files
 
@@ -125,8 +125,7 @@ def check(
 ) -> None:
     """Validate a recipe and all files and modules that the recipe names. Starts processes, for a moment, for models and where
     the recipe runs programs."""
-    from services.cli.check.launch import on_this_machine
-    from services.cli.check.recipe import check_recipe, describe
+    from services.cli.check.recipe import check_recipe, describe, on_this_machine
     from services.cli.plan.profiles import load_with_profile
 
     resolved = on_this_machine(load_with_profile(recipe, set_ or (), profile))
@@ -168,9 +167,10 @@ def evaluate(
     For example `rollmill eval recipes/quickstart --checkpoint runs/quickstart-20260101-120000`. No policy is trained.
     Failed tasks count as wrong and are listed.
     """
-    from services.cli.check.launch import check_launch, on_this_machine
+    from services.cli.check.recipe import check_launch, on_this_machine
     from services.cli.console.drawing import drawn
     from services.cli.plan.profiles import load_with_profile
+    from services.cli.run.directory import prepare
     from services.cli.run.evaluate import (
         comparable,
         compare,
@@ -180,7 +180,6 @@ def evaluate(
         scores_table,
     )
     from services.cli.run.launch import run as run_recipe
-    from services.cli.run.run_directory import prepare
 
     resolved = on_this_machine(evaluation_recipe(load_with_profile(recipe, set_ or (), profile), checkpoint or ()))
     check_launch(resolved)
@@ -214,7 +213,7 @@ def resolve(
     """Write the resolved recipe into a new run directory, for services that are started one by one."""
     from services.cli.plan.profiles import load_with_profile
     from services.cli.plan.specs import orchestrator_address
-    from services.cli.run.run_directory import prepare
+    from services.cli.run.directory import prepare
     from services.common.config.reading.loading import RESOLVED
     from services.common.errors import ConfigError
 
@@ -262,7 +261,7 @@ def start(
     `rollmill run`, or the start of the orchestrator, prints the whole command.
     """
     from services.cli.plan.profiles import load_with_profile
-    from services.cli.run.start import start as start_process
+    from services.cli.run.launch import start as start_process
 
     start_process(
         load_with_profile(recipe, set_ or (), profile), process, run_dir, console, alone=alone, replica=replica

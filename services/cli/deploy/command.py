@@ -7,14 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from services.cli.deploy.clusters import kubernetes_files, skypilot_files, slurm_files
 from services.cli.deploy.compose import compose_files
-from services.cli.deploy.kubernetes import kubernetes_files
-from services.cli.deploy.layout import CHECKOUT, lay_out
-from services.cli.deploy.metrics import dashboard, scrape_config
-from services.cli.deploy.scripts import launch_scripts
-from services.cli.deploy.sizes import check_gpu
-from services.cli.deploy.skypilot import skypilot_files
-from services.cli.deploy.slurm import slurm_files
+from services.cli.deploy.layout import CHECKOUT, launch_scripts, lay_out
 from services.common.errors import ConfigError
 from services.common.installing import IN_CHECKOUT
 
@@ -36,14 +31,30 @@ def deploy(
     Raises:
         ConfigError: the recipe cannot run, or cannot be deployed this way.
     """
-    check_gpu(gpu)
+    if gpu is not None and not gpu.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        raise ConfigError(
+            f"--gpu {gpu!r} is no kind of GPU: write its name alone, such as H100; the recipe has the number"
+        )
     if gpu is not None and target in ("compose", "scripts"):
         raise ConfigError(f"--gpu asks a scheduler for a kind of GPU, and {target} has none: leave it out")
     if target in ("compose", "skypilot") and not IN_CHECKOUT:
         raise ConfigError(
             f"{target} takes files of a checkout: run `rollmill deploy` of one, or write --target scripts"
         )
-    files = _files(recipe, target, output, overrides, profile, gpu)
+    place = output.resolve()
+    if target == "kubernetes":  # has a layout of its own
+        files = kubernetes_files(recipe, overrides, profile, gpu)
+    else:
+        layout = lay_out(recipe, overrides, profile)
+        if target == "slurm":
+            below = place.is_relative_to(CHECKOUT)
+            files = slurm_files(layout, place.relative_to(CHECKOUT).as_posix() if below else str(place), gpu)
+        elif target == "skypilot":
+            files = skypilot_files(layout, gpu)
+        elif target == "scripts":
+            files = launch_scripts(layout)
+        else:
+            files = compose_files(layout, os.path.relpath(CHECKOUT, place))
     output.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, text in files.items():
@@ -52,23 +63,3 @@ def deploy(
         if name.endswith((".sh", ".sbatch")):
             paths[-1].chmod(0o755)
     return paths
-
-
-def _files(
-    recipe: Path, target: Target, output: Path, overrides: Sequence[str], profile: str | None, gpu: str | None
-) -> dict[str, str]:
-    if target == "kubernetes":  # has a layout of its own
-        return kubernetes_files(recipe, overrides, profile, gpu)
-    layout = lay_out(recipe, overrides, profile)
-    if target == "slurm":
-        place = output.resolve()
-        below = place.is_relative_to(CHECKOUT)
-        return slurm_files(layout, place.relative_to(CHECKOUT).as_posix() if below else str(place), gpu)
-    if target == "skypilot":
-        return skypilot_files(layout, gpu)
-    if target == "scripts":
-        return launch_scripts(layout)
-    files = compose_files(layout, os.path.relpath(CHECKOUT, output.resolve()))
-    if layout.metrics_ports and len(layout.nodes) == 1:
-        files |= {"prometheus.yml": scrape_config(layout.run_id, layout.metrics_ports), "grafana.json": dashboard()}
-    return files

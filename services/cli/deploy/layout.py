@@ -1,11 +1,17 @@
-"""The parts of a deployment: the processes of a recipe on every node, and ports that all of them know."""
+"""The parts of a deployment: the processes of a recipe on every node, ports that all of them know, and the GPUs, CPUs and
+memory that each process asks a scheduler for.
+
+Texts of the targets are in ``templates``: scripts and manifests with ``@NAME@`` where a value belongs.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import count
@@ -15,12 +21,12 @@ from typing import Any, Literal
 
 import yaml
 
-from services.cli.deploy.metrics import with_ports
+from services.cli.check.memory import GIB, HostEstimate, ModelShape, host_estimates
 from services.cli.keys.process_keys import role_of
+from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
 from services.cli.plan.profiles import load_for_any_machine
-from services.cli.plan.specs import ProcessSpec, plan
-from services.cli.run.start import WARM_START
-from services.cli.run.start import WORLDS as MAKE_WORLDS
+from services.cli.plan.specs import WARM_START, ProcessSpec, plan
+from services.cli.plan.specs import WORLDS as MAKE_WORLDS
 from services.common.config.reading.loading import port_variables, set_at, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -29,8 +35,8 @@ from services.common.security.bundle import VARIABLE as KEYS_VARIABLE
 from services.orchestrator.tasks.catalogue import DATA_ROOT, known
 
 CHECKOUT = ROOT
-
-Need = Literal["none", "optional", "required"]
+TEMPLATES = Path(__file__).parent / "templates"
+Tree = dict[str, Any]
 
 # Where ports of their own begin, by the beginning of the variable that sets them.
 _FIRST_PORTS = {
@@ -42,6 +48,23 @@ _FIRST_PORTS = {
     "CODE": 8000,
     "WEIGHTS": 19861,
 }
+_FIRST_METRICS_PORT = 9464
+
+RUNS = "/runs"
+WORLDS = f"{RUNS}/worlds"  # where a profile makes worlds, below run.dir
+MODELS = "/models"  # HF_HOME of the images
+DATA = "/data"
+KEYS = "/keys"
+APP = "/app"  # where the images have the checkout
+USER = 10001  # of the images
+COMPUTING = ("inference", "trainer")  # kinds of processes that compute on GPUs
+
+_MAKERS = {WARM_START: "trainer", MAKE_WORLDS: "envgateway"}
+ONCE = tuple(_MAKERS)  # containers that end before the run begins
+_ARGUMENTS = ("BASE_IMAGE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")  # those that are set where it is built
+
+_PROCESS_GIB = 2  # an interpreter with its libraries
+_SPARE = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +107,7 @@ class Layout:
         """The roles of the processes of each node, as the folders of their keys are named."""
         return [sorted({role_of(name).value for name in names}) for names in self.names.values()]
 
-    def data_root(self) -> Need:
+    def data_root(self) -> Literal["none", "optional", "required"]:
         """Whether the deployment reads files of ``ROLLMILL_DATA_ROOT``: required for a dataset on no hub; a profile
         takes files there and makes the rest."""
         sections = self.recipe.data.sections().values()
@@ -102,13 +125,6 @@ class Layout:
         names = {str(workflow.settings.get("environment", "")) for workflow in self.recipe.workflows().values()}
         own = [name for name in ("alfworld", "textworld", "webshop") if name in names]
         return next((name for name in own if gateway is not None and name not in gateway.agentbench), "")
-
-    def tagger_model(self) -> str:
-        """spaCy's model, if the shop's tagger needs one; else empty. A profile tags without."""
-        gateway = self.recipe.envgateway
-        if gateway is None or self.environment() != "webshop" or self.profile is not None:
-            return ""
-        return gateway.webshop.spacy_model if gateway.webshop.tagger == "spacy" else ""
 
     def own_folders(self) -> list[str]:
         """Folders of the user that every process reads: the recipe's, those of its modules and those of its files of rows.
@@ -129,7 +145,7 @@ class Layout:
         (``services.cli.plan.profiles``)."""
         return self.profile is not None and self.environment() in ("alfworld", "webshop")
 
-    def worlds(self) -> list[Path]:
+    def worlds(self) -> list[str]:
         """Files and folders that the gateway reads; those beside the recipe are absolute."""
         gateway = self.recipe.envgateway
         if gateway is None or self.makes_worlds():
@@ -137,7 +153,7 @@ class Layout:
         named = [gateway.alfworld.data, gateway.alfworld.games, gateway.textworld.games]
         named += [gateway.webshop.data, gateway.webshop.goals]
         found = sorted({path for path in named if path is not None})
-        return [path for path in found if not any(other in path.parents for other in found)]
+        return [str(path) for path in found if not any(other in path.parents for other in found)]
 
 
 def lay_out(path: Path, overrides: Sequence[str] = (), profile: str | None = None) -> Layout:
@@ -150,25 +166,55 @@ def lay_out(path: Path, overrides: Sequence[str] = (), profile: str | None = Non
         ConfigError: the recipe cannot run.
     """
     tree = load_for_any_machine(path, overrides, profile).model_dump(mode="json")
-    held = {int(value) for value in _ports(tree).values() if value}
     paths = port_variables(tree)
-    for name, port in _ports(tree).items():
+    given: dict[str, Any] = {name: reduce(getitem, place, tree) for name, place in paths.items()}  # type: ignore[arg-type]
+    held = {int(value) for value in given.values() if value}
+    for name, port in given.items():
         if port == 0:
-            first = _FIRST_PORTS[name.partition("_")[0]]
-            chosen = next(port for port in count(first) if port not in held)
-            set_at(tree, paths[name], chosen)
-            held.add(chosen)
+            free = (port for port in count(_FIRST_PORTS[name.partition("_")[0]]) if port not in held)
+            given[name] = next(free)
+            set_at(tree, paths[name], given[name])
+            held.add(given[name])
     recipe = validate(tree, source=str(path))
-    ports = {name: str(port) for name, port in _ports(tree).items() if port is not None}
-    metrics_ports = with_ports(recipe, held) if recipe.metrics.enabled else {}
+    metrics_ports: dict[str, int] = {}
+    if recipe.metrics.enabled:  # its own port, or the next free one
+        free = (port for port in count(_FIRST_METRICS_PORT) if port not in held)
+        named = [name for name in recipe.processes_with_metrics() if name != "worker"]  # deployed by itself
+        metrics_ports = {name: recipe.metrics.ports.get(name) or next(free) for name in named}
+    # A recipe of Rollmill relative to the checkout, which images and other nodes have, or by name where Rollmill is
+    # installed; another one by its absolute path, at which the other machines must have its folder.
+    place = str(path.resolve())
+    if path.resolve().is_relative_to(CHECKOUT / "recipes"):
+        place = path.resolve().relative_to(CHECKOUT).as_posix()
+        if not IN_CHECKOUT:
+            place = place.removeprefix("recipes/").removesuffix(".yaml").removesuffix("/recipe")
     return Layout(
         recipe=recipe,
-        path=_place_of(path),
+        path=place,
         overrides=tuple(overrides),
         profile=profile,
-        ports=ports,
+        ports={name: str(port) for name, port in given.items() if port is not None},
         metrics_ports=metrics_ports,
     )
+
+
+# --- texts
+
+
+def fill(template: str, /, **values: object) -> str:
+    """The text of a template with the value of each ``@NAME@``. Raises ``KeyError`` for a name without a value."""
+    text = (TEMPLATES / template).read_text(encoding="utf-8")
+    return re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), text)
+
+
+def part(template: str, key: str, /, **values: object) -> Tree:
+    """The tree under a top-level key of a YAML template, with the value of each ``@NAME@``."""
+    text = (TEMPLATES / template).read_text(encoding="utf-8")
+    found = re.search(rf"^{key}:.*\n((?:  .*\n)+)", text, re.MULTILINE)
+    assert found is not None, f"{template} has no part {key}"
+    filled = re.sub(r"@(\w+)@", lambda name: json.dumps(values[name[1]]), found[1])
+    tree: Tree = yaml.safe_load(filled)
+    return tree
 
 
 def options(layout: Layout, more: Sequence[str] = ()) -> list[str]:
@@ -183,40 +229,61 @@ def written_by(layout: Layout, target: str, gpu: str | None = None) -> str:
     return shlex.join(["rollmill", "deploy", layout.path, "--target", target, *options(layout), *kind])
 
 
-def _ports(tree: Mapping[str, Any]) -> dict[str, int | None]:
-    return {name: reduce(getitem, path, tree) for name, path in port_variables(tree).items()}  # type: ignore[misc, arg-type]
+def other_variables(layout: Layout, where: str) -> str:
+    """What the head of a script says after its own variables: the folders that machines must have."""
+    told = ", ROLLMILL_DATA_ROOT (folder of local datasets)" if layout.data_root() != "none" else ""
+    folders = layout.own_folders()
+    return told + (f". Needs at the same paths on {where}: {', '.join(folders)}" if folders else "")
 
 
-def _place_of(path: Path) -> str:
-    """A recipe of Rollmill relative to the checkout, which images and other nodes have, or by name where Rollmill is installed;
-    another one by its absolute path, at which the other machines must have its folder."""
-    resolved = path.resolve()
-    if not resolved.is_relative_to(CHECKOUT / "recipes"):
-        return str(resolved)
-    place = resolved.relative_to(CHECKOUT).as_posix()
-    return place if IN_CHECKOUT else place.removeprefix("recipes/").removesuffix(".yaml").removesuffix("/recipe")
+class _Plain(yaml.SafeDumper):
+    """Writes no anchors, so that each object can be read by itself, and text of several lines as a block."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
-RUNS = "/runs"
-WORLDS = f"{RUNS}/worlds"  # where a profile makes worlds, below run.dir
-MODELS = "/models"  # HF_HOME of the images
-DATA = "/data"
-KEYS = "/keys"
-APP = "/app"  # where the images have the checkout
-USER = 10001  # of the images
-
-_MAKERS = {WARM_START: "trainer", MAKE_WORLDS: "envgateway"}
-ONCE = tuple(_MAKERS)  # containers that end before the run begins
-_ARGUMENTS = ("BASE_IMAGE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")  # those that are set where it is built
+_Plain.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Image:
-    """One image: its name, the Dockerfile in the checkout, and the names (or ``NAME=VALUE``) of its build arguments."""
+def plain_yaml(tree: Mapping[str, Any]) -> str:
+    return yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
 
-    name: str
-    dockerfile: str
-    arguments: tuple[str, ...]
+
+def launch_scripts(layout: Layout) -> dict[str, str]:
+    """File name -> text, for every node of the recipe: ``node0.sh``, ``node0-orchestrator.sh``, ...
+
+    Every script passes its own arguments on, such as ``--profile tiny``, so they must be the same on every node.
+    """
+    files = {}
+    grace = f"{layout.recipe.launch.stop_grace_s:g}"
+    ports = " ".join(f"{variable}={port}" for variable, port in layout.ports.items())
+    for node, names in layout.names.items():
+        variables = (
+            "ROLLMILL_HOME (the checkout; the working directory), RUN_DIR (runs/NAME of the recipe), PYTHON (python)"
+        )
+        if node != 0:
+            variables = (
+                f"{HOST_VARIABLE} (name or address of node 0; required), ROLLMILL_KEYS (keys copied from node 0; required), "
+                f"{NODE_HOST} (this node's address, if others may fetch weights here), {variables}"
+            )
+        elif len(layout.nodes) > 1:
+            variables = f"{NODE_HOST} (this node's name or address for the others; its host name), {variables}"
+        variables += other_variables(layout, "this node")
+        head = {"written_by": written_by(layout, "scripts"), "variables": variables}
+        what = f"Starts all of {layout.path} that belongs to node {node}, and stays until the run is over; then stops the rest."
+        files[f"node{node}.sh"] = fill("node.sh", what=what, names=" ".join(names), node=node, grace=grace, **head)
+        for name in names:
+            what = f"Starts {name} of {layout.path}, which belongs to node {node}."
+            arguments = shlex.join([layout.path, name, *options(layout)])
+            files[f"node{node}-{name}.sh"] = fill("process.sh", what=what, ports=ports, arguments=arguments, **head)
+    return files
+
+
+# --- containers
 
 
 def check_images(layout: Layout) -> None:
@@ -228,20 +295,21 @@ def check_images(layout: Layout) -> None:
         )
 
 
-def image_of(layout: Layout, process: str) -> Image:
-    """The image of a process of the plan, or of a container that makes checkpoints or worlds before the run."""
+def image_of(layout: Layout, process: str) -> tuple[str, str, list[str]]:
+    """The image of a process of the plan, or of a container that makes checkpoints or worlds before the run: its name, the
+    Dockerfile in the checkout, and the names (or ``NAME=VALUE``) of its build arguments."""
     kind, _, name = process.partition("-")
     kind = _MAKERS.get(process, kind)
     if kind == "inference" and layout.recipe.inference[name].engine == "sglang":  # its pins are not the others'
-        return _image("inference-sglang", "inference-sglang", _ARGUMENTS)
-    extras = [kind]
-    arguments = list(_ARGUMENTS)
+        return "rollmill-inference-sglang", "deploy/docker/inference-sglang.Dockerfile", list(_ARGUMENTS)
+    extras, more, gateway = [kind], [], layout.recipe.envgateway
     if kind == "envgateway" and (environment := layout.environment()):
         extras.append(environment)
-    arguments.append(f"EXTRAS={','.join(extras)}")
-    if kind == "envgateway" and (model := layout.tagger_model()):
-        arguments.append(f"SPACY_MODEL={model}")
-    return _image("-".join(extras), "service", tuple(arguments))
+        # A profile tags without spaCy.
+        if environment == "webshop" and layout.profile is None and gateway and gateway.webshop.tagger == "spacy":
+            more = [f"SPACY_MODEL={gateway.webshop.spacy_model}"]
+    arguments = [*_ARGUMENTS, f"EXTRAS={','.join(extras)}", *more]
+    return f"rollmill-{'-'.join(extras)}", "deploy/docker/service.Dockerfile", arguments
 
 
 def settings_in_containers(layout: Layout) -> list[str]:
@@ -260,29 +328,6 @@ def container_variables(layout: Layout, name: str, run_dir: str) -> dict[str, st
     return variables
 
 
-def other_variables(layout: Layout, where: str) -> str:
-    """What the head of a script says after its own variables: the folders that machines must have."""
-    told = ", ROLLMILL_DATA_ROOT (folder of local datasets)" if layout.data_root() != "none" else ""
-    folders = layout.own_folders()
-    return told + (f". Needs at the same paths on {where}: {', '.join(folders)}" if folders else "")
-
-
-def own_gpus(process: str, number: int) -> dict[str, str]:
-    """The variable that names the GPUs of a process which has its own alone, numbered from 0, as in a container."""
-    variable = process.partition("-node")[0].upper().replace("-", "_")
-    return {f"{variable}_GPUS": ",".join(map(str, range(number)))}
-
-
-def plain_yaml(tree: Mapping[str, Any]) -> str:
-    """YAML without anchors: each object can be read by itself."""
-    return yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=120)
-
-
-class _Plain(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
 def container_name(name: str) -> str:
     """A recipe's name as Compose takes it: lower case, digits, ``-`` and ``_``.
 
@@ -292,5 +337,88 @@ def container_name(name: str) -> str:
     return "rollmill-" + re.sub("[^a-z0-9_-]", "-", name.lower())
 
 
-def _image(name: str, dockerfile: str, arguments: tuple[str, ...]) -> Image:
-    return Image(name=f"rollmill-{name}", dockerfile=f"deploy/docker/{dockerfile}.Dockerfile", arguments=arguments)
+# --- sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What one process, or one node, needs. ``memory_gib`` is the estimate of ``services.cli.check.memory`` with a fifth to
+    spare, and None where the size of a model is not known before the run."""
+
+    gpus: int = 0
+    cpus: int = 1
+    memory_gib: int | None = _PROCESS_GIB
+
+
+def own_gpus(process: str, number: int) -> dict[str, str]:
+    """The variable that names the GPUs of a process which has its own alone, numbered from 0, as in a container."""
+    variable = process.partition("-node")[0].upper().replace("-", "_")
+    return {f"{variable}_GPUS": ",".join(map(str, range(number)))}
+
+
+def named_gpus(recipe: Recipe, process: str) -> list[int]:
+    """The GPUs that the recipe names for a process."""
+    kind, _, name = process.partition("-")
+    if kind == "inference":
+        return list(recipe.inference[name].gpus)
+    return list(recipe.policies[_policy_of(recipe, name)].trainer.gpus) if kind == "trainer" else []
+
+
+def size_of(recipe: Recipe, process: str, node: int) -> Size:
+    """The size of a process of the plan on its node. A container has its own GPUs alone, numbered from 0."""
+    kind, _, name = process.partition("-")
+    gpus = len(named_gpus(recipe, process))
+    if kind == "inference":
+        service = recipe.inference[name]
+        computes = service.device != "cpu" and service.engine not in ("scripted", "forced")
+        parallel = service.servers.tensor_parallel if service.servers is not None else 1
+        memory = _memory_gib(recipe, service.policies or list(recipe.policies), process, node)
+        return Size(gpus=gpus or (parallel if computes else 0), cpus=1 + service.threads, memory_gib=memory)
+    if kind == "trainer":
+        policy = _policy_of(recipe, name)
+        trainer = recipe.policies[policy].trainer
+        ranks = trainer.num_ranks // len(trainer.nodes)
+        memory = _memory_gib(recipe, [policy], process, node)
+        gpus = gpus or (ranks if trainer.device != "cpu" else 0)
+        return Size(gpus=gpus, cpus=1 + ranks * trainer.threads, memory_gib=memory)
+    if kind == "envgateway" and recipe.envgateway is not None:
+        sandbox = recipe.envgateway.sandbox
+        programs = math.ceil(sandbox.num_slots * sandbox.memory_bytes / GIB)
+        return Size(cpus=1 + sandbox.num_slots, memory_gib=_PROCESS_GIB + programs)
+    return Size()
+
+
+def size_of_node(recipe: Recipe, node: int, processes: Iterable[str]) -> Size:
+    """The size of a whole node, on which processes take GPUs by their numbers."""
+    sizes = {name: size_of(recipe, name, node) for name in processes}
+    known_gib = [size.memory_gib for size in sizes.values() if size.memory_gib is not None]
+    gpus = [size.gpus for size in sizes.values()] + [gpu + 1 for name in sizes for gpu in named_gpus(recipe, name)]
+    return Size(
+        gpus=max(gpus, default=0),
+        cpus=sum(size.cpus for size in sizes.values()),
+        memory_gib=sum(known_gib) if len(known_gib) == len(sizes) else None,
+    )
+
+
+def largest(layout: Layout) -> Size:
+    """The size that every node of a job has when the scheduler gives all of them the same."""
+    found = [size_of_node(layout.recipe, node, names) for node, names in layout.names.items()]
+    memory = [size.memory_gib for size in found if size.memory_gib is not None]
+    return Size(
+        gpus=max(size.gpus for size in found),
+        cpus=max(size.cpus for size in found),
+        memory_gib=max(memory) if len(memory) == len(found) else None,
+    )
+
+
+def _policy_of(recipe: Recipe, name: str) -> str:
+    """The policy in ``POLICY`` or ``POLICY-nodeN``."""
+    return name if name in recipe.policies else name.rpartition("-node")[0]
+
+
+def _memory_gib(recipe: Recipe, policies: list[str], process: str, node: int) -> int | None:
+    """The memory of a process that has these policies."""
+    if any(ModelShape.of(recipe.policies[name].model.path) is None for name in policies):
+        return None
+    of_process = host_estimates(recipe, has_gpus=True).get(node, HostEstimate()).of_process
+    return _PROCESS_GIB + math.ceil(_SPARE * of_process[process] / GIB)

@@ -11,9 +11,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.cli.check.launch import gpus_here
-from services.cli.check.memory.host import host_estimates, host_memory_bytes
-from services.cli.check.model_files import positions
+from services.cli.check.memory import host_estimates, host_memory_bytes
+from services.cli.check.models import positions
+from services.cli.check.recipe import gpus_here
 from services.cli.new import templates
 from services.common.config.data import DatasetConfig
 from services.common.config.reading.loading import load_recipe, validate

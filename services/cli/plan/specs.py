@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from services.common.config.processes.envgateway import EnvGatewayConfig
 from services.common.config.recipe import Recipe, warm_start_dir
 from services.common.net.hosts import address, is_here
 from services.common.system.child import module_command, module_in
 from services.common.system.free_ports import LOOPBACK, free_ports, is_free
+
+# Names that `rollmill start` takes beside those of processes: what is made before a run, once.
+WARM_START = "warm-start"
+WORLDS = "worlds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +25,7 @@ class ProcessSpec:
     name: str
     argv: tuple[str, ...]
     address: str  # where its health service answers
-    forked: Literal["", "again", "always"] = (
-        ""  # from a process that has its imports; ``again``: only when it is started again
-    )
+    forked: bool = False  # from a process that has its imports, instead of an interpreter of its own
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -31,14 +33,6 @@ class ProcessSpec:
         """The command as people write it."""
         module, arguments = module_in(self.argv)
         return " ".join(["python", "-m", module, *arguments])
-
-
-# By engine and device. A process that may use a GPU starts on its own; the scripted engine computes nothing.
-_FORKED: dict[tuple[str, str], Literal["", "again", "always"]] = {
-    ("torch", "cpu"): "always",
-    ("forced", "cpu"): "always",
-    **{("scripted", device): "again" for device in ("auto", "cpu", "cuda")},
-}
 
 
 def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
@@ -63,7 +57,7 @@ def plan(recipe: Recipe, run_dir: Path, node: int = 0) -> list[ProcessSpec]:
     specs = []
     if node == 0:
         argv = ("services.orchestrator", "--run-dir", str(run_dir))
-        specs.append(_spec("orchestrator", orchestrator, *argv, forked="again"))
+        specs.append(_spec("orchestrator", orchestrator, *argv))
     if recipe.envgateway is not None and recipe.envgateway.node == node:
         specs.append(gateway_process(recipe.envgateway, run_dir, "--orchestrator", orchestrator))
     return [*specs, *services, *trainers]
@@ -79,7 +73,7 @@ def gateway_process(gateway: EnvGatewayConfig, run_dir: Path, *more: str, host: 
     own = () if host is None else ("--host", host)
     where = address(host or gateway.host, gateway.port)
     argv = ("services.envgateway", "--run-dir", str(run_dir), *own, *more)
-    return _spec("envgateway", where, *argv, forked="again")
+    return _spec("envgateway", where, *argv)
 
 
 def inference_process(recipe: Recipe, name: str, orchestrator: str, *more: str, host: str | None = None) -> ProcessSpec:
@@ -92,7 +86,8 @@ def inference_process(recipe: Recipe, name: str, orchestrator: str, *more: str, 
         *("services.inference", "--name", name, "--orchestrator", orchestrator, *own, *more),
         threads=service.threads,
         gpus=service.gpus,
-        forked=_FORKED.get((service.engine, service.device), ""),
+        # A process that may use a GPU starts on its own, and so does one that imports no torch.
+        forked=service.engine in ("torch", "forced") and service.device == "cpu",
     )
 
 
@@ -132,7 +127,7 @@ def trainer_process(
         *(*module, "--policy", policy, "--orchestrator", orchestrator, *own, *more),
         threads=trainer.threads,
         gpus=trainer.gpus,
-        forked="always" if trainer.num_ranks == 1 and trainer.device == "cpu" else "",
+        forked=trainer.num_ranks == 1 and trainer.device == "cpu",
     )
 
 
@@ -144,7 +139,7 @@ def warm_start_commands(recipe: Recipe, run_dir: Path) -> list[ProcessSpec]:
             "",
             *("services.trainer.warm_start", "--policy", policy, "--run-dir", str(run_dir)),
             threads=recipe.policies[policy].trainer.threads,
-            forked="always" if recipe.policies[policy].trainer.device == "cpu" else "",
+            forked=recipe.policies[policy].trainer.device == "cpu",
         )
         for policy in recipe.warm_start
         if not (warm_start_dir(run_dir, policy) / "config.json").exists()
@@ -206,7 +201,7 @@ def _spec(
     *arguments: str,
     threads: int = 1,
     gpus: Sequence[int] = (),
-    forked: Literal["", "again", "always"] = "",
+    forked: bool = False,
 ) -> ProcessSpec:
     env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if gpus:
@@ -216,5 +211,5 @@ def _spec(
         argv=module_command(module, *arguments),
         address=address,
         env=env,
-        forked=forked if threads == 1 and not gpus else "",  # the number of threads is read when torch is imported
+        forked=forked and threads == 1 and not gpus,  # the number of threads is read when torch is imported
     )

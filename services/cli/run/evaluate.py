@@ -11,8 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from services.cli.check.hub import check_model_name
-from services.cli.check.model_files import model_instead
+from services.cli.check.models import check_model_name, model_instead
 from services.cli.console import drawing
 from services.cli.console.tables import Column, FittingTable
 from services.cli.console.units import format_change, format_reward

@@ -5,41 +5,77 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 from rich.status import Status
 
-from services.cli.check.memory.host import loading_s
+from services.cli.check.memory import loading_s
+from services.cli.check.recipe import check_worlds, missing_data
 from services.cli.console.drawing import drawn
 from services.cli.console.errors import Interrupted, StopSignal
 from services.cli.console.plain import say
 from services.cli.inspect.run_state import Row, check_can_go_on, ended, launcher_lock, read_rows
-from services.cli.keys.process_keys import check_dates, keys_of, operate, renew_in_time, with_keys, write_bundles
-from services.cli.plan.nodes import commands_for_other_nodes
+from services.cli.keys.process_keys import (
+    act_as,
+    check_dates,
+    keys_of,
+    keys_of_process,
+    keys_there,
+    operate,
+    renew_in_time,
+    with_keys,
+    write_bundles,
+)
+from services.cli.plan.nodes import (
+    at_addresses_of,
+    bundle_there,
+    commands_for_other_nodes,
+    gateway_host,
+    host_of_node_0,
+    listening_host,
+    require_port,
+    with_addresses,
+)
 from services.cli.plan.specs import (
+    WARM_START,
+    WORLDS,
     ProcessSpec,
+    gateway_process,
+    inference_process,
     orchestrator_address,
     plan,
     trainer_name,
+    trainer_process,
     warm_start_commands,
 )
+from services.cli.run.directory import with_other_ports
 from services.cli.run.processes import WATCH_S, Processes, children_cpu_seconds
-from services.cli.run.run_directory import with_other_ports
 from services.cli.watch.notices import OrchestratorLiveness, StallsAtStart, TrackersTold, show_now
 from services.cli.watch.orchestrator_client import OrchestratorClient
 from services.cli.watch.progress_view import ProgressView, StallsTold
 from services.common import run_files
+from services.common.config.reading.loading import RESOLVED, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
-from services.common.errors import InfrastructureError
+from services.common.errors import AccessError, ConfigError, DeadlineError, InfrastructureError, RollmillError
+from services.common.net.hosts import address, host_and_port, is_here
+from services.common.rpc.client.channel import translated_errors
+from services.common.rpc.client.health import HEALTH_DEADLINE_S
+from services.common.rpc.credentials import sync_channel
+from services.common.security import handshake, identity
+from services.common.security.roles import Peer
 from services.common.system.cores import num_cores
+from services.common.system.devices import inside
+from services.common.system.free_ports import LOOPBACK
 from services.common.telemetry.log_events import LogEvent
 from services.common.telemetry.logs import configure
 from services.common.telemetry.summary import RunSummary
@@ -85,17 +121,19 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     stop = StopSignal()
     processes = Processes(run_dir, recipe.launch.restarts, recipe.launch.stop_grace_s)
     try:
-        if warm_start_commands(recipe, run_dir):
-            _fork(recipe, plan(recipe, run_dir), processes)  # one import of torch for warm starts and services
+        specs = [with_keys(spec, keys) for spec in plan(recipe, run_dir)]
+        if recipe.launch.fork and any(spec.forked for spec in specs):
+            processes.fork_where_possible()  # one import of torch for warm starts and services
         warm_start(recipe, run_dir, processes, console, stop)
         shared = {
             trainer_name(name, 0) for name, policy in recipe.trained_policies.items() if len(policy.trainer.nodes) > 1
         }
-        if shared:
-            _tell_other_nodes(recipe, run_dir, console)  # their ranks are waited for
-        _start(recipe, run_dir, keys, processes, console, stop, shared)
-        if not shared:
-            _tell_other_nodes(recipe, run_dir, console)
+        told = "\n".join(commands_for_other_nodes(recipe, run_dir))
+        if told and shared:
+            say(console, told)  # their ranks are waited for
+        _start(recipe, run_dir, specs, processes, console, stop, shared)
+        if told and not shared:
+            say(console, told)
         _follow(recipe, run_dir, keys, processes, console, stop)
     except KeyboardInterrupt:
         if not ended(run_dir):  # else the run is over, and its processes only leave
@@ -117,11 +155,6 @@ def _run(recipe: Recipe, run_dir: Path, console: Console) -> Outcome:
     seconds = time.monotonic() - begun
     summary = _summary(run_dir, seconds, load)
     return Outcome(run_dir, summary, drawn(lambda: _picture(run_dir), console))
-
-
-def _tell_other_nodes(recipe: Recipe, run_dir: Path, console: Console) -> None:
-    for line in commands_for_other_nodes(recipe, run_dir):
-        say(console, line)
 
 
 def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Console, stop: StopSignal) -> None:
@@ -147,16 +180,14 @@ def warm_start(recipe: Recipe, run_dir: Path, processes: Processes, console: Con
 def _start(
     recipe: Recipe,
     run_dir: Path,
-    keys: Path | None,
+    specs: Sequence[ProcessSpec],
     processes: Processes,
     console: Console,
     stop: StopSignal,
     later: Collection[str],  # processes that cannot be ready before other nodes have come
 ) -> None:
-    specs = [with_keys(spec, keys) for spec in plan(recipe, run_dir)]
-    _fork(recipe, specs, processes)
     # Forked processes come last: they wait for the imports, while the others start.
-    for spec in sorted(specs, key=lambda spec: spec.forked == "always"):
+    for spec in sorted(specs, key=lambda spec: spec.forked):
         processes.start(spec)
     _write_pids(run_dir, processes)
     with closing(OrchestratorClient(orchestrator_address(recipe))) as client:
@@ -170,11 +201,6 @@ def _start(
             processes.wait_ready(recipe.ready_timeout_s + loading_s(recipe), tick, later, ends_with="orchestrator")
     ready = [spec for spec in specs if spec.name not in later]
     say(console, f"ready: {', '.join(f'{spec.name} {spec.address}' for spec in ready)}")
-
-
-def _fork(recipe: Recipe, specs: Sequence[ProcessSpec], processes: Processes) -> None:
-    if recipe.launch.fork and any(spec.forked == "always" for spec in specs):
-        processes.fork_where_possible()
 
 
 def _follow(
@@ -194,7 +220,11 @@ def _follow(
                 trackers.look()
                 if time.monotonic() - keys_looked_at > KEYS_EVERY_S:
                     keys_looked_at = time.monotonic()
-                    _keep_keys(recipe, run_dir, keys, client)
+                    if keys is not None and renew_in_time(keys):
+                        # Other nodes get new bundles; processes here take the keys up by themselves.
+                        write_bundles(recipe, run_dir, keys)
+                        operate(keys)
+                        client.reconnect()
                 gone = processes.watch()
                 if "orchestrator" in gone:
                     if ended(run_dir):
@@ -224,14 +254,6 @@ def _follow(
                     processes.watch()
     _wait_for_farewells(processes, recipe.launch.stop_grace_s)
     trackers.at_end()
-
-
-def _keep_keys(recipe: Recipe, run_dir: Path, keys: Path | None, client: OrchestratorClient) -> None:
-    """Renew the run's keys while they are good: other nodes get new bundles, processes here take them up by themselves."""
-    if keys is not None and renew_in_time(keys):
-        write_bundles(recipe, run_dir, keys)
-        operate(keys)
-        client.reconnect()
 
 
 def _wait_for_farewells(processes: Processes, grace_s: float) -> None:
@@ -328,3 +350,272 @@ def _picture(run_dir: Path) -> Path | None:
 def _last_row(path: Path, policy: str) -> Row | None:
     rows = (row for row in read_rows(path) if row.get("policy") == policy) if path.exists() else ()
     return next(iter(deque(rows, maxlen=1)), None)
+
+
+ENVIRONMENTS = "environments"  # below a run's directory: settings and logs of a gateway without a run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The process to start, and its prerequisites."""
+
+    process: ProcessSpec
+    orchestrator: str  # the address that it dials
+    node: int
+    shared: bool = False  # with other nodes: when one of them is lost, it is started again here
+
+
+def start(
+    recipe: Recipe,
+    process: str,
+    run_dir: Path | None,
+    console: Console,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    alone: bool = False,
+    replica: str | None = None,
+) -> None:
+    """Start a process by its name in the plan and wait for its end.
+
+    ``run_dir``: where the orchestrator keeps the run, and a trainer without access to that directory its checkpoints.
+    ``alone``: the gateway for clients other than a run, until stopped.
+    ``replica``: the id of one more replica of an inference service, which a scheduler starts again when it ends.
+
+    Raises:
+        ConfigError: no such process, a port that is not known, or node 0 is not named.
+    """
+    if replica is not None and not process.startswith("inference-"):
+        raise ConfigError(
+            f"--replica-id names one more replica of an inference service: write inference-NAME, not {process}"
+        )
+    if alone and process != "envgateway":
+        raise ConfigError(f"--alone starts environments without a run: write envgateway instead of {process}")
+    if process == WORLDS:
+        return  # made, where the profile wants some, when the recipe was read (services.cli.plan.profiles)
+    if process == WARM_START:
+        _make_run(recipe, (run_dir or Path(recipe.run.dir) / recipe.name).resolve(), console)
+    elif process == "orchestrator":
+        directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve()
+        _make_run(recipe, directory, console)
+        resolved = load_resolved(directory)
+        keys = keys_of(resolved, directory, environment)
+        if keys is not None:
+            renew_in_time(keys)
+            write_bundles(resolved, directory, keys)
+        for line in commands_for_other_nodes(resolved, directory, environment):
+            say(console, line)
+        _become(_planned(resolved, directory, process), keys)
+    elif process == "envgateway" and recipe.envgateway is not None and alone:
+        # Below the run's directory, and not in it: a run may lie there, and this is none.
+        directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve() / ENVIRONMENTS
+        save_resolved(recipe, directory)
+        _become(gateway_process(recipe.envgateway, directory), keys_there(recipe, directory, environment))
+    elif process == "envgateway" and (recipe.envgateway is None or recipe.envgateway.node == 0):
+        check_worlds(recipe)
+        directory = (run_dir or Path(recipe.run.dir) / recipe.name).resolve()
+        _save_once(recipe, directory)
+        resolved = load_resolved(directory)
+        _become(_planned(resolved, directory, process), keys_of(resolved, directory, environment))
+    else:
+        found = find(recipe, process, run_dir, environment, replica)
+        directory = (run_dir or _home(recipe, found.node)).resolve()
+        keys = keys_of_process(recipe, process, found.node, directory, console, environment)
+        act_as(keys, process)
+        if process == "envgateway":
+            check_worlds(recipe)
+            if not (directory / RESOLVED).exists():  # there was no bundle: the keys come from elsewhere
+                save_resolved(recipe, directory)
+        wait_for_orchestrator(found.orchestrator, recipe.launch.ready_timeout_s, console)
+        if replica is not None or (found.node == 0 and not found.shared):
+            _become(found.process, keys)
+        else:
+            _watch(found.process, keys, recipe, directory)
+
+
+def find(
+    recipe: Recipe,
+    process: str,
+    run_dir: Path | None,
+    environment: Mapping[str, str] = os.environ,
+    replica: str | None = None,
+) -> Started:
+    """The command line of an inference service, a trainer or the gateway of another node, with the address at which the
+    process finds the orchestrator.
+
+    ``replica``: the id of one more replica of the service, at the port that ``recipe`` gives it on this machine."""
+    kind, _, name = process.partition("-")
+    shares = {
+        trainer_name(p, n): (p, n) for p, section in recipe.trained_policies.items() for n in section.trainer.nodes
+    }
+    gateway = recipe.envgateway if process == "envgateway" else None
+    if gateway is None and process not in shares and (kind != "inference" or name not in recipe.inference):
+        names = [spec.name for node in recipe.nodes() for spec in plan(recipe, Path(), node)]
+        raise ConfigError(f"this recipe has no process {process!r}; write one of {', '.join(names)}")
+    require_port("orchestrator.port", recipe.orchestrator.port)
+    policy, node = shares.get(process, ("", 0))
+    if not policy:
+        node = gateway.node if gateway is not None else recipe.inference[name].node
+    host = host_of_node_0(recipe, process, node, environment)
+    orchestrator = address(host, recipe.orchestrator.port)
+    if gateway is not None:
+        kept = (run_dir or _home(recipe, node)).resolve()
+        reached_at = gateway_host(host, environment)
+        spec = gateway_process(gateway, kept, "--orchestrator", orchestrator, host=reached_at)
+        return Started(process=spec, orchestrator=orchestrator, node=node)
+    own = listening_host(environment)
+    far = node != 0 or not is_here(host)
+    more = [] if replica is None else ["--replica-id", replica, "--port", str(recipe.inference[name].port)]
+    if not policy and far:
+        home = str((run_dir or _home(recipe, node)).resolve())
+        spec = inference_process(recipe, name, orchestrator, "--run-dir", home, *more, host=own)
+    elif not policy:
+        spec = inference_process(recipe, name, orchestrator, *more)
+    else:
+        kept_in = () if run_dir is None else ("--run-dir", str(run_dir.resolve()))
+        meeting = host if node else LOOPBACK
+        listening = own if far else None
+        spec = trainer_process(recipe, policy, orchestrator, *kept_in, host=listening, node=node, meeting=meeting)
+    shared = bool(policy) and len(recipe.policies[policy].trainer.nodes) > 1
+    return Started(process=spec, orchestrator=orchestrator, node=node, shared=shared)
+
+
+def _home(recipe: Recipe, node: int) -> Path:
+    """The default directory of a process for its files of the run."""
+    return bundle_there(recipe, node) if node else Path(recipe.run.dir) / recipe.name
+
+
+def _make_run(recipe: Recipe, run_dir: Path, console: Console) -> None:
+    """Check the launch, write the resolved recipe, and make the starting checkpoints."""
+    if problems := missing_data(recipe):
+        raise ConfigError("\n".join(problems))
+    if (run_dir / RESOLVED).exists():
+        say(console, f"going on with the run in {run_dir}")
+    _save_once(recipe, run_dir)
+    configure(service="launcher", run_dir=run_dir)
+    resolved = load_resolved(run_dir)
+    stop = StopSignal()
+    processes = Processes(run_dir, resolved.launch.restarts, resolved.launch.stop_grace_s)
+    try:
+        warm_start(resolved, run_dir, processes, console, stop)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped during the warm start; start it again and it begins anew") from None
+    finally:
+        processes.stop(stop.again())
+        stop.restore()
+
+
+def _save_once(recipe: Recipe, run_dir: Path) -> None:
+    """The resolved recipe of a run, written by the first process; two at the same time write the same. A run that goes on
+    at another address, as a scheduler may place it, gets that address."""
+    require_port("orchestrator.port", recipe.orchestrator.port)
+    if recipe.envgateway is not None and recipe.envgateway.node == 0:
+        require_port("envgateway.port", recipe.envgateway.port)
+    named = with_addresses(recipe)
+    if not (run_dir / RESOLVED).exists():
+        run = recipe.run.model_copy(update={"id": recipe.run.id or run_dir.name})
+        save_resolved(named.model_copy(update={"run": run}), run_dir)
+    elif (moved := at_addresses_of(load_resolved(run_dir), named)) is not None:
+        save_resolved(moved, run_dir)
+
+
+def _planned(recipe: Recipe, run_dir: Path, process: str) -> ProcessSpec:
+    found = next((spec for spec in plan(recipe, run_dir) if spec.name == process), None)
+    if found is None:
+        raise ConfigError(f"this recipe has no process {process!r}")
+    return found
+
+
+def _become(spec: ProcessSpec, keys: Path | None) -> None:
+    """Signals and exit codes are then the process's own."""
+    spec = with_keys(spec, keys)
+    os.execve(spec.argv[0], list(spec.argv), inside(os.environ, spec.env, spec.name))
+
+
+def _watch(spec: ProcessSpec, keys: Path | None, recipe: Recipe, directory: Path) -> None:
+    """Wait for the end of the process, restart a killed one, and raise the last output of a failed one."""
+    configure(service="launcher", run_dir=directory)
+    stop = StopSignal()
+    processes = Processes(directory, recipe.launch.restarts, recipe.launch.stop_grace_s)
+    try:
+        processes.start(with_keys(spec, keys))
+        while spec.name not in processes.watch():
+            stop.check()
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        raise Interrupted(f"stopped {spec.name}") from None
+    finally:
+        processes.stop(stop.again())
+        stop.restore()
+
+
+ORCHESTRATOR_WAIT_S = 3600.0
+CONNECT_S = 3.0
+REPORT_S = 30.0
+
+
+def wait_for_orchestrator(place: str, silent_s: float, console: Console, wait_s: float = ORCHESTRATOR_WAIT_S) -> None:
+    """Wait until the orchestrator at ``HOST:PORT`` reports SERVING; other processes may start before it.
+
+    Raises:
+        ConfigError: the host name cannot be resolved.
+        AccessError: our keys or the peer's keys belong to another run, or are not valid now.
+        InfrastructureError: no machine answered at that address for ``silent_s``.
+        DeadlineError: a machine answers, but no orchestrator is ready there within ``wait_s``.
+    """
+    begun = answered_at = time.monotonic()
+    reported_at: float | None = None
+    while not _is_ready(place):
+        obstacle, is_silent = _obstacle(place)
+        now = time.monotonic()
+        if not is_silent:
+            answered_at = now
+        elif now - answered_at > silent_s:
+            raise InfrastructureError(
+                f"{obstacle}, for {now - answered_at:.0f} s: is node 0 up, is the address right, and does every firewall between "
+                "let the port through? (docs/deploy.md lists the ports)"
+            )
+        if now - begun > wait_s:
+            raise DeadlineError(
+                f"the orchestrator at {place} did not answer within {wait_s:g} s ({obstacle}): is it running, and is the "
+                "address right? (deploy/launch/2_orchestrator.sh RECIPE)"
+            )
+        if reported_at is None or now - reported_at > REPORT_S:
+            say(console, f"waiting for the orchestrator at {place}: {obstacle}")
+            reported_at = now
+        time.sleep(POLL_S)
+
+
+def _is_ready(place: str) -> bool:
+    """Whether the orchestrator reports SERVING. Raises ``AccessError`` when our keys are rejected."""
+    with sync_channel(place, Peer.ORCHESTRATOR) as channel:
+        try:
+            with translated_errors(f"orchestrator {place}"):
+                answer = health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(), timeout=HEALTH_DEADLINE_S
+                )
+        except AccessError:
+            raise
+        except RollmillError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _obstacle(place: str) -> tuple[str, bool]:
+    """The obstacle, and whether the machine does not answer. Raises errors that waiting cannot fix."""
+    host, port = host_and_port(place)
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"this machine cannot resolve the name {host} ({error.strerror}): write a name or address of node 0 that it can"
+        ) from None
+    except ConnectionRefusedError:
+        return f"no process listens at {place} yet", False
+    except TimeoutError:
+        return f"no answer from {host} at port {port}", True
+    except OSError as error:
+        return f"{host} cannot be reached: {error.strerror}", True
+    refusal = handshake.refusal_now(place, identity.current(), Peer.ORCHESTRATOR)
+    if refusal is not None:
+        raise refusal
+    return f"a server answers at {place}, but no orchestrator that is ready", False

@@ -3,31 +3,162 @@
 Takes ``ProcessSpec``s, not recipes. Restarts a process that was killed by a signal or asks for a restart, a bounded
 number of times in a row (every service resumes by itself); a process that has run well for a while starts a new count.
 A process that exits with an error ends the run with its last log lines.
+
+A process starts in one of two ways: as an interpreter of its own, or, a trainer, replica or warm start on a CPU, forked from
+one process that has imported torch and the model library (``services.common.system.forking``), which costs five seconds of a
+core otherwise, at every restart. Where the fork server cannot be had, processes are started as any other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import os
 import resource
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
 
 from services.cli.plan.specs import ProcessSpec
-from services.cli.run.fork_server import ForkServer, reap_orphans
 from services.common import run_files
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.rpc.client.health import is_serving
-from services.common.system.child import DIE_WITH_PARENT, LEFT, START_AGAIN
-from services.common.system.children import ChildProcess, end, how_ended, last_lines, signal_group, start_logged
+from services.common.system.child import DIE_WITH_PARENT, LEFT, START_AGAIN, module_command, module_in
+from services.common.system.children import (
+    AnsweringChild,
+    ChildLostError,
+    ChildProcess,
+    end,
+    how_ended,
+    last_lines,
+    signal_group,
+    start_logged,
+)
 from services.common.system.devices import inside
 
 log = structlog.get_logger()
+
+READY_S = 120.0  # importing, on cores that other starting processes share
+ANSWER_S = 10.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+MODULES = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+    "services.trainer.app",
+    "services.trainer.checkpoint.export",
+    "services.trainer.loop.grpc_link",
+    "services.trainer.loop.training_loop",
+    "services.trainer.publish.snapshot",
+    "services.trainer.setup",
+    "services.trainer.step.supervised",
+    "services.trainer.warm_start",
+    "services.inference.app",
+    "services.inference.engine.torch.replay",
+    "services.inference.weights.fetcher",
+    "services.inference.weights.relay",
+    "services.inference.weights.updater",
+)
+
+
+class Adopted:
+    """A child of this process that another one has forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            with contextlib.suppress(ChildProcessError):  # not adopted yet
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises ``subprocess.TimeoutExpired``."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+class ForkServer:
+    """One server process; starts with this object, and answers once its imports are done."""
+
+    def __init__(
+        self, log_file: Path, modules: Sequence[str] = MODULES, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Import ``modules``; ``variables`` are added to the environment of the server and its forks."""
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        with log_file.open("ab") as output:
+            self._child = AnsweringChild(
+                "the fork server",
+                module_command("services.common.system.forking", *modules),
+                stderr=output,
+                variables={
+                    "TOKENIZERS_PARALLELISM": "false",
+                    "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR"),
+                    **variables,
+                },
+                own_group=True,
+            )
+        self._ready = False
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def start(self, argv: Sequence[str], environment: Mapping[str, str], output: Path) -> Adopted | None:
+        """Start a command line of ``module_command``; None where the server cannot, and is given up."""
+        if self._child.poll() is not None:
+            return None
+        module, arguments = module_in(argv)
+        question = {
+            "module": module, "arguments": arguments, "environment": dict(environment), "output": str(output),
+            "parent": os.getpid(),
+        }  # fmt: skip
+        try:
+            if not self._ready:
+                self._child.ask("the fork server's imports", READY_S)
+                self._ready = True
+            return Adopted(int(self._child.ask("the fork server's answer", ANSWER_S, question)["pid"]))
+        except ChildLostError as error:
+            log.warning("fork_server.lost", error=error.message)
+            self.stop()
+            return None
+
+    def stop(self) -> None:
+        self._child.kill()  # and the process it was about to start, whose pid is not known
+        self._child.close()
+
+
+def reap_orphans(known: set[int]) -> None:
+    """Wait for ended children that this process has not started: descendants of processes that died before them."""
+    while True:
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if found is None or found.si_pid in known:
+            return  # waitid reports one of ours first; the others follow the next time
+        os.waitpid(found.si_pid, 0)
+
 
 WATCH_S = 0.1  # between two looks at whether a process has ended
 # No process, memory or disk to be had at this moment.
@@ -94,7 +225,7 @@ class Processes:
         del self._running[spec.name]
         signal_group(process)
         if code != 0:
-            raise InfrastructureError(self._exit_message(spec, code))
+            raise InfrastructureError(f"{spec.name} {how_ended(code)}\n{self._last_lines(spec)}")
 
     def wait_ready(
         self,
@@ -165,14 +296,14 @@ class Processes:
         for name in names:
             process = self._running[name]
             if process.restarts >= self._max_restarts:
-                raise InfrastructureError(self._exit_message(process.spec, 0))
+                raise InfrastructureError(f"{name} {how_ended(0)}\n{self._last_lines(process.spec)}")
             self._start_again(process, "it left while the run goes on")
 
     def _start_again(self, process: Running, why: str) -> None:
         # They may hold its port, memory or GPU. Some have work left, such as the last rows for a tracker: `stop` kills them.
         process.earlier = [one for one in {*process.earlier, process.popen} if signal_group(one, signal.SIGTERM)]
         try:
-            process.popen = self._popen(process.spec, again=True)
+            process.popen = self._popen(process.spec)
         except OSError as error:
             if error.errno not in _FOR_NOW:
                 raise
@@ -190,7 +321,10 @@ class Processes:
         for process in self._running.values():
             process.popen.terminate()
         deadline = time.monotonic() + self._stop_grace_s
-        while (killed := self._alive()) and time.monotonic() < deadline and not at_once():
+        while True:
+            killed = {name: one.popen.pid for name, one in self._running.items() if one.popen.poll() is None}
+            if not killed or time.monotonic() >= deadline or at_once():
+                break
             time.sleep(WATCH_S)
         for name, process in self._running.items():
             if not end(process.popen, own_group=True):
@@ -204,13 +338,10 @@ class Processes:
             self._forks = None
         return killed
 
-    def _alive(self) -> dict[str, int]:
-        return {name: process.popen.pid for name, process in self._running.items() if process.popen.poll() is None}
-
-    def _popen(self, spec: ProcessSpec, again: bool = False) -> ChildProcess:
+    def _popen(self, spec: ProcessSpec) -> ChildProcess:
         environment = {**inside(os.environ, spec.env, spec.name), DIE_WITH_PARENT: str(os.getpid())}
         output = self._logs / f"{spec.name}.stderr"
-        if self._forks is not None and (spec.forked == "always" or (again and spec.forked == "again")):
+        if self._forks is not None and spec.forked:
             forked = self._forks.start(spec.argv, environment, output)
             if forked is not None:
                 log.info("process.started", process=spec.name, pid=forked.pid, forked=True)
@@ -220,17 +351,11 @@ class Processes:
         log.info("process.started", process=spec.name, pid=process.pid)
         return process
 
-    def _exit_message(self, spec: ProcessSpec, code: int) -> str:
-        return f"{spec.name} {how_ended(code)}\n{self._last_lines(spec)}"
-
     def _last_lines(self, spec: ProcessSpec) -> str:
         return last_lines(self._logs / f"{spec.name}.stderr")
 
 
 def children_cpu_seconds() -> float:
     """User and system seconds of this process and of all reaped children."""
-    usages: Sequence[resource.struct_rusage] = (
-        resource.getrusage(resource.RUSAGE_CHILDREN),
-        resource.getrusage(resource.RUSAGE_SELF),
-    )
-    return sum(u.ru_utime + u.ru_stime for u in usages)
+    usages = [resource.getrusage(whose) for whose in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.check.solutions import prepare_code, solution_lines
+from services.cli.check.data import prepare_code, solution_lines
 from services.common.config.data import DatasetConfig
 from services.common.config.processes.envgateway import SandboxConfig
 from services.orchestrator.tasks.datasets import open_source

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from services.cli.keys.keyring import Keyring
-from services.cli.run.wait_ready import wait_for_orchestrator
+from services.cli.run.launch import wait_for_orchestrator
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError, UnauthenticatedError
 from services.common.rpc.server import Server
 from services.common.security import identity
@@ -141,7 +141,7 @@ async def test_a_machine_that_never_answers_is_told_within_the_time(monkeypatch:
     def no_answer(*_: object) -> socket.socket:
         raise TimeoutError
 
-    monkeypatch.setattr("services.cli.run.wait_ready.socket.create_connection", no_answer)
+    monkeypatch.setattr("services.cli.run.launch.socket.create_connection", no_answer)
     told = r"no answer from 192\.0\.2\.1 at port 1, for \d+ s: is node 0 up, .* let the port through"
     with pytest.raises(InfrastructureError, match=told):
         await wait_at("192.0.2.1:1", None, silent_s=0.5, wait_s=60.0)

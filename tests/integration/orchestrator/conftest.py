@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.common.config.reading.loading import save_resolved, validate
 from services.common.pb import run_pb2, run_pb2_grpc, status_pb2, status_pb2_grpc
 from services.common.system.child import module_command

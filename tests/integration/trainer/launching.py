@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.common.system.child import module_command
 from services.common.system.children import ChildProcess
 from tests.ports import free_port

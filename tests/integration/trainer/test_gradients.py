@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.algorithms.advantages.sequences import sequence_advantages
 from services.trainer.algorithms.base import TokenBatch

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from tests.integration.trainer.launching import fork_ranks, made_once, run_processes
 from tests.integration.trainer.loading_cases import MIB, make_models
 

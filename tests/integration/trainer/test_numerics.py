@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.common.tiny.models import build
 from tests.integration.trainer.launching import fork_ranks, run_processes
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.common.system.children import ChildProcess
 from services.common.text.huggingface import named_weights
 from services.common.weights.manifest import tensor_digest

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.common.errors import RollmillError
 from services.common.system.child import module_command
 from services.common.system.children import ChildProcess

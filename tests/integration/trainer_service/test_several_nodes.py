@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.common.system.child import START_AGAIN
 from tests.forked_ranks import ranks_of
 from tests.integration.trainer_service.conftest import MakeOrchestrator, TrainerProcess

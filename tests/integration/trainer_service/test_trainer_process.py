@@ -17,7 +17,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.common.config.reading.loading import save_resolved
 from services.common.system.child import module_command
 from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES

@@ -57,7 +57,7 @@ def test_what_is_no_python_is_refused() -> None:
 
 def test_files_are_counted_by_part_and_generated_ones_are_not(tmp_path: Path) -> None:
     files = {
-        "services/cli/run/start.py": "def a():\n    pass\n\n\ndef bb():\n    x = 1\n    return x\n",
+        "services/cli/run/launch.py": "def a():\n    pass\n\n\ndef bb():\n    x = 1\n    return x\n",
         "services/cli/run/stop.py": "x = 1\n",
         "services/cli/run/__init__.py": "",
         "services/common/pb/run_pb2.py": "x = 1\n" * 1000,
@@ -72,8 +72,8 @@ def test_files_are_counted_by_part_and_generated_ones_are_not(tmp_path: Path) ->
     assert {str(file.path) for file in found} == {n for n in files if "pb" not in n and "tests" not in n}
     total = lines.summary(found)
     assert (total["files"], total["lines"], total["code"], total["comment"], total["blank"]) == (5, 10, 7, 1, 2)
-    assert total["longest_function"] == ["services/cli/run/start.py:bb", 3]
-    assert total["largest_file"] == ["services/cli/run/start.py", 7]
+    assert total["longest_function"] == ["services/cli/run/launch.py:bb", 3]
+    assert total["largest_file"] == ["services/cli/run/launch.py", 7]
     assert {lines.part_of(file.path) for file in found} == {"services/cli", "services", "recipes"}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks._rehearsal_memory import layouts, measured_and_estimated  # type: ignore[import-not-found]
-from services.cli.check.memory.estimate import ModelShape
+from services.cli.check.memory import ModelShape
 from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.losses import M2po
 from services.common.config.training.policy import BatchConfig, ModelConfig, PolicyConfig, TrainerConfig

@@ -295,7 +295,8 @@ def test_the_command_exits_with_0_without_a_finding(recorded: Recorded, recipe: 
 def test_a_run_that_learned_nothing_fails_where_the_recipe_says_so(
     recorded: Recorded, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, wanted: bool, code: int
 ) -> None:
-    from services.cli.run import launch, resume
+    from services.cli.run import directory as resume
+    from services.cli.run import launch
 
     recorded.steps(rollout_reward_mean=flat)
     run = recipe.run.model_copy(update={"fail_when_nothing_learned": wanted})

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.plan.specs import ProcessSpec, plan
-from services.cli.run.fork_server import ForkServer, reap_orphans
-from services.cli.run.processes import Processes
+from services.cli.run.processes import ForkServer, Processes, reap_orphans
 from services.common.config.reading.loading import validate
 from services.common.system.child import module_command
 from services.common.system.children import ChildProcess
@@ -108,7 +107,7 @@ def test_the_end_of_the_server_ends_no_process_and_another_is_started_without_it
 def test_a_forked_process_ends_with_who_asked_for_it(tmp_path: Path) -> None:
     (tmp_path / "forked_module.py").write_text(MODULE)
     script = (
-        "import os, sys; from pathlib import Path; from services.cli.run.fork_server import ForkServer\n"
+        "import os, sys; from pathlib import Path; from services.cli.run.processes import ForkServer\n"
         "from services.common.system.child import module_command\n"
         "place = Path(sys.argv[1]); server = ForkServer(place / 'server', ['json'])\n"
         "environment = {**os.environ, 'ROLLMILL_DIE_WITH_PARENT': str(os.getpid()), 'COLOUR': ''}\n"
@@ -147,7 +146,7 @@ def test_the_launcher_starts_again_what_was_forked(tmp_path: Path, monkeypatch: 
     try:
         processes.fork_where_possible()
         argv = module_command("forked_module", "wait")
-        processes.start(ProcessSpec(name="one", argv=argv, address="", forked="always"))
+        processes.start(ProcessSpec(name="one", argv=argv, address="", forked=True))
         first = processes.pids()["one"]
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: not processes.watch() and processes.pids()["one"] != first)
@@ -195,7 +194,7 @@ def test_a_server_that_is_given_up_starts_nothing_afterwards(tmp_path: Path, mon
         "os.write = late\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}{os.pathsep}{tmp_path}")
-    monkeypatch.setattr("services.cli.run.fork_server.ANSWER_S", 0.5)
+    monkeypatch.setattr("services.cli.run.processes.ANSWER_S", 0.5)
     server = ForkServer(tmp_path / "server.stderr", ["slow"])
     argv = module_command("forked_module", "wait")
     assert server.start(argv, dict(os.environ), tmp_path / "up") is None
@@ -206,17 +205,17 @@ def test_a_server_that_is_given_up_starts_nothing_afterwards(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("section", "process", "forked"),
     [
-        ({"engine": "torch", "device": "cpu"}, "inference-a", "always"),
-        ({"engine": "forced", "device": "cpu"}, "inference-a", "always"),
-        ({"engine": "scripted"}, "inference-a", "again"),
-        ({"engine": "torch", "device": "cpu", "threads": 2}, "inference-a", ""),
-        ({"engine": "torch", "device": "auto"}, "inference-a", ""),
-        ({"engine": "sglang", "gpus": [0]}, "inference-a", ""),
-        ({}, "orchestrator", "again"),
+        ({"engine": "torch", "device": "cpu"}, "inference-a", True),
+        ({"engine": "forced", "device": "cpu"}, "inference-a", True),
+        ({"engine": "scripted"}, "inference-a", False),
+        ({"engine": "torch", "device": "cpu", "threads": 2}, "inference-a", False),
+        ({"engine": "torch", "device": "auto"}, "inference-a", False),
+        ({"engine": "sglang", "gpus": [0]}, "inference-a", False),
+        ({}, "orchestrator", False),
     ],
 )
 def test_only_what_finds_its_imports_in_the_server_is_forked(
-    section: dict[str, object], process: str, forked: str, tmp_path: Path
+    section: dict[str, object], process: str, forked: bool, tmp_path: Path
 ) -> None:
     tree = {
         "name": "forked",
@@ -226,8 +225,8 @@ def test_only_what_finds_its_imports_in_the_server_is_forked(
         "evaluation": {"at_start": False, "at_end": False},
     }
     specs = {spec.name: spec for spec in plan(validate(tree, source="test"), tmp_path)}
-    assert specs[process].forked == forked
-    assert specs["trainer-model0"].forked == "", "its device is left to the machine: it may be a GPU"
+    assert specs[process].forked is forked
+    assert not specs["trainer-model0"].forked, "its device is left to the machine: it may be a GPU"
 
 
 def test_a_warm_start_and_what_follows_it_are_forked_from_the_same_server(
@@ -247,9 +246,9 @@ def test_a_warm_start_and_what_follows_it_are_forked_from_the_same_server(
     try:
         processes.fork_where_possible()
         argv = module_command("forked_module", "tell", "x")
-        processes.run_to_end(ProcessSpec(name="warm-start-a", argv=argv, address="", forked="always"))
+        processes.run_to_end(ProcessSpec(name="warm-start-a", argv=argv, address="", forked=True))
         processes.fork_where_possible()
-        processes.start(ProcessSpec(name="one", argv=(*argv[:4], "wait"), address="", forked="always"))
+        processes.start(ProcessSpec(name="one", argv=(*argv[:4], "wait"), address="", forked=True))
         assert [server.pid for server in made] == [made[0].pid], "its imports are done once"
     finally:
         processes.stop()

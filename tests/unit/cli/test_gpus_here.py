@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.check import launch
-from services.cli.check.launch import gpu_problems, gpus_here, launch_problems
+from services.cli.check import recipe as launch
+from services.cli.check.recipe import gpu_problems, gpus_here, launch_problems
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.installing import COMPLETE
@@ -76,7 +76,7 @@ def test_the_driver_is_asked_and_its_absence_is_no_gpu(tmp_path: Path, monkeypat
 
 
 def test_a_card_too_small_is_told_with_the_figure_and_the_settings_that_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.cli.check.launch.gpus_here", lambda: [16.0] * 8)
+    monkeypatch.setattr("services.cli.check.recipe.gpus_here", lambda: [16.0] * 8)
     text = "\n".join(launch_problems(recipe()))
     assert "has 16.0 GiB, but the recipe counts with 80" in text
     for needed in (
@@ -87,7 +87,7 @@ def test_a_card_too_small_is_told_with_the_figure_and_the_settings_that_help(mon
 
 
 def test_an_interpreter_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.cli.check.launch.gpus_here", lambda: [80.0] * 8)
+    monkeypatch.setattr("services.cli.check.recipe.gpus_here", lambda: [80.0] * 8)
     lines = launch_problems(recipe("inference.a.sglang.python=/nowhere/bin/python"))
     assert "inference.a: sglang.python: there is no interpreter /nowhere/bin/python" in "\n".join(lines)
 
@@ -97,7 +97,7 @@ def test_an_environment_of_servers_that_cannot_be_used_is_told_with_the_target_t
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interpreters whose packages are files of a test: none, a torch that does not load, one for CPUs, one for CUDA."""
-    monkeypatch.setattr("services.cli.check.launch.gpus_here", lambda: [80.0] * 8)
+    monkeypatch.setattr("services.cli.check.recipe.gpus_here", lambda: [80.0] * 8)
     monkeypatch.setattr("services.inference.engine.served.environment.ROOT", tmp_path)
     monkeypatch.delenv(f"ROLLMILL_{engine.upper()}_PYTHON", raising=False)
     place = tmp_path / f".venv-{engine}"

@@ -8,20 +8,21 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.check.launch import check_launch
-from services.cli.check.memory import host
-from services.cli.check.memory.estimate import GIB, ModelShape
-from services.cli.check.memory.gpus import misfits
-from services.cli.check.memory.host import (
+from services.cli.check import memory as host
+from services.cli.check.memory import (
+    GIB,
+    ModelShape,
+    alone,
     embedded_engine_parts,
-    embedded_estimates,
     host_estimates,
     host_memory_bytes,
     host_problems,
     loading_s,
+    misfits,
     shared_memory_gib,
     small_caches,
 )
+from services.cli.check.recipe import check_launch
 from services.common.config.processes.services import InferenceConfig
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
@@ -136,13 +137,13 @@ def test_the_cache_of_an_embedded_engine_is_refused_where_it_cannot_fit(tmp_path
     enough = service.model_copy(update={"kv_cache_gib": 200.0})
     assert embedded_engine_parts(QWEN3_8B, enough, 16_384)["KV cache"] == 64 * 16_384 * 2 * 36 * 1024 * 2
     large = recipe(tmp_path, inference={"engine": "torch", "dtype": "bfloat16", "num_slots": 64, "kv_cache_gib": 200})
-    (line,) = misfits(large, embedded_estimates)
+    (line,) = misfits(large)
     assert "KV cache 144.0" in line and "launch.gpu_memory_gib: 80" in line
     assert all(key in line for key in ("inference.a.kv_cache_gib", "context_length", "inference.a.dtype"))
     with pytest.raises(ConfigError, match=r"KV cache 144\.0"):
         check_launch(large)
     bounded = recipe(tmp_path, inference={"engine": "torch", "dtype": "bfloat16", "num_slots": 64, "kv_cache_gib": 40})
-    assert not misfits(bounded, embedded_estimates)
+    assert not misfits(bounded)
 
 
 def test_a_cache_that_holds_no_sequence_is_refused_with_the_least_that_does(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_an_engine_on_a_cpu_counts_in_the_memory_of_the_host(tmp_path: Path) -> 
     memory = host_estimates(on_cpu, has_gpus=True)[0].memory
     assert memory["KV cache of a model0"] == 8 * GIB
     assert memory["weights of a model0"] == 4 * 8_190_735_360
-    assert not list(embedded_estimates(on_cpu))
+    assert not [each for each in alone(on_cpu) if each.process.startswith("inference")]
 
 
 @pytest.mark.parametrize("model", ["somebody/unnamed", None])

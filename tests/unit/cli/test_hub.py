@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.cli.check import hub
-from services.cli.check.hub import check_model_name, hub_problems, look_up
+from services.cli.check import models as hub
+from services.cli.check.models import check_model_name, hub_problems, look_up
 from services.common.config.reading.loading import validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.cli.check.launch import check_launch
-from services.cli.check.memory.estimate import (
+from services.cli.check.memory import (
     GIB,
     ModelShape,
     adapter_parameters,
     engine_parts,
+    estimates,
     kv_bytes_per_token,
+    misfits,
     trainer_rank_parts,
 )
-from services.cli.check.memory.gpus import estimates, misfits
+from services.cli.check.recipe import check_launch
 from services.common.config.processes.services import InferenceConfig
 from services.common.config.reading.loading import load_recipe
 from services.common.config.training.adapter import AdapterConfig
@@ -206,7 +207,7 @@ def test_a_model_in_the_cache_of_the_hub_is_counted_by_its_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
-    monkeypatch.setattr("services.cli.check.memory.estimate.file_of", lambda model, name: tmp_path / name)
+    monkeypatch.setattr("services.cli.check.memory.file_of", lambda model, name: tmp_path / name)
     shape = ModelShape.of("Qwen/Qwen3-30B-A3B")
     assert shape is not None and shape.num_layers == 48
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from services.cli.check.model_files import model_problems
-from services.cli.check.sizes import size_problems
+from services.cli.check.models import model_problems
+from services.cli.check.recipe import size_problems
 from services.common.config.reading.loading import validate
 from tests.unit.trainer_service.building import recipe, save_model
 

@@ -24,8 +24,8 @@ from services.cli.plan.nodes import (
     with_addresses,
 )
 from services.cli.plan.specs import plan, ports_in_use, with_free_ports
-from services.cli.run import start
-from services.cli.run.start import find
+from services.cli.run import launch as start
+from services.cli.run.launch import find
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError

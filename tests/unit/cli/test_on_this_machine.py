@@ -16,10 +16,9 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from services.cli.__main__ import app
-from services.cli.check import launch
-from services.cli.check.launch import launch_problems, on_this_machine
-from services.cli.check.memory.gpus import estimates, with_others
-from services.cli.check.memory.host import host_estimates, host_problems
+from services.cli.check import recipe as launch
+from services.cli.check.memory import estimates, host_estimates, host_problems, misfits
+from services.cli.check.recipe import launch_problems, on_this_machine
 from services.cli.plan.specs import plan
 from services.common.config.processes.placement import Placement
 from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved
@@ -54,7 +53,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(launch, "_error_of", lambda python, program: torch_error)
-        monkeypatch.setattr("services.cli.check.memory.host.host_memory_bytes", lambda: 200 * GIB)
+        monkeypatch.setattr("services.cli.check.memory.host_memory_bytes", lambda: 200 * GIB)
 
     return make
 
@@ -128,7 +127,7 @@ def test_new_with_a_model_of_the_user_fits_the_card(
     assert made.exit_code == 0, made.output
     recipe = loaded(tmp_path / "mine")
     assert recipe.policies["model0"].model.context_length == 4096 and recipe.policies["model0"].batch.size == 128
-    assert not launch.misfits(recipe, launch.embedded_estimates)
+    assert not misfits(recipe)
     assert recipe.placement is (Placement.SHARED if len(cards) == 1 else Placement.APART)
 
 
@@ -172,7 +171,7 @@ def test_one_card_is_shared_where_both_halves_take_it_unnamed(
 def test_an_engine_that_cannot_share_a_card_is_told(tmp_path: Path, machine: Machine) -> None:
     machine(24576)
     recipe = loaded(written(tmp_path), "inference.a.engine=sglang")
-    lines = launch.misfits(recipe, launch.embedded_estimates)
+    lines = misfits(recipe)
     told = "placement: shared, so that they take turns (engine: torch; sglang and vllm free no memory between turns)"
     assert lines and all(told in line for line in lines)
 
@@ -197,9 +196,7 @@ def test_without_a_gpu_all_is_as_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     assert (trainer.device, trainer.compute_dtype, trainer.gradient_checkpointing) == ("cpu", "float32", False)
     assert (service.device, service.dtype, recipe.placement) == ("cpu", "float32", Placement.APART)
     assert recipe.launch.gpu_memory_gib == 80.0
-    assert {spec.forked for spec in plan(recipe, tmp_path) if spec.name in ("inference-a", "trainer-model0")} == {
-        "always"
-    }
+    assert all(spec.forked for spec in plan(recipe, tmp_path) if spec.name in ("inference-a", "trainer-model0"))
 
 
 def test_a_gpu_that_nvidia_smi_does_not_tell_is_left_to_the_processes(
@@ -224,14 +221,14 @@ def test_unnamed_sections_count_with_the_card_that_they_take(tmp_path: Path, mac
 def test_the_gib_that_a_setting_leaves_on_a_shared_card_are_true(tmp_path: Path, machine: Machine, size: str) -> None:
     machine(24576)
     recipe = loaded(written(tmp_path), f"policies.model0.model.path=Qwen/Qwen3-{size}B", "placement=shared")
-    lines = launch.misfits(recipe, launch.embedded_estimates)
+    lines = misfits(recipe)
     line = next(line for line in lines if line.startswith("trainer-model0"))
     named = re.findall(r"(policies\.model0\.[\w.]+): (.+?) \(([\d.]+) GiB\)", line)
     assert named, line
     for key, value, said in named:
         model = f"policies.model0.model.path=Qwen/Qwen3-{size}B"
         changed = loaded(written(tmp_path), model, "placement=shared", f"{key}={value}")
-        found = with_others(changed, [*estimates(changed), *launch.embedded_estimates(changed)])
+        found = estimates(changed)
         then = next(estimate.total for estimate in found if estimate.process == "trainer-model0")
         assert float(said) == pytest.approx(then / GIB, abs=0.05), (key, value)
 
@@ -307,7 +304,7 @@ def test_activations_are_of_no_more_tokens_than_a_minibatch_can_hold(tmp_path: P
 
 
 def test_the_setting_that_saves_most_is_named_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.cli.check.memory.host.host_memory_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr("services.cli.check.memory.host_memory_bytes", lambda: 8 * GIB)
     (line,) = host_problems(on_cpu(tmp_path, batch={"size": 512}, context=512), has_gpus=False)
     named = re.findall(r"(\S+?): (.+?) \(([\d.]+) GiB\),", line.partition("or write ")[2])
     totals = [float(total) for _, _, total in named]
@@ -328,7 +325,7 @@ def test_what_a_trainer_on_a_cpu_offloads_stays_in_the_same_memory(tmp_path: Pat
 
 def test_check_shows_the_memory_of_the_host_when_it_fits(guide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "gpus_here", list)
-    monkeypatch.setattr("services.cli.check.memory.host.host_memory_bytes", lambda: 200 * GIB)
+    monkeypatch.setattr("services.cli.check.memory.host_memory_bytes", lambda: 200 * GIB)
     shown = rollmill("check", str(guide))
     assert shown.exit_code == 0 and "node 0 needs" not in shown.stdout
     assert re.search(r"memory of node 0, estimated: [\d.]+ of 200.0 GiB \(trainer model0", shown.stdout)
@@ -339,7 +336,7 @@ def test_new_fits_the_memory_of_a_machine_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int
 ) -> None:
     monkeypatch.setattr("services.cli.new.command.gpus_here", list)
-    for place in ("services.cli.new.command", "services.cli.check.memory.host"):
+    for place in ("services.cli.new.command", "services.cli.check.memory"):
         monkeypatch.setattr(f"{place}.host_memory_bytes", lambda: memory * GIB)
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"problem": "{n}?", "answer": "{n}"}}\n' for n in range(200)))
     made = rollmill(

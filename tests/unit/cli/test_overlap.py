@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.check.overlap import LONG, MAX_TEMPLATE, SHORT, find_overlap, text_of, words_of
+from services.cli.check.data import LONG, MAX_TEMPLATE, SHORT, find_overlap, text_of, words_of
 from services.cli.check.recipe import check_recipe
 from services.common.config.data import DatasetConfig
 from services.common.config.reading.loading import load_recipe
@@ -210,7 +210,7 @@ def test_generated_training_tasks_are_those_of_the_runs_seed(tmp_path: Path, rec
 
 
 def test_the_check_imports_no_torch() -> None:
-    code = "import sys, services.cli.check.overlap; sys.exit('torch' in sys.modules)"
+    code = "import sys, services.cli.check.data; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 

@@ -248,7 +248,7 @@ def test_a_restart_for_which_there_is_no_memory_is_tried_again(
     refusals = [errno.EAGAIN, errno.ENOMEM]
     start = processes._popen
 
-    def popen(wanted: ProcessSpec, again: bool = False) -> subprocess.Popen[bytes]:
+    def popen(wanted: ProcessSpec) -> subprocess.Popen[bytes]:
         if processes.pids() and refusals:
             raise OSError(refusals.pop(), "for now")
         return start(wanted)

@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.commands import recipes as recipe_commands
+from services.cli.run.directory import Choice, choose, differences, prepare
 from services.cli.run.launch import Outcome
-from services.cli.run.resume import Choice, choose, differences
-from services.cli.run.run_directory import prepare
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -128,7 +127,7 @@ def rollmill_run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Path
         return Outcome(run_dir, {}, None)
 
     monkeypatch.setattr("services.cli.run.launch.run", run)
-    monkeypatch.setattr("services.cli.check.launch.check_launch", lambda recipe: None)
+    monkeypatch.setattr("services.cli.check.recipe.check_launch", lambda recipe: None)
     result = CliRunner().invoke(recipe_commands.recipe_app, ["run", *arguments])
     if isinstance(result.exception, ConfigError):
         raise result.exception

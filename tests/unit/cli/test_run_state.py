@@ -14,7 +14,7 @@ from services.cli.__main__ import app
 from services.cli.inspect.run_state import check_run_directory, read_metrics, why_silent
 from services.cli.inspect.trace.reading import open_journal
 from services.cli.inspect.trajectories import Wanted, read_trajectories
-from services.cli.run import run_directory
+from services.cli.run import directory as run_directory
 from services.cli.run.evaluate import evaluation_recipe
 from services.cli.watch.orchestrator_client import reach
 from services.common.config.reading.loading import load_recipe, save_resolved

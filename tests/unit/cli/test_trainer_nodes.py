@@ -11,7 +11,7 @@ import yaml
 
 from services.cli.plan.nodes import commands_for_other_nodes
 from services.cli.plan.specs import plan
-from services.cli.run.start import find
+from services.cli.run.launch import find
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError

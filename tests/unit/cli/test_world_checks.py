@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.check.launch import check_launch
-from services.cli.check.recipe import check_recipe
+from services.cli.check.recipe import check_launch, check_recipe
 from services.cli.check.worlds import index_problems, world_problems
-from services.cli.run.start import start
+from services.cli.run.launch import start
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from services.cli.check import hub
+from services.cli.check import models as hub
 from services.cli.check.recipe import check_recipe, describe
 from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.check.launch import launch_problems
+from services.cli.check.recipe import launch_problems
 from services.common import installing
 from services.common.config.reading.loading import load_recipe
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from services.cli.check.one_row import Tried, try_rows
+from services.cli.check.data import Tried, try_rows
 from services.common.config.recipe import Recipe
 from services.common.errors import DatasetError
 from services.orchestrator.tasks.prompt_length import ShortPrompts, open_tokenizer, short_prompts

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.check.memory.estimate import CONTEXT_BYTES, GIB, ModelShape
-from services.cli.check.memory.gpus import KEPT_BY_OTHERS, estimates, misfits, with_others
-from services.cli.check.memory.host import embedded_estimates
+from services.cli.check.memory import CONTEXT_BYTES, GIB, KEPT_BY_OTHERS, ModelShape, alone, estimates, misfits
 from services.cli.plan.specs import plan
 from services.common.config.processes.placement import Placement
 from services.common.config.reading.loading import load_recipe
@@ -28,12 +26,11 @@ def load(name: str, *settings: str) -> Recipe:
 def test_a_card_of_24_gb_has_room_for_each_turn_and_not_for_both_halves(name: str) -> None:
     recipe = load(name)
     assert recipe.placement is Placement.SHARED and recipe.launch.gpu_memory_gib < 24
-    found = with_others(recipe, [*estimates(recipe), *embedded_estimates(recipe)])
+    found = estimates(recipe)
     assert {estimate.process for estimate in found} == {"trainer-model0", "inference-a"}
     assert all(estimate.fits and estimate.gpus == (0,) for estimate in found)
-    assert not misfits(recipe, embedded_estimates)
-    alone = [*estimates(recipe), *embedded_estimates(recipe)]
-    assert sum(estimate.total for estimate in alone) > recipe.launch.gpu_memory_gib * GIB
+    assert not misfits(recipe)
+    assert sum(estimate.total for estimate in alone(recipe)) > recipe.launch.gpu_memory_gib * GIB
 
 
 def test_each_turn_counts_what_the_other_processes_keep() -> None:
@@ -42,10 +39,7 @@ def test_each_turn_counts_what_the_other_processes_keep() -> None:
     base = ModelShape.by_name("Qwen/Qwen3-1.7B")
     assert base is not None
     kept = {
-        recipe.name: {
-            estimate.process: estimate.parts[KEPT_BY_OTHERS]
-            for estimate in with_others(recipe, [*estimates(recipe), *embedded_estimates(recipe)])
-        }
+        recipe.name: {estimate.process: estimate.parts[KEPT_BY_OTHERS] for estimate in estimates(recipe)}
         for recipe in (full, lora)
     }
     assert kept[full.name] == {"trainer-model0": CONTEXT_BYTES, "inference-a": CONTEXT_BYTES}
@@ -55,7 +49,7 @@ def test_each_turn_counts_what_the_other_processes_keep() -> None:
 
 def test_a_card_too_small_is_told_with_the_figure_and_three_settings() -> None:
     recipe = load(RECIPES[0], "launch.gpu_memory_gib=10", "inference.a.num_slots=8")
-    (line,) = misfits(recipe, embedded_estimates)
+    (line,) = misfits(recipe)
     assert "trainer-model0 needs 1" in line and "launch.gpu_memory_gib: 10" in line
     settings = line.partition("write policies.")[2]
     assert settings.count("GiB)") == 3
@@ -66,10 +60,10 @@ def test_a_card_too_small_is_told_with_the_figure_and_three_settings() -> None:
 
 def test_settings_that_are_named_help_as_much_as_is_said() -> None:
     recipe = load(RECIPES[0], "launch.gpu_memory_gib=10", "inference.a.num_slots=8")
-    (line,) = misfits(recipe, embedded_estimates)
+    (line,) = misfits(recipe)
     said = float(line.partition("trainer.offload: [optimizer, reference] (")[2].partition(" GiB")[0])
     changed = load(RECIPES[0], "policies.model0.trainer.offload=[optimizer, reference]")
-    trainer, *_ = with_others(changed, [*estimates(changed), *embedded_estimates(changed)])
+    trainer, *_ = estimates(changed)
     assert trainer.process == "trainer-model0" and trainer.total / GIB == pytest.approx(said, abs=0.05)
 
 

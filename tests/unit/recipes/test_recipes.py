@@ -14,9 +14,8 @@ import pytest
 from rich.console import Console
 
 from services.cli.check import recipe as check
-from services.cli.check.launch import check_launch
-from services.cli.check.memory.estimate import GIB
-from services.cli.check.memory.gpus import estimates, misfits
+from services.cli.check.memory import GIB, estimates, misfits
+from services.cli.check.recipe import check_launch
 from services.common.config.processes.placement import engine_numbers, gpu_claims
 from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError
@@ -199,11 +198,11 @@ def test_the_coder_alone_is_evaluated_as_the_baseline_is() -> None:
 def test_without_its_world_nothing_starts_unless_a_server_plays_it(
     name: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.cli.check.launch.gpus_here", lambda: [80.0] * 8)
-    monkeypatch.setattr("services.cli.check.launch._error_of", lambda python, program: "")  # torch sees them
-    monkeypatch.setattr("services.cli.check.launch.hub_problems", lambda recipe: [])
-    monkeypatch.setattr("services.cli.check.memory.host.host_memory_bytes", lambda: 1e12)
-    monkeypatch.setattr("services.cli.check.memory.host.shared_memory_here", lambda: 1e12)
+    monkeypatch.setattr("services.cli.check.recipe.gpus_here", lambda: [80.0] * 8)
+    monkeypatch.setattr("services.cli.check.recipe._error_of", lambda python, program: "")  # torch sees them
+    monkeypatch.setattr("services.cli.check.recipe.hub_problems", lambda recipe: [])
+    monkeypatch.setattr("services.cli.check.memory.host_memory_bytes", lambda: 1e12)
+    monkeypatch.setattr("services.cli.check.memory.shared_memory_here", lambda: 1e12)
     with pytest.raises(ConfigError, match=told):
         check_launch(load(name).model_copy(update={"inference": {}}))
     world = name.partition("/")[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.common.errors import DeadlineError
 from services.common.system.child import run_and_leave
 from services.common.system.memory import available_bytes

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.common.system.child import module_command, run_and_leave
 from services.trainer.checkpoint.checkpoints import CheckpointFailedError, Checkpoints
 from services.trainer.ranks.sharding import Ranks

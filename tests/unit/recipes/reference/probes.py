@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.cli.check.launch import missing_data
+from services.cli.check.recipe import missing_data
 from services.cli.deploy.layout import lay_out
 from services.common.records.types import Task
 from services.common.text.programs import program_of
