@@ -46,7 +46,7 @@ BATCH = 128
 READ = """
 import json, resource, sys, time
 from pathlib import Path
-from services.cli.inspect.fate.reading import read_fates
+from services.cli.inspect.fate import read_fates
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 began = time.perf_counter()
 found = read_fates(Path(sys.argv[1]))

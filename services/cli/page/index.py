@@ -1,22 +1,107 @@
-"""An index of the rollouts of one run, for the questions that the journal's own index cannot answer: task, training step,
-reward, length, fate, and words of a conversation.
-
-A temporary SQLite file beside no run: the run's directory is only read. One writer and any number of readers; each call
-has a connection to itself. Knows nothing of the journal.
-"""
+"""Filters and orders of a list of rollouts, and their SQL."""
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from services.cli.page.filters import BY_AGE, ORDERS, Filter, condition, words_of
+from services.cli.inspect.trajectories import Pieces
+from services.common.records.fates import GroupFate
+from services.common.records.types import Purpose, TokenSource
+from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.storage.segments import Row
+from services.orchestrator.state.groups import split_sequence_id
+
+_WORD = re.compile(r"[^\W_]+")  # as FTS5 cuts words
+_MOST_WORDS = 12
+
+ORDERS = {
+    "newest": "r.number DESC",
+    "oldest": "r.number",
+    "reward": "r.reward DESC, r.number DESC",
+    "-reward": "r.reward NULLS LAST, r.number",
+    "tokens": "r.tokens DESC, r.number DESC",
+    "-tokens": "r.tokens, r.number",
+}
+"""The orders of a list, each one that SQLite reads from an index without a sort. A rollout that failed has no reward and
+comes last."""
+
+BY_AGE = {"newest": "DESC", "oldest": "ASC"}
+"""Orders by number, with the direction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """Which rollouts to list; all that is given must hold."""
+
+    words: str = ""
+    task: str = ""
+    """A task id, or a pattern with ``*``."""
+    task_group: str = ""
+    step: int | None = None
+    evaluation: str = ""
+    """Played for this evaluation, such as ``end`` or ``end/greedy``; ``-`` for training."""
+    fate: str = ""
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    order: str = "newest"
+    offset: int = 0
+
+
+def condition(wanted: Filter) -> tuple[str, list[Any]]:
+    """The condition on ``rollouts AS r`` in SQL, and its values. Words are not part of it."""
+    parts: list[str] = []
+    values: list[Any] = []
+    # A + keeps SQLite from the index of a wide range: the newest rows come first, and are soon enough.
+    simple: Mapping[str, Any] = {
+        "r.task_group = ?": wanted.task_group or None,
+        "r.step = ?": wanted.step,
+        "r.fate = ?": wanted.fate or None,
+        "+r.reward >= ?": wanted.min_reward,
+        "+r.reward <= ?": wanted.max_reward,
+        "+r.tokens >= ?": wanted.min_tokens,
+        "+r.tokens <= ?": wanted.max_tokens,
+    }
+    for text, value in simple.items():
+        if value is not None:
+            parts.append(text)
+            values.append(value)
+    if wanted.evaluation == "-":
+        parts.append("r.evaluation = ''")
+    elif wanted.evaluation:
+        parts.append("(r.evaluation = ? OR substr(r.evaluation, 1, ?) = ?)")
+        values += [wanted.evaluation, len(wanted.evaluation) + 1, f"{wanted.evaluation}/"]
+    if wanted.task:
+        parts.append("r.task IN (SELECT id FROM tasks WHERE name GLOB ?)")
+        values.append(_glob(wanted.task))
+    return " AND ".join(parts) or "1", values
+
+
+def _glob(pattern: str) -> str:
+    """SQLite's GLOB reads ``*``, ``?`` and ``[``; only ``*`` is meant."""
+    return "".join(f"[{sign}]" if sign in "?[" else sign for sign in pattern)
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a search; the first ``_MOST_WORDS`` count.
+
+    >>> words_of('two AND "seven-8')
+    ['two', 'AND', 'seven', '8']
+    """
+    return _WORD.findall(text)[:_MOST_WORDS]
+
 
 TEXT_CHARACTERS = 20_000
 """Characters of a task's row, and of what a policy wrote in a rollout, that a search finds."""
@@ -324,3 +409,168 @@ def joined(parts: Iterable[str], most: int = TEXT_CHARACTERS) -> str:
         if length >= most:
             break
     return "".join(found)[:most]
+
+
+CHUNK = 200
+"""Records of one transaction: what a question to the same journal may wait for."""
+
+Json = dict[str, Any]
+
+
+class Filler:
+    """``fill`` until it returns False; later calls take new records."""
+
+    def __init__(
+        self, reader: JournalReader, index: RolloutIndex, pieces: Callable[[], Mapping[str, Pieces] | None]
+    ) -> None:
+        """``pieces``: the texts of tokens by policy; None while tokenizers are being loaded, and then the texts of what is
+        indexed meanwhile are added later."""
+        self._reader = reader
+        self._index = index
+        self._pieces = pieces
+        self._last = 0
+        self._take: Mapping[str, Callable[[Row, Json], None]] = {
+            records.GROUP: self._group,
+            records.TRAJECTORY: self._trajectory,
+            records.FAILURE: self._failure,
+            records.VERDICT: self._verdict,
+            records.BATCH: self._batch,
+            records.CLOSED: self._closed,
+        }
+        self._without_text: list[int] = []  # numbers of trajectories
+        self.is_complete = False
+        self.num_unreadable = 0
+        """Records that are damaged, or not of this project."""
+
+    @property
+    def num_without_text(self) -> int:
+        """Rollouts whose text waits for the tokenizers."""
+        return len(self._without_text)
+
+    @property
+    def done(self) -> int:
+        """The number of the last record that was read."""
+        return self._last
+
+    def fill(self) -> bool:
+        """Index the next ``CHUNK`` records; False when there were fewer."""
+        last = self._last
+        found = self._reader.select("r.number > ?", (last,), lambda row: row.number > last)
+        rows = list(islice(found, CHUNK))
+        with self._index.writing():
+            for row in rows:
+                take = self._take.get(row.kind)
+                if take is not None:
+                    self._add(row, take)
+                self._last = row.number
+        self.is_complete = len(rows) < CHUNK
+        return not self.is_complete
+
+    def add_texts(self) -> bool:
+        """The same for texts of rollouts that were indexed while tokenizers were being loaded."""
+        if self._pieces() is None:
+            return False
+        part = self._without_text[:CHUNK]
+        with self._index.writing():
+            for number in part:
+                found = next(self._reader.select("r.number = ?", (number,), partial(_has_number, number)), None)
+                if found is not None:
+                    self._add(found, self._add_text)
+        self._without_text = self._without_text[CHUNK:]  # after the commit: another thread reads how many wait
+        return bool(self._without_text)
+
+    def _add(self, row: Row, take: Callable[[Row, Json], None]) -> None:
+        record = self._reader.load(row)
+        if record is None:
+            self.num_unreadable += 1
+            return
+        try:
+            take(row, record)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError):  # JSON of another shape
+            self.num_unreadable += 1
+
+    def _group(self, row: Row, record: Json) -> None:
+        evaluation = str(record["evaluation"])
+        if record["purpose"] != Purpose.TRAIN.value and not evaluation:
+            evaluation = str(record["purpose"])
+        self._index.add_group(row.key, str(record["task_id"]), evaluation, str(record["data_json"]))
+
+    def _trajectory(self, row: Row, record: Json) -> None:
+        group, _, slot = row.key.rpartition("/")
+        sequences = record["sequences"]
+        written = _written(record)
+        is_first = self._index.add_rollout(
+            Rollout(
+                number=row.number,
+                task_group=group,
+                slot=int(slot),
+                reward=float(record["reward"]),
+                tokens=sum(int(segment["num_tokens"]) for _, segment in written),
+                turns=sum(_num_turns(sequence["segments"]) for sequence in sequences),
+                version=max((int(segment["weight_version"]) for _, segment in written), default=0),
+                stop=str(sequences[-1]["stop_reason"]) if sequences else "",
+                fate=WAITING,
+                written_at=row.written_at,
+            )
+        )
+        if not is_first:
+            return
+        if self._pieces() is None:
+            self._without_text.append(row.number)
+        else:
+            self._add_text(row, record)
+
+    def _add_text(self, row: Row, record: Json) -> None:
+        pieces = self._pieces() or {}
+        texts = (
+            "".join(pieces[policy].of(rollouts.unpack_tokens(segment["token_ids"], segment["num_tokens"]).tolist()))
+            for policy, segment in _written(record)
+            if policy in pieces
+        )
+        self._index.add_text(row.number, joined(texts))
+
+    def _failure(self, row: Row, record: Json) -> None:
+        group, _, slot = row.key.rpartition("/")
+        is_first = self._index.add_rollout(
+            Rollout(
+                number=row.number, task_group=group, slot=int(slot), reward=None, tokens=0, turns=0, version=0,
+                stop=str(record["reason"]), fate=FAILED, written_at=row.written_at,
+            )
+        )  # fmt: skip
+        if is_first:
+            self._index.add_text(row.number, f"{record['reason']} {record['detail']}")
+
+    def _verdict(self, row: Row, record: Json) -> None:
+        for verdict in records.verdicts_from_json(record):
+            for member in verdict.members:
+                fate = WAITING if member.fate is GroupFate.KEPT else member.fate.value
+                self._index.mark(row.key, member.index, fate)
+
+    def _closed(self, row: Row, record: Json) -> None:
+        self._index.mark_closed(row.key, records.closed_reason(record))
+
+    def _batch(self, row: Row, record: Json) -> None:
+        policy, step = str(record["policy"]), int(record["training_step"])
+        for entry in record["sequences"]:
+            group, slot, _ = split_sequence_id(entry["sequence_id"])
+            self._index.mark_trained(group, slot, policy, step)
+
+
+def _written(record: Json) -> list[tuple[str, Json]]:
+    """The segments that policies wrote, each with its policy."""
+    sequences = record["sequences"]
+    return [
+        (s["policy"], segment)
+        for s in sequences
+        for segment in s["segments"]
+        if segment["source"] == TokenSource.POLICY
+    ]
+
+
+def _num_turns(segments: list[Json]) -> int:
+    """Of the policy; a turn has a segment for each weight version."""
+    return sum(by_policy for by_policy, _ in groupby(segments, lambda segment: segment["source"] == TokenSource.POLICY))
+
+
+def _has_number(number: int, row: Row) -> bool:
+    return row.number == number

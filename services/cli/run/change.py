@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.cli.inspect.checkpoints.found import Recorded
+from services.cli.inspect.checkpoints import Recorded
 from services.cli.inspect.standing import NOT_BEGUN, Standing, standing
 from services.cli.plan.specs import with_free_ports
 from services.common import run_files

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from services.cli.check.launch import check_launch, on_this_machine
 from services.cli.check.recipe import check_named
-from services.cli.console.plain import say
+from services.cli.console import say
 from services.cli.inspect.run_state import ended
 from services.cli.inspect.standing import newest_first
 from services.cli.plan.profiles import load_with_profile

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from services.cli.console.plain import say
+from services.cli.console import say
 from services.cli.inspect.run_state import check_can_go_on, launcher_lock, processes_left
 from services.cli.keys.process_keys import operate
 from services.cli.plan.nodes import other_nodes, with_addresses

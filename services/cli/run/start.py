@@ -16,8 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from services.cli.check.launch import check_worlds, missing_data
-from services.cli.console.errors import Interrupted, StopSignal
-from services.cli.console.plain import say
+from services.cli.console import Interrupted, StopSignal, say
 from services.cli.keys.process_keys import (
     act_as,
     keys_of,

@@ -12,7 +12,7 @@ import time
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
 
-from services.cli.console.plain import say
+from services.cli.console import say
 from services.common.errors import AccessError, ConfigError, DeadlineError, InfrastructureError, RollmillError
 from services.common.net.hosts import host_and_port
 from services.common.rpc.client.channel import translated_errors

@@ -17,12 +17,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.console import drawing
-from services.cli.inspect.fate.facts import Fate, Lengths
-from services.cli.inspect.fate.picture import MOST_BARS, draw_fates
-from services.cli.inspect.fate.reading import Fates, read_fates
-from services.cli.inspect.fate.view import show
-from services.cli.inspect.pictures.runs import plot_runs
+from services.cli.console import pyplot
+from services.cli.inspect.fate import Fate, Fates, Lengths, read_fates, show
+from services.cli.inspect.plot import MOST_BARS, draw_fates, plot_runs
 from services.common.errors import ConfigError
 from services.common.records import fates
 from services.common.records.fates import ClosedReason
@@ -374,8 +371,8 @@ def some_fates(steps: int) -> Fates:
 
 @pytest.mark.parametrize("steps", [1, 7, 230])
 def test_the_bars_of_the_picture_are_all_tokens_whatever_became_of_them(steps: int) -> None:
-    pyplot = drawing.pyplot()
-    figure, axes = pyplot.subplots(2, 2)
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 2)
     draw_fates(list(axes), some_fates(steps))
     for by_step, by_length in axes:
         for ax in (by_step, by_length):
@@ -385,7 +382,7 @@ def test_the_bars_of_the_picture_are_all_tokens_whatever_became_of_them(steps: i
             assert all(height == pytest.approx(1.0) for height in heights.values())
             assert 1 <= len(heights) <= MOST_BARS
         assert "in flight" in by_step.get_legend_handles_labels()[1]
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 async def test_the_picture_of_one_run_shows_its_fates(worlds: Worlds, tmp_path: Path) -> None:

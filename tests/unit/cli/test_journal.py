@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.inspect.journal.mending import compact_journal, repair_journal
-from services.cli.watch.warnings import journal_and_disk
+from services.cli.inspect.journal import compact_journal, repair_journal
+from services.cli.watch import journal_and_disk
 from services.common.config.reading.loading import save_resolved
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.pb import run_pb2
@@ -146,7 +146,7 @@ def test_compact_on_a_full_disk_says_so(run: Path, monkeypatch: pytest.MonkeyPat
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("services.cli.inspect.journal.mending.carry_out", lambda *arguments, **named: full())
+    monkeypatch.setattr("services.cli.inspect.journal.carry_out", lambda *arguments, **named: full())
     with pytest.raises(InfrastructureError, match="No space left"):
         compact_journal(run, dry_run=False)
 

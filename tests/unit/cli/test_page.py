@@ -18,16 +18,12 @@ from typer.testing import CliRunner
 
 from benchmarks._page_run import HOSTILE, write_run
 from services.cli.__main__ import app
-from services.cli.inspect.turns import marks_of, turns
+from services.cli.inspect.trajectories import Pieces, marks_of, turns
 from services.cli.page import index
-from services.cli.page.command import check_runs, keys_to_serve
-from services.cli.page.conversation import Pieces
-from services.cli.page.curves import thinned
-from services.cli.page.events import MetricsTail
-from services.cli.page.filters import Filter
-from services.cli.page.index import FAILED, TRAINED, Rollout, RolloutIndex
-from services.cli.page.server import POLICY, PageServer
-from services.cli.page.state import as_json
+from services.cli.page.index import FAILED, TRAINED, Filter, Rollout, RolloutIndex
+from services.cli.page.reader import thinned
+from services.cli.page.server import POLICY, PageServer, check_runs, keys_to_serve
+from services.cli.page.state import MetricsTail, as_json
 from services.common.errors import ConfigError
 from services.common.pb import run_pb2
 from services.common.security import identity

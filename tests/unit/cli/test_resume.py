@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.commands import recipes as recipe_commands
+from services.cli import commands as recipe_commands
 from services.cli.run.launch import Outcome
 from services.cli.run.resume import Choice, choose, differences
 from services.cli.run.run_directory import prepare

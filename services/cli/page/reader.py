@@ -1,48 +1,289 @@
-"""One run of the page: a thread reads its directory on, and answers questions from the part that is read.
-
-    metrics -> rows     journal -> index of rollouts, fates     orchestrator, while a browser is open -> its state
-
-A question waits for no file that grows with the run and for no other process. A part that cannot be read is told by
-its message; the others go on.
-"""
+"""The panels of ``rollmill plot`` as numbers: a line for each policy and metric, or the mean and the band of seeds."""
 
 from __future__ import annotations
 
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import orjson
 import structlog
 
-from services.cli.inspect.fate.reading import read_fates
-from services.cli.inspect.fate.view import as_json
+from services.cli.inspect.fate import as_json, read_fates
+from services.cli.inspect.plot import (
+    PANELS,
+    THROUGHPUT,
+    Panel,
+    Points,
+    Runs,
+    band,
+    curves_of,
+    grouped,
+    newest_version,
+    throughput_of,
+)
 from services.cli.inspect.run_state import Row
-from services.cli.inspect.standing import standing
-from services.cli.inspect.trace.reading import open_journal
-from services.cli.inspect.trajectories import load_tokenizer
-from services.cli.inspect.turns import Marks, marks_of
-from services.cli.inspect.weights import serving_s, summarise
-from services.cli.page.conversation import Pieces, conversation, uses
-from services.cli.page.events import MetricsTail, events
-from services.cli.page.filling import Filler
-from services.cli.page.filters import Filter
-from services.cli.page.index import RolloutIndex
-from services.cli.page.state import Live, state_of
+from services.cli.inspect.standing import serving_s, standing, summarise
+from services.cli.inspect.trace import open_journal
+from services.cli.inspect.trajectories import (
+    ENVIRONMENT,
+    POLICY,
+    PROMPT,
+    Marks,
+    Pieces,
+    expected,
+    load_tokenizer,
+    marks_of,
+    read_turns,
+)
+from services.cli.page.index import Filler, Filter, RolloutIndex
+from services.cli.page.state import Live, MetricsTail, events, state_of
 from services.common import run_files
 from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.config.training.algorithm import AlgorithmConfig
 from services.common.errors import ConfigError, NotFoundError, RollmillError
 from services.common.installing import install
-from services.common.records.types import TRANSFER_STAGES
+from services.common.records import types
+from services.common.records.types import (
+    TRANSFER_STAGES,
+    Logprobs,
+    Segment,
+    StopReason,
+    TrainingSequence,
+    Trajectory,
+)
 from services.common.telemetry.metrics import RowKind
 from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.records import BatchEntry, BatchRecord
+from services.orchestrator.state.groups import split_sequence_id
+
+MOST_POINTS = 400  # of a line: more than a panel has pixels for
+
+Json = dict[str, Any]
+
+
+def curves(run_dirs: Sequence[Path], read: Callable[[Path], list[Row]]) -> Json:
+    """``groups``: runs that differ in the seed alone; ``panels``, each with lines, and the evaluations as points."""
+    groups = grouped(run_dirs, read)
+    return {
+        "groups": [{"label": group.label, "seeds": len(group.rows)} for group in groups],
+        "panels": [
+            *(_panel(panel, groups) for panel in PANELS),
+            _described(
+                THROUGHPUT, [_line(n, "", "", [throughput_of(r) for r in g.rows]) for n, g in enumerate(groups)]
+            ),
+        ],
+    }
+
+
+def _described(panel: Panel, lines: list[Json], points: Sequence[Json] = ()) -> Json:
+    found = [line for line in lines if line["x"]]
+    return {
+        "title": panel.title, "x": panel.x, "y": panel.y.replace("\n", " "), "from_zero": panel.from_zero,
+        "lines": found, "points": list(points),
+    }  # fmt: skip
+
+
+def _panel(panel: Panel, groups: Sequence[Runs]) -> Json:
+    lines = [
+        _line(number, policy, line.label, found, line.style)
+        for number, group in enumerate(groups)
+        for policy, line, found in curves_of(panel, group, alone=len(groups) == 1)
+    ]
+    rewards = panel is PANELS[0]
+    points = [point for n, group in enumerate(groups) for point in _evaluations(n, group)] if rewards else []
+    return _described(panel, lines, points)
+
+
+def _line(group: int, policy: str, label: str, curves: Sequence[Points], style: str = "-") -> Json:
+    """``low`` and ``high`` are missing of a single run. Two runs of which only one has values are one line."""
+    facts: Json = {"group": group, "policy": policy, "label": label, "style": style}
+    found = band(curves)
+    if found is None:
+        points = thinned(next((points for points in curves if points), []))
+        return {**facts, "x": [p[0] for p in points], "y": [p[1] for p in points]}
+    return {
+        **facts,
+        "x": found.x.tolist(), "y": found.mean.tolist(), "low": found.low.tolist(), "high": found.high.tolist(),
+    }  # fmt: skip
+
+
+def thinned(points: Points, most: int = MOST_POINTS) -> Points:
+    """The lowest and the highest point of every stretch, so that no peak is lost; all of a short curve.
+
+    >>> thinned([(0, 1.0), (1, 9.0), (2, 2.0), (3, 0.0)], most=2)
+    [(1, 9.0), (3, 0.0)]
+    """
+    if len(points) <= most:
+        return points
+    kept: Points = []
+    stretches = max(1, most // 2)
+    for number in range(stretches):
+        part = points[len(points) * number // stretches : len(points) * (number + 1) // stretches]
+        if part:
+            ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
+            kept += sorted(ends)
+    return kept
+
+
+def _evaluations(number: int, group: Runs) -> Iterator[Json]:
+    """With the 95% interval of the mean, where one data set was evaluated."""
+    for row in (row for rows in group.rows for row in rows):
+        if row["kind"] != RowKind.EVALUATION or not row["versions"] or row["mean_reward"] is None:
+            continue
+        of_one = row["datasets"][0]["mean_reward"] if len(row["datasets"]) == 1 else {}
+        yield {
+            "group": number,
+            "label": row["name"].partition("/")[2] or row["name"],
+            "x": newest_version(row),
+            "y": row["mean_reward"],
+            "low": of_one.get("low"),
+            "high": of_one.get("high"),
+        }
+
+
+TASK_CHARACTERS = 20_000  # of a task's row, which may hold all tests of a program
+
+
+def conversation(
+    trajectory: Trajectory, issue: Json, texts: Mapping[str, tuple[Pieces, Marks]], uses: Mapping[int, Json]
+) -> Json:
+    """``issue``: the journal's line of the task group, or empty. ``texts`` by policy; ``uses`` by position of the sequence: its use in a batch (``advantages.uses``)."""
+    return {
+        "task_group": trajectory.task_group_id,
+        "slot": trajectory.index,
+        "reward": trajectory.reward,
+        "replica": trajectory.replica_id,
+        "started_at": trajectory.started_at,
+        "finished_at": trajectory.finished_at,
+        "metrics": trajectory.metrics,
+        "expected": expected(issue),
+        "task_row": _task_row(issue),
+        "sequences": [
+            {
+                "policy": sequence.policy,
+                "role": sequence.role,
+                "attempt": sequence.attempt,
+                "parent": sequence.parent,
+                "origin": sequence.origin.value,
+                "reward": sequence.reward,
+                "stop": sequence.stop_reason.value,
+                "metrics": sequence.metrics,
+                "use": uses.get(position),
+                "are_text": texts[sequence.policy][0].are_text,
+                "turns": list(_turns(sequence.segments, *texts[sequence.policy])),
+            }
+            for position, sequence in enumerate(trajectory.sequences)
+        ],
+    }
+
+
+def _task_row(issue: Json) -> str:
+    try:
+        row = orjson.loads(issue.get("data_json", "{}"))
+    except orjson.JSONDecodeError:
+        return str(issue.get("data_json", ""))[:TASK_CHARACTERS]
+    return orjson.dumps(row, option=orjson.OPT_INDENT_2).decode()[:TASK_CHARACTERS] if row else ""
+
+
+def _turns(segments: Iterable[Segment], pieces: Pieces, marks: Marks) -> Iterator[Json]:
+    parts = groupby(segments, key=lambda segment: segment.is_policy)
+    for number, (by_policy, found) in enumerate(parts):
+        if by_policy:
+            yield _written(list(found), pieces)
+            continue
+        text = "".join("".join(pieces.of(segment.token_ids.tolist())) for segment in found)
+        for turn in read_turns(text, marks, PROMPT if number == 0 else ENVIRONMENT):
+            if turn.text:
+                yield {"role": turn.role, "text": turn.text}
+
+
+def _written(segments: list[Segment], pieces: Pieces) -> Json:
+    """A turn of the policy. ``spans``: how many tokens a weight version sampled, in order."""
+    ids: list[list[int]] = [segment.token_ids.tolist() for segment in segments]
+    logprobs = [_rounded(segment.logprobs) for segment in segments]
+    return {
+        "role": POLICY,
+        "tokens": pieces.of([token for part in ids for token in part]),
+        "ids": [token for part in ids for token in part],
+        "logprobs": [value for part in logprobs for value in part],
+        "teacher_logprobs": [value for segment in segments for value in _rounded(segment.teacher_logprobs)],
+        "spans": [
+            {
+                "tokens": len(part),
+                "version": segment.weight_version,
+                "temperature": segment.temperature,
+                "mixed_cache": segment.mixed_cache,
+            }
+            for part, segment in zip(ids, segments, strict=True)
+        ],
+    }
+
+
+def _rounded(values: Logprobs) -> list[float]:
+    return [round(value, 5) for value in values.tolist()]
+
+
+def uses(
+    trajectory: Trajectory, batches: Iterable[BatchRecord], algorithms: Mapping[str, AlgorithmConfig]
+) -> dict[int, Json]:
+    """By position of the sequence in the trajectory: training step, staleness, statistics of the group, and the
+    ``advantage``, or ``why`` it is not known."""
+    found: dict[int, Json] = {}
+    for batch in batches:
+        for entry in batch.entries:
+            group, slot, position = split_sequence_id(entry.sequence_id)
+            if (group, slot) != (trajectory.task_group_id, trajectory.index) or position in found:
+                continue
+            of_policy = algorithms.get(batch.policy)
+            reward = entry.reward if entry.reward is not None else trajectory.sequences[position].reward
+            advantage, why = (None, "its policy is not in the recipe")
+            if of_policy is not None:
+                advantage, why = _advantage(entry, reward, of_policy)
+            found[position] = {
+                "step": batch.training_step,
+                "minibatch": entry.minibatch,
+                "staleness": entry.staleness,
+                "trained_reward": reward,
+                "group_mean": entry.group_mean,
+                "group_std": entry.group_std,
+                "group_size": entry.group_size,
+                "trained_from": entry.trained_from,
+                "advantage": advantage,
+                "why": why,
+            }
+    return found
+
+
+def _advantage(entry: BatchEntry, reward: float, algorithm: AlgorithmConfig) -> tuple[float | None, str]:
+    if algorithm.distillation is not None:
+        return None, "the trainer computes it for each token from the teacher's log-probability"
+    if algorithm.advantage == "gae":
+        return None, "the trainer computes it for each token from the values of the critic"
+    if algorithm.deviation == "batch":
+        return None, "the trainer divides it by the deviation of its whole batch"
+    try:
+        from services.trainer.algorithms.advantages.sequences import sequence_advantages
+    except ImportError:  # a machine that only reads runs
+        return None, "the trainer's packages are not installed here"
+    sequence = types.Sequence(policy="", role="", attempt=0, segments=(), reward=reward, stop_reason=StopReason.STOP)
+    stamped = TrainingSequence(
+        sequence_id=entry.sequence_id, sequence=sequence, group_mean=entry.group_mean, group_std=entry.group_std,
+        group_size=entry.group_size, staleness=0, minibatch=0, position=0,
+    )  # fmt: skip
+    note = "before the normalisation over the batch" if algorithm.batch_normalize_advantages else ""
+    if algorithm.gamma != 1.0 or algorithm.kl_reward_coefficient:
+        note = "of the last token: the trainer discounts it, or takes the KL off, for each token"
+    return float(sequence_advantages([stamped], algorithm)[0]), note
+
 
 log = structlog.get_logger()
 
@@ -56,8 +297,6 @@ _LOADING = threading.Lock()  # two threads that import transformers at once see 
 
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, sqlite3.Error)
 """Errors of reading a file of another shape: JSON without a key, bytes that are no text, a disk with a read error."""
-
-Json = dict[str, Any]
 
 
 class RunReader:

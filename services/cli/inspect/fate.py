@@ -1,0 +1,781 @@
+"""The fates of rollouts and sequences, and how they are counted."""
+
+from __future__ import annotations
+
+import enum
+import json
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from services.cli.console import Column, FittingTable, say
+from services.cli.inspect.trace import open_journal
+from services.common.errors import ConfigError, DeadlineError, RolloutTimeoutError
+from services.common.records import fates
+from services.common.records.fates import ClosedReason, GroupFate
+from services.common.records.types import Purpose
+from services.common.telemetry.metrics import TrainerKey
+from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.parsers import state_from_json
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.records import GroupVerdict
+from services.orchestrator.journal.storage.segments import Row
+from services.orchestrator.state.groups import split_sequence_id
+from services.orchestrator.state.run_control import RunState
+
+
+class Fate(enum.StrEnum):
+    """Of a task group, a rollout, a sequence or a token: exactly one.
+
+    In this order a whole has the fate of its parts: a task group of which anything was trained counts as trained.
+    """
+
+    TRAINED = "trained"
+    IN_TRAINING = "in_training"  # in a recorded batch whose version is not published
+    BUFFERED = "waiting_for_a_batch"
+    MASKED = "masked"  # in a batch, but no part of the loss
+    TOO_OLD = "too_old"  # finished, and dropped for its staleness
+    SURPLUS = "surplus"  # its policy could not use it any more
+    TRUNCATED = "truncated"  # cut by its budget, and rollout.on_truncation masks such
+    RESAMPLED_AWAY = "resampled_away"  # batch.resample chose others
+    EQUAL_REWARDS = "equal_rewards"  # batch.dynamic_sampling: nothing to learn from the group
+    SIBLINGS = "waiting_for_siblings"  # finished; its task group is not complete
+    PLAYING = "being_played"
+    LEFT_OVER = "left_over"  # kept, and the run was done before a batch took it
+    CANCELLED = "cancelled"  # by the end of the run
+    STOPPED = "stopped_as_too_old"  # cancelled at its replica, because it would have been dropped
+    TIMED_OUT = "timed_out"
+    FAILED = "failed"
+    EMPTY = "no_sequence"  # finished without a word of this policy
+    UNKNOWN = "not_recorded"  # the journal lacks the record that would say it
+
+    @property
+    def label(self) -> str:
+        """As people read it.
+
+        >>> Fate.EQUAL_REWARDS.label, Fate.BUFFERED.label
+        ('dropped: equal rewards', 'in flight: waiting for a batch')
+        """
+        kind = "dropped: " if self in _DROPPED else "in flight: " if self.in_flight else ""
+        return kind + self.value.replace("_", " ")
+
+    @property
+    def in_flight(self) -> bool:
+        return self in _IN_FLIGHT
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the tokens of a sequence with this fate are known."""
+        return self not in _WITHOUT_TOKENS
+
+
+_IN_FLIGHT = frozenset({Fate.IN_TRAINING, Fate.BUFFERED, Fate.SIBLINGS, Fate.PLAYING})
+_DROPPED = frozenset({Fate.TOO_OLD, Fate.SURPLUS, Fate.TRUNCATED, Fate.RESAMPLED_AWAY, Fate.EQUAL_REWARDS})
+_WITHOUT_TOKENS = frozenset({Fate.PLAYING, Fate.STOPPED, Fate.TIMED_OUT, Fate.FAILED, Fate.EMPTY})
+_ORDER = {fate: number for number, fate in enumerate(Fate)}
+
+
+def of_the_whole(parts: Iterable[Fate]) -> Fate:
+    """The fate of a whole, from the fates of its parts.
+
+    >>> of_the_whole([Fate.FAILED, Fate.TRAINED])
+    <Fate.TRAINED: 'trained'>
+    """
+    return min(parts, key=_ORDER.__getitem__, default=Fate.EMPTY)
+
+
+@dataclass(slots=True)
+class Tally:
+    """One policy's task groups that were issued in one training step (or in several, added up)."""
+
+    issued_groups: int = 0
+    issued_rollouts: int = 0
+    sampled_sequences: int = 0  # as the verdicts count them; of task groups without one, as the trajectories do
+    groups: Counter[Fate] = field(default_factory=Counter)
+    rollouts: Counter[Fate] = field(default_factory=Counter)
+    sequences: Counter[Fate] = field(default_factory=Counter)
+    tokens: Counter[Fate] = field(default_factory=Counter)  # that the policy wrote
+    failures: Counter[str] = field(default_factory=Counter)  # by reason, as the records say it
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self.tokens.total()
+
+    def add(self, other: Tally) -> None:
+        self.issued_groups += other.issued_groups
+        self.issued_rollouts += other.issued_rollouts
+        self.sampled_sequences += other.sampled_sequences
+        for own, more in (
+            (self.groups, other.groups),
+            (self.rollouts, other.rollouts),
+            (self.sequences, other.sequences),
+            (self.tokens, other.tokens),
+        ):
+            own.update(more)
+        self.failures.update(other.failures)
+
+    def fates(self) -> list[Fate]:
+        """Those that occur, in order."""
+        return [f for f in Fate if self.groups[f] or self.rollouts[f] or self.sequences[f] or self.tokens[f]]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One sum that must come out."""
+
+    what: str
+    expected: int
+    found: int
+
+    @property
+    def holds(self) -> bool:
+        return self.expected == self.found
+
+
+Place = tuple[int, int]  # slot of a rollout, position in its trajectory
+
+_OF_VERDICT = {
+    fate: Fate.TOO_OLD if fate is GroupFate.EXPIRED else Fate(fate.value)
+    for fate in GroupFate
+    if fate is not GroupFate.KEPT
+}
+_TIMED_OUT = (
+    RolloutTimeoutError.reason,
+    DeadlineError.reason,
+)  # the policy, or the service it waited for, was too slow
+CANCELLED = (ClosedReason.STEPS_DONE, ClosedReason.RUN_ENDED)
+
+
+@dataclass(slots=True)
+class Group:
+    """An open task group: records may still arrive."""
+
+    steps: dict[str, int]  # by policy
+    num_slots: int
+    trajectories: dict[int, Row] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)  # reasons
+    verdicts: list[GroupVerdict] | None = None
+    used: dict[Place, tuple[int, int]] = field(default_factory=dict)  # training step, masked tokens
+    closed: str = ""
+
+    @property
+    def complete(self) -> bool:
+        # Trajectories of old task groups may have been collected; groups with a verdict were complete.
+        return self.verdicts is not None or len(self.trajectories.keys() | self.failures.keys()) >= self.num_slots
+
+
+@dataclass(slots=True)
+class Sequence:
+    """The facts of one sequence."""
+
+    policy: str
+    num_tokens: int  # that the policy wrote
+    fate: Fate
+
+
+class Decider:
+    """Which fate a rollout and its sequences have, by all that the journal says of their task group."""
+
+    def __init__(self, load: Callable[[Row], dict[str, Any] | None]) -> None:
+        """``load`` reads a record; None for one that cannot be read."""
+        self._load = load
+        self.newest: dict[str, int] = {}  # version of each policy at the end of the journal
+        self.is_finished = False  # the run
+
+    def rollout(self, group: Group, slot: int, of_sequences: list[Fate] | None) -> Fate:
+        """The fate of a slot's rollout for one policy; ``of_sequences``: the fates of that policy's sequences in it."""
+        if slot in group.failures:
+            reason = group.failures[slot]
+            if reason == fates.TOO_OLD:
+                return Fate.STOPPED
+            return Fate.TIMED_OUT if reason in _TIMED_OUT else Fate.FAILED
+        if of_sequences:
+            return of_the_whole(of_sequences)
+        if slot in group.trajectories or group.verdicts is not None:
+            return Fate.EMPTY
+        if group.closed:
+            return Fate.CANCELLED if group.closed in CANCELLED else Fate.UNKNOWN
+        return Fate.PLAYING
+
+    def sequences(self, group: Group) -> dict[Place, Sequence]:
+        """Sequences of all policies, by slot and position."""
+        if group.verdicts is None:
+            return self._unjudged_sequences(group)
+        found: dict[Place, Sequence] = {}
+        for verdict in group.verdicts:
+            used = any((m.index, m.position) in group.used for m in verdict.members)
+            for member in verdict.members:
+                place = (member.index, member.position)
+                fate = self._fate(group, verdict.policy, member.fate, group.used.get(place), used, member.num_tokens)
+                found[place] = Sequence(verdict.policy, member.num_tokens, fate)
+        return found
+
+    def _unjudged_sequences(self, group: Group) -> dict[Place, Sequence]:
+        """Sequences of a task group without a verdict, from its trajectories."""
+        found: dict[Place, Sequence] = {}
+        for slot, row in sorted(group.trajectories.items()):
+            record = self._load(row)
+            sequences = () if record is None else rollouts.trajectory_from_json(record).sequences
+            for position, sequence in enumerate(sequences):
+                fate = self._unjudged(group)
+                found[slot, position] = Sequence(sequence.policy, sequence.num_trained_tokens, fate)
+        return found
+
+    def _unjudged(self, group: Group) -> Fate:
+        if group.closed in CANCELLED:
+            return Fate.CANCELLED
+        return Fate.UNKNOWN if group.complete or group.closed else Fate.SIBLINGS
+
+    def _fate(
+        self,
+        group: Group,
+        policy: str,
+        judged: GroupFate,
+        use: tuple[int, int] | None,
+        sibling_used: bool,
+        num_tokens: int,
+    ) -> Fate:
+        """The fate of a sequence with a verdict on its advantage group; ``use``: (training step, masked tokens) of its
+        batch."""
+        if use is not None:
+            training_step, masked = use
+            if num_tokens and masked >= num_tokens:
+                return Fate.MASKED
+            return Fate.TRAINED if training_step <= self.newest.get(policy, -1) else Fate.IN_TRAINING
+        if judged is not GroupFate.KEPT:
+            return _OF_VERDICT[judged]
+        # An advantage group leaves the buffer as a whole: sequences missing from its batch had become too old.
+        if sibling_used or group.closed:
+            return Fate.TOO_OLD
+        return Fate.LEFT_OVER if self.is_finished else Fate.BUFFERED
+
+
+QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
+NAMES = ("p0-50", "p50-90", "p90-99", ">p99")
+_FATES = tuple(Fate)
+_CODES = {fate: code for code, fate in enumerate(_FATES)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """Sequences of one quarter of the lengths, from a quantile to the next."""
+
+    name: str
+    shortest: int  # tokens
+    longest: int
+    num_sequences: int
+    num_tokens: int
+    fates: Counter[Fate]  # sequences
+    num_trained_tokens: int
+
+    @property
+    def trained_share(self) -> float:
+        """Of the sequences."""
+        return self.fates[Fate.TRAINED] / self.num_sequences
+
+
+@dataclass(slots=True)
+class Lengths:
+    """The sequences of one policy with a decided fate: 13 bytes each."""
+
+    steps: array[int] = field(default_factory=lambda: array("I"))
+    lengths: array[int] = field(default_factory=lambda: array("I"))
+    trained: array[int] = field(default_factory=lambda: array("I"))  # tokens, without the masked ones
+    fates: array[int] = field(default_factory=lambda: array("B"))
+
+    def add(self, step: int, fate: Fate, length: int, trained: int) -> None:
+        self.steps.append(step)
+        self.lengths.append(length)
+        self.trained.append(trained)
+        self.fates.append(_CODES[fate])
+
+    def bands(self, step: int | None = None) -> list[Band]:
+        """Of task groups issued in one step, or in all; shortest first. Bands that ties leave empty are not there."""
+        chosen, lengths, trained, fates = self._arrays(step)
+        if not chosen:
+            return []
+        limits = np.quantile(lengths, QUANTILES[1:])
+        place = np.searchsorted(limits, lengths, side="left")  # a length at a limit is below it
+        found = []
+        for number, name in enumerate(NAMES):
+            here = place == number
+            if here.any():
+                found.append(
+                    Band(
+                        name=name,
+                        shortest=int(lengths[here].min()),
+                        longest=int(lengths[here].max()),
+                        num_sequences=int(here.sum()),
+                        num_tokens=int(lengths[here].sum()),
+                        fates=Counter({_FATES[c]: int(n) for c, n in enumerate(np.bincount(fates[here])) if n}),
+                        num_trained_tokens=int(trained[here].sum()),
+                    )
+                )
+        return found
+
+    def means(self, step: int | None = None) -> tuple[float, float] | None:
+        """(of the sequences that were trained, of all that were played), in tokens; None where none was trained."""
+        _, lengths, _, fates = self._arrays(step)
+        was_trained = fates == _CODES[Fate.TRAINED]
+        return (float(lengths[was_trained].mean()), float(lengths.mean())) if was_trained.any() else None
+
+    def _arrays(self, step: int | None) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+        steps = np.frombuffer(self.steps, dtype=np.uint32) if self.steps else np.zeros(0, dtype=np.uint32)
+        chosen = np.ones(len(steps), dtype=bool) if step is None else steps == step
+        columns = [np.array(column, dtype=np.int64)[chosen] for column in (self.lengths, self.trained, self.fates)]
+        return int(chosen.sum()), columns[0], columns[1], columns[2]
+
+
+@dataclass(slots=True)
+class Fates:
+    """Sums of a run. A step is the training step that a policy was at when the task group was issued."""
+
+    tallies: dict[tuple[str, int], Tally] = field(default_factory=lambda: defaultdict(Tally))
+    lengths: dict[str, Lengths] = field(default_factory=lambda: defaultdict(Lengths))
+    checks: list[Check] = field(default_factory=list)
+    num_passed_over: int = 0  # prompts that curation has excluded
+    num_unreadable: int = 0  # damaged records
+    num_updates_skipped: Counter[str] = field(default_factory=Counter)  # optimizer updates, by policy
+
+    @property
+    def policies(self) -> list[str]:
+        return sorted({policy for policy, _ in self.tallies})
+
+    def steps(self, policy: str) -> dict[int, Tally]:
+        return {step: self.tallies[policy, step] for p, step in sorted(self.tallies) if p == policy}
+
+    def total(self, policy: str, step: int | None = None) -> Tally:
+        whole = Tally()
+        for number, tally in self.steps(policy).items():
+            if step is None or number == step:
+                whole.add(tally)
+        return whole
+
+    @property
+    def failed_checks(self) -> list[Check]:
+        return [check for check in self.checks if not check.holds]
+
+
+def read_fates(run_dir: Path) -> Fates:
+    """Raises ``ConfigError`` when the directory has no journal, or that of a release without the fates of sequences."""
+    with closing(open_journal(run_dir)) as reader:
+        return _Reading(reader).run()
+
+
+class _Reading:
+    def __init__(self, reader: JournalReader) -> None:
+        self._reader = reader
+        self._found = Fates()
+        self._decider = Decider(self._load)
+        self._open: dict[str, Group] = {}
+        self._versions: dict[str, int] = {}  # the newest, at the present position
+        self._num_repeated = 0  # records of a slot that had one
+        self._num_issued = 0  # training groups
+        self._positions = 0  # of the curriculum, that were drawn
+        self._in_batches: Counter[str] = Counter()  # fresh sequences that batch records name, by policy
+        self._batch_tokens: dict[tuple[str, int], int] = {}  # trained ones, as the trainer counts them
+        self._counted: Counter[tuple[str, int]] = Counter()  # the same, from the sequences
+
+    def run(self) -> Fates:
+        for row in self._reader.rows_of(records.VERSION):
+            policy, _, number = row.key.rpartition("/")
+            newest = self._decider.newest
+            newest[policy] = max(int(number), newest.get(policy, -1))
+        last_state: Row | None = None
+        for row in self._reader.rows():
+            if row.kind == records.STATE:
+                last_state = row
+            else:
+                self._take(row)
+        if last_state is not None and (state := self._load(last_state)) is not None:
+            self._decider.is_finished = state_from_json(state).phase is RunState.FINISHED
+        for name in list(self._open):
+            self._fold(name)
+        self._found.num_passed_over = self._positions - self._num_issued
+        self._found.checks = list(self._checks())
+        return self._found
+
+    def _load(self, row: Row) -> dict[str, Any] | None:
+        record = self._reader.load(row)
+        self._found.num_unreadable += record is None
+        return record
+
+    def _take(self, row: Row) -> None:
+        if row.kind == records.GROUP:
+            self._issued(row)
+        elif row.kind == records.VERSION:
+            self._published(row)
+        elif row.kind == records.BATCH:
+            self._batch(row)
+        elif row.kind in (records.TRAJECTORY, records.FAILURE):
+            self._resolved(row)
+        elif row.kind in (records.VERDICT, records.CLOSED) and (group := self._open.get(row.key)) is not None:
+            if (record := self._load(row)) is None:
+                return
+            if row.kind == records.VERDICT:
+                group.verdicts = records.verdicts_from_json(record)
+            else:
+                group.closed = records.closed_reason(record)
+            # A verdict of an earlier release may come after the close that it causes; without sequences there is none.
+            no_sequences = len(group.failures) >= group.num_slots
+            if group.closed and (group.closed in CANCELLED or group.verdicts is not None or no_sequences):
+                self._fold(row.key)
+
+    def _issued(self, row: Row) -> None:
+        record = self._load(row)
+        if record is None:
+            return
+        issued = records.group_from_json(record)
+        if issued.order.purpose is not Purpose.TRAIN:
+            return
+        self._num_issued += 1
+        self._positions = max(self._positions, issued.position + 1)
+        # Those that it was born for are trained; journals of an earlier release name none.
+        policies = issued.order.policies or list(issued.born) or list(self._versions)
+        steps = {policy: self._versions.get(policy, 0) + 1 for policy in policies}
+        self._open[row.key] = Group(steps=steps, num_slots=len(issued.order.indices))
+        for key in steps.items():
+            tally = self._found.tallies[key]
+            tally.issued_groups += 1
+            tally.issued_rollouts += len(issued.order.indices)
+
+    def _published(self, row: Row) -> None:
+        policy, _, number = row.key.rpartition("/")
+        if int(number) > self._versions.get(policy, -1) and (record := self._load(row)) is not None:
+            self._versions[policy] = int(number)
+            _, _, metrics = records.version_from_json(record)
+            skipped = metrics.get(TrainerKey.UPDATES_SKIPPED, 0.0)
+            self._found.num_updates_skipped[policy] += round(skipped)
+
+    def _resolved(self, row: Row) -> None:
+        name, _, index = row.key.rpartition("/")
+        group = self._open.get(name)
+        if group is None:
+            return
+        slot = int(index)
+        if slot in group.trajectories or slot in group.failures:
+            self._num_repeated += 1
+        elif row.kind == records.TRAJECTORY:
+            group.trajectories[slot] = row
+        else:
+            record = self._load(row)
+            group.failures[slot] = "" if record is None else rollouts.failure_from_json(record).reason
+
+    def _batch(self, row: Row) -> None:
+        if (record := self._load(row)) is None:
+            return
+        batch = records.batch_from_json(record)
+        for entry in batch.entries:
+            name, index, position = split_sequence_id(entry.sequence_id)
+            if not entry.replayed:
+                self._in_batches[batch.policy] += 1
+                if (group := self._open.get(name)) is not None:
+                    group.used.setdefault((index, position), (batch.training_step, entry.num_masked_tokens))
+        if not any(entry.replayed for entry in batch.entries):
+            # Lengths of sequences that are trained again are dropped by then.
+            total = sum(totals.num_trained_tokens for totals in batch.minibatches)
+            self._batch_tokens[batch.policy, batch.training_step] = total
+
+    # --- a task group of which nothing more comes ---------------------------------------------------------------------
+
+    def _fold(self, name: str) -> None:
+        group = self._open.pop(name)
+        by_slot: dict[str, dict[int, list[Fate]]] = {policy: defaultdict(list) for policy in group.steps}
+        for place, sequence in self._decider.sequences(group).items():
+            if sequence.policy in by_slot:
+                by_slot[sequence.policy][place[0]].append(sequence.fate)
+                self._count(group, place, sequence)
+        for policy, step in group.steps.items():
+            tally = self._found.tallies[policy, step]
+            of_rollouts = [
+                self._decider.rollout(group, slot, by_slot[policy].get(slot)) for slot in range(group.num_slots)
+            ]
+            tally.rollouts.update(of_rollouts)
+            tally.failures.update(group.failures.values())
+            tally.groups[of_the_whole(of_rollouts)] += 1
+            told = None if group.verdicts is None else [v for v in group.verdicts if v.policy == policy]
+            tally.sampled_sequences += (
+                sum(map(len, by_slot[policy].values())) if told is None else sum(v.num_sequences for v in told)
+            )
+
+    def _count(self, group: Group, place: Place, sequence: Sequence) -> None:
+        key = (sequence.policy, group.steps[sequence.policy])
+        tally = self._found.tallies[key]
+        tally.sequences[sequence.fate] += 1
+        training_step, masked = group.used.get(place, (0, 0))
+        rest = sequence.num_tokens - masked
+        tally.tokens[sequence.fate] += sequence.num_tokens if sequence.fate is Fate.MASKED else rest
+        if masked and sequence.fate is not Fate.MASKED:
+            tally.tokens[Fate.MASKED] += masked
+        if training_step:
+            self._counted[sequence.policy, training_step] += rest
+        if not sequence.fate.in_flight and sequence.fate is not Fate.UNKNOWN:
+            trained = rest if sequence.fate is Fate.TRAINED else 0
+            self._found.lengths[sequence.policy].add(key[1], sequence.fate, sequence.num_tokens, trained)
+
+    def _checks(self) -> Iterator[Check]:
+        for policy in self._found.policies:
+            total = self._found.total(policy)
+            yield Check(f"task groups of {policy} issued = their fates", total.issued_groups, total.groups.total())
+            yield Check(f"rollouts of {policy} issued = their fates", total.issued_rollouts, total.rollouts.total())
+            sampled = total.sampled_sequences
+            yield Check(f"sequences of {policy} sampled = their fates", sampled, total.sequences.total())
+            used = sum(total.sequences[fate] for fate in (Fate.TRAINED, Fate.IN_TRAINING, Fate.MASKED))
+            yield Check(
+                f"fresh sequences in batches of {policy} = those of its rollouts", self._in_batches[policy], used
+            )
+            told = {key: tokens for key, tokens in self._batch_tokens.items() if key[0] == policy}
+            counted = sum(self._counted[key] for key in told)
+            yield Check(f"trained tokens in batches of {policy} = those of its sequences", sum(told.values()), counted)
+        yield Check("records of slots that had one already = 0", 0, self._num_repeated)
+
+
+_UNFINISHED = (Fate.STOPPED, Fate.TIMED_OUT, Fate.FAILED, Fate.CANCELLED)
+
+
+def show(found: Fates, console: Console, *, policies: Iterable[str], step: int | None, last: int) -> None:
+    """Print the fates of a run, or of the task groups issued in one step; the table of steps has the ``last`` ones."""
+    for number, policy in enumerate(policies):
+        if number:
+            console.print()
+        total = found.total(policy, step)
+        when = "" if step is None else f", issued in step {step}"
+        console.print(_fates_table(total, f"{policy}{when}"))
+        for reason, count in total.failures.most_common():
+            say(console, f"  {count:,} rollouts ended in a failure: {reason}", wrap=True)
+        _show_lengths(found, console, policy, step, total)
+        if step is None:
+            _show_steps(found, console, policy, last)
+        if skipped := found.num_updates_skipped[policy]:
+            console.print(
+                f"{skipped:,} optimizer updates were skipped: the sequences of their minibatches had no effect",
+                style="yellow",
+            )
+    if found.num_passed_over:
+        console.print(f"{found.num_passed_over:,} prompts were passed over by data.curation and never issued")
+    if found.num_unreadable:
+        console.print(f"{found.num_unreadable:,} records of the journal cannot be read", style="bold red")
+    _show_checks(found.checks, console)
+
+
+def _fates_table(total: Tally, title: str) -> FittingTable:
+    table = FittingTable(
+        [
+            *(
+                Column(title),
+                Column("task groups", "right", 1),
+                Column("rollouts", "right"),
+                Column("sequences", "right", 2),
+            ),
+            *(Column("tokens", "right"), Column("of tokens", "right"), Column("mean length", "right", 3)),
+        ],
+        box=None,
+    )
+    tokens = total.sampled_tokens
+    table.add_row("issued", f"{total.issued_groups:,}", f"{total.issued_rollouts:,}", "", "", "", "")
+    for fate in total.fates():
+        table.add_row(
+            Text(fate.label, style=_style(fate)),
+            _count(total.groups[fate]),
+            _count(total.rollouts[fate]),
+            _count(total.sequences[fate]),
+            _count(total.tokens[fate]),
+            _percent(total.tokens[fate], tokens) if fate.has_tokens else "",
+            f"{total.tokens[fate] / total.sequences[fate]:,.1f}" if total.sequences[fate] else "",
+        )
+    mean = f"{tokens / total.sampled_sequences:,.1f}" if total.sampled_sequences else ""
+    table.add_row("sampled", "", "", f"{total.sampled_sequences:,}", f"{tokens:,}", "", mean)
+    return table
+
+
+def _style(fate: Fate) -> str:
+    if fate is Fate.TRAINED:
+        return "green"
+    return "dim" if fate.in_flight else "yellow"
+
+
+def _show_lengths(found: Fates, console: Console, policy: str, step: int | None, total: Tally) -> None:
+    bands = found.lengths[policy].bands(step)
+    if not bands:
+        return
+    others = [fate for fate in Fate if fate is not Fate.TRAINED and any(band.fates[fate] for band in bands)]
+    table = FittingTable(
+        [
+            *(Column("length"), Column("tokens", "right"), Column("sequences", "right"), Column("trained", "right")),
+            *(Column(fate.label, "right", number + 1) for number, fate in enumerate(others)),
+        ],
+        box=None,
+    )
+    for band in bands:
+        table.add_row(
+            band.name,
+            f"{band.shortest:,}" if band.shortest == band.longest else f"{band.shortest:,} to {band.longest:,}",
+            f"{band.num_sequences:,}",
+            f"{band.trained_share:.1%}",
+            *(_percent(band.fates[fate], band.num_sequences) for fate in others),
+        )
+    console.print()
+    console.print(table)
+    if means := found.lengths[policy].means(step):
+        trained, played = means
+        say(
+            console,
+            f"length bias {trained / played:.3f}: mean length trained {trained:,.1f}, played {played:,.1f} tokens",
+            wrap=True,
+        )
+    if unfinished := sum(total.rollouts[fate] for fate in _UNFINISHED):
+        say(console, f"{unfinished:,} rollouts were not played to their end and have no length", wrap=True)
+
+
+def _show_steps(found: Fates, console: Console, policy: str, last: int) -> None:
+    steps = found.steps(policy)
+    shown = dict(list(steps.items())[-last:])
+    fates = [f for f in Fate if f.has_tokens and not f.in_flight and any(t.tokens[f] for t in shown.values())]
+    unfinished = [f for f in _UNFINISHED if any(t.rollouts[f] for t in shown.values())]
+    table = FittingTable(
+        [
+            *(Column("issued in step", "right"), Column("rollouts", "right", 1), Column("tokens", "right")),
+            *(Column(f.label, "right", 0 if f is Fate.TRAINED else 2) for f in fates),
+            *(Column("in flight", "right"), *(Column(f"{f.label} (rollouts)", "right", 3) for f in unfinished)),
+        ],
+        box=None,
+    )
+    for step, tally in shown.items():
+        tokens = tally.sampled_tokens
+        flying = sum(count for fate, count in tally.tokens.items() if fate.in_flight)
+        table.add_row(
+            str(step),
+            f"{tally.issued_rollouts:,}",
+            f"{tokens:,}",
+            *(_percent(tally.tokens[fate], tokens) for fate in fates),
+            _percent(flying, tokens),
+            *(_count(tally.rollouts[fate]) for fate in unfinished),
+        )
+    console.print()
+    console.print(table)
+    if len(shown) < len(steps):
+        console.print(f"the last {len(shown)} of {len(steps)} steps: --last shows more", style="dim")
+
+
+def _show_checks(checks: list[Check], console: Console) -> None:
+    console.print()
+    if broken := [check for check in checks if not check.holds]:
+        console.print("this does NOT add up:", style="bold red")
+        for check in broken:
+            say(console, f"  {check.what}: {check.expected:,} against {check.found:,}", "red")
+    else:
+        say(
+            console,
+            f"it adds up ({len(checks)} sums): what was issued and sampled is the sum of its fates, and batches hold what "
+            "these rollouts brought",
+            "dim",
+            wrap=True,
+        )
+
+
+def _count(number: int) -> str:
+    return f"{number:,}" if number else ""
+
+
+def _percent(part: int, whole: int) -> str:
+    if not part or not whole:
+        return ""
+    return f"{part / whole:.1%}" if part / whole >= 0.0005 else "<0.1%"
+
+
+# --- for machines -----------------------------------------------------------------------------------------------------
+
+
+def as_json(found: Fates, policies: Iterable[str], step: int | None) -> dict[str, Any]:
+    """Every number of the tables. Keys of ``fates`` are those of ``Fate``."""
+    chosen = list(policies)
+    return {
+        "policies": {policy: _policy_json(found, policy, step) for policy in chosen},
+        "prompts_passed_over": found.num_passed_over,
+        "records_unreadable": found.num_unreadable,
+        "adds_up": not found.failed_checks,
+        "checks": [
+            {"what": check.what, "expected": check.expected, "found": check.found, "holds": check.holds}
+            for check in found.checks
+        ],
+    }
+
+
+def _policy_json(found: Fates, policy: str, step: int | None) -> dict[str, Any]:
+    means = found.lengths[policy].means(step)
+    return {
+        "total": _tally_json(found.total(policy, step)),
+        "steps": [
+            {"step": number, **_tally_json(tally)}
+            for number, tally in found.steps(policy).items()
+            if step is None or number == step
+        ],
+        "updates_skipped": found.num_updates_skipped[policy],
+        "lengths": [_band_json(band) for band in found.lengths[policy].bands(step)],
+        "length_bias": means[0] / means[1] if means else None,
+        "mean_length_trained": means[0] if means else None,
+        "mean_length_played": means[1] if means else None,
+    }
+
+
+def _tally_json(tally: Tally) -> dict[str, Any]:
+    return {
+        "issued": {"task_groups": tally.issued_groups, "rollouts": tally.issued_rollouts},
+        "sampled": {"sequences": tally.sampled_sequences, "tokens": tally.sampled_tokens},
+        "fates": {
+            fate.value: {
+                "task_groups": tally.groups[fate],
+                "rollouts": tally.rollouts[fate],
+                "sequences": tally.sequences[fate],
+                "tokens": tally.tokens[fate],
+            }
+            for fate in tally.fates()
+        },
+        "failures": dict(tally.failures),
+    }
+
+
+def _band_json(band: Band) -> dict[str, Any]:
+    return {
+        "quantiles": band.name,
+        "shortest": band.shortest,
+        "longest": band.longest,
+        "sequences": band.num_sequences,
+        "tokens": band.num_tokens,
+        "tokens_trained": band.num_trained_tokens,
+        "trained_share": band.trained_share,
+        "fates": {fate.value: count for fate, count in band.fates.items()},
+    }
+
+
+def tell_fates(
+    run_dir: Path, console: Console, *, policy: str | None, step: int | None, last: int, as_object: bool
+) -> None:
+    """Raises ``ConfigError``: no journal, or a policy or step without issued task groups."""
+    found = read_fates(run_dir)
+    if policy is not None and policy not in found.policies:
+        raise ConfigError(
+            f"no task group was issued for a policy {policy!r}; the run has {', '.join(found.policies) or 'none'}"
+        )
+    policies = found.policies if policy is None else [policy]
+    if step is not None:
+        policies = [name for name in policies if step in found.steps(name)]
+        if not policies:
+            known = sorted({number for name in found.policies for number in found.steps(name)})
+            told = f"steps {known[0]} to {known[-1]}" if known else "no step at all"
+            raise ConfigError(f"no task group was issued in step {step}: this run issued task groups in {told}")
+    if as_object:
+        typer.echo(json.dumps(as_json(found, policies, step)))
+    elif policies:
+        show(found, console, policies=policies, step=step, last=last)
+    else:
+        console.print("no task group was issued for training yet")

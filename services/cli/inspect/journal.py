@@ -1,0 +1,411 @@
+"""Reading a whole journal: which records are whole, which are not."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from services.cli.console import Column, FittingTable, format_bytes, say
+from services.cli.inspect.trace import open_journal
+from services.common import run_files
+from services.common.checkpoints.directory import checkpoints_directory, steps
+from services.common.config.reading.loading import load_resolved
+from services.common.config.training.policy import ReplayConfig
+from services.common.errors import BatchLostError, ConfigError, CorruptDataError, InfrastructureError
+from services.common.records.fates import SetAsideReason
+from services.orchestrator.buffer.recorded import read_what_is_left
+from services.orchestrator.config import Settings
+from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.parsers import parser_of
+from services.orchestrator.journal.quarantine import Quarantine
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.records import SetAside
+from services.orchestrator.journal.retention import Collected, carry_out, plan
+from services.orchestrator.journal.storage.index import INDEX_FILE, remove_index
+from services.orchestrator.journal.storage.scan import Damage, DamageReason
+from services.orchestrator.journal.storage.segments import Row
+from services.orchestrator.journal.survey import UNREADABLE, numbered, open_groups
+from services.orchestrator.journal.writer import Journal
+from services.orchestrator.lock import RunLock
+
+Advance = Callable[[int, int], None]  # (records done, records in all)
+
+
+@contextmanager
+def shown(console: Console | None) -> Iterator[Advance]:
+    if console is None or not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("reading records", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+_SHOWN = 20
+_ROWS = 20_000  # looked up at once
+
+
+@dataclass(slots=True)
+class Verified:
+    """The result of reading all records."""
+
+    records: Counter[str] = field(default_factory=Counter)  # by kind
+    num_bytes: Counter[str] = field(default_factory=Counter)
+    damage: list[Damage] = field(default_factory=list)
+    torn: list[Damage] = field(default_factory=list)  # ends of segments that were never acknowledged
+    lost: list[tuple[int, int]] = field(default_factory=list)  # runs of numbers without a record
+    num_set_aside: int = 0
+
+    @property
+    def is_damaged(self) -> bool:
+        return bool(self.damage or self.lost)
+
+
+def verify_journal(run_dir: Path, advance: Advance) -> Verified:
+    """Raises ``ConfigError`` when the directory has no journal."""
+    with closing(open_journal(run_dir)) as reader:
+        found = Verified(num_set_aside=len(Quarantine.of(reader)))
+        for row, _ in walk(reader, advance):
+            found.records[row.kind] += 1
+            found.num_bytes[row.kind] += row.length
+        for span in reader.damage():
+            (found.torn if span.reason is DamageReason.TORN else found.damage).append(span)
+        named = {span.number for span in found.damage}
+        found.lost = [run for run in reader.gaps() if not set(range(run[0], min(run[1], run[0] + 999) + 1)) <= named]
+        return found
+
+
+def walk(reader: JournalReader, advance: Advance) -> Iterator[tuple[Row, bytes | None]]:
+    """Every record with its line; None for a damaged record."""
+    last = reader.last_number()
+    # In parts: a reader that stays in one query keeps the writer from emptying the index's log.
+    for begin in range(1, last + 1, _ROWS):
+        end = begin + _ROWS
+        for row in list(
+            reader.select("r.number >= ? AND r.number < ?", (begin, end), lambda row: begin <= row.number < end)  # noqa: B023
+        ):
+            yield row, reader.load_line(row)
+        advance(min(end, last), last)
+
+
+def as_object(found: Verified) -> dict[str, Any]:
+    return {
+        "records": dict(found.records),
+        "num_bytes": dict(found.num_bytes),
+        "damage": [{**asdict(span), "reason": span.reason.value} for span in found.damage],
+        "torn": [{**asdict(span), "reason": span.reason.value} for span in found.torn],
+        "lost_numbers": found.lost,
+        "set_aside": found.num_set_aside,
+    }
+
+
+def show_verified(found: Verified, console: Console) -> None:
+    table = FittingTable(
+        [Column("kind"), Column("records", "right"), Column("bytes", "right"), Column("damaged", "right")]
+    )
+    damaged = Counter(span.kind for span in found.damage)
+    for kind in sorted({*found.records, *damaged}):
+        table.add_row(kind, f"{found.records[kind]:,}", format_bytes(found.num_bytes[kind]), str(damaged[kind] or ""))
+    console.print(table)
+    for span in found.damage[:_SHOWN]:
+        say(console, f"damaged: {span}", "red")
+    if len(found.damage) > _SHOWN:
+        console.print(f"... and {len(found.damage) - _SHOWN} more", style="red")
+    for first, last in found.lost[:_SHOWN]:
+        console.print(f"lost: records {first} to {last} are in no segment", style="red")
+    for span in found.torn:
+        say(console, f"never acknowledged, or being written: {span}", "dim")
+    if found.num_set_aside:
+        say(console, f"{found.num_set_aside} records are set aside: rollmill journal RUN list --set-aside")
+    verdict = "damaged: a start sets these records aside and goes on" if found.is_damaged else "every record is whole"
+    console.print(verdict, style="red" if found.is_damaged else "green")
+
+
+Listed = dict[str, Any]
+
+
+def list_records(
+    run_dir: Path, *, kind: str | None, key: str | None, number: int | None, last: int, content: bool
+) -> list[Listed]:
+    """The newest records that match, oldest first. Raises ``ConfigError`` when the directory has no journal."""
+    with closing(open_journal(run_dir)) as reader:
+        aside = Quarantine.of(reader)
+        found: list[Row] = []
+        for row in reversed(list(reader.rows())) if kind is None else reader.last_rows(kind):
+            if (key is None or row.key.startswith(key)) and (number is None or row.number == number):
+                found.append(row)
+                if len(found) == last:
+                    break
+        return [_listed(reader, aside, row, content) for row in reversed(found)]
+
+
+def list_set_aside(run_dir: Path, *, kind: str | None, key: str | None, number: int | None, last: int) -> list[Listed]:
+    """Records that the run does not use, in the order in which they were set aside."""
+    with closing(open_journal(run_dir)) as reader:
+        found = [
+            {**asdict(noted), "reason": noted.reason.value}
+            for noted in Quarantine.of(reader)
+            if kind in (None, noted.kind) and number in (None, noted.number) and noted.key.startswith(key or "")
+        ]
+        return found[-last:]
+
+
+def _listed(reader: JournalReader, aside: Quarantine, row: Row, content: bool) -> Listed:
+    line = reader.load_line(row)
+    state = "set aside" if row in aside else "damaged" if line is None else ""
+    listed = {
+        "number": row.number, "kind": row.kind, "key": row.key, "written_at": row.written_at, "segment": row.segment,
+        "offset": row.offset, "num_bytes": row.length, "state": state,
+    }  # fmt: skip
+    if content:
+        listed["content"] = None if line is None else orjson.loads(line)
+    return listed
+
+
+def show_records(found: list[Listed], console: Console) -> None:
+    if not found:
+        console.print("no record matches")
+        return
+    table = FittingTable(
+        [
+            *(Column("number", "right"), Column("kind"), Column("key"), Column("written", spare=1)),
+            *(Column("segment", "right", 3), Column("at", "right", 4), Column("bytes", "right", 2), Column("state")),
+        ]
+    )
+    for row in found:
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["written_at"])) if row["written_at"] else ""
+        table.add_row(
+            *(str(row["number"]), row["kind"], Text(row["key"]), written, str(row["segment"]), f"{row['offset']:,}"),
+            *(f"{row['num_bytes']:,}", row["state"]),
+        )
+    console.print(table)
+    for row in found:
+        if "content" in row:
+            line = orjson.dumps(row["content"]).decode()
+            say(console, line)
+
+
+def show_set_aside(found: list[Listed], console: Console) -> None:
+    if not found:
+        console.print("no record is set aside")
+        return
+    table = FittingTable(
+        [
+            *(Column("number", "right"), Column("kind"), Column("key"), Column("reason")),
+            *(Column("segment", "right", 2), Column("at", "right", 3), Column("detail", spare=1)),
+        ]
+    )
+    for row in found:
+        table.add_row(
+            *(str(row["number"] or "?"), row["kind"], Text(row["key"] or "?"), row["reason"], str(row["segment"])),
+            *(f"{row['offset']:,}", Text(row["detail"])),
+        )
+    console.print(table)
+
+
+ROWS_OF_A_GROUP = 1000  # of a Parquet file
+
+
+def export_journal(
+    run_dir: Path, output: Path, advance: Advance, *, kinds: Collection[str], form: Literal["jsonl", "parquet"]
+) -> dict[Path, int]:
+    """Rows written, by file. Records that cannot be read, or are set aside, are left out.
+
+    Raises:
+        ConfigError: there is no journal, ``output`` cannot be written, or pyarrow is not there.
+    """
+    reader = open_journal(run_dir)
+    files: dict[str, Any] = {}
+    counts: dict[Path, int] = {}
+    try:
+        aside = Quarantine.of(reader)
+        output.mkdir(parents=True, exist_ok=True)
+        for row, line in walk(reader, advance):
+            if line is None or row in aside or (kinds and row.kind not in kinds):
+                continue
+            try:
+                plain = _plain(row.kind, line)
+            except (CorruptDataError, KeyError, TypeError, ValueError):
+                continue
+            if row.kind not in files:
+                files[row.kind] = (_Lines if form == "jsonl" else _Table)(output / f"{row.kind}.{form}")
+            files[row.kind].write(plain)
+            counts[files[row.kind].path] = counts.get(files[row.kind].path, 0) + 1
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written ({error.strerror}): name another directory with -o") from None
+    finally:
+        reader.close()
+        for file in files.values():
+            file.close()
+    return counts
+
+
+def _plain(kind: str, line: bytes) -> bytes:
+    if kind != records.TRAJECTORY:
+        return line
+    record = rollouts.plain_trajectory(orjson.loads(line))
+    return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+
+
+class _Lines:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("wb")
+
+    def write(self, line: bytes) -> None:
+        self._file.write(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Table:
+    """Rows in groups; columns and types are those of the first group."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise ConfigError("--format parquet needs pyarrow: pip install pyarrow, or write --format jsonl") from None
+        self.path = path
+        self._arrow = pyarrow
+        self._writer: Any = None
+        self._rows: list[dict[str, Any]] = []
+
+    def write(self, line: bytes) -> None:
+        self._rows.append(orjson.loads(line))
+        if len(self._rows) >= ROWS_OF_A_GROUP:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        table = self._arrow.Table.from_pylist(self._rows, schema=None if self._writer is None else self._writer.schema)
+        if self._writer is None:
+            self._writer = self._arrow.parquet.ParquetWriter(self.path, table.schema, compression="zstd")
+        self._writer.write_table(table)
+        self._rows = []
+
+    def close(self) -> None:
+        self._flush()
+        if self._writer is not None:
+            self._writer.close()
+
+
+_EVERY = sys.maxsize
+
+
+def repair_journal(run_dir: Path, advance: Advance, *, dry_run: bool) -> list[SetAside]:
+    """The records that are set aside, or would be.
+
+    Raises:
+        ConfigError: there is no journal, or an orchestrator holds the lock.
+    """
+    with _held(run_dir):
+        if not dry_run:
+            open_journal(run_dir).close()  # a directory without one is refused before anything is removed
+            remove_index(run_files.journal(run_dir) / INDEX_FILE)
+        return asyncio.run(_repair(run_dir, advance, dry_run))
+
+
+async def _repair(run_dir: Path, advance: Advance, dry_run: bool) -> list[SetAside]:
+    journal = None if dry_run else Journal(run_files.journal(run_dir))
+    try:
+        with closing(open_journal(run_dir)) as reader:
+            aside = Quarantine.of(reader)
+            known = set(aside)
+            _look_at_all(reader, aside, advance)
+            new = [noted for noted in aside if noted not in known]
+            if journal is not None:
+                journal.start()
+                aside.write(journal)
+            return new
+    finally:
+        if journal is not None:
+            await journal.close()
+
+
+def _look_at_all(reader: JournalReader, aside: Quarantine, advance: Advance) -> None:
+    for row, line in walk(reader, advance):
+        if line is None:
+            aside.add(row, SetAsideReason.DAMAGED)
+            continue
+        try:
+            parser_of(row.kind)(orjson.loads(line))
+        except UNREADABLE as error:
+            aside.add(row, SetAsideReason.UNREADABLE, f"{type(error).__name__}: {error}")
+    for span in reader.damage():
+        if span.reason not in (DamageReason.TORN, DamageReason.REPEATED):
+            aside.add_span(span)
+    published = {numbered(row) for row in reader.rows_of(records.VERSION)}
+    for row in reader.rows_of(records.BATCH):
+        policy, step = numbered(row)
+        if row in aside or step is None or (policy, step) in published:
+            continue
+        try:
+            read_what_is_left(reader, policy, step)
+        except BatchLostError as error:
+            aside.add(row, SetAsideReason.REFUSED, error.message)
+
+
+def compact_journal(run_dir: Path, *, dry_run: bool) -> Collected:
+    """The records that are deleted, or would be.
+
+    Raises:
+        ConfigError: there is no journal or recipe, or an orchestrator holds the lock.
+        InfrastructureError: the disk refuses the rewritten files.
+    """
+    recipe = load_resolved(run_dir)
+    oldest = {
+        policy: min(steps(checkpoints_directory(run_dir, policy)), default=0) - _trained_again(settings.batch.replay)
+        for policy, settings in recipe.trained_policies.items()
+    }
+    with _held(run_dir):
+        return asyncio.run(_compact(run_dir, oldest, dry_run))
+
+
+async def _compact(run_dir: Path, oldest: dict[str, int], dry_run: bool) -> Collected:
+    with closing(open_journal(run_dir)) as reader:
+        live = {row.key for row in open_groups(reader)}
+        plans = plan(reader, oldest, live, {records.TRAJECTORY: _EVERY, records.STATE: _EVERY})
+    if dry_run:
+        return Collected(
+            removed=[(p.kind, segment) for p in plans for segment in p.remove],
+            rewritten=[(p.kind, segment) for p in plans for segment in p.rewrite],
+            num_bytes=sum(p.num_bytes for p in plans),
+        )
+    journal = Journal(run_files.journal(run_dir))
+    journal.start()
+    try:
+        return await asyncio.to_thread(carry_out, journal, plans, most_rewritten=_EVERY)
+    except OSError as error:
+        raise InfrastructureError(f"not all was rewritten ({error}): make room, and run it again") from error
+    finally:
+        await journal.close()
+
+
+def _trained_again(replay: ReplayConfig) -> int:
+    """From how many steps back groups may be drawn again."""
+    return replay.max_staleness + 1 if replay.ratio > 0 else 0
+
+
+@contextmanager
+def _held(run_dir: Path) -> Iterator[None]:
+    """Keep an orchestrator from starting meanwhile; raises ``ConfigError`` when one is there."""
+    open_journal(run_dir).close()
+    with RunLock(Settings(run_dir).lock_file):
+        yield

@@ -1,0 +1,684 @@
+"""Facts about one task group. Plain records; times are seconds since the epoch.
+
+All but the task group's name may be missing: a run that was killed, a silent replica, a journal whose
+trajectories were collected.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from services.cli.console import format_seconds
+from services.cli.inspect.run_state import check_run_directory, logged_at, parse_rows
+from services.common import run_files
+from services.common.errors import ConfigError
+from services.common.records.fates import GroupFate
+from services.common.records.phases import PhaseKind
+from services.common.records.types import (
+    Purpose,
+    RolloutFailure,
+    RolloutPhase,
+    Sampling,
+    Task,
+    TaskGroupOrder,
+    Trajectory,
+)
+from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.metrics import TrainerKey
+from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict
+from services.orchestrator.journal.storage.segments import Row
+from services.orchestrator.state.groups import split_sequence_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """Open slots were given to a replica. The first one is the issue of the task group."""
+
+    at: float
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceFacts:
+    policy: str
+    role: str
+    attempt: int
+    reward: float
+    num_tokens: int
+    num_trained_tokens: int
+    versions: tuple[int, ...]  # that computed its trained tokens, in order of appearance
+    stop_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotFacts:
+    """One resolved slot. Times of a replica are on the replica's clock; 0 is unknown."""
+
+    index: int
+    replica_id: str
+    durable_at: float
+    accepted_at: float = 0.0
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    sent_at: float = 0.0
+    num_sends: int = 0
+    num_retries: int = 0
+    phases: tuple[RolloutPhase, ...] = ()
+    reward: float | None = None  # None: a failure
+    failure: str = ""
+    detail: str = ""
+    sequences: tuple[SequenceFacts, ...] = ()
+    readable: bool = True  # its record is still there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used:
+    """Sequences of the task group in the batch of one training step."""
+
+    policy: str
+    training_step: int
+    assembled_at: float
+    num_sequences: int  # of the task group
+    batch_size: int  # sequences
+    minibatches: tuple[int, ...]
+    staleness_max: int
+    replayed: bool = False  # an earlier batch had them, too
+    pulls: tuple[tuple[int, float], ...] = ()  # rank, when
+    compute: tuple[tuple[float, float], ...] = ()  # stretches, on the trainer's clock
+    loss: float | None = None
+    grad_norm: float | None = None
+    published_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A line of a log that concerns the task group."""
+
+    at: float
+    service: str
+    event: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFacts:
+    task_group_id: str
+    task_id: str = ""
+    purpose: str = "train"
+    evaluation: str = ""
+    num_slots: int = 0
+    policies: tuple[str, ...] = ()  # empty: all of the run
+    assignments: tuple[Assignment, ...] = ()
+    slots: tuple[SlotFacts, ...] = ()  # resolved ones, by index
+    verdicts: tuple[GroupVerdict, ...] = ()
+    judged_at: float = 0.0
+    uses: tuple[Used, ...] = ()
+    closed_at: float = 0.0
+    closed_reason: str = ""
+    evaluated_at: float = 0.0  # its evaluation was finished
+    notes: tuple[Note, ...] = ()
+    clocks: dict[str, float] = field(default_factory=dict)  # replica -> seconds that its times were moved by
+
+    @property
+    def all_known(self) -> bool:
+        """Every slot's record is there, or was."""
+        return self.num_slots > 0 and len(self.slots) == self.num_slots
+
+    @property
+    def complete(self) -> bool:
+        """Every slot was resolved, also where the journal's retention has collected the records since."""
+        return self.all_known or bool(self.verdicts)
+
+    @property
+    def num_failed(self) -> int:
+        return sum(1 for slot in self.slots if slot.failure)
+
+
+OUTCOMES = {
+    GroupFate.KEPT: "queued for a batch",
+    GroupFate.EQUAL_REWARDS: "filtered: all rewards are equal, so they give no gradient",
+    GroupFate.RESAMPLED_AWAY: "filtered: resampling left too few",
+    GroupFate.SURPLUS: "dropped: the policy had enough sequences of this age",
+    GroupFate.EXPIRED: "expired: too old when the group was complete",
+}
+
+
+class StageName(enum.StrEnum):
+    """Stages of a task group's life, in their order."""
+
+    ISSUED = "issued"
+    LOST = "lost with a replica"
+    TO_REPLICA = "to the replica"
+    WAITING_FOR_SLOT = "waiting for a slot"
+    PLAYING = "playing"
+    TO_JOURNAL = "to the journal"
+    WAITING_FOR_BATCH = "waiting for a batch"
+    TO_TRAINER = "to the trainer"
+    TRAINING = "training"
+    PUBLISHING = "publishing"
+    WAITING_FOR_EVALUATION = "waiting for the evaluation's end"
+    UNTIL_CLOSED = "until it was closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A part of a task group's life."""
+
+    name: StageName
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    at: float
+    what: str  # short and countable
+    text: str
+    slot: int | None = None
+
+
+def status(facts: GroupFacts) -> str:
+    """The state of a group in a word or two; `running`, `waiting for a batch`, `in a batch` and `training` may still
+    change."""
+    fresh = [use for use in facts.uses if not use.replayed]
+    if facts.purpose == "evaluation":
+        return "evaluated" if facts.evaluated_at or facts.complete else "running"
+    if fresh:
+        if all(use.published_at for use in fresh):
+            return "trained"
+        return "training" if any(use.pulls or use.compute for use in fresh) else "in a batch"
+    if not facts.complete:
+        return "cancelled" if facts.closed_at else "running"
+    if facts.num_failed == facts.num_slots and facts.all_known:
+        return "failed"
+    outcomes = {verdict.outcome for verdict in facts.verdicts}
+    if GroupFate.KEPT in outcomes:
+        return facts.closed_reason or StageName.WAITING_FOR_BATCH.value
+    for outcome in (GroupFate.SURPLUS, GroupFate.EXPIRED):
+        if outcome in outcomes:
+            return outcome.value
+    if outcomes:
+        return "filtered"
+    return facts.closed_reason or StageName.WAITING_FOR_BATCH.value
+
+
+def first_use(facts: GroupFacts) -> Used | None:
+    """The first batch that trained the sequence; replays come later."""
+    fresh = [use for use in facts.uses if not use.replayed] or list(facts.uses)
+    return min(fresh, key=lambda use: use.assembled_at, default=None)
+
+
+def stages(facts: GroupFacts) -> list[Stage]:
+    """Its life, as far as known; a stage without a known end is merged with the next."""
+    found: list[Stage] = []
+    at = 0.0
+    for name, end in _marks(facts):
+        if not end:
+            continue
+        if at:
+            found.append(Stage(name=name, begin=at, end=max(at, end)))
+        at = max(at, end)
+    return found
+
+
+def _marks(facts: GroupFacts) -> Iterator[tuple[StageName, float]]:
+    """(stage, time of its end), in order of cause; 0 if unknown."""
+    slots, use = facts.slots, first_use(facts)
+    yield StageName.ISSUED, _least(assignment.at for assignment in facts.assignments)
+    accepted = _least(slot.accepted_at or slot.started_at or slot.durable_at for slot in slots)
+    again = [assignment.at for assignment in facts.assignments[1:] if assignment.at <= accepted]
+    yield StageName.LOST, max(again, default=0.0)
+    yield StageName.TO_REPLICA, _least(slot.accepted_at for slot in slots)
+    yield StageName.WAITING_FOR_SLOT, _least(slot.started_at for slot in slots)
+    if not facts.complete:
+        yield StageName.PLAYING, facts.closed_at
+        return
+    finished = max((slot.finished_at for slot in slots), default=0.0)
+    yield StageName.PLAYING, finished
+    yield StageName.TO_JOURNAL if finished else StageName.PLAYING, max((slot.durable_at for slot in slots), default=0.0)
+    if use is None:
+        yield StageName.WAITING_FOR_EVALUATION, facts.evaluated_at
+        yield StageName.UNTIL_CLOSED, facts.closed_at
+        return
+    yield StageName.WAITING_FOR_BATCH, use.assembled_at
+    yield StageName.TO_TRAINER, _least(begin for begin, _ in use.compute)
+    yield StageName.TRAINING, max((end for _, end in use.compute), default=0.0)
+    yield StageName.PUBLISHING, use.published_at
+
+
+def events(facts: GroupFacts, *, with_slots: bool = False) -> list[Event]:
+    """The events of the group; ``with_slots`` also every phase of every rollout."""
+    found = [
+        *_issue(facts),
+        *(_slot_events(facts) if with_slots else ()),
+        *_play(facts),
+        *_training(facts),
+        *_end(facts),
+    ]
+    found += [Event(at=note.at, what=note.event, text=f"{note.text} ({note.service})") for note in facts.notes]
+    return sorted((event for event in found if event.at), key=lambda event: event.at)
+
+
+def _issue(facts: GroupFacts) -> Iterator[Event]:
+    for number, assignment in enumerate(facts.assignments):
+        replica = f"replica {assignment.replica_id}" if assignment.replica_id else "no replica"
+        if number:
+            yield Event(at=assignment.at, what="reissued", text=f"open slots issued again, to {replica}")
+        else:
+            of = f" of {', '.join(facts.policies)}" if facts.policies else ""
+            text = f"task {facts.task_id} issued to {replica}: {facts.num_slots} slots{of}"
+            yield Event(at=assignment.at, what="issued", text=text)
+
+
+def _play(facts: GroupFacts) -> Iterator[Event]:
+    slots = facts.slots
+    for replica in dict.fromkeys(slot.replica_id for slot in slots if slot.accepted_at):
+        accepted = min(slot.accepted_at for slot in slots if slot.replica_id == replica and slot.accepted_at)
+        yield Event(at=accepted, what="accepted", text=f"accepted by replica {replica}")
+    yield Event(at=_least(slot.started_at for slot in slots), what="started", text="the first rollout starts")
+    for slot in slots:
+        if slot.failure:
+            text = f"slot {slot.index} failed: {slot.failure}" + (f": {slot.detail}" if slot.detail else "")
+            yield Event(at=slot.finished_at or slot.durable_at, what="failed", text=text, slot=slot.index)
+    if not facts.all_known:
+        return
+    finished = max(slot.finished_at for slot in slots)
+    yield Event(at=finished, what="finished", text="the last rollout ends")
+    came = f"{facts.num_slots - facts.num_failed} trajectories, {facts.num_failed} failures"
+    yield Event(at=max(slot.durable_at for slot in slots), what="complete", text=f"complete, all durable: {came}")
+
+
+def _slot_events(facts: GroupFacts) -> Iterator[Event]:
+    for slot in facts.slots:
+        yield Event(at=slot.started_at, what="slot_started", text=f"slot {slot.index} starts", slot=slot.index)
+        for phase in slot.phases:
+            text = f"slot {slot.index}: {phase_text(phase.what, phase.policy, phase.num_tokens, phase.detail)}"
+            text += f" in {phase.seconds:.3f} s"
+            yield Event(at=slot.started_at + phase.begin_s, what=phase.what, text=text, slot=slot.index)
+        yield Event(at=slot.finished_at, what="slot_finished", text=f"slot {slot.index} ends", slot=slot.index)
+        again = f", for the {slot.num_sends}. time" if slot.num_sends > 1 else ""
+        yield Event(at=slot.sent_at, what="slot_sent", text=f"slot {slot.index} is sent{again}", slot=slot.index)
+        yield Event(at=slot.durable_at, what="slot_durable", text=f"slot {slot.index} is durable", slot=slot.index)
+
+
+def phase_text(what: str, policy: str, num_tokens: int, detail: str) -> str:
+    """
+    >>> phase_text("generate", "model0", 64, "stop")
+    'generate 64 tokens of model0 (stop)'
+    """
+    tokens = f" {num_tokens} tokens of {policy}" if policy else ""
+    return f"{what}{tokens}" + (f" ({detail})" if detail else "")
+
+
+def _training(facts: GroupFacts) -> Iterator[Event]:
+    for verdict in facts.verdicts:
+        name = "/".join(part for part in (verdict.policy, verdict.role, str(verdict.attempt)) if part)
+        text = (
+            f"advantage group {name}: {verdict.num_sequences} sequences, reward {verdict.mean:.3g} ± {verdict.std:.3g}, "
+            f"{OUTCOMES[verdict.outcome]}"
+        )
+        if 0 < verdict.num_kept < verdict.num_sequences:
+            text += f" ({verdict.num_kept} of them)"
+        yield Event(at=facts.judged_at, what=f"advantage_group_{verdict.outcome}", text=text)
+    for use in facts.uses:
+        yield from _use(use)
+
+
+def _use(use: Used) -> Iterator[Event]:
+    again = "again " if use.replayed else ""
+    cuts = ", ".join(map(str, use.minibatches))
+    text = (
+        f"{again}in the batch of step {use.training_step} of {use.policy}: {use.num_sequences} of its {use.batch_size} "
+        f"sequences, minibatch {cuts}, staleness at most {use.staleness_max}"
+    )
+    yield Event(at=use.assembled_at, what="batch", text=text)
+    for rank, at in use.pulls:
+        yield Event(at=at, what="pulled", text=f"batch of step {use.training_step} pulled by rank {rank}")
+    for begin, end in use.compute:
+        yield Event(at=begin, what="training", text=f"training step {use.training_step} of {use.policy} begins")
+        facts = [f"{end - begin:.3f} s"]
+        facts += [f"loss {use.loss:.4g}"] if use.loss is not None else []
+        facts += [f"gradient norm {use.grad_norm:.4g}"] if use.grad_norm is not None else []
+        yield Event(at=end, what="trained", text=f"training step {use.training_step} done: {', '.join(facts)}")
+    if use.published_at:
+        text = f"version {use.training_step} of {use.policy} published"
+        yield Event(at=use.published_at, what="published", text=text)
+
+
+def _end(facts: GroupFacts) -> Iterator[Event]:
+    if facts.closed_at and facts.closed_reason != "trained":
+        yield Event(at=facts.closed_at, what="closed", text=f"closed: {facts.closed_reason}")
+    if facts.evaluated_at:
+        yield Event(at=facts.evaluated_at, what="evaluated", text=f"evaluation {facts.evaluation} is finished")
+
+
+def seconds_in(slot: SlotFacts, what: PhaseKind | None = None, *, other_than: PhaseKind | None = None) -> float:
+    """Seconds of a rollout in phases of a kind, or of all other kinds; phases at the same time count once."""
+    chosen = [
+        p for p in slot.phases if what in (None, p.what) and p.what != other_than and p.what != PhaseKind.NOT_RECORDED
+    ]
+    total, until = 0.0, 0.0
+    for phase in sorted(chosen, key=lambda phase: phase.begin_s):
+        total += max(0.0, phase.end_s - max(phase.begin_s, until))
+        until = max(until, phase.end_s)
+    return total
+
+
+def _least(times: Iterator[float]) -> float:
+    return min((at for at in times if at), default=0.0)
+
+
+def headline(facts: GroupFacts) -> str:
+    """One line: the task, the purpose, and the result."""
+    parts = [f"task {facts.task_id}"] if facts.task_id else []
+    parts.append(f"evaluation {facts.evaluation}" if facts.evaluation else facts.purpose)
+    use = first_use(facts)
+    word = status(facts)
+    parts.append(f"{word} in step {use.training_step} of {use.policy}" if use and word == "trained" else word)
+    found = stages(facts)
+    if found:
+        parts.append(f"{format_seconds(found[-1].end - found[0].begin)} in all")
+    return ", ".join(parts)
+
+
+Pulls = Mapping[tuple[str, int], Mapping[int, float]]  # (policy, step) -> rank -> when it first asked
+
+# Events of one task group -> their description.
+_OF_GROUP: dict[str, Callable[[Json], str]] = {
+    LogEvent.RECORD_DROPPED: lambda row: (
+        f"{row.get('outcome')} record of slot {row.get('index')} from {row.get('replica')}"
+    ),
+    LogEvent.TASK_GROUP_ORPHANED: lambda row: f"no replica plays it; {row.get('open_slots')} slots are open",
+    LogEvent.TASK_GROUP_GIVEN_UP: lambda row: f"given up: {row.get('reason')}",
+    LogEvent.TASK_GROUP_CANCELLED: lambda row: f"cancelled on its replica: {row.get('reason')}",
+    LogEvent.ROLLOUT_RETRY: lambda row: f"slot {row.get('index')} is played again: {row.get('error')}",
+    LogEvent.ROLLOUT_CRASHED: lambda row: f"slot {row.get('index')} crashed",
+    LogEvent.ROLLOUT_LOST: lambda row: f"slot {row.get('index')} was lost",
+}
+_OF_REPLICA: dict[str, Callable[[Json], str]] = {
+    LogEvent.LEASE_LOST: lambda row: f"the lease of replica {row.get('replica')} ran out",
+    LogEvent.REPLICA_REPLACED: lambda row: f"replica {row.get('replica')} was started again",
+}
+_OF_RUN: dict[str, Callable[[Json], str]] = {
+    LogEvent.RUN_RECOVERED: lambda row: "the orchestrator was started again, and went on from its journal",
+}
+
+
+def read_notes(run_dir: Path, facts: GroupFacts) -> tuple[tuple[Note, ...], Pulls]:
+    """Notes in order of time, and when which rank asked for which batch."""
+    replicas = {assignment.replica_id for assignment in facts.assignments}
+    begin = min((assignment.at for assignment in facts.assignments), default=0.0)
+    end = float("inf")
+    if facts.complete:  # without slots: retention has collected their records since
+        end = max((slot.durable_at for slot in facts.slots), default=facts.judged_at)
+    wanted = {(use.policy, use.training_step) for use in facts.uses}
+    notes: list[Note] = []
+    pulls: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+    needles = [facts.task_group_id, *_OF_REPLICA, *_OF_RUN, *([LogEvent.BATCH_PULLED] if wanted else [])]
+    for row in _rows(run_dir, [needle.encode() for needle in needles]):
+        event, at = str(row.get("event")), logged_at(row)
+        concerns = begin <= at <= end
+        if event in _OF_GROUP and row.get("task_group") == facts.task_group_id:
+            notes.append(_note(row, at, _OF_GROUP[event]))
+        elif event in _OF_REPLICA and row.get("replica") in replicas and concerns:
+            notes.append(_note(row, at, _OF_REPLICA[event]))
+        elif event in _OF_RUN and concerns:
+            notes.append(_note(row, at, _OF_RUN[event]))
+        elif event == LogEvent.BATCH_PULLED and (key := (row.get("policy", ""), row.get("step", 0))) in wanted:
+            pulls[key].setdefault(row.get("rank", 0), at)
+    return tuple(sorted(notes, key=lambda note: note.at)), pulls
+
+
+def pulls_of(pulls: Pulls, use: Used) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(pulls.get((use.policy, use.training_step), {}).items()))
+
+
+def _note(row: Json, at: float, text: Callable[[Json], str]) -> Note:
+    return Note(at=at, service=row.get("instance", ""), event=row["event"], text=text(row))
+
+
+def _rows(run_dir: Path, needles: list[bytes]) -> Iterator[Json]:
+    """Lines of all logs that hold one of the needles; most lines are not parsed."""
+    for path in sorted(run_files.logs(run_dir).glob("*.jsonl")):
+        with path.open("rb") as lines:
+            yield from parse_rows(line for line in lines if any(needle in line for needle in needles))
+
+
+Json = dict[str, Any]
+
+_TIMES = ("accepted_at", "started_at", "finished_at", "sent_at")
+
+
+def open_journal(run_dir: Path) -> JournalReader:
+    """Raises ``ConfigError`` when the directory has no journal."""
+    directory = run_files.journal(run_dir)
+    if not directory.is_dir():
+        check_run_directory(run_dir)
+        raise ConfigError(f"{run_dir} has no journal yet: its orchestrator has not begun")
+    return JournalReader(directory)
+
+
+def read_group(run_dir: Path, task_group_id: str) -> GroupFacts:
+    """Raises ``ConfigError`` for a task group that was never issued in this run."""
+    with closing(open_journal(run_dir)) as reader:
+        found = issued_groups(reader, task_group_id)
+        if not found:
+            raise ConfigError(
+                f"no task group {task_group_id!r} in this run: `rollmill trace RUN --list` shows which there are"
+            )
+        facts = replace(found[0], slots=tuple(_slots(reader, found[0])))
+    notes, pulls = read_notes(run_dir, facts)
+    uses = tuple(replace(use, pulls=pulls_of(pulls, use)) for use in facts.uses)
+    return fitted(replace(facts, notes=notes, uses=uses))
+
+
+def issued_groups(reader: JournalReader, name: str | None = None) -> list[GroupFacts]:
+    """All task groups in order of issue, or the one of this name, without the content of their slots."""
+    issues = list(reader.rows_of(records.GROUP, name))
+    assignments: dict[str, list[Assignment]] = defaultdict(list)
+    judged: dict[str, tuple[float, tuple[GroupVerdict, ...]]] = {}
+    closed: dict[str, tuple[float, str]] = {}
+    for row in reader.rows_of(records.ASSIGNMENT, name):
+        record = reader.load(row)
+        replica = "" if record is None else records.assignment_from_json(record)[0]
+        assignments[row.key].append(Assignment(at=row.written_at, replica_id=replica))
+    for row in reader.rows_of(records.VERDICT, name):
+        if row.key not in judged and (record := reader.load(row)) is not None:
+            judged[row.key] = row.written_at, tuple(records.verdicts_from_json(record))
+    for row in reader.rows_of(records.CLOSED, name):  # the last word
+        record = reader.load(row)
+        closed[row.key] = row.written_at, "" if record is None else records.closed_reason(record)
+    uses = _uses(reader, name, issues[0].number) if issues else {}
+    evaluated = {row.key: row.written_at for row in reader.rows_of(records.EVALUATION)}
+    slots = _bare_slots(reader) if name is None else {}
+    groups = []
+    for row in issues:
+        issued = _issued(reader.load(row))
+        judged_at, verdicts = judged.get(row.key, (0.0, ()))
+        closed_at, reason = closed.get(row.key, (0.0, ""))
+        issue = Assignment(at=row.written_at, replica_id=issued.replica_id)
+        groups.append(
+            GroupFacts(
+                task_group_id=row.key,
+                task_id=issued.order.task.task_id,
+                purpose=issued.order.purpose.value,
+                evaluation=issued.evaluation,
+                num_slots=len(issued.order.indices),
+                policies=issued.order.policies,
+                assignments=(issue, *assignments[row.key]),
+                slots=tuple(slot for _, slot in sorted(slots.get(row.key, {}).items())),
+                verdicts=verdicts,
+                judged_at=judged_at,
+                uses=tuple(uses.get(row.key, ())),
+                closed_at=closed_at,
+                closed_reason=reason,
+                evaluated_at=evaluated.get(issued.evaluation, 0.0),
+            )
+        )
+    return groups
+
+
+def _issued(record: Json | None) -> GroupRecord:
+    """The record of a task group; an empty one in place of an unreadable one."""
+    if record is not None:
+        return records.group_from_json(record)
+    task = Task(task_id="", data={})
+    order = TaskGroupOrder(task_group_id="", task=task, indices=(), purpose=Purpose.TRAIN, sampling=Sampling())
+    return GroupRecord(order=order, position=-1, evaluation="", replica_id="", incarnation="")
+
+
+def _bare_slots(reader: JournalReader) -> dict[str, dict[int, SlotFacts]]:
+    """The slots of every task group from the index alone: when each was durable, and whether it failed."""
+    slots: dict[str, dict[int, SlotFacts]] = defaultdict(dict)
+    for kind in (records.TRAJECTORY, records.FAILURE):
+        for row in reader.rows_of(kind):
+            name, _, index = row.key.rpartition("/")
+            failure = "failed" if kind == records.FAILURE else ""
+            slot = SlotFacts(index=int(index), replica_id="", durable_at=row.written_at, failure=failure)
+            known = slots[name].get(slot.index)
+            if known is None or slot.durable_at < known.durable_at:
+                slots[name][slot.index] = slot
+    return slots
+
+
+def _slots(reader: JournalReader, facts: GroupFacts) -> Iterator[SlotFacts]:
+    keys = [rollouts.trajectory_key(facts.task_group_id, index) for index in range(facts.num_slots)]
+    rows: dict[str, Row] = {}
+    for kind in (records.TRAJECTORY, records.FAILURE):
+        for row in reader.find_rows(kind, keys):
+            if row.key not in rows or row.number < rows[row.key].number:  # the first record of a slot wins
+                rows[row.key] = row
+    for index, key in enumerate(keys):
+        if key in rows:
+            yield _slot(index, rows[key], reader.load(rows[key]))
+
+
+def _slot(index: int, row: Row, record: Json | None) -> SlotFacts:
+    if record is None:
+        return SlotFacts(index=index, replica_id="", durable_at=row.written_at, readable=False)
+    if row.kind == records.FAILURE:
+        failure = rollouts.failure_from_json(record)
+        return replace(_common(failure, row), failure=failure.reason, detail=failure.detail)
+    trajectory = rollouts.trajectory_from_json(record)
+    sequences = tuple(
+        SequenceFacts(
+            policy=sequence.policy,
+            role=sequence.role,
+            attempt=sequence.attempt,
+            reward=sequence.reward,
+            num_tokens=sequence.num_tokens,
+            num_trained_tokens=sequence.num_trained_tokens,
+            versions=tuple(dict.fromkeys(s.weight_version for s in sequence.segments if s.is_policy and s.num_tokens)),
+            stop_reason=sequence.stop_reason.value,
+        )
+        for sequence in trajectory.sequences
+    )
+    return replace(_common(trajectory, row), reward=trajectory.reward, sequences=sequences)
+
+
+def _common(record: Trajectory | RolloutFailure, row: Row) -> SlotFacts:
+    timing = record.timing
+    return SlotFacts(
+        index=record.index,
+        replica_id=record.replica_id,
+        durable_at=row.written_at,
+        accepted_at=timing.accepted_at,
+        started_at=record.started_at,
+        finished_at=record.finished_at,
+        sent_at=timing.sent_at,
+        num_sends=timing.num_sends,
+        num_retries=timing.num_retries,
+        phases=timing.phases,
+    )
+
+
+def _uses(reader: JournalReader, name: str | None, after: int) -> dict[str, list[Used]]:
+    """The batches that hold sequences of each task group, or of the one of this name; recorded after its issue."""
+    uses: dict[str, list[Used]] = defaultdict(list)
+    for row in reader.rows_of(records.BATCH):
+        if row.number < after or (record := reader.load(row)) is None:
+            continue
+        batch = records.batch_from_json(record)
+        entries: dict[str, list[BatchEntry]] = defaultdict(list)
+        for entry in batch.entries:
+            group = split_sequence_id(entry.sequence_id)[0]
+            if name in (None, group):
+                entries[group].append(entry)
+        if entries:
+            known = _version_facts(reader, batch.policy, batch.training_step)
+            for group, found in entries.items():
+                uses[group].append(replace(_used_in(batch, found, row.written_at), **known))
+    return uses
+
+
+def _used_in(batch: BatchRecord, entries: Sequence[BatchEntry], assembled_at: float) -> Used:
+    """The use of these entries of one task group in a batch."""
+    return Used(
+        policy=batch.policy,
+        training_step=batch.training_step,
+        assembled_at=assembled_at,
+        num_sequences=len(entries),
+        batch_size=len(batch.entries),
+        minibatches=tuple(sorted({entry.minibatch for entry in entries})),
+        staleness_max=max(entry.staleness for entry in entries),
+        replayed=any(entry.replayed for entry in entries),
+    )
+
+
+def _version_facts(reader: JournalReader, policy: str, training_step: int) -> Json:
+    """Fields of ``Used`` from the step's published version; empty before the publication."""
+    row = next(reader.rows_of(records.VERSION, f"{policy}/{training_step}"), None)
+    record = None if row is None else reader.load(row)
+    if row is None or record is None:
+        return {}
+    _, _, metrics = records.version_from_json(record)
+    return {
+        "published_at": row.written_at,
+        "compute": records.compute_from_json(record),
+        "loss": metrics.get(TrainerKey.LOSS),
+        "grad_norm": metrics.get(TrainerKey.GRAD_NORM),
+    }
+
+
+def fitted(facts: GroupFacts) -> GroupFacts:
+    """The same facts with the times of every replica moved to the orchestrator's clock, as far as they allow it."""
+    slots: dict[str, list[SlotFacts]] = defaultdict(list)
+    for slot in facts.slots:
+        slots[slot.replica_id].append(slot)
+    shifts = {replica: _shift(replica, found, facts.assignments) for replica, found in slots.items()}
+    moved = tuple(_moved(slot, shifts[slot.replica_id]) for slot in facts.slots)
+    return replace(facts, slots=moved, clocks={replica: shift for replica, shift in shifts.items() if shift})
+
+
+def _shift(replica_id: str, slots: Iterable[SlotFacts], assignments: Iterable[Assignment]) -> float:
+    """Seconds to add to a replica's times; 0 when they fit, or when no shift fits."""
+    issued = min((a.at for a in assignments if a.replica_id == replica_id and a.at), default=0.0)
+    least, most = float("-inf"), float("inf")
+    for slot in slots:
+        first = next((at for at in (slot.accepted_at, slot.started_at) if at), 0.0)
+        last = next((at for at in (slot.sent_at, slot.finished_at) if at), 0.0)
+        if first and issued:
+            least = max(least, issued - first)
+        if last and slot.durable_at:
+            most = min(most, slot.durable_at - last)
+    if least > most:
+        return 0.0
+    return min(max(0.0, least), most)
+
+
+def _moved(slot: SlotFacts, shift: float) -> SlotFacts:
+    if not shift:
+        return slot
+    return replace(slot, **{name: at + shift for name in _TIMES if (at := getattr(slot, name))})
