@@ -16,8 +16,8 @@ from rich.console import Console
 
 from services.cli.commands import data_app, live_app, recipe_app
 from services.cli.console import Interrupted, exit_code, say, tell
-from services.cli.run_commands import journal_app, reading_app, results_app
 from services.cli.keys.command import keys_app
+from services.cli.run_commands import journal_app, reading_app, results_app
 from services.common.errors import InfrastructureError, RollmillError
 from services.common.system.surroundings import settle
 from services.common.telemetry.logs import quiet_grpc
