@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 from benchmarks._peers import ScriptedTrainer
 from services.cli.__main__ import app
 from services.cli.inspect.fate import Fate, read_fates
-from services.cli.inspect.trace import GroupFacts, events, read_group, stages, status
-from services.cli.inspect.trace_view import choose, counted, draw, read_groups
+from services.cli.inspect.run_model import GroupFacts
+from services.cli.inspect.trace import events, read_group, read_groups, stages, status
+from services.cli.inspect.trace_view import choose, counted, draw
 from services.cli.run.fork_server import ForkServer
 from services.common.errors import ConfigError
 from services.common.system.child import module_command

@@ -6,11 +6,11 @@ import enum
 import json
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import typer
@@ -18,19 +18,12 @@ from rich.console import Console
 from rich.text import Text
 
 from services.cli.console import Column, FittingTable, say
-from services.cli.inspect.trace import open_journal
+from services.cli.inspect.run_model import Entry, GroupFacts, RunModel
 from services.common.errors import ConfigError, DeadlineError, RolloutTimeoutError
 from services.common.records import fates
 from services.common.records.fates import ClosedReason, GroupFate
 from services.common.records.types import Purpose
-from services.common.telemetry.metrics import TrainerKey
-from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.parsers import state_from_json
-from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.records import GroupVerdict
-from services.orchestrator.journal.storage.segments import Row
-from services.orchestrator.state.groups import split_sequence_id
-from services.orchestrator.state.run_control import RunState
+from services.orchestrator.journal import rollouts
 
 
 class Fate(enum.StrEnum):
@@ -155,108 +148,14 @@ _TIMED_OUT = (
 CANCELLED = (ClosedReason.STEPS_DONE, ClosedReason.RUN_ENDED)
 
 
-@dataclass(slots=True)
-class Group:
-    """An open task group: records may still arrive."""
-
-    steps: dict[str, int]  # by policy
-    num_slots: int
-    trajectories: dict[int, Row] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)  # reasons
-    verdicts: list[GroupVerdict] | None = None
-    used: dict[Place, tuple[int, int]] = field(default_factory=dict)  # training step, masked tokens
-    closed: str = ""
-
-    @property
-    def complete(self) -> bool:
-        # Trajectories of old task groups may have been collected; groups with a verdict were complete.
-        return self.verdicts is not None or len(self.trajectories.keys() | self.failures.keys()) >= self.num_slots
-
-
-@dataclass(slots=True)
-class Sequence:
-    """The facts of one sequence."""
+class Sequence(NamedTuple):
+    """One sequence and its fate."""
 
     policy: str
+    slot: int
     num_tokens: int  # that the policy wrote
     fate: Fate
-
-
-class Decider:
-    """Which fate a rollout and its sequences have, by all that the journal says of their task group."""
-
-    def __init__(self, load: Callable[[Row], dict[str, Any] | None]) -> None:
-        """``load`` reads a record; None for one that cannot be read."""
-        self._load = load
-        self.newest: dict[str, int] = {}  # version of each policy at the end of the journal
-        self.is_finished = False  # the run
-
-    def rollout(self, group: Group, slot: int, of_sequences: list[Fate] | None) -> Fate:
-        """The fate of a slot's rollout for one policy; ``of_sequences``: the fates of that policy's sequences in it."""
-        if slot in group.failures:
-            reason = group.failures[slot]
-            if reason == fates.TOO_OLD:
-                return Fate.STOPPED
-            return Fate.TIMED_OUT if reason in _TIMED_OUT else Fate.FAILED
-        if of_sequences:
-            return of_the_whole(of_sequences)
-        if slot in group.trajectories or group.verdicts is not None:
-            return Fate.EMPTY
-        if group.closed:
-            return Fate.CANCELLED if group.closed in CANCELLED else Fate.UNKNOWN
-        return Fate.PLAYING
-
-    def sequences(self, group: Group) -> dict[Place, Sequence]:
-        """Sequences of all policies, by slot and position."""
-        if group.verdicts is None:
-            return self._unjudged_sequences(group)
-        found: dict[Place, Sequence] = {}
-        for verdict in group.verdicts:
-            used = any((m.index, m.position) in group.used for m in verdict.members)
-            for member in verdict.members:
-                place = (member.index, member.position)
-                fate = self._fate(group, verdict.policy, member.fate, group.used.get(place), used, member.num_tokens)
-                found[place] = Sequence(verdict.policy, member.num_tokens, fate)
-        return found
-
-    def _unjudged_sequences(self, group: Group) -> dict[Place, Sequence]:
-        """Sequences of a task group without a verdict, from its trajectories."""
-        found: dict[Place, Sequence] = {}
-        for slot, row in sorted(group.trajectories.items()):
-            record = self._load(row)
-            sequences = () if record is None else rollouts.trajectory_from_json(record).sequences
-            for position, sequence in enumerate(sequences):
-                fate = self._unjudged(group)
-                found[slot, position] = Sequence(sequence.policy, sequence.num_trained_tokens, fate)
-        return found
-
-    def _unjudged(self, group: Group) -> Fate:
-        if group.closed in CANCELLED:
-            return Fate.CANCELLED
-        return Fate.UNKNOWN if group.complete or group.closed else Fate.SIBLINGS
-
-    def _fate(
-        self,
-        group: Group,
-        policy: str,
-        judged: GroupFate,
-        use: tuple[int, int] | None,
-        sibling_used: bool,
-        num_tokens: int,
-    ) -> Fate:
-        """The fate of a sequence with a verdict on its advantage group; ``use``: (training step, masked tokens) of its
-        batch."""
-        if use is not None:
-            training_step, masked = use
-            if num_tokens and masked >= num_tokens:
-                return Fate.MASKED
-            return Fate.TRAINED if training_step <= self.newest.get(policy, -1) else Fate.IN_TRAINING
-        if judged is not GroupFate.KEPT:
-            return _OF_VERDICT[judged]
-        # An advantage group leaves the buffer as a whole: sequences missing from its batch had become too old.
-        if sibling_used or group.closed:
-            return Fate.TOO_OLD
-        return Fate.LEFT_OVER if self.is_finished else Fate.BUFFERED
+    use: Entry | None  # the batch that has trained it, or will
 
 
 QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
@@ -366,177 +265,127 @@ class Fates:
 
 
 def read_fates(run_dir: Path) -> Fates:
-    """Raises ``ConfigError`` when the directory has no journal, or that of a release without the fates of sequences."""
-    with closing(open_journal(run_dir)) as reader:
-        return _Reading(reader).run()
+    """Raises ``ConfigError`` when the directory has no journal."""
+    with closing(RunModel(run_dir)) as model:
+        model.read()
+        return count_fates(model)
 
 
-class _Reading:
-    def __init__(self, reader: JournalReader) -> None:
-        self._reader = reader
-        self._found = Fates()
-        self._decider = Decider(self._load)
-        self._open: dict[str, Group] = {}
-        self._versions: dict[str, int] = {}  # the newest, at the present position
-        self._num_repeated = 0  # records of a slot that had one
-        self._num_issued = 0  # training groups
-        self._positions = 0  # of the curriculum, that were drawn
-        self._in_batches: Counter[str] = Counter()  # fresh sequences that batch records name, by policy
-        self._batch_tokens: dict[tuple[str, int], int] = {}  # trained ones, as the trainer counts them
-        self._counted: Counter[tuple[str, int]] = Counter()  # the same, from the sequences
+def count_fates(model: RunModel) -> Fates:
+    """The fates of all task groups that were issued for training. Loads the trajectories of those without a verdict: they
+    were incomplete at the end."""
+    found = Fates()
+    is_finished = model.is_finished
+    counted: Counter[tuple[str, int]] = Counter()  # (policy, training step) -> trained tokens of its sequences
+    groups = [group for group in model.groups.values() if group.purpose == Purpose.TRAIN and group.num_slots]
+    for group in groups:
+        _count_group(found, counted, group, list(_sequences(model, group, is_finished)))
+    found.num_passed_over = model.num_positions - len(groups)
+    found.num_updates_skipped = model.updates_skipped
+    found.num_unreadable = model.num_unreadable
+    found.checks = list(_checks(found, model, counted))
+    return found
 
-    def run(self) -> Fates:
-        for row in self._reader.rows_of(records.VERSION):
-            policy, _, number = row.key.rpartition("/")
-            newest = self._decider.newest
-            newest[policy] = max(int(number), newest.get(policy, -1))
-        last_state: Row | None = None
-        for row in self._reader.rows():
-            if row.kind == records.STATE:
-                last_state = row
+
+def _sequences(model: RunModel, group: GroupFacts, is_finished: bool) -> Iterator[Sequence]:
+    """The sequences of all policies, with their fates."""
+    used: dict[Place, Entry] = {}
+    for entry in group.entries:
+        if not entry.replayed:
+            used.setdefault((entry.slot, entry.position), entry)
+    if not group.judged_at:
+        whole = len(group.rows) >= group.num_slots
+        fate = Fate.UNKNOWN if whole or group.closed_reason else Fate.SIBLINGS
+        if group.closed_reason in CANCELLED:
+            fate = Fate.CANCELLED
+        for slot, row in sorted(group.rows.items()):
+            record = model.load(row) if slot not in group.failures else None
+            for position, spoken in enumerate(rollouts.trajectory_from_json(record).sequences if record else ()):
+                use = used.get((slot, position))
+                yield Sequence(spoken.policy, slot, spoken.num_trained_tokens, fate, use)
+    for verdict in group.verdicts:
+        # An advantage group leaves the buffer as a whole: sequences missing from its batch had become too old.
+        left = group.closed_reason or any((m.index, m.position) in used for m in verdict.members)
+        for member in verdict.members:
+            use = used.get((member.index, member.position))
+            if use is not None and member.num_tokens and use.num_masked_tokens >= member.num_tokens:
+                fate = Fate.MASKED
+            elif use is not None:
+                trained = use.use.training_step <= model.newest.get(verdict.policy, -1)
+                fate = Fate.TRAINED if trained else Fate.IN_TRAINING
+            elif member.fate is not GroupFate.KEPT:
+                fate = _OF_VERDICT[member.fate]
+            elif left:
+                fate = Fate.TOO_OLD
             else:
-                self._take(row)
-        if last_state is not None and (state := self._load(last_state)) is not None:
-            self._decider.is_finished = state_from_json(state).phase is RunState.FINISHED
-        for name in list(self._open):
-            self._fold(name)
-        self._found.num_passed_over = self._positions - self._num_issued
-        self._found.checks = list(self._checks())
-        return self._found
+                fate = Fate.LEFT_OVER if is_finished else Fate.BUFFERED
+            yield Sequence(verdict.policy, member.index, member.num_tokens, fate, use)
 
-    def _load(self, row: Row) -> dict[str, Any] | None:
-        record = self._reader.load(row)
-        self._found.num_unreadable += record is None
-        return record
 
-    def _take(self, row: Row) -> None:
-        if row.kind == records.GROUP:
-            self._issued(row)
-        elif row.kind == records.VERSION:
-            self._published(row)
-        elif row.kind == records.BATCH:
-            self._batch(row)
-        elif row.kind in (records.TRAJECTORY, records.FAILURE):
-            self._resolved(row)
-        elif row.kind in (records.VERDICT, records.CLOSED) and (group := self._open.get(row.key)) is not None:
-            if (record := self._load(row)) is None:
-                return
-            if row.kind == records.VERDICT:
-                group.verdicts = records.verdicts_from_json(record)
-            else:
-                group.closed = records.closed_reason(record)
-            # A verdict of an earlier release may come after the close that it causes; without sequences there is none.
-            no_sequences = len(group.failures) >= group.num_slots
-            if group.closed and (group.closed in CANCELLED or group.verdicts is not None or no_sequences):
-                self._fold(row.key)
+def _of_rollout(group: GroupFacts, slot: int, of_sequences: list[Fate]) -> Fate:
+    """The fate of a slot's rollout for one policy; ``of_sequences``: the fates of that policy's sequences in it."""
+    if slot in group.failures:
+        reason = group.failures[slot]
+        if reason == fates.TOO_OLD:
+            return Fate.STOPPED
+        return Fate.TIMED_OUT if reason in _TIMED_OUT else Fate.FAILED
+    if of_sequences:
+        return of_the_whole(of_sequences)
+    if slot in group.rows or group.judged_at:
+        return Fate.EMPTY
+    if group.closed_reason:
+        return Fate.CANCELLED if group.closed_reason in CANCELLED else Fate.UNKNOWN
+    return Fate.PLAYING
 
-    def _issued(self, row: Row) -> None:
-        record = self._load(row)
-        if record is None:
-            return
-        issued = records.group_from_json(record)
-        if issued.order.purpose is not Purpose.TRAIN:
-            return
-        self._num_issued += 1
-        self._positions = max(self._positions, issued.position + 1)
-        # Those that it was born for are trained; journals of an earlier release name none.
-        policies = issued.order.policies or list(issued.born) or list(self._versions)
-        steps = {policy: self._versions.get(policy, 0) + 1 for policy in policies}
-        self._open[row.key] = Group(steps=steps, num_slots=len(issued.order.indices))
-        for key in steps.items():
-            tally = self._found.tallies[key]
-            tally.issued_groups += 1
-            tally.issued_rollouts += len(issued.order.indices)
 
-    def _published(self, row: Row) -> None:
-        policy, _, number = row.key.rpartition("/")
-        if int(number) > self._versions.get(policy, -1) and (record := self._load(row)) is not None:
-            self._versions[policy] = int(number)
-            _, _, metrics = records.version_from_json(record)
-            skipped = metrics.get(TrainerKey.UPDATES_SKIPPED, 0.0)
-            self._found.num_updates_skipped[policy] += round(skipped)
+def _count_group(found: Fates, counted: Counter[tuple[str, int]], group: GroupFacts, sequences: list[Sequence]) -> None:
+    for policy, step in group.steps.items():
+        tally = found.tallies[policy, step]
+        tally.issued_groups += 1
+        tally.issued_rollouts += group.num_slots
+        of_slots: dict[int, list[Fate]] = defaultdict(list)
+        for sequence in sequences:
+            if sequence.policy != policy:
+                continue
+            fate = sequence.fate
+            of_slots[sequence.slot].append(fate)
+            tally.sequences[fate] += 1
+            masked = sequence.use.num_masked_tokens if sequence.use else 0
+            rest = sequence.num_tokens - masked
+            tally.tokens[fate] += sequence.num_tokens if fate is Fate.MASKED else rest
+            if masked and fate is not Fate.MASKED:
+                tally.tokens[Fate.MASKED] += masked
+            if sequence.use:
+                counted[policy, sequence.use.use.training_step] += rest
+            if not fate.in_flight and fate is not Fate.UNKNOWN:
+                trained = rest if fate is Fate.TRAINED else 0
+                found.lengths[policy].add(step, fate, sequence.num_tokens, trained)
+        of_rollouts = [_of_rollout(group, slot, of_slots[slot]) for slot in range(group.num_slots)]
+        tally.rollouts.update(of_rollouts)
+        tally.failures.update(group.failures.values())
+        tally.groups[of_the_whole(of_rollouts)] += 1
+        tally.sampled_sequences += (
+            sum(verdict.num_sequences for verdict in group.verdicts if verdict.policy == policy)
+            if group.judged_at
+            else sum(map(len, of_slots.values()))
+        )
 
-    def _resolved(self, row: Row) -> None:
-        name, _, index = row.key.rpartition("/")
-        group = self._open.get(name)
-        if group is None:
-            return
-        slot = int(index)
-        if slot in group.trajectories or slot in group.failures:
-            self._num_repeated += 1
-        elif row.kind == records.TRAJECTORY:
-            group.trajectories[slot] = row
-        else:
-            record = self._load(row)
-            group.failures[slot] = "" if record is None else rollouts.failure_from_json(record).reason
 
-    def _batch(self, row: Row) -> None:
-        if (record := self._load(row)) is None:
-            return
-        batch = records.batch_from_json(record)
-        for entry in batch.entries:
-            name, index, position = split_sequence_id(entry.sequence_id)
-            if not entry.replayed:
-                self._in_batches[batch.policy] += 1
-                if (group := self._open.get(name)) is not None:
-                    group.used.setdefault((index, position), (batch.training_step, entry.num_masked_tokens))
-        if not any(entry.replayed for entry in batch.entries):
-            # Lengths of sequences that are trained again are dropped by then.
-            total = sum(totals.num_trained_tokens for totals in batch.minibatches)
-            self._batch_tokens[batch.policy, batch.training_step] = total
-
-    # --- a task group of which nothing more comes ---------------------------------------------------------------------
-
-    def _fold(self, name: str) -> None:
-        group = self._open.pop(name)
-        by_slot: dict[str, dict[int, list[Fate]]] = {policy: defaultdict(list) for policy in group.steps}
-        for place, sequence in self._decider.sequences(group).items():
-            if sequence.policy in by_slot:
-                by_slot[sequence.policy][place[0]].append(sequence.fate)
-                self._count(group, place, sequence)
-        for policy, step in group.steps.items():
-            tally = self._found.tallies[policy, step]
-            of_rollouts = [
-                self._decider.rollout(group, slot, by_slot[policy].get(slot)) for slot in range(group.num_slots)
-            ]
-            tally.rollouts.update(of_rollouts)
-            tally.failures.update(group.failures.values())
-            tally.groups[of_the_whole(of_rollouts)] += 1
-            told = None if group.verdicts is None else [v for v in group.verdicts if v.policy == policy]
-            tally.sampled_sequences += (
-                sum(map(len, by_slot[policy].values())) if told is None else sum(v.num_sequences for v in told)
-            )
-
-    def _count(self, group: Group, place: Place, sequence: Sequence) -> None:
-        key = (sequence.policy, group.steps[sequence.policy])
-        tally = self._found.tallies[key]
-        tally.sequences[sequence.fate] += 1
-        training_step, masked = group.used.get(place, (0, 0))
-        rest = sequence.num_tokens - masked
-        tally.tokens[sequence.fate] += sequence.num_tokens if sequence.fate is Fate.MASKED else rest
-        if masked and sequence.fate is not Fate.MASKED:
-            tally.tokens[Fate.MASKED] += masked
-        if training_step:
-            self._counted[sequence.policy, training_step] += rest
-        if not sequence.fate.in_flight and sequence.fate is not Fate.UNKNOWN:
-            trained = rest if sequence.fate is Fate.TRAINED else 0
-            self._found.lengths[sequence.policy].add(key[1], sequence.fate, sequence.num_tokens, trained)
-
-    def _checks(self) -> Iterator[Check]:
-        for policy in self._found.policies:
-            total = self._found.total(policy)
-            yield Check(f"task groups of {policy} issued = their fates", total.issued_groups, total.groups.total())
-            yield Check(f"rollouts of {policy} issued = their fates", total.issued_rollouts, total.rollouts.total())
-            sampled = total.sampled_sequences
-            yield Check(f"sequences of {policy} sampled = their fates", sampled, total.sequences.total())
-            used = sum(total.sequences[fate] for fate in (Fate.TRAINED, Fate.IN_TRAINING, Fate.MASKED))
-            yield Check(
-                f"fresh sequences in batches of {policy} = those of its rollouts", self._in_batches[policy], used
-            )
-            told = {key: tokens for key, tokens in self._batch_tokens.items() if key[0] == policy}
-            counted = sum(self._counted[key] for key in told)
-            yield Check(f"trained tokens in batches of {policy} = those of its sequences", sum(told.values()), counted)
-        yield Check("records of slots that had one already = 0", 0, self._num_repeated)
+def _checks(found: Fates, model: RunModel, counted: Counter[tuple[str, int]]) -> Iterator[Check]:
+    for policy in found.policies:
+        total = found.total(policy)
+        yield Check(f"task groups of {policy} issued = their fates", total.issued_groups, total.groups.total())
+        yield Check(f"rollouts of {policy} issued = their fates", total.issued_rollouts, total.rollouts.total())
+        sampled = total.sampled_sequences
+        yield Check(f"sequences of {policy} sampled = their fates", sampled, total.sequences.total())
+        used = sum(total.sequences[fate] for fate in (Fate.TRAINED, Fate.IN_TRAINING, Fate.MASKED))
+        yield Check(f"fresh sequences in batches of {policy} = those of its rollouts", model.num_fresh[policy], used)
+        in_batches = {key: tokens for key, tokens in model.batch_tokens.items() if key[0] == policy}
+        from_rollouts = sum(counted[key] for key in in_batches)
+        yield Check(
+            f"trained tokens in batches of {policy} = those of its sequences", sum(in_batches.values()), from_rollouts
+        )
+    yield Check("records of slots that had one already = 0", 0, model.num_repeated)
 
 
 _UNFINISHED = (Fate.STOPPED, Fate.TIMED_OUT, Fate.FAILED, Fate.CANCELLED)

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from services.cli.console import Column, FittingTable, format_bytes, say
-from services.cli.inspect.trace import open_journal
+from services.cli.inspect.run_model import open_journal
 from services.common.errors import ConfigError, CorruptDataError
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.quarantine import Quarantine

@@ -1,146 +1,36 @@
-"""Facts about one task group. Plain records; times are seconds since the epoch.
+"""The life of one task group: its facts from the journal and the logs, its stages, and its events in order of time.
 
-All but the task group's name may be missing: a run that was killed, a silent replica, a journal whose
-trajectories were collected.
+Invariants, also with missing facts: stages touch each other and none has a negative length, so they sum to the time
+from the first to the last; events are in order of time, and those of one instant in order of cause.
+
+Replicas on other machines have clocks of their own. A replica cannot accept an order before its record in the journal, nor
+send a record after that was durable. Where its times say so they are moved, by the least that fits; where they fit they
+are left alone.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from services.cli.console import format_seconds
-from services.cli.inspect.run_state import check_run_directory, logged_at, parse_rows
+from services.cli.inspect.run_model import Assignment, GroupFacts, Json, Note, RunModel, SequenceFacts, SlotFacts, Used
+from services.cli.inspect.run_state import logged_at, parse_rows
 from services.common import run_files
 from services.common.errors import ConfigError
 from services.common.records.fates import GroupFate
 from services.common.records.phases import PhaseKind
 from services.common.records.types import (
-    Purpose,
     RolloutFailure,
-    RolloutPhase,
-    Sampling,
-    Task,
-    TaskGroupOrder,
     Trajectory,
 )
 from services.common.telemetry.log_events import LogEvent
-from services.common.telemetry.metrics import TrainerKey
 from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict
 from services.orchestrator.journal.storage.segments import Row
-from services.orchestrator.state.groups import split_sequence_id
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """Open slots were given to a replica. The first one is the issue of the task group."""
-
-    at: float
-    replica_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceFacts:
-    policy: str
-    role: str
-    attempt: int
-    reward: float
-    num_tokens: int
-    num_trained_tokens: int
-    versions: tuple[int, ...]  # that computed its trained tokens, in order of appearance
-    stop_reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotFacts:
-    """One resolved slot. Times of a replica are on the replica's clock; 0 is unknown."""
-
-    index: int
-    replica_id: str
-    durable_at: float
-    accepted_at: float = 0.0
-    started_at: float = 0.0
-    finished_at: float = 0.0
-    sent_at: float = 0.0
-    num_sends: int = 0
-    num_retries: int = 0
-    phases: tuple[RolloutPhase, ...] = ()
-    reward: float | None = None  # None: a failure
-    failure: str = ""
-    detail: str = ""
-    sequences: tuple[SequenceFacts, ...] = ()
-    readable: bool = True  # its record is still there
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Used:
-    """Sequences of the task group in the batch of one training step."""
-
-    policy: str
-    training_step: int
-    assembled_at: float
-    num_sequences: int  # of the task group
-    batch_size: int  # sequences
-    minibatches: tuple[int, ...]
-    staleness_max: int
-    replayed: bool = False  # an earlier batch had them, too
-    pulls: tuple[tuple[int, float], ...] = ()  # rank, when
-    compute: tuple[tuple[float, float], ...] = ()  # stretches, on the trainer's clock
-    loss: float | None = None
-    grad_norm: float | None = None
-    published_at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """A line of a log that concerns the task group."""
-
-    at: float
-    service: str
-    event: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFacts:
-    task_group_id: str
-    task_id: str = ""
-    purpose: str = "train"
-    evaluation: str = ""
-    num_slots: int = 0
-    policies: tuple[str, ...] = ()  # empty: all of the run
-    assignments: tuple[Assignment, ...] = ()
-    slots: tuple[SlotFacts, ...] = ()  # resolved ones, by index
-    verdicts: tuple[GroupVerdict, ...] = ()
-    judged_at: float = 0.0
-    uses: tuple[Used, ...] = ()
-    closed_at: float = 0.0
-    closed_reason: str = ""
-    evaluated_at: float = 0.0  # its evaluation was finished
-    notes: tuple[Note, ...] = ()
-    clocks: dict[str, float] = field(default_factory=dict)  # replica -> seconds that its times were moved by
-
-    @property
-    def all_known(self) -> bool:
-        """Every slot's record is there, or was."""
-        return self.num_slots > 0 and len(self.slots) == self.num_slots
-
-    @property
-    def complete(self) -> bool:
-        """Every slot was resolved, also where the journal's retention has collected the records since."""
-        return self.all_known or bool(self.verdicts)
-
-    @property
-    def num_failed(self) -> int:
-        return sum(1 for slot in self.slots if slot.failure)
-
 
 OUTCOMES = {
     GroupFate.KEPT: "queued for a batch",
@@ -456,113 +346,42 @@ def _rows(run_dir: Path, needles: list[bytes]) -> Iterator[Json]:
             yield from parse_rows(line for line in lines if any(needle in line for needle in needles))
 
 
-Json = dict[str, Any]
-
 _TIMES = ("accepted_at", "started_at", "finished_at", "sent_at")
 
 
-def open_journal(run_dir: Path) -> JournalReader:
-    """Raises ``ConfigError`` when the directory has no journal."""
-    directory = run_files.journal(run_dir)
-    if not directory.is_dir():
-        check_run_directory(run_dir)
-        raise ConfigError(f"{run_dir} has no journal yet: its orchestrator has not begun")
-    return JournalReader(directory)
-
-
 def read_group(run_dir: Path, task_group_id: str) -> GroupFacts:
-    """Raises ``ConfigError`` for a task group that was never issued in this run."""
-    with closing(open_journal(run_dir)) as reader:
-        found = issued_groups(reader, task_group_id)
-        if not found:
+    """All facts of a task group: from the journal first, then from the logs. Raises ``ConfigError`` for one that was never
+    issued in this run."""
+    with closing(RunModel(run_dir)) as model:
+        model.read(task_group_id)
+        facts = model.groups.get(task_group_id)
+        if facts is None:
             raise ConfigError(
                 f"no task group {task_group_id!r} in this run: `rollmill trace RUN --list` shows which there are"
             )
-        facts = replace(found[0], slots=tuple(_slots(reader, found[0])))
-    notes, pulls = read_notes(run_dir, facts)
-    uses = tuple(replace(use, pulls=pulls_of(pulls, use)) for use in facts.uses)
-    return fitted(replace(facts, notes=notes, uses=uses))
+        facts.slots = tuple(_slot(index, row, model.reader.load(row)) for index, row in sorted(facts.rows.items()))
+    facts.notes, pulls = read_notes(run_dir, facts)
+    for use in facts.uses:
+        use.pulls = pulls_of(pulls, use)
+    return fitted(facts)
 
 
-def issued_groups(reader: JournalReader, name: str | None = None) -> list[GroupFacts]:
-    """All task groups in order of issue, or the one of this name, without the content of their slots."""
-    issues = list(reader.rows_of(records.GROUP, name))
-    assignments: dict[str, list[Assignment]] = defaultdict(list)
-    judged: dict[str, tuple[float, tuple[GroupVerdict, ...]]] = {}
-    closed: dict[str, tuple[float, str]] = {}
-    for row in reader.rows_of(records.ASSIGNMENT, name):
-        record = reader.load(row)
-        replica = "" if record is None else records.assignment_from_json(record)[0]
-        assignments[row.key].append(Assignment(at=row.written_at, replica_id=replica))
-    for row in reader.rows_of(records.VERDICT, name):
-        if row.key not in judged and (record := reader.load(row)) is not None:
-            judged[row.key] = row.written_at, tuple(records.verdicts_from_json(record))
-    for row in reader.rows_of(records.CLOSED, name):  # the last word
-        record = reader.load(row)
-        closed[row.key] = row.written_at, "" if record is None else records.closed_reason(record)
-    uses = _uses(reader, name, issues[0].number) if issues else {}
-    evaluated = {row.key: row.written_at for row in reader.rows_of(records.EVALUATION)}
-    slots = _bare_slots(reader) if name is None else {}
-    groups = []
-    for row in issues:
-        issued = _issued(reader.load(row))
-        judged_at, verdicts = judged.get(row.key, (0.0, ()))
-        closed_at, reason = closed.get(row.key, (0.0, ""))
-        issue = Assignment(at=row.written_at, replica_id=issued.replica_id)
-        groups.append(
-            GroupFacts(
-                task_group_id=row.key,
-                task_id=issued.order.task.task_id,
-                purpose=issued.order.purpose.value,
-                evaluation=issued.evaluation,
-                num_slots=len(issued.order.indices),
-                policies=issued.order.policies,
-                assignments=(issue, *assignments[row.key]),
-                slots=tuple(slot for _, slot in sorted(slots.get(row.key, {}).items())),
-                verdicts=verdicts,
-                judged_at=judged_at,
-                uses=tuple(uses.get(row.key, ())),
-                closed_at=closed_at,
-                closed_reason=reason,
-                evaluated_at=evaluated.get(issued.evaluation, 0.0),
+def read_groups(run_dir: Path) -> list[GroupFacts]:
+    """Every task group in order of issue. Of its slots only when each was durable, and whether it failed: no trajectory
+    is read."""
+    with closing(RunModel(run_dir)) as model:
+        model.read()
+    for facts in model.groups.values():
+        facts.slots = tuple(
+            SlotFacts(
+                index=index,
+                replica_id="",
+                durable_at=row.written_at,
+                failure="failed" if index in facts.failures else "",
             )
+            for index, row in sorted(facts.rows.items())
         )
-    return groups
-
-
-def _issued(record: Json | None) -> GroupRecord:
-    """The record of a task group; an empty one in place of an unreadable one."""
-    if record is not None:
-        return records.group_from_json(record)
-    task = Task(task_id="", data={})
-    order = TaskGroupOrder(task_group_id="", task=task, indices=(), purpose=Purpose.TRAIN, sampling=Sampling())
-    return GroupRecord(order=order, position=-1, evaluation="", replica_id="", incarnation="")
-
-
-def _bare_slots(reader: JournalReader) -> dict[str, dict[int, SlotFacts]]:
-    """The slots of every task group from the index alone: when each was durable, and whether it failed."""
-    slots: dict[str, dict[int, SlotFacts]] = defaultdict(dict)
-    for kind in (records.TRAJECTORY, records.FAILURE):
-        for row in reader.rows_of(kind):
-            name, _, index = row.key.rpartition("/")
-            failure = "failed" if kind == records.FAILURE else ""
-            slot = SlotFacts(index=int(index), replica_id="", durable_at=row.written_at, failure=failure)
-            known = slots[name].get(slot.index)
-            if known is None or slot.durable_at < known.durable_at:
-                slots[name][slot.index] = slot
-    return slots
-
-
-def _slots(reader: JournalReader, facts: GroupFacts) -> Iterator[SlotFacts]:
-    keys = [rollouts.trajectory_key(facts.task_group_id, index) for index in range(facts.num_slots)]
-    rows: dict[str, Row] = {}
-    for kind in (records.TRAJECTORY, records.FAILURE):
-        for row in reader.find_rows(kind, keys):
-            if row.key not in rows or row.number < rows[row.key].number:  # the first record of a slot wins
-                rows[row.key] = row
-    for index, key in enumerate(keys):
-        if key in rows:
-            yield _slot(index, rows[key], reader.load(rows[key]))
+    return list(model.groups.values())
 
 
 def _slot(index: int, row: Row, record: Json | None) -> SlotFacts:
@@ -602,54 +421,6 @@ def _common(record: Trajectory | RolloutFailure, row: Row) -> SlotFacts:
         num_retries=timing.num_retries,
         phases=timing.phases,
     )
-
-
-def _uses(reader: JournalReader, name: str | None, after: int) -> dict[str, list[Used]]:
-    """The batches that hold sequences of each task group, or of the one of this name; recorded after its issue."""
-    uses: dict[str, list[Used]] = defaultdict(list)
-    for row in reader.rows_of(records.BATCH):
-        if row.number < after or (record := reader.load(row)) is None:
-            continue
-        batch = records.batch_from_json(record)
-        entries: dict[str, list[BatchEntry]] = defaultdict(list)
-        for entry in batch.entries:
-            group = split_sequence_id(entry.sequence_id)[0]
-            if name in (None, group):
-                entries[group].append(entry)
-        if entries:
-            known = _version_facts(reader, batch.policy, batch.training_step)
-            for group, found in entries.items():
-                uses[group].append(replace(_used_in(batch, found, row.written_at), **known))
-    return uses
-
-
-def _used_in(batch: BatchRecord, entries: Sequence[BatchEntry], assembled_at: float) -> Used:
-    """The use of these entries of one task group in a batch."""
-    return Used(
-        policy=batch.policy,
-        training_step=batch.training_step,
-        assembled_at=assembled_at,
-        num_sequences=len(entries),
-        batch_size=len(batch.entries),
-        minibatches=tuple(sorted({entry.minibatch for entry in entries})),
-        staleness_max=max(entry.staleness for entry in entries),
-        replayed=any(entry.replayed for entry in entries),
-    )
-
-
-def _version_facts(reader: JournalReader, policy: str, training_step: int) -> Json:
-    """Fields of ``Used`` from the step's published version; empty before the publication."""
-    row = next(reader.rows_of(records.VERSION, f"{policy}/{training_step}"), None)
-    record = None if row is None else reader.load(row)
-    if row is None or record is None:
-        return {}
-    _, _, metrics = records.version_from_json(record)
-    return {
-        "published_at": row.written_at,
-        "compute": records.compute_from_json(record),
-        "loss": metrics.get(TrainerKey.LOSS),
-        "grad_norm": metrics.get(TrainerKey.GRAD_NORM),
-    }
 
 
 def fitted(facts: GroupFacts) -> GroupFacts:

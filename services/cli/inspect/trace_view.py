@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -21,18 +20,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from services.cli.console import Column, FittingTable, format_seconds, pyplot, say
+from services.cli.inspect.run_model import GroupFacts, SlotFacts
 from services.cli.inspect.trace import (
     Event,
-    GroupFacts,
-    SlotFacts,
     Stage,
     StageName,
     events,
     first_use,
     headline,
-    issued_groups,
-    open_journal,
     read_group,
+    read_groups,
     seconds_in,
     stages,
     status,
@@ -56,13 +53,6 @@ class Line:
     num_slots: int
     num_failed: int
     num_reissued: int
-
-
-def read_groups(run_dir: Path) -> list[GroupFacts]:
-    """Every task group of a run in order of issue, without the phases of its rollouts. Raises ``ConfigError``: no
-    journal."""
-    with closing(open_journal(run_dir)) as reader:
-        return issued_groups(reader)
 
 
 def choose(
@@ -129,6 +119,8 @@ def _line(facts: GroupFacts) -> Line:
     )
 
 
+_OF_THE_MODEL = ("steps", "rows", "failures", "entries")
+
 BAR = 32  # characters of the longest stage
 
 _WAITS = {
@@ -169,7 +161,7 @@ def group_as_json(facts: GroupFacts) -> dict[str, Any]:
     """The same for machines: every fact, every event, every stage."""
     return {
         "status": status(facts),
-        **asdict(facts),
+        **{name: value for name, value in asdict(facts).items() if name not in _OF_THE_MODEL},
         "events": [asdict(event) for event in events(facts, with_slots=True)],
         "stages": [{**asdict(stage), "seconds": stage.seconds} for stage in stages(facts)],
     }

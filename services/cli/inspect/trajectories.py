@@ -23,8 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.console import say
+from services.cli.inspect.run_model import open_journal
 from services.cli.inspect.run_state import Row
-from services.cli.inspect.trace import open_journal
 from services.common.config.reading.loading import load_resolved
 from services.common.errors import ConfigError
 from services.common.records.dataset_rows import truth_in
@@ -258,48 +258,31 @@ def read_trajectories(run_dir: Path, wanted: Wanted) -> list[Row]:
     chosen: list[Row] = []
     with closing(open_journal(run_dir)) as reader:
         groups = _groups_of_step(reader, wanted.step) if wanted.step is not None else None
-        found = list(reader.rows_of(records.TRAJECTORY))
-        if not found:
-            raise ConfigError(f"{run_dir} has no trajectories yet: no rollout has ended")
-        issues = _Issues(reader)
-        for row in reversed(found):
+        issues: dict[str, Row] = {}
+        row = None
+        for row in reader.last_rows(records.TRAJECTORY):
             name = row.key.rpartition("/")[0]
             if wanted.group not in (None, name) or (groups is not None and name not in groups):
                 continue
-            issue = issues[name]
-            if not _issue_fits(issue, wanted) or (record := reader.load(row)) is None:
+            if name not in issues:
+                issues[name] = reader.find(records.GROUP, [name]).get(name, {})
+            if not _issue_fits(issues[name], wanted) or (record := reader.load(row)) is None:
                 continue
             if wanted.reward_fits(record["reward"]):
-                chosen.append({**plain_trajectory(record), "issue": issue})
+                chosen.append({**plain_trajectory(record), "issue": issues[name]})
             if len(chosen) >= wanted.last:
                 break
+        if row is None:
+            raise ConfigError(f"{run_dir} has no trajectories yet: no rollout has ended")
     return chosen[::-1]
 
 
-class _Issues:
-    """The record of each task group, read when asked for."""
-
-    def __init__(self, reader: JournalReader) -> None:
-        self._reader = reader
-        self._rows = {row.key: row for row in reader.rows_of(records.GROUP)}
-        self._read: dict[str, Row] = {}
-
-    def __getitem__(self, name: str) -> Row:
-        if name not in self._read:
-            row = self._rows.get(name)
-            self._read[name] = (self._reader.load(row) or {}) if row is not None else {}
-        return self._read[name]
-
-
 def _groups_of_step(reader: JournalReader, step: int) -> set[str]:
-    found: set[str] = set()
     batches = [row for row in reader.rows_of(records.BATCH) if row.key.rpartition("/")[2] == str(step)]
     if not batches:
         raise ConfigError(f"no batch of training step {step} is recorded: `rollmill trace RUN --list` shows steps")
-    for row in batches:
-        record = reader.load(row) or {}
-        found |= {sequence["sequence_id"].split("/")[0] for sequence in record.get("sequences", ())}
-    return found
+    read = [reader.load(row) or {} for row in batches]
+    return {entry["sequence_id"].split("/")[0] for record in read for entry in record.get("sequences", ())}
 
 
 def _issue_fits(issue: Row, wanted: Wanted) -> bool:

@@ -27,9 +27,9 @@ from services.cli.inspect.plot import (
     newest_version,
     throughput_of,
 )
+from services.cli.inspect.run_model import open_journal
 from services.cli.inspect.run_state import Row
 from services.cli.inspect.standing import serving_s, standing, summarise
-from services.cli.inspect.trace import open_journal
 from services.cli.inspect.trajectories import (
     ENVIRONMENT,
     POLICY,

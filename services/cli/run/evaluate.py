@@ -15,8 +15,8 @@ from services.cli.check.hub import check_model_name
 from services.cli.check.model_files import model_instead
 from services.cli.console import Column, FittingTable, format_change, format_reward, pyplot
 from services.cli.inspect.checkpoints import export_run, policies_of
+from services.cli.inspect.run_model import open_journal
 from services.cli.inspect.run_state import check_run_directory
-from services.cli.inspect.trace import open_journal
 from services.common import run_files
 from services.common.config.reading.loading import RESOLVED, validate
 from services.common.config.recipe import Recipe

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
+from services.cli.inspect.run_model import open_journal
 from services.cli.inspect.run_state import check_run_directory, read_metrics, why_silent
-from services.cli.inspect.trace import open_journal
 from services.cli.inspect.trajectories import Wanted, read_trajectories
 from services.cli.run import run_directory
 from services.cli.run.evaluate import evaluation_recipe

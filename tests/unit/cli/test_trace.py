@@ -14,12 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from services.cli.inspect.run_model import Assignment, GroupFacts, SequenceFacts, SlotFacts, Used
 from services.cli.inspect.trace import (
-    Assignment,
-    GroupFacts,
-    SequenceFacts,
-    SlotFacts,
-    Used,
     events,
     fitted,
     pulls_of,
