@@ -279,15 +279,15 @@ def count_fates(model: RunModel) -> Fates:
     counted: Counter[tuple[str, int]] = Counter()  # (policy, training step) -> trained tokens of its sequences
     groups = [group for group in model.groups.values() if group.purpose == Purpose.TRAIN and group.num_slots]
     for group in groups:
-        _count_group(found, counted, group, list(_sequences(model, group, is_finished)))
+        _count_group(found, counted, group, list(_sequences(found, model, group, is_finished)))
     found.num_passed_over = model.num_positions - len(groups)
     found.num_updates_skipped = model.updates_skipped
-    found.num_unreadable = model.num_unreadable
+    found.num_unreadable += model.num_unreadable
     found.checks = list(_checks(found, model, counted))
     return found
 
 
-def _sequences(model: RunModel, group: GroupFacts, is_finished: bool) -> Iterator[Sequence]:
+def _sequences(found: Fates, model: RunModel, group: GroupFacts, is_finished: bool) -> Iterator[Sequence]:
     """The sequences of all policies, with their fates."""
     used: dict[Place, Entry] = {}
     for entry in group.entries:
@@ -299,7 +299,10 @@ def _sequences(model: RunModel, group: GroupFacts, is_finished: bool) -> Iterato
         if group.closed_reason in CANCELLED:
             fate = Fate.CANCELLED
         for slot, row in sorted(group.rows.items()):
-            record = model.load(row) if slot not in group.failures else None
+            if slot in group.failures:
+                continue
+            record = model.load(row)
+            found.num_unreadable += record is None
             for position, spoken in enumerate(rollouts.trajectory_from_json(record).sequences if record else ()):
                 use = used.get((slot, position))
                 yield Sequence(spoken.policy, slot, spoken.num_trained_tokens, fate, use)

@@ -10,6 +10,7 @@ journal that is being written, or of an orchestrator that was killed.
 from __future__ import annotations
 
 import heapq
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -175,11 +176,13 @@ def open_journal(run_dir: Path) -> JournalReader:
 
 
 class RunModel:
-    """``read``, then the attributes; used by one thread at a time."""
+    """``read``, then the attributes. One thread reads; others may look at the attributes, and ``load``."""
 
     def __init__(self, run_dir: Path) -> None:
         """Raises ``ConfigError`` when the directory has no journal."""
         self.reader = open_journal(run_dir)
+        self.lock = threading.RLock()
+        """Of the reader, which serves one thread at a time."""
         self.groups: dict[str, GroupFacts] = {}  # in order of issue
         self.newest: dict[str, int] = {}  # policy -> newest published version
         self.last = 0
@@ -224,7 +227,9 @@ class RunModel:
         self.last = row.number
         record = None
         try:
-            record = self.load(row) if row.kind in _LOADED else None
+            if row.kind in _LOADED:
+                record = self.load(row)
+                self.num_unreadable += record is None
             if row.kind == records.GROUP:
                 self._issued(row, record)
             elif row.kind in (records.TRAJECTORY, records.FAILURE):
@@ -247,10 +252,9 @@ class RunModel:
         return record
 
     def load(self, row: Row) -> Json | None:
-        """The content of a record; None, and counted, where it cannot be read."""
-        record = self.reader.load(row)
-        self.num_unreadable += record is None
-        return record
+        """The content of a record; None where it cannot be read."""
+        with self.lock:
+            return self.reader.load(row)
 
     @property
     def is_finished(self) -> bool:

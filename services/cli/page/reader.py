@@ -1,20 +1,28 @@
-"""The panels of ``rollmill plot`` as numbers: a line for each policy and metric, or the mean and the band of seeds."""
+"""One run of the page: a thread reads its directory on, and answers questions from the part that is read.
+
+    metrics -> rows     journal -> model, index of rollouts, fates     orchestrator, while a browser is open -> its state
+
+A question waits for no file that grows with the run and for no other process. A part that cannot be read is told by
+its message; the others go on. Of a token that a policy wrote the page shows its text, log-probability, weight version and
+advantage. The trainer computes advantages and records none; those that need the reward and the group alone are computed here
+by its own function, others are named.
+"""
 
 from __future__ import annotations
 
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
 
 import orjson
 import structlog
 
-from services.cli.inspect.fate import as_json, read_fates
+from services.cli.inspect.fate import as_json, count_fates
 from services.cli.inspect.plot import (
     PANELS,
     THROUGHPUT,
@@ -27,8 +35,8 @@ from services.cli.inspect.plot import (
     newest_version,
     throughput_of,
 )
-from services.cli.inspect.run_model import open_journal
-from services.cli.inspect.run_state import Row
+from services.cli.inspect.run_model import OTHER_SHAPE, GroupFacts, Json, RunModel
+from services.cli.inspect.run_state import Row as MetricsRow
 from services.cli.inspect.standing import serving_s, standing, summarise
 from services.cli.inspect.trajectories import (
     ENVIRONMENT,
@@ -41,7 +49,7 @@ from services.cli.inspect.trajectories import (
     marks_of,
     read_turns,
 )
-from services.cli.page.index import Filler, Filter, RolloutIndex
+from services.cli.page.index import EVALUATION, FAILED, TEXT_CHARACTERS, TRAINED, WAITING, Rollout, RolloutIndex
 from services.cli.page.state import Live, MetricsTail, events, state_of
 from services.common import run_files
 from services.common.config.reading.loading import load_resolved
@@ -50,27 +58,28 @@ from services.common.config.training.algorithm import AlgorithmConfig
 from services.common.errors import ConfigError, NotFoundError, RollmillError
 from services.common.installing import install
 from services.common.records import types
+from services.common.records.fates import GroupFate
 from services.common.records.types import (
     TRANSFER_STAGES,
     Logprobs,
+    Purpose,
     Segment,
     StopReason,
+    TokenSource,
     TrainingSequence,
     Trajectory,
 )
 from services.common.telemetry.metrics import RowKind
 from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
+from services.orchestrator.journal.storage.segments import Row
 from services.orchestrator.state.groups import split_sequence_id
 
 MOST_POINTS = 400  # of a line: more than a panel has pixels for
 
-Json = dict[str, Any]
 
-
-def curves(run_dirs: Sequence[Path], read: Callable[[Path], list[Row]]) -> Json:
+def curves(run_dirs: Sequence[Path], read: Callable[[Path], list[MetricsRow]]) -> Json:
     """``groups``: runs that differ in the seed alone; ``panels``, each with lines, and the evaluations as points."""
     groups = grouped(run_dirs, read)
     return {
@@ -292,10 +301,12 @@ WATCHED_S = 15.0  # after a question, for which the orchestrator is asked
 FATES_SHARE = 10.0  # times the seconds that the last count of fates took: the least pause before the next
 TEXT_S = 20.0  # that the first conversation waits for its tokenizer; then ids are shown
 TRANSFERS = 100  # that are listed
+CHUNK = 200
+"""Records of one transaction: what a question to the same journal may wait for."""
 _STOP_S = 10.0
 _LOADING = threading.Lock()  # two threads that import transformers at once see half of it
 
-UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, sqlite3.Error)
+UNREADABLE = (OSError, *OTHER_SHAPE, sqlite3.Error)
 """Errors of reading a file of another shape: JSON without a key, bytes that are no text, a disk with a read error."""
 
 
@@ -312,16 +323,16 @@ class RunReader:
         self._recipe: Recipe | None = None
         self._tail = MetricsTail(run_files.metrics(run_dir))
         self._index = RolloutIndex()
-        self._journal: JournalReader | None = None
-        self._journal_lock = threading.Lock()
-        self._filler: Filler | None = None
-        self._texts: dict[str, tuple[Pieces, Marks]] | None = None  # by policy; None until tokenizers are loaded
-        self._loading: threading.Thread | None = None
+        self._model: RunModel | None = None
+        self._is_complete = False
+        self._tasks: dict[str, int] = {}  # task group -> its task in the index
+        self._without_text: deque[Row] = deque()  # trajectories
+        self._texts: dict[str, tuple[Pieces, Marks]] = {}  # by policy
+        self._text_ready = threading.Event()
         self._live = Live(run_dir)
         self._asked_at = 0.0
         self._fates_of = -1  # the last record when fates were counted
         self._fates_again_at = 0.0
-        self._text_ready = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._read_on, name=f"page-{run_dir.name}", daemon=True)
 
@@ -331,13 +342,13 @@ class RunReader:
     def close(self) -> None:
         self._ended.set()
         self._thread.join(_STOP_S)
-        if self._journal is not None:
-            self._journal.close()
+        if self._model is not None:
+            self._model.close()
         self._index.close()
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[MetricsRow]:
         """The rows of the metrics so far."""
         return self._tail.rows
 
@@ -368,56 +379,53 @@ class RunReader:
             "total": len(rows),
         }
 
-    def rollouts(self, wanted: Filter) -> Json:
+    def rollouts(self, query: Mapping[str, str]) -> Json:
         """Rollouts that match, and how far the index is."""
-        return {**self._progress(), **self._index.list_(wanted)}  # the progress first: the rows are at least as new
+        return {**self._progress(), **self._index.list_(query)}  # the progress first: the rows are at least as new
 
     def facets(self) -> Json:
         """The values that filters can have, and how far the index is."""
         return {**self._progress(), **self._index.facets()}
 
     def _progress(self) -> Json:
-        done = self._filler is not None and self._filler.is_complete
-        waiting = self._filler.num_without_text if self._filler is not None else 0
+        has_text = any(pieces.are_text for pieces, _ in self._texts.values())
         return {
             "indexed": self._index.num_rollouts,
-            "complete": done,
-            "unreadable": self._filler.num_unreadable if self._filler else 0,
-            "texts_searched": not waiting and any(pieces.are_text for pieces, _ in (self._texts or {}).values()),
+            "complete": self._is_complete,
+            "unreadable": self._model.num_unreadable if self._model else 0,
+            "texts_searched": has_text and not self._without_text,
         }
 
     def conversation(self, number: int) -> Json:
         """One rollout. Raises ``NotFoundError``, and ``ConfigError`` for a record that cannot be read."""
         row = self._index.one(number)
-        if row is None or self._journal is None:
+        if row is None or self._model is None:
             raise NotFoundError(f"there is no rollout with the number {number} in {self.run_dir.name}")
-        group, slot = row["task_group"], row["slot"]
-        with self._journal_lock:
-            found = next(self._journal.select("r.number = ?", (number,), lambda r: r.number == number), None)
-            record = self._journal.load(found) if found is not None else None
-            issue = self._journal.find(records.GROUP, [group]).get(group, {})
-            keys = [records.batch_key(policy, step) for policy, step in self._index.uses(group, slot)]
-            batches = list(self._journal.find(records.BATCH, keys).values())
+        name, slot = row["task_group"], row["slot"]
+        with self._model.lock:
+            group, journal = self._model.groups[name], self._model.reader
+            found = group.rows[slot]
+            record = journal.load(found)
+            issue = journal.find(records.GROUP, [name]).get(name, {})
+            of_slot = [entry.use for entry in group.entries if entry.slot == slot]
+            keys = [records.batch_key(use.policy, use.training_step) for use in of_slot]
+            batches = list(journal.find(records.BATCH, keys).values())
         if record is None:
             raise ConfigError(
-                f"the record of {group}/{slot} cannot be read any more: retention has deleted it, or it is damaged "
-                f"(rollmill journal {self.run_dir} check)"
+                f"the record of {name}/{slot} cannot be read any more: retention has deleted it, or it is damaged "
+                f"(rollmill journal {self.run_dir} verify)"
             )
-        whole = {**row, "siblings": self._index.siblings(group), "texts_loading": False}
-        if found is not None and found.kind == records.FAILURE:
+        whole = {**row, "siblings": self._index.siblings(name), "texts_loading": False}
+        if found.kind == records.FAILURE:
             failure = rollouts.failure_from_json(record)
             return {**whole, "failure": {"reason": failure.reason, "detail": failure.detail}}
         trajectory = rollouts.trajectory_from_json(record)
         whole["texts_loading"] = not self._text_ready.wait(TEXT_S)
-        texts = {sequence.policy: self._text(sequence.policy) for sequence in trajectory.sequences}
-        algorithms: dict[str, AlgorithmConfig] = (
-            {} if self._recipe is None else {n: p.algorithm for n, p in self._recipe.policies.items()}
-        )
+        without = Pieces(None), Marks({}, ())
+        texts = {sequence.policy: self._texts.get(sequence.policy, without) for sequence in trajectory.sequences}
+        algorithms = {} if self._recipe is None else {n: p.algorithm for n, p in self._recipe.policies.items()}
         used = uses(trajectory, map(records.batch_from_json, batches), algorithms)
         return {**whole, **conversation(trajectory, issue, texts, used)}
-
-    def _text(self, policy: str) -> tuple[Pieces, Marks]:
-        return (self._texts or {}).get(policy) or (Pieces(None), Marks({}, ()))
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -426,10 +434,11 @@ class RunReader:
             with self._part("run"):
                 if self._recipe is None:
                     self._recipe = load_resolved(self.run_dir)
-            with self._part("metrics"):
-                self._read_metrics()
-            with self._part("rollouts"):
-                self._read_journal()
+            if self._recipe is not None:
+                with self._part("metrics"):
+                    self._read_metrics(self._recipe)
+                with self._part("rollouts"):
+                    self._read_journal(self._recipe)
             self._ended.wait(LOOK_S)
 
     @contextmanager
@@ -438,87 +447,162 @@ class RunReader:
         try:
             yield
             self.problems.pop(name, None)
+            return
         except RollmillError as error:
-            self._note(name, error.message)
+            message = error.message
         except UNREADABLE as error:
-            self._note(
-                name,
-                f"the {name} of {self.run_dir} cannot be read: {type(error).__name__}: {error}; is it of this version?",
-            )
-
-    def _note(self, name: str, message: str) -> None:
+            message = _unreadable(f"the {name} of {self.run_dir}", error)
         if self.problems.get(name) != message:
             log.warning("page.unreadable", run=str(self.run_dir), part=name, error=message)
         self.problems[name] = message
 
-    def _read_metrics(self) -> None:
-        if self._recipe is None:
-            return
+    def _read_metrics(self, recipe: Recipe) -> None:
         grown = self._tail.look()
         now = standing(self.run_dir, self.rows())
         watched = time.monotonic() - self._asked_at < WATCHED_S
         live = self._live.ask(now) if watched else None
         before = self.state
-        if (
-            before is not None
-            and not grown
-            and live is None
-            and not before["is_live"]
-            and before["stands"] == now.state
-        ):
+        if before and not grown and live is None and not before["is_live"] and before["stands"] == now.state:
             return
         self.events = events(self.run_dir, self.rows())
-        self.state = {
-            **state_of(now, self.rows(), live, self._recipe),
-            "skipped_rows": self._tail.num_skipped,
-        }
+        self.state = {**state_of(now, self.rows(), live, recipe), "skipped_rows": self._tail.num_skipped}
 
-    def _read_journal(self) -> None:
-        if self._recipe is None:
-            return
-        if self._journal is None:
-            self._journal = open_journal(self.run_dir)
-            self._filler = Filler(self._journal, self._index, self._pieces)
-            self._loading = threading.Thread(target=self._load_texts, name="page-tokenizers", daemon=True)
-            self._loading.start()
-        assert self._filler is not None
-        for work in (self._filler.fill, self._filler.add_texts):
+    def _read_journal(self, recipe: Recipe) -> None:
+        if self._model is None:
+            self._model = RunModel(self.run_dir)
+            threading.Thread(target=self._load_texts, args=(recipe,), name="page-tokenizers", daemon=True).start()
+        for work in (self._fill, self._add_texts):
             more = True
             while more and not self._ended.is_set():
-                with self._journal_lock:
-                    more = work()
-        self._count_fates(self._filler.done)
+                with self._model.lock:
+                    more = work(self._model)
+        if self._model.last != self._fates_of and time.monotonic() >= self._fates_again_at and not self._ended.is_set():
+            began = time.monotonic()
+            with self._part("fates"):
+                found = count_fates(self._model)
+                self.fates = as_json(found, found.policies, None)
+            self._fates_of = self._model.last
+            self._fates_again_at = time.monotonic() + FATES_SHARE * (time.monotonic() - began)
 
-    def _pieces(self) -> dict[str, Pieces] | None:
-        return None if self._texts is None else {name: p for name, (p, _) in self._texts.items() if p.are_text}
+    def _fill(self, model: RunModel) -> bool:
+        """Index the next ``CHUNK`` records; False when there were fewer."""
+        rows = list(islice(model.new_rows(), CHUNK))
+        with self._index.writing():
+            for row in rows:
+                record = model.take(row)
+                try:
+                    if row.kind == records.GROUP and record is not None:
+                        self._tasks[row.key] = self._index.add_task(str(record["task_id"]), str(record["data_json"]))
+                    elif row.kind in (records.TRAJECTORY, records.FAILURE):
+                        self._add_rollout(model, row, record)
+                except OTHER_SHAPE:
+                    model.num_unreadable += 1
+            for name in model.changed:
+                self._index.update(name, _outcomes(model.groups[name]))
+            model.changed.clear()
+        self._is_complete = len(rows) < CHUNK
+        return not self._is_complete
 
-    def _load_texts(self) -> None:
+    def _add_rollout(self, model: RunModel, row: Row, record: Json | None) -> None:
+        name, _, slot = row.key.rpartition("/")
+        group = model.groups.get(name)
+        if group is None or group.rows.get(int(slot)) != row:  # the first record of a slot counts
+            return
+        if row.kind == records.TRAJECTORY:
+            record = model.load(row)
+            model.num_unreadable += record is None
+        if record is None:
+            return
+        sequences = record.get("sequences", ())  # none of a failure
+        written = [segment for _, segment in _written_by_policies(record)]
+        self._index.add_rollout(
+            Rollout(
+                number=row.number,
+                task_group=name,
+                slot=int(slot),
+                task=self._tasks.get(name, 0),
+                evaluation=group.evaluation or ("" if group.purpose == Purpose.TRAIN else group.purpose),
+                reward=float(record["reward"]) if row.kind == records.TRAJECTORY else None,
+                tokens=sum(int(segment["num_tokens"]) for segment in written),
+                turns=sum(_num_turns(sequence["segments"]) for sequence in sequences),
+                version=max((int(segment["weight_version"]) for segment in written), default=0),
+                stop=str(sequences[-1]["stop_reason"] if sequences else record.get("reason", "")),
+                written_at=row.written_at,
+            )
+        )
+        if row.kind == records.TRAJECTORY:
+            self._without_text.append(row)
+        else:
+            self._index.add_text(row.number, f"{record['reason']} {record['detail']}")
+
+    def _add_texts(self, model: RunModel) -> bool:
+        """Add the next ``CHUNK`` texts, once the tokenizers are loaded; False when there were fewer."""
+        if not self._text_ready.is_set():
+            return False
+        pieces = {policy: found for policy, (found, _) in self._texts.items() if found.are_text}
+        part = list(islice(self._without_text, CHUNK))
+        with self._index.writing():
+            for row in part if pieces else ():
+                try:
+                    self._index.add_text(row.number, _text(model.load(row) or {}, pieces))
+                except OTHER_SHAPE:
+                    model.num_unreadable += 1
+        for _ in part:  # after the commit: another thread reads how many wait
+            self._without_text.popleft()
+        return bool(self._without_text)
+
+    def _load_texts(self, recipe: Recipe) -> None:
         """In a thread of its own: the import of the tokenizers' package takes seconds."""
-        assert self._recipe is not None
         with _LOADING:
-            self._texts = {name: self._load_text(name, self._recipe) for name in self._recipe.policies}
+            for policy in recipe.policies:
+                try:
+                    tokenizer = load_tokenizer(policy, recipe.model_path(policy, self.run_dir))
+                    self._texts[policy] = Pieces(tokenizer), marks_of(tokenizer)
+                except ImportError as error:
+                    self.problems["texts"] = f"texts need the package {error.name}: {install('page')}"
+                except RollmillError as error:
+                    self.problems["texts"] = error.message
         self._text_ready.set()
 
-    def _load_text(self, policy: str, recipe: Recipe) -> tuple[Pieces, Marks]:
-        try:
-            tokenizer = load_tokenizer(policy, recipe.model_path(policy, self.run_dir))
-        except ImportError as error:
-            self.problems["texts"] = f"texts need the package {error.name}: {install('page')}"
-        except RollmillError as error:
-            self.problems["texts"] = error.message
-        else:
-            return Pieces(tokenizer), marks_of(tokenizer)
-        return Pieces(None), Marks({}, ())
 
-    def _count_fates(self, last: int) -> None:
-        if last == self._fates_of or time.monotonic() < self._fates_again_at or self._ended.is_set():
-            return
-        began = time.monotonic()
-        with self._part("fates"):
-            found = read_fates(self.run_dir)
-            self.fates = as_json(found, found.policies, None)
-        self._fates_of = last
-        self._fates_again_at = time.monotonic() + FATES_SHARE * (time.monotonic() - began)
+def _outcomes(group: GroupFacts) -> Iterator[tuple[int, str, int | None]]:
+    """Slot, fate and first training step of the rollouts of a task group."""
+    judged = {m.index: m.fate.value for v in group.verdicts for m in v.members if m.fate is not GroupFate.KEPT}
+    steps: dict[int, int] = {}
+    for entry in group.entries:
+        steps.setdefault(entry.slot, entry.use.training_step)
+    is_training = group.purpose == Purpose.TRAIN
+    rest = (group.closed_reason or WAITING) if is_training else EVALUATION
+    for slot in group.rows:
+        fate = FAILED if slot in group.failures else TRAINED if slot in steps else judged.get(slot, rest)
+        yield slot, fate, steps.get(slot)
+
+
+def _written_by_policies(record: Json) -> Iterator[tuple[str, Json]]:
+    """The segments that policies wrote, each with its policy."""
+    for sequence in record.get("sequences", ()):
+        for segment in sequence["segments"]:
+            if segment["source"] == TokenSource.POLICY:
+                yield sequence["policy"], segment
+
+
+def _num_turns(segments: list[Json]) -> int:
+    """Of the policy; a turn has a segment for each weight version."""
+    return sum(by_policy for by_policy, _ in groupby(segments, lambda segment: segment["source"] == TokenSource.POLICY))
+
+
+def _text(record: Json, pieces: Mapping[str, Pieces]) -> str:
+    """The beginning of what policies wrote, as far as a search finds it; the rest is not decoded."""
+    found = ""
+    for policy, segment in _written_by_policies(record):
+        if len(found) < TEXT_CHARACTERS and policy in pieces:
+            ids = rollouts.unpack_tokens(segment["token_ids"], segment["num_tokens"]).tolist()
+            found += "".join(pieces[policy].of(ids))
+    return found
+
+
+def _unreadable(what: str, error: Exception) -> str:
+    return f"{what} cannot be read: {type(error).__name__}: {error}; is the run of this version?"
 
 
 def guarded(what: str, ask: Callable[[], Json]) -> Json:
@@ -526,6 +610,4 @@ def guarded(what: str, ask: Callable[[], Json]) -> Json:
     try:
         return ask()
     except UNREADABLE as error:
-        raise ConfigError(
-            f"{what} cannot be read: {type(error).__name__}: {error}; is the run of this version?"
-        ) from None
+        raise ConfigError(_unreadable(what, error)) from None

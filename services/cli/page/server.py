@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -23,7 +23,7 @@ from rich.console import Console
 from services.cli.console import say
 from services.cli.inspect.run_state import Row, check_run_directory
 from services.cli.keys.process_keys import keys_there
-from services.cli.page.index import ORDERS, Filter
+from services.cli.page.index import number_of
 from services.cli.page.reader import RunReader, curves, guarded
 from services.common.config.reading.loading import load_resolved
 from services.common.errors import ConfigError, InvalidRequestError, NotFoundError, RollmillError
@@ -44,10 +44,8 @@ POLICY = (
 """Content-Security-Policy of the page: it runs its own files alone, so text of a run can never run."""
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_MOST_WORDS = 500  # characters of a search
 
 Json = dict[str, Any]
-Number = TypeVar("Number", int, float)
 
 
 class PageServer:
@@ -70,7 +68,7 @@ class PageServer:
             "events": lambda reader, request: {"events": reader.events, "problems": reader.problems},
             "weights": lambda reader, request: reader.weights(),
             "facets": lambda reader, request: reader.facets(),
-            "rollouts": lambda reader, request: reader.rollouts(wanted(request.query)),
+            "rollouts": lambda reader, request: reader.rollouts(request.query),
         }
         self._listener = Listener(
             application, host, port, name="the page", setting="--port", group="page", leaving_cancels=False,
@@ -130,50 +128,14 @@ class PageServer:
 
     async def _conversation(self, request: web.Request) -> web.Response:
         reader = self._reader(request.match_info["run"])
-        number = _number(request.match_info["number"], "the number of the rollout", int)
+        number = number_of(request.match_info["number"], "the number of the rollout", int)
         return await _answer(f"rollout {number} of {reader.run_dir}", lambda: reader.conversation(number))
 
     def _reader(self, text: str) -> RunReader:
-        number = _number(text, "the run", int)
+        number = number_of(text, "the run", int)
         if not 0 <= number < len(self.readers):
             raise NotFoundError(f"there is no run {number}: this page has {len(self.readers)}")
         return self.readers[number]
-
-
-def wanted(query: Mapping[str, str]) -> Filter:
-    """The filter of a query. Raises ``InvalidRequestError`` for a value that is none of its key."""
-
-    def number(name: str, kind: Callable[[str], Number]) -> Number | None:
-        text = query.get(name, "").strip()
-        return _number(text, name, kind) if text else None
-
-    order = query.get("order", "newest")
-    if order not in ORDERS:
-        raise InvalidRequestError(f"order is {order[:50]!r}: write one of {', '.join(ORDERS)}")
-    return Filter(
-        words=query.get("words", "")[:_MOST_WORDS],
-        task=query.get("task", "").strip(),
-        task_group=query.get("task_group", "").strip(),
-        step=number("step", int),
-        evaluation=query.get("evaluation", ""),
-        fate=query.get("fate", ""),
-        min_reward=number("min_reward", float),
-        max_reward=number("max_reward", float),
-        min_tokens=number("min_tokens", int),
-        max_tokens=number("max_tokens", int),
-        order=order,
-        offset=max(0, number("offset", int) or 0),
-    )
-
-
-def _number(text: str, name: str, kind: Callable[[str], Number]) -> Number:
-    try:
-        found = kind(text)
-    except ValueError:
-        raise InvalidRequestError(f"{name} is {text[:50]!r}: write a number") from None
-    if not -(2**63) < found < 2**63:
-        raise InvalidRequestError(f"{name} is {text[:50]!r}: write a smaller number")
-    return found
 
 
 async def _answer(what: str, ask: Callable[[], Json]) -> web.Response:
