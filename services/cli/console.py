@@ -113,12 +113,7 @@ class FittingTable:
     """
 
     def __init__(
-        self,
-        columns: Sequence[Column],
-        *,
-        title: str = "",
-        box: Box | None = HEAVY_HEAD,
-        name_left_out: bool = True,
+        self, columns: Sequence[Column], *, title: str = "", box: Box | None = HEAVY_HEAD, name_left_out: bool = True
     ) -> None:
         """``name_left_out``: whether a line below the table names the columns without room."""
         self._name_left_out = name_left_out

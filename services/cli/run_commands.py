@@ -206,8 +206,7 @@ def doctor(
 @reading_app.command()
 def page(
     runs: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Run directories, to be compared. Left out: the newest below ./runs."),
+        list[Path] | None, typer.Argument(help="Run directories, to be compared. Left out: the newest below ./runs.")
     ] = None,
     port: Annotated[int, typer.Option(help="Where the page is; 0 takes a free port.", min=0, max=65535)] = 8420,
     host: Annotated[
@@ -306,16 +305,14 @@ def export(
         typer.Option(help="The training step, as `rollmill checkpoints` lists them; left out, the newest.", min=1),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Where to write it; left out, RUN/export/POLICY-STEP."),
+        Path | None, typer.Option("--output", "-o", help="Where to write it; left out, RUN/export/POLICY-STEP.")
     ] = None,
     adapter: Annotated[
         bool,
         typer.Option("--adapter/--merged", help="An adapter as a directory that PEFT loads, or merged into its base."),
     ] = False,
     base: Annotated[
-        Path | None,
-        typer.Option(help="Directory of an adapter's base; left out, where the run read it."),
+        Path | None, typer.Option(help="Directory of an adapter's base; left out, where the run read it.")
     ] = None,
 ) -> None:
     """Make a Hugging Face directory of a checkpoint: config, tokenizer and safetensors that transformers loads.

@@ -24,10 +24,7 @@ from services.common import run_files
 from services.common.errors import ConfigError
 from services.common.records.fates import GroupFate
 from services.common.records.phases import PhaseKind
-from services.common.records.types import (
-    RolloutFailure,
-    Trajectory,
-)
+from services.common.records.types import RolloutFailure, Trajectory
 from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.storage.segments import Row
@@ -302,7 +299,7 @@ _OF_REPLICA: dict[str, Callable[[Json], str]] = {
     LogEvent.REPLICA_REPLACED: lambda row: f"replica {row.get('replica')} was started again",
 }
 _OF_RUN: dict[str, Callable[[Json], str]] = {
-    LogEvent.RUN_RECOVERED: lambda row: "the orchestrator was started again, and went on from its journal",
+    LogEvent.RUN_RECOVERED: lambda row: "the orchestrator was started again, and went on from its journal"
 }
 
 
