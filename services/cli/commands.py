@@ -31,12 +31,18 @@ RunArgument = Annotated[
 
 def chosen_run(run: Path | None) -> Path:
     """The run that is named, else the newest, which stderr then names."""
-    from services.cli.inspect.standing import run_or_newest
+    from services.cli.inspect.standing import newest_run
+    from services.common.errors import ConfigError
 
-    found = run_or_newest(run)
-    if run is None:
-        typer.echo(f"run: {found} (the newest)", err=True)
-    return found
+    if run is not None:
+        return run
+    newest = newest_run()
+    if newest is None:
+        raise ConfigError(
+            "there is no run in ./runs: name the directory of a run, or start one with `rollmill run RECIPE`"
+        )
+    typer.echo(f"run: {newest} (the newest)", err=True)
+    return newest
 
 
 recipe_app = typer.Typer()

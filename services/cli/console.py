@@ -106,6 +106,19 @@ class Column:
     """0: always shown. Columns with the highest number are left out first."""
 
 
+def columns(text: str) -> list[Column]:
+    """Columns that ``|`` divides: ``>`` before a name justifies it right, and a number after ``:`` is ``spare``.
+
+    >>> columns("policy | >loss:2")
+    [Column(name='policy', justify='left', spare=0), Column(name='loss', justify='right', spare=2)]
+    """
+    found = []
+    for part in text.split("|"):
+        name, _, spare = part.strip().partition(":")
+        found.append(Column(name.removeprefix(">"), "right" if name.startswith(">") else "left", int(spare or 0)))
+    return found
+
+
 class FittingTable:
     """Rows of cells, one for each column, drawn with as many columns as the console is wide.
 
@@ -306,10 +319,7 @@ _DASH = "-"
 def source_table(progress: run_pb2.RunProgress) -> FittingTable:
     """A row for each source of each policy, as of the newest training step."""
     table = FittingTable(
-        [
-            *(Column("source"), Column("share", "right"), Column("wanted", "right"), Column("reward", "right")),
-            *(Column("staleness", "right", 1), Column("rollouts", "right", 2), Column("equal groups", "right", 3)),
-        ],
+        columns("source | >share | >wanted | >reward | >staleness:1 | >rollouts:2 | >equal groups:3"),
         box=None,
         name_left_out=False,
     )

@@ -415,10 +415,9 @@ def verify(context: typer.Context, as_json: JsonOption = False) -> None:
     Reads the whole journal: minutes for hundreds of gigabytes. A record that is being written at the end of a segment
     is no damage.
     """
-    from services.cli.inspect.journal import as_object, show_verified, shown, verify_journal
+    from services.cli.inspect.journal import as_object, show_verified, verify_journal
 
-    with shown(console if not as_json else None) as advance:
-        found = verify_journal(context.obj, advance)
+    found = verify_journal(context.obj, None if as_json else console)
     if as_json:
         typer.echo(json.dumps(as_object(found)))
     else:
@@ -475,9 +474,8 @@ def export_records(
     rollmill journal RUN export -o rows --kind trajectories --format parquet
     python -c 'import datasets; print(datasets.load_dataset("rows"))'
     """
-    from services.cli.inspect.journal import export_journal, shown
+    from services.cli.inspect.journal import export_journal
 
-    with shown(console) as advance:
-        written = export_journal(context.obj, output, advance, kinds=kind or (), form=form)
+    written = export_journal(context.obj, output, console, kinds=kind or (), form=form)
     for path, count in written.items():
         say(console, f"{path}: {count:,} rows")

@@ -21,10 +21,10 @@ from rich.table import Table
 from rich.text import Text
 
 from services.cli.console import (
-    Column,
     FittedPanel,
     FittingTable,
     Section,
+    columns,
     format_bytes,
     format_change,
     format_clock,
@@ -364,11 +364,7 @@ def stall_words(stall: run_pb2.Stall) -> str:
 
 def _policies(progress: run_pb2.RunProgress) -> RenderableType:
     table = FittingTable(
-        [
-            *(Column("policy"), Column("step", "right"), Column("done", spare=1), Column("reward", "right")),
-            *(Column("loss", "right"), Column("staleness", "right", 2), Column("buffered", "right", 4)),
-            *(Column("expected", "right", 3), Column("trainer")),
-        ],
+        columns("policy | >step | done:1 | >reward | >loss | >staleness:2 | >buffered:4 | >expected:3 | trainer"),
         box=None,
         name_left_out=False,
     )
@@ -412,11 +408,9 @@ def evaluations_table(progress: run_pb2.RunProgress, newest: bool = False) -> Fi
     by tasks."""
     results = {result.name.partition("/")[2] if newest else result.name: result for result in progress.evaluations}
     table = FittingTable(
-        [
-            *(Column("evaluation"), Column("versions", spare=2), Column("dataset"), Column("reward", "right")),
-            *(Column("95%", "right"), Column("change (95%)", "right"), Column("pass@k", spare=1)),
-            *(Column("trajectories", "right", 3), Column("failed", "right")),
-        ],
+        columns(
+            "evaluation | versions:2 | dataset | >reward | >95% | >change (95%) | pass@k:1 | >trajectories:3 | >failed"
+        ),
         box=None,
     )
     for result in results.values():

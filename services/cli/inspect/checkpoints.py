@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from services.cli.console import Column, FittingTable, format_bytes, say
+from services.cli.console import FittingTable, columns, format_bytes, say
 from services.cli.inspect.run_state import check_run_directory, read_metrics
 from services.common import run_files
 from services.common.checkpoints.adapters import ExportForm
@@ -314,9 +314,7 @@ def _candidates(run_dir: Path, policy: str, step: int | None) -> list[tuple[int,
 
 
 def _table(found: list[Found]) -> FittingTable:
-    columns = [Column("policy"), Column("step", "right"), Column("state"), Column("size", "right"), Column("age", "right"),
-               Column("ranks", "right", spare=2), Column("the run can go on from it", spare=1)]  # fmt: skip
-    table = FittingTable(columns)
+    table = FittingTable(columns("policy | >step | state | >size | >age | >ranks:2 | the run can go on from it:1"))
     for each in found:
         manifest = each.manifest
         words = Text(each.state.partition(":")[0], style="red" if each.is_damaged else "green")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 import json
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from services.cli.console import Column, FittingTable, say
+from services.cli.console import Column, FittingTable, columns, say
 from services.cli.inspect.run_model import Entry, GroupFacts, RunModel
 from services.common.errors import ConfigError, DeadlineError, RolloutTimeoutError
 from services.common.records import fates
@@ -158,10 +158,8 @@ class Sequence(NamedTuple):
     use: Entry | None  # the batch that has trained it, or will
 
 
-QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
+QUANTILES = (0.5, 0.9, 0.99, 1.0)
 NAMES = ("p0-50", "p50-90", "p90-99", ">p99")
-_FATES = tuple(Fate)
-_CODES = {fate: code for code, fate in enumerate(_FATES)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,56 +180,47 @@ class Band:
         return self.fates[Fate.TRAINED] / self.num_sequences
 
 
-@dataclass(slots=True)
-class Lengths:
-    """The sequences of one policy with a decided fate: 13 bytes each."""
+class Played(NamedTuple):
+    """A sequence with a decided fate."""
 
-    steps: array[int] = field(default_factory=lambda: array("I"))
-    lengths: array[int] = field(default_factory=lambda: array("I"))
-    trained: array[int] = field(default_factory=lambda: array("I"))  # tokens, without the masked ones
-    fates: array[int] = field(default_factory=lambda: array("B"))
+    step: int  # in which its task group was issued
+    fate: Fate
+    length: int  # tokens
+    trained: int  # tokens, without the masked ones
 
-    def add(self, step: int, fate: Fate, length: int, trained: int) -> None:
-        self.steps.append(step)
-        self.lengths.append(length)
-        self.trained.append(trained)
-        self.fates.append(_CODES[fate])
+
+class Lengths(list[Played]):
+    """The sequences of one policy with a decided fate."""
 
     def bands(self, step: int | None = None) -> list[Band]:
         """Of task groups issued in one step, or in all; shortest first. Bands that ties leave empty are not there."""
-        chosen, lengths, trained, fates = self._arrays(step)
+        chosen = [played for played in self if step in (None, played.step)]
         if not chosen:
             return []
-        limits = np.quantile(lengths, QUANTILES[1:])
-        place = np.searchsorted(limits, lengths, side="left")  # a length at a limit is below it
-        found = []
-        for number, name in enumerate(NAMES):
-            here = place == number
-            if here.any():
-                found.append(
-                    Band(
-                        name=name,
-                        shortest=int(lengths[here].min()),
-                        longest=int(lengths[here].max()),
-                        num_sequences=int(here.sum()),
-                        num_tokens=int(lengths[here].sum()),
-                        fates=Counter({_FATES[c]: int(n) for c, n in enumerate(np.bincount(fates[here])) if n}),
-                        num_trained_tokens=int(trained[here].sum()),
-                    )
-                )
-        return found
+        lengths = [played.length for played in chosen]
+        limits = np.quantile(lengths, QUANTILES)
+        parts: dict[str, list[Played]] = {name: [] for name in NAMES}
+        for played, place in zip(chosen, np.searchsorted(limits, lengths, side="left"), strict=True):
+            parts[NAMES[place]].append(played)  # a length at a limit is below it
+        return [
+            Band(
+                name=name,
+                shortest=min(played.length for played in part),
+                longest=max(played.length for played in part),
+                num_sequences=len(part),
+                num_tokens=sum(played.length for played in part),
+                fates=Counter(played.fate for played in part),
+                num_trained_tokens=sum(played.trained for played in part),
+            )
+            for name, part in parts.items()
+            if part
+        ]
 
     def means(self, step: int | None = None) -> tuple[float, float] | None:
         """(of the sequences that were trained, of all that were played), in tokens; None where none was trained."""
-        _, lengths, _, fates = self._arrays(step)
-        was_trained = fates == _CODES[Fate.TRAINED]
-        return (float(lengths[was_trained].mean()), float(lengths.mean())) if was_trained.any() else None
-
-    def _arrays(self, step: int | None) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        steps = np.frombuffer(self.steps, dtype=np.uint32) if self.steps else np.zeros(0, dtype=np.uint32)
-        chosen = np.ones(len(steps), dtype=bool) if step is None else steps == step
-        columns = [np.array(column, dtype=np.int64)[chosen] for column in (self.lengths, self.trained, self.fates)]
-        return int(chosen.sum()), columns[0], columns[1], columns[2]
+        chosen = [played for played in self if step in (None, played.step)]
+        trained = [played.length for played in chosen if played.fate is Fate.TRAINED]
+        return (fmean(trained), fmean(played.length for played in chosen)) if trained else None
 
 
 @dataclass(slots=True)
@@ -362,7 +351,7 @@ def _count_group(found: Fates, counted: Counter[tuple[str, int]], group: GroupFa
                 counted[policy, sequence.use.use.training_step] += rest
             if not fate.in_flight and fate is not Fate.UNKNOWN:
                 trained = rest if fate is Fate.TRAINED else 0
-                found.lengths[policy].add(step, fate, sequence.num_tokens, trained)
+                found.lengths[policy].append(Played(step, fate, sequence.num_tokens, trained))
         of_rollouts = [_of_rollout(group, slot, of_slots[slot]) for slot in range(group.num_slots)]
         tally.rollouts.update(of_rollouts)
         tally.failures.update(group.failures.values())
@@ -421,15 +410,7 @@ def show(found: Fates, console: Console, *, policies: Iterable[str], step: int |
 
 def _fates_table(total: Tally, title: str) -> FittingTable:
     table = FittingTable(
-        [
-            *(
-                Column(title),
-                Column("task groups", "right", 1),
-                Column("rollouts", "right"),
-                Column("sequences", "right", 2),
-            ),
-            *(Column("tokens", "right"), Column("of tokens", "right"), Column("mean length", "right", 3)),
-        ],
+        [Column(title), *columns(">task groups:1 | >rollouts | >sequences:2 | >tokens | >of tokens | >mean length:3")],
         box=None,
     )
     tokens = total.sampled_tokens
@@ -462,7 +443,7 @@ def _show_lengths(found: Fates, console: Console, policy: str, step: int | None,
     others = [fate for fate in Fate if fate is not Fate.TRAINED and any(band.fates[fate] for band in bands)]
     table = FittingTable(
         [
-            *(Column("length"), Column("tokens", "right"), Column("sequences", "right"), Column("trained", "right")),
+            *columns("length | >tokens | >sequences | >trained"),
             *(Column(fate.label, "right", number + 1) for number, fate in enumerate(others)),
         ],
         box=None,
@@ -495,9 +476,10 @@ def _show_steps(found: Fates, console: Console, policy: str, last: int) -> None:
     unfinished = [f for f in _UNFINISHED if any(t.rollouts[f] for t in shown.values())]
     table = FittingTable(
         [
-            *(Column("issued in step", "right"), Column("rollouts", "right", 1), Column("tokens", "right")),
+            *columns(">issued in step | >rollouts:1 | >tokens"),
             *(Column(f.label, "right", 0 if f is Fate.TRAINED else 2) for f in fates),
-            *(Column("in flight", "right"), *(Column(f"{f.label} (rollouts)", "right", 3) for f in unfinished)),
+            *columns(">in flight"),
+            *(Column(f"{f.label} (rollouts)", "right", 3) for f in unfinished),
         ],
         box=None,
     )

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import orjson
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 from rich.text import Text
 
-from services.cli.console import Column, FittingTable, format_bytes, say
+from services.cli.console import FittingTable, columns, format_bytes, say
 from services.cli.inspect.run_model import open_journal
 from services.common.errors import ConfigError, CorruptDataError
 from services.orchestrator.journal import records, rollouts
@@ -23,20 +23,6 @@ from services.orchestrator.journal.quarantine import Quarantine
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.storage.scan import Damage, DamageReason
 from services.orchestrator.journal.storage.segments import Row
-
-Advance = Callable[[int, int], None]  # (records done, records in all)
-
-
-@contextmanager
-def shown(console: Console | None) -> Iterator[Advance]:
-    if console is None or not console.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("reading records", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
 
 _SHOWN = 20
 _ROWS = 20_000  # looked up at once
@@ -58,11 +44,11 @@ class Verified:
         return bool(self.damage or self.lost)
 
 
-def verify_journal(run_dir: Path, advance: Advance) -> Verified:
+def verify_journal(run_dir: Path, console: Console | None) -> Verified:
     """Raises ``ConfigError`` when the directory has no journal."""
     with closing(open_journal(run_dir)) as reader:
         found = Verified(num_set_aside=len(Quarantine.of(reader)))
-        for row, _ in walk(reader, advance):
+        for row, _ in _walk(reader, console):
             found.records[row.kind] += 1
             found.num_bytes[row.kind] += row.length
         for span in reader.damage():
@@ -72,17 +58,16 @@ def verify_journal(run_dir: Path, advance: Advance) -> Verified:
         return found
 
 
-def walk(reader: JournalReader, advance: Advance) -> Iterator[tuple[Row, bytes | None]]:
-    """Every record with its line; None for a damaged record."""
-    last = reader.last_number()
+def _walk(reader: JournalReader, console: Console | None) -> Iterator[tuple[Row, bytes | None]]:
+    """Every record with its line, None for a damaged record; a console that is a terminal shows how far it is."""
     # In parts: a reader that stays in one query keeps the writer from emptying the index's log.
-    for begin in range(1, last + 1, _ROWS):
+    parts = range(1, reader.last_number() + 1, _ROWS)
+    hidden = console is None or not console.is_terminal
+    for begin in track(parts, "reading records", console=console, transient=True, disable=hidden):
         end = begin + _ROWS
-        for row in list(
-            reader.select("r.number >= ? AND r.number < ?", (begin, end), lambda row: begin <= row.number < end)  # noqa: B023
-        ):
+        found = reader.select("r.number >= ? AND r.number < ?", (begin, end), lambda row: begin <= row.number < end)  # noqa: B023
+        for row in list(found):
             yield row, reader.load_line(row)
-        advance(min(end, last), last)
 
 
 def as_object(found: Verified) -> dict[str, Any]:
@@ -97,9 +82,7 @@ def as_object(found: Verified) -> dict[str, Any]:
 
 
 def show_verified(found: Verified, console: Console) -> None:
-    table = FittingTable(
-        [Column("kind"), Column("records", "right"), Column("bytes", "right"), Column("damaged", "right")]
-    )
+    table = FittingTable(columns("kind | >records | >bytes | >damaged"))
     damaged = Counter(span.kind for span in found.damage)
     for kind in sorted({*found.records, *damaged}):
         table.add_row(kind, f"{found.records[kind]:,}", format_bytes(found.num_bytes[kind]), str(damaged[kind] or ""))
@@ -163,12 +146,7 @@ def show_records(found: list[Listed], console: Console) -> None:
     if not found:
         console.print("no record matches")
         return
-    table = FittingTable(
-        [
-            *(Column("number", "right"), Column("kind"), Column("key"), Column("written", spare=1)),
-            *(Column("segment", "right", 3), Column("at", "right", 4), Column("bytes", "right", 2), Column("state")),
-        ]
-    )
+    table = FittingTable(columns(">number | kind | key | written:1 | >segment:3 | >at:4 | >bytes:2 | state"))
     for row in found:
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["written_at"])) if row["written_at"] else ""
         table.add_row(
@@ -186,12 +164,7 @@ def show_set_aside(found: list[Listed], console: Console) -> None:
     if not found:
         console.print("no record is set aside")
         return
-    table = FittingTable(
-        [
-            *(Column("number", "right"), Column("kind"), Column("key"), Column("reason")),
-            *(Column("segment", "right", 2), Column("at", "right", 3), Column("detail", spare=1)),
-        ]
-    )
+    table = FittingTable(columns(">number | kind | key | reason | >segment:2 | >at:3 | detail:1"))
     for row in found:
         table.add_row(
             *(str(row["number"] or "?"), row["kind"], Text(row["key"] or "?"), row["reason"], str(row["segment"])),
@@ -204,37 +177,42 @@ ROWS_OF_A_GROUP = 1000  # of a Parquet file
 
 
 def export_journal(
-    run_dir: Path, output: Path, advance: Advance, *, kinds: Collection[str], form: Literal["jsonl", "parquet"]
+    run_dir: Path,
+    output: Path,
+    console: Console | None,
+    *,
+    kinds: Collection[str],
+    form: Literal["jsonl", "parquet"],
 ) -> dict[Path, int]:
     """Rows written, by file. Records that cannot be read, or are set aside, are left out.
 
     Raises:
         ConfigError: there is no journal, ``output`` cannot be written, or pyarrow is not there.
     """
-    reader = open_journal(run_dir)
     files: dict[str, Any] = {}
-    counts: dict[Path, int] = {}
+    counts: Counter[Path] = Counter()
     try:
-        aside = Quarantine.of(reader)
-        output.mkdir(parents=True, exist_ok=True)
-        for row, line in walk(reader, advance):
-            if line is None or row in aside or (kinds and row.kind not in kinds):
-                continue
-            try:
-                plain = _plain(row.kind, line)
-            except (CorruptDataError, KeyError, TypeError, ValueError):
-                continue
-            if row.kind not in files:
-                files[row.kind] = (_Lines if form == "jsonl" else _Table)(output / f"{row.kind}.{form}")
-            files[row.kind].write(plain)
-            counts[files[row.kind].path] = counts.get(files[row.kind].path, 0) + 1
+        with closing(open_journal(run_dir)) as reader:
+            aside = Quarantine.of(reader)
+            output.mkdir(parents=True, exist_ok=True)
+            for row, line in _walk(reader, console):
+                if line is None or row in aside or (kinds and row.kind not in kinds):
+                    continue
+                try:
+                    plain = _plain(row.kind, line)
+                except (CorruptDataError, KeyError, TypeError, ValueError):
+                    continue
+                path = output / f"{row.kind}.{form}"
+                if row.kind not in files:
+                    files[row.kind] = path.open("wb") if form == "jsonl" else _Table(path)
+                files[row.kind].write(plain)
+                counts[path] += 1
     except OSError as error:
         raise ConfigError(f"{output} cannot be written ({error.strerror}): name another directory with -o") from None
     finally:
-        reader.close()
         for file in files.values():
             file.close()
-    return counts
+    return dict(counts)
 
 
 def _plain(kind: str, line: bytes) -> bytes:
@@ -242,18 +220,6 @@ def _plain(kind: str, line: bytes) -> bytes:
         return line
     record = rollouts.plain_trajectory(orjson.loads(line))
     return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
-
-
-class _Lines:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = path.open("wb")
-
-    def write(self, line: bytes) -> None:
-        self._file.write(line)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class _Table:

@@ -15,8 +15,8 @@ from statistics import median
 from rich.console import Console
 
 from services.cli.console import (
-    Column,
     FittingTable,
+    columns,
     format_bytes,
     format_reward,
     format_seconds,
@@ -176,18 +176,6 @@ def _is_finished_evaluation(run_dir: Path) -> bool:
         return False  # damaged, or of another version: the command that reads it tells
 
 
-def run_or_newest(run: Path | None) -> Path:
-    """``run``, or the newest run below `runs` where none is named. Raises ``ConfigError`` without any."""
-    if run is not None:
-        return run
-    newest = newest_run()
-    if newest is None:
-        raise ConfigError(
-            "there is no run in ./runs: name the directory of a run, or start one with `rollmill run RECIPE`"
-        )
-    return newest
-
-
 def read_transfers(run_dir: Path, *, policy: str | None = None, replica: str | None = None) -> list[Row]:
     """Transfers of a run, oldest first, failed ones included; ``ConfigError`` without any report."""
     rows = [row for row in read_metrics(run_dir) if row["kind"] == RowKind.WEIGHT_TRANSFER]
@@ -285,25 +273,11 @@ def plot_transfers(rows: Sequence[Row], output: Path) -> Path:
 
 
 def _summary(rows: Sequence[Row]) -> FittingTable:
-    spare = {"write": 6, "verify": 5, "fetch": 4, "bits/change": 3, "saved": 2, "policy": 1}
-    numbers = (
-        "full",
-        "delta",
-        "failed",
-        "sent",
-        "saved",
-        "bits/change",
-        "fetch",
-        "verify",
-        "write",
-        "pause",
-        "serving",
-    )
     table = FittingTable(
-        [
-            *(Column(name, spare=spare.get(name, 0)) for name in ("policy", "replica")),
-            *(Column(name, "right", spare.get(name, 0)) for name in numbers),
-        ],
+        columns(
+            "policy:1 | replica | >full | >delta | >failed | >sent | >saved:2 | >bits/change:3 | >fetch:4 | >verify:5 | "
+            ">write:6 | >pause | >serving"
+        ),
         title="weights by replica (medians)",
     )
     for row in summarise(rows):
@@ -325,14 +299,11 @@ def _summary(rows: Sequence[Row]) -> FittingTable:
 
 
 def _newest(reports: Sequence[ReportedTransfer], last: int) -> FittingTable:
-    spare = {"from": 9, "write": 8, "verify": 7, "encode": 6, "changed": 5, "bits/change": 4, "policy": 3, "how": 2}
-    texts = ("policy", "version", "replica", "how", "from")
-    numbers = ("bytes", "changed", "bits/change", "encode", "fetch", "verify", "write", "pause")
     table = FittingTable(
-        [
-            *(Column(name, spare=spare.get(name, 0)) for name in texts),
-            *(Column(name, "right", spare.get(name, 0)) for name in numbers),
-        ],
+        columns(
+            "policy:3 | version | replica | how:2 | from:9 | >bytes | >changed:5 | >bits/change:4 | >encode:6 | >fetch | "
+            ">verify:7 | >write:8 | >pause"
+        ),
         title=f"last {min(last, len(reports))} of {len(reports)} transfers",
     )
     for report in reports[-last:]:
@@ -340,7 +311,7 @@ def _newest(reports: Sequence[ReportedTransfer], last: int) -> FittingTable:
         base = "" if found.base_version is None else f"{found.base_version} → "
         head = (found.policy, f"{base}{found.version}", report.replica)
         if found.error:
-            table.add_row(*head, "[red]failed[/red]", *[""] * (1 + len(numbers)))
+            table.add_row(*head, "[red]failed[/red]", *[""] * 9)
             continue
         how = " ".join(part for part in (found.encoding, found.transport) if part)
         table.add_row(

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from services.cli.console import Column, FittingTable, format_seconds, pyplot, say
+from services.cli.console import FittingTable, columns, format_seconds, pyplot, say
 from services.cli.inspect.run_model import GroupFacts, SlotFacts
 from services.cli.inspect.trace import (
     Event,
@@ -74,11 +74,7 @@ def choose(
 def show_lines(lines: Sequence[Line], console: Console) -> None:
     """A table."""
     table = FittingTable(
-        [
-            *(Column("task group"), Column("task", spare=1), Column("status"), Column("step", spare=2)),
-            *(Column("took", "right"), Column("longest stage", "right", 3)),
-            *(Column("failed", "right", 4), Column("issued again", "right", 5)),
-        ]
+        columns("task group | task:1 | status | step:2 | >took | >longest stage:3 | >failed:4 | >issued again:5")
     )
     for line in lines:
         table.add_row(
@@ -190,12 +186,9 @@ def _timeline(facts: GroupFacts, found: Sequence[Event]) -> Table:
 
 def _rollouts(slots: Sequence[SlotFacts]) -> FittingTable:
     table = FittingTable(
-        [
-            *(Column("slot"), Column("replica", spare=1), Column("slot wait", "right", 5), Column("played", "right")),
-            *(Column("generated", "right"), Column("tokens", "right"), Column("gateway", "right")),
-            *(Column("to journal", "right", 4), Column("sends", "right", 7), Column("retries", "right", 6)),
-            *(Column("reward", "right"), Column("versions", spare=2)),
-        ],
+        columns(
+            "slot | replica:1 | >slot wait:5 | >played | >generated | >tokens | >gateway | >to journal:4 | >sends:7 | >retries:6 | >reward | versions:2"
+        ),
         title="rollouts",
     )
     for slot in slots:

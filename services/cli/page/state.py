@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from services.cli.console import format_clock, format_reward
 from services.cli.doctor import as_object, diagnose
 from services.cli.inspect.plot import newest_shares, segments_of
+from services.cli.inspect.run_model import Json
 from services.cli.inspect.run_state import Row, logged_at, parse_rows, read_rows
 from services.cli.inspect.standing import RUNNING, Standing
 from services.cli.watch import (
@@ -43,8 +43,6 @@ MOST = 1000
 
 _LEVELS = ("warning", "error", "critical")
 _OF_EVERY_LINE = ("event", "level", "timestamp", "service", "instance", "run", "logger")
-
-Json = dict[str, Any]
 
 
 def events(run_dir: Path, rows: Sequence[Row]) -> list[Json]:
@@ -146,34 +144,23 @@ def _last_rows(path: Path) -> Iterator[Row]:
         yield from parse_rows(file.read().splitlines())
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_SHAPES: Mapping[str, Callable[[Row], bool]] = {
-    RowKind.TRAINING_STEP: lambda row: isinstance(row.get("policy"), str) and isinstance(row.get("step"), int),
-    RowKind.WEIGHT_TRANSFER: lambda row: (
-        isinstance(row.get("policy"), str)
-        and isinstance(row.get("replica"), str)
-        and isinstance(row.get("version"), int)
-        and _number(row.get("started_at"))
-    ),
-    RowKind.STALL: lambda row: isinstance(row.get("component"), str) and isinstance(row.get("moment"), str),
-    RowKind.ACCOUNTS: lambda row: isinstance(row.get("shares"), dict),
-    RowKind.EVALUATION: lambda row: (
-        isinstance(row.get("name"), str)
-        and isinstance(row.get("versions"), dict)
-        and isinstance(row.get("datasets"), list)
-        and (_number(row.get("mean_reward")) or row.get("mean_reward") is None)
-    ),
-    RowKind.THRESHOLD: lambda row: isinstance(row.get("step"), int) and isinstance(row.get("wanted"), str),
+_NUMBER = (int, float)
+_KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+    RowKind.TRAINING_STEP: {"policy": str, "step": int},
+    RowKind.WEIGHT_TRANSFER: {"policy": str, "replica": str, "version": int, "started_at": _NUMBER},
+    RowKind.STALL: {"component": str, "moment": str},
+    RowKind.ACCOUNTS: {"shares": dict},
+    RowKind.EVALUATION: {"name": str, "versions": dict, "datasets": list, "mean_reward": (*_NUMBER, type(None))},
+    RowKind.THRESHOLD: {"step": int, "wanted": str},
 }
+"""The keys of rows that their readers need, and the types of their values."""
 
 
 def is_usable(row: Row) -> bool:
     """Whether a row has a time, a kind, and the keys that readers of its kind need."""
     kind = row.get("kind")
-    return isinstance(kind, str) and _number(row.get("time")) and (kind not in _SHAPES or _SHAPES[kind](row))
+    keys = {"time": _NUMBER, **_KEYS.get(kind, {})} if isinstance(kind, str) else {"kind": str}
+    return all(isinstance(row.get(key), types) and not isinstance(row.get(key), bool) for key, types in keys.items())
 
 
 class MetricsTail:
@@ -191,7 +178,8 @@ class MetricsTail:
         """Whether there are new rows. Raises ``OSError`` for a file that cannot be read; one that is missing is empty."""
         try:
             with self._path.open("rb") as file:
-                inode, size = self._identity(file.fileno())
+                status = os.fstat(file.fileno())
+                inode, size = status.st_ino, status.st_size
                 if inode != self._inode or size < self._at:
                     self._at, self._inode, self.rows, self.num_skipped = 0, inode, [], 0
                 file.seek(self._at)
@@ -205,11 +193,6 @@ class MetricsTail:
         self.num_skipped += sum(1 for line in lines if line.strip()) - len(found)
         self.rows = [*self.rows, *found] if found else self.rows  # readers keep the list that they have
         return bool(found)
-
-    @staticmethod
-    def _identity(descriptor: int) -> tuple[int, int]:
-        status = os.fstat(descriptor)
-        return status.st_ino, status.st_size
 
 
 def state_of(standing: Standing, rows: Sequence[Row], live: Json | None, recipe: Recipe) -> Json:
@@ -249,18 +232,12 @@ def state_of(standing: Standing, rows: Sequence[Row], live: Json | None, recipe:
 
 def _last(standing: Standing, rows: Sequence[Row]) -> Json:
     """The same keys as ``live.as_json``, as far as the files tell."""
-    newest: dict[str, Row] = {}
-    throughput: Row = {}
-    threshold = ""
-    for row in rows:
-        if row["kind"] == RowKind.TRAINING_STEP:
-            newest[row["policy"]] = row
-        elif row["kind"] == RowKind.THROUGHPUT:
-            throughput = row
-        elif row["kind"] == RowKind.THRESHOLD:
-            threshold = f"threshold reached after training step {row['step']}: {row['wanted']}"
+    steps = [row for row in rows if row["kind"] == RowKind.TRAINING_STEP]
+    newest = {row["policy"]: row for row in steps}
+    throughput = next((row for row in reversed(rows) if row["kind"] == RowKind.THROUGHPUT), {})
+    reached = next((row for row in reversed(rows) if row["kind"] == RowKind.THRESHOLD), None)
     return {
-        "time": _elapsed(rows),
+        "time": f"{format_clock(rows[-1]['time'] - rows[0]['time'])} of records" if rows else "",
         "tokens_per_s": throughput.get(ThroughputKey.TOKENS_PER_S),
         "policies": [
             {
@@ -274,33 +251,20 @@ def _last(standing: Standing, rows: Sequence[Row]) -> Json:
             for policy, row in newest.items()
         ],
         "replicas": [],
-        "rollouts": sum(
-            row.get(StepKey.ROLLOUTS_FINISHED) or 0 for row in rows if row["kind"] == RowKind.TRAINING_STEP
-        ),
-        "trained_tokens": sum(
-            row.get(StepKey.NUM_TRAINED_TOKENS) or 0 for row in rows if row["kind"] == RowKind.TRAINING_STEP
-        ),
+        "rollouts": sum(row.get(StepKey.ROLLOUTS_FINISHED) or 0 for row in steps),
+        "trained_tokens": sum(row.get(StepKey.NUM_TRAINED_TOKENS) or 0 for row in steps),
         "waits": throughput.get("waits", []),
         "stalls": open_stalls(rows),
         "warnings": [],
-        "threshold": threshold,
+        "threshold": f"threshold reached after training step {reached['step']}: {reached['wanted']}" if reached else "",
     }
 
 
-def _elapsed(rows: Sequence[Row]) -> str:
-    return f"{format_clock(rows[-1]['time'] - rows[0]['time'])} of records" if rows else ""
-
-
 def _evaluation(row: Row) -> Json:
+    whole = ("name", "versions", "mean_reward", "num_trajectories", "num_failed", "num_opaque", "difference")
     return {
-        "name": row["name"],
-        "versions": row["versions"],
+        **{key: row.get(key) for key in whole},
         "played_by": played_by(row["name"], row["versions"], row.get("newest_versions", {})),
-        "mean_reward": row["mean_reward"],
-        "num_trajectories": row.get("num_trajectories"),
-        "num_failed": row.get("num_failed"),
-        "num_opaque": row.get("num_opaque"),
-        "difference": row.get("difference"),
         "datasets": [
             {"name": d.get("name"), "mean_reward": d.get("mean_reward"), "pass_at": d.get("pass_at", {})}
             for d in row["datasets"]
@@ -369,7 +333,13 @@ def as_json(progress: run_pb2.RunProgress) -> Json:
             for stall in progress.stalls
         ],
         "warnings": [
-            line for line in (*warnings_of(progress), *journal_and_disk(progress), *_masked(progress)) if line
+            line
+            for line in (
+                *warnings_of(progress),
+                *journal_and_disk(progress),
+                *map(str.strip, masked_rollouts(progress.counters).splitlines()),
+            )
+            if line
         ],
         "threshold": threshold_words(progress.threshold) if progress.HasField("threshold") else "",
         "shares": shares_of(progress.accounts),
@@ -389,7 +359,3 @@ def _policy(policy: run_pb2.PolicyProgress) -> Json:
         "reward": policy.metrics.get(StepKey.ROLLOUT_REWARD_MEAN),
         "loss": policy.metrics.get(TrainerKey.LOSS.in_row),
     }
-
-
-def _masked(progress: run_pb2.RunProgress) -> list[str]:
-    return [line.strip() for line in masked_rollouts(progress.counters).splitlines()]
