@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks._race_arms import CHANGED_TRL, OURS, RECIPES, TRL
 from benchmarks._race_curves import GOAL, Chunk, windows
 from benchmarks._report import median_and_spread
-from services.cli.console import drawing
-from services.cli.inspect.pictures.runs import _STYLE
+from services.cli.console import pyplot
+from services.cli.inspect.plot import _STYLE
 
 Row = Mapping[str, Any]
 
@@ -86,9 +86,9 @@ def table(rows: Sequence[Row]) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Two lines of panels, one per task: reward over seconds, and over CPU seconds, with the range over seeds."""
-    pyplot = drawing.pyplot()
-    with pyplot.rc_context(_STYLE):
-        figure, axes = pyplot.subplots(len(RECIPES), 2, figsize=(12, 8), layout="constrained", squeeze=False)
+    plt = pyplot()
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(len(RECIPES), 2, figsize=(12, 8), layout="constrained", squeeze=False)
         for line, task in zip(axes, RECIPES, strict=True):
             for ax, what, told in zip(line, ("wall_s", "cpu_s"), ("seconds", "CPU seconds"), strict=True):
                 for arm in (*OURS, best_trl(rows, task), best_trl(rows, task, CHANGED_TRL)):
@@ -101,7 +101,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 if ax.get_legend_handles_labels()[0]:
                     ax.legend(fontsize=8, loc="lower right")
         figure.savefig(path, dpi=110)
-        pyplot.close(figure)
+        plt.close(figure)
 
 
 def chunks_of(row: Row) -> list[Chunk]:

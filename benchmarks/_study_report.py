@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.cli.console import drawing
-from services.cli.inspect.pictures.runs import _STYLE
+from services.cli.console import pyplot
+from services.cli.inspect.plot import _STYLE
 
 Row = dict[str, Any]
 
@@ -144,10 +144,10 @@ def draw_losses(rows: Seq[Row], path: Path) -> None:
     """A panel per staleness with the mean curve of every loss, one with the end over staleness, and the legend."""
     cells = by_cell(rows)
     arms, ages = _axes(cells)
-    pyplot = drawing.pyplot()
-    with pyplot.rc_context(_STYLE):
+    plt = pyplot()
+    with plt.rc_context(_STYLE):
         lines = math.ceil((len(ages) + 2) / 3)
-        figure, axes = pyplot.subplots(lines, 3, figsize=(14, 3.8 * lines), layout="constrained", squeeze=False)
+        figure, axes = plt.subplots(lines, 3, figsize=(14, 3.8 * lines), layout="constrained", squeeze=False)
         panels = list(axes.flat)
         for ax, staleness in zip(panels, ages, strict=False):
             for number, arm in enumerate(arms):
@@ -167,16 +167,16 @@ def draw_losses(rows: Seq[Row], path: Path) -> None:
         for ax in panels[len(ages) + 1 :]:
             ax.axis("off")
         panels[len(ages) + 1].legend(*last.get_legend_handles_labels(), loc="center left", fontsize=11)
-        _save(pyplot, figure, path)
+        _save(plt, figure, path)
 
 
 def draw_late(rows: Seq[Row], path: Path) -> None:
     """Per staleness: reward on long and on short tasks over versions, and on long ones over ticks."""
     cells = by_cell(rows)
     modes, ages = _axes(cells)
-    pyplot = drawing.pyplot()
-    with pyplot.rc_context(_STYLE):
-        figure, axes = pyplot.subplots(len(ages), 3, figsize=(14, 3.8 * len(ages)), layout="constrained", squeeze=False)
+    plt = pyplot()
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(len(ages), 3, figsize=(14, 3.8 * len(ages)), layout="constrained", squeeze=False)
         for line, staleness in zip(axes, ages, strict=True):
             for number, mode in enumerate(modes):
                 found = [row["points"] for row in cells.get((mode, staleness), [])]
@@ -192,7 +192,7 @@ def draw_late(rows: Seq[Row], path: Path) -> None:
             line[2].set_xlabel("ticks")
             line[0].set_ylabel("reward, held out")
             line[0].legend(fontsize=8)
-        _save(pyplot, figure, path)
+        _save(plt, figure, path)
 
 
 def _smooth(curve: Seq[float]) -> list[float]:
@@ -210,10 +210,10 @@ def _band(ax: Any, curves: Seq[Seq[float]], label: str, color: str, x: Seq[float
     ax.fill_between(places, low, high, color=color, alpha=0.12, linewidth=0)
 
 
-def _save(pyplot: Any, figure: Any, path: Path) -> None:
+def _save(plt: Any, figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def put_into(document: Path, name: str, table: str) -> None:

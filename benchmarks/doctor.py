@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._report import report_facts
-from services.cli.doctor.diagnosis import examine
-from services.cli.doctor.findings import Failure, Verdict
+from services.cli.doctor import Failure, Verdict, examine
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 300.0

@@ -43,7 +43,7 @@ from benchmarks._needs import why_not
 from benchmarks._peers import ScriptedTrainer
 from benchmarks._report import report_facts
 from benchmarks._stall_worlds import Shape, Step, World
-from services.cli.watch.notices import OrchestratorLiveness
+from services.cli.watch import OrchestratorLiveness
 from services.common.errors import RollmillError
 from services.common.system.cores import num_cores
 

@@ -132,7 +132,7 @@ class Run:
 
     def trajectories(self) -> Rows:
         """Every trajectory that the journal still has: task group, reward, sequences with token ids and log-probabilities."""
-        from services.cli.inspect.trace.reading import open_journal
+        from services.cli.inspect.run_model import open_journal
         from services.orchestrator.journal import records
         from services.orchestrator.journal.rollouts import plain_trajectory
 
@@ -146,7 +146,7 @@ class Run:
 
     def traces(self) -> Rows:
         """Every task group: the times of issue, rollout, judgement, batch and training, with its stages in seconds."""
-        from services.cli.inspect.trace.listing import read_groups
-        from services.cli.inspect.trace.view import group_as_json
+        from services.cli.inspect.trace import read_groups
+        from services.cli.inspect.trace_view import group_as_json
 
         return Rows(lambda: map(group_as_json, read_groups(self.path)))

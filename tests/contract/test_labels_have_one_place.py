@@ -46,8 +46,8 @@ COMPARED = {"name", "on", "what"}
 LABELS = {label.value for label in (*ActivityName, *TrainerState, *PhaseKind, *Hold, *MaskedCause)} - {Hold.GATEWAY}
 # Equal words with another meaning, by file.
 OTHER_MEANINGS = {
-    "services/cli/inspect/fate/facts.py": {"not_recorded"},  # a fate
-    "services/cli/inspect/trace/stages.py": {"waiting for a batch"},  # a stage of a task group's life
+    "services/cli/inspect/fate.py": {"not_recorded"},  # a fate
+    "services/cli/inspect/trace.py": {"waiting for a batch"},  # a stage of a task group's life
     "services/common/records/fates.py": {"the run has ended"},  # a reason for which a task group is closed
     "services/envgateway/rpc/membership.py": {"the run has ended"},  # a reason for which the gateway leaves
 }

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.cli.inspect.fate.reading import read_fates
-from services.cli.inspect.replay import replay_step
+from services.cli.inspect.checkpoints import replay_step
+from services.cli.inspect.fate import read_fates
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import warm_start_dir
 from services.common.records.types import Sequence

@@ -9,8 +9,7 @@ import orjson
 import pytest
 
 from benchmarks.numerics_gate import INJECTED, with_fault
-from services.cli.doctor.diagnosis import examine
-from services.cli.doctor.findings import Failure
+from services.cli.doctor import Failure, examine
 from services.common.checkpoints.directory import steps
 from services.orchestrator.stalls.facts import Cause
 

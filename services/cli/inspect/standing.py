@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import filterfalse
 from pathlib import Path
+from statistics import median
 
-from services.cli.console.source_table import source_words
-from services.cli.console.units import format_reward
-from services.cli.inspect.checkpoints.found import places, policies_of
-from services.cli.inspect.run_state import Row, check_run_directory, ended, launcher_lock, processes_left, read_rows
+from rich.console import Console
+
+from services.cli.console import (
+    FittingTable,
+    columns,
+    format_bytes,
+    format_reward,
+    format_seconds,
+    pyplot,
+    say,
+    source_words,
+)
+from services.cli.inspect.checkpoints import places, policies_of
+from services.cli.inspect.run_state import (
+    Row,
+    check_run_directory,
+    ended,
+    launcher_lock,
+    processes_left,
+    read_metrics,
+    read_rows,
+)
 from services.common import run_files
 from services.common.checkpoints.directory import path_of
 from services.common.config.reading.loading import RESOLVED, load_resolved
 from services.common.errors import ConfigError
+from services.common.records.types import TRANSFER_STAGES, WeightTransfer
 from services.common.telemetry.metrics import RowKind, StepKey
+from services.common.telemetry.weight_transfers import ReportedTransfer
+from services.common.weights.manifest import Encoding
 from services.orchestrator.config import Settings
 from services.orchestrator.dispatch.evaluation_pass import played_by
 from services.orchestrator.lock import RunLock
@@ -153,13 +176,160 @@ def _is_finished_evaluation(run_dir: Path) -> bool:
         return False  # damaged, or of another version: the command that reads it tells
 
 
-def run_or_newest(run: Path | None) -> Path:
-    """``run``, or the newest run below `runs` where none is named. Raises ``ConfigError`` without any."""
-    if run is not None:
-        return run
-    newest = newest_run()
-    if newest is None:
+def read_transfers(run_dir: Path, *, policy: str | None = None, replica: str | None = None) -> list[Row]:
+    """Transfers of a run, oldest first, failed ones included; ``ConfigError`` without any report."""
+    rows = [row for row in read_metrics(run_dir) if row["kind"] == RowKind.WEIGHT_TRANSFER]
+    if not rows:
         raise ConfigError(
-            "there is no run in ./runs: name the directory of a run, or start one with `rollmill run RECIPE`"
+            f"{run_dir} has no weight transfers yet: replicas report them when they take a version; scripted engines "
+            "take none"
         )
-    return newest
+    reports = [(ReportedTransfer.from_row(row), row) for row in rows]
+    chosen = [
+        (report.transfer.started_at, row)
+        for report, row in reports
+        if policy in (None, report.transfer.policy) and replica in (None, report.replica)
+    ]
+    if not chosen:
+        known = sorted({_place(report) for report, _ in reports})
+        raise ConfigError(f"no weight transfer matches; there are transfers of {', '.join(known)}")
+    return [row for _, row in sorted(chosen, key=lambda found: found[0])]
+
+
+def show(rows: Sequence[Row], console: Console, last: int) -> None:
+    """Print one line per policy and replica, then the last transfers, then failures."""
+    reports = [ReportedTransfer.from_row(row) for row in rows]
+    console.print(_summary(rows))
+    console.print(_newest(reports, last))
+    arrived = [report.transfer for report in reports if not report.transfer.error]
+    for policy, choice in sorted({found.policy: found.choice for found in arrived}.items()):
+        if choice:
+            say(console, f"transfer: auto of {policy} chose last: {choice}")
+    failed = [report for report in reports if report.transfer.error]
+    for report in failed[-last:]:
+        found = report.transfer
+        say(console, f"failed {found.policy} version {found.version} at {report.replica}: {found.error}", "red")
+    if len(failed) > last:
+        console.print(f"{len(failed) - last} earlier failures are not shown; --last shows more")
+
+
+def summarise(rows: Iterable[Row]) -> list[Row]:
+    """One row per policy and replica: counts, bytes, and medians of the stages over completed transfers."""
+    groups: dict[tuple[str, str], list[WeightTransfer]] = defaultdict(list)
+    for row in rows:
+        report = ReportedTransfer.from_row(row)
+        groups[report.transfer.policy, report.replica].append(report.transfer)
+    summaries = []
+    for (policy, replica), members in sorted(groups.items()):
+        arrived = [found for found in members if not found.error]
+        deltas = [found for found in arrived if found.encoding == Encoding.DELTA]
+        summaries.append(
+            {
+                "policy": policy,
+                "replica": replica,
+                "num_full": len(arrived) - len(deltas),
+                "num_delta": len(deltas),
+                "num_failed": len(members) - len(arrived),
+                "bytes": sum(found.payload_size_bytes for found in arrived),
+                "saved_bytes": sum(found.full_size_bytes - found.payload_size_bytes for found in arrived),
+                "bits_per_change": _median(found.bits_per_change for found in deltas if found.num_changes),
+                **{stage: _median(getattr(found, stage) for found in arrived) for stage in TRANSFER_STAGES},
+                "serving_s": _median(serving_s(found) for found in arrived),
+            }
+        )
+    return summaries
+
+
+def serving_s(found: WeightTransfer) -> float:
+    """From the first question to the engine serving the version; encoding happens within the fetch."""
+    return found.fetch_s + found.verify_s + found.write_s + found.pause_s
+
+
+def plot_transfers(rows: Sequence[Row], output: Path) -> Path:
+    """Draw bytes and stages of every transfer that arrived, by version."""
+    reports = [ReportedTransfer.from_row(row) for row in rows]
+    groups: dict[str, list[WeightTransfer]] = defaultdict(list)
+    for report in reports:
+        if not report.transfer.error:
+            groups[_place(report)].append(report.transfer)
+    if not groups:
+        raise ConfigError("every transfer failed: nothing to draw")
+    plt = pyplot()
+    figure, (sizes, times, pauses) = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    for name, members in groups.items():
+        versions = [found.version for found in members]
+        sizes.plot(versions, [found.payload_size_bytes / 2**20 for found in members], marker=".", label=name)
+        times.plot(versions, [1000 * serving_s(found) for found in members], marker=".", label=name)
+        pauses.plot(versions, [1000 * found.pause_s for found in members], marker=".", label=name)
+    full = median(report.transfer.full_size_bytes / 2**20 for report in reports)
+    sizes.axhline(full, color="grey", linestyle=":", label="in full")
+    for axes, title in ((sizes, "payload, MiB"), (times, "fetch to serving, ms"), (pauses, "decoding stood still, ms")):
+        axes.set(title=title, xlabel="version", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    sizes.legend(fontsize="small")
+    figure.savefig(output, dpi=120)
+    plt.close(figure)
+    return output
+
+
+def _summary(rows: Sequence[Row]) -> FittingTable:
+    table = FittingTable(
+        columns(
+            "policy:1 | replica | >full | >delta | >failed | >sent | >saved:2 | >bits/change:3 | >fetch:4 | >verify:5 | "
+            ">write:6 | >pause | >serving"
+        ),
+        title="weights by replica (medians)",
+    )
+    for row in summarise(rows):
+        table.add_row(
+            row["policy"],
+            row["replica"],
+            str(row["num_full"]),
+            str(row["num_delta"]),
+            str(row["num_failed"]),
+            format_bytes(row["bytes"]),
+            format_bytes(row["saved_bytes"]),
+            "" if row["bits_per_change"] is None else f"{row['bits_per_change']:.1f}",
+            *(
+                "" if row[stage] is None else format_seconds(row[stage])
+                for stage in (*TRANSFER_STAGES[1:], "serving_s")
+            ),
+        )
+    return table
+
+
+def _newest(reports: Sequence[ReportedTransfer], last: int) -> FittingTable:
+    table = FittingTable(
+        columns(
+            "policy:3 | version | replica | how:2 | from:9 | >bytes | >changed:5 | >bits/change:4 | >encode:6 | >fetch | "
+            ">verify:7 | >write:8 | >pause"
+        ),
+        title=f"last {min(last, len(reports))} of {len(reports)} transfers",
+    )
+    for report in reports[-last:]:
+        found = report.transfer
+        base = "" if found.base_version is None else f"{found.base_version} → "
+        head = (found.policy, f"{base}{found.version}", report.replica)
+        if found.error:
+            table.add_row(*head, "[red]failed[/red]", *[""] * 9)
+            continue
+        how = " ".join(part for part in (found.encoding, found.transport) if part)
+        table.add_row(
+            *head,
+            how,
+            ", ".join(found.sources),
+            format_bytes(found.payload_size_bytes),
+            f"{found.num_changes:,}",
+            f"{found.bits_per_change:.1f}" if found.encoding == Encoding.DELTA and found.num_changes else "",
+            *(format_seconds(getattr(found, stage)) for stage in TRANSFER_STAGES),
+        )
+    return table
+
+
+def _place(report: ReportedTransfer) -> str:
+    return f"{report.transfer.policy} at {report.replica}"
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return median(found) if found else None

@@ -1,16 +1,19 @@
-"""``rollmill trajectories``: prints conversations of a run, with roles and the expected answer.
+"""Splits the tokens of a sequence into turns with roles, as people read a conversation.
 
-Reads the journal, newest last, and decodes token ids with the run's tokenizer. Turns that the policy wrote are marked and
-coloured. Reads only the disk; prints ids without the tokenizer's files.
+The marks of a chat template (``<|im_start|>user`` and alike) are found by rendering a short dialogue of known texts. The marks
+split only text that the policy read; text that the policy wrote is one turn, also with imitated marks. Independent of
+terminals.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.console.plain import say
+from services.cli.console import say
+from services.cli.inspect.run_model import open_journal
 from services.cli.inspect.run_state import Row
-from services.cli.inspect.trace.reading import open_journal
-from services.cli.inspect.turns import POLICY, Marks, marks_of, turns
 from services.common.config.reading.loading import load_resolved
 from services.common.errors import ConfigError
 from services.common.records.dataset_rows import truth_in
@@ -31,6 +33,198 @@ from services.common.telemetry.logs import escaped
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.rollouts import plain_trajectory
+
+POLICY, PROMPT, ENVIRONMENT = "policy", "prompt", "environment"
+"""Roles of turns for which the template has no role; ``POLICY`` of all text that a policy wrote."""
+
+_USER, _ASSISTANT, _AGAIN, _OTHER = "@@user@@", "@@assistant@@", "@@again@@", "@@other@@"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    role: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The text that a chat template writes around the turns of each role."""
+
+    headers: Mapping[str, str]  # by role; none is empty
+    ends: tuple[str, ...]  # longest first
+
+
+def marks_of(tokenizer: Any) -> Marks:
+    """The marks of a tokenizer's chat template; none without a template, or where it refuses a dialogue."""
+    user, assistant, again = (_message("user", _USER), _message("assistant", _ASSISTANT), _message("user", _AGAIN))
+    whole = _rendered(tokenizer, [user, assistant, again])
+    if not all(mark in whole for mark in (_USER, _ASSISTANT, _AGAIN)):
+        return Marks({}, ())
+    before, rest = whole.split(_USER, 1)
+    between, rest = rest.split(_ASSISTANT, 1)
+    back, end_of_user = rest.split(_AGAIN, 1)
+    header_of_user = _common_suffix(before, back)
+    end_of_assistant = back.removesuffix(header_of_user)
+    end_of_user = _common_prefix(between, end_of_user)
+    headers = {"user": header_of_user, "assistant": between.removeprefix(end_of_user)}
+    ends = {end_of_user, end_of_assistant}
+    with_system = _rendered(tokenizer, [_message("system", _OTHER), user])
+    if _OTHER in with_system and _USER in with_system:
+        headers["system"], rest = with_system.split(_OTHER, 1)
+        ends.add(rest.split(_USER, 1)[0].removesuffix(header_of_user))
+    with_tool = _rendered(tokenizer, [user, assistant, _message("tool", _OTHER)])
+    if _ASSISTANT in with_tool and _OTHER in with_tool:
+        after, rest = with_tool.split(_ASSISTANT, 1)[1].split(_OTHER, 1)
+        headers["tool"] = after.removeprefix(end_of_assistant)
+        ends.add(rest)
+    found = tuple(sorted({end.strip() for end in ends if end.strip()}, key=len, reverse=True))
+    # A template that adds a system turn has its end before the first user: a policy writes that end itself.
+    known = {role: _after_ends(header.strip(), found) for role, header in headers.items()}
+    return Marks({role: header for role, header in known.items() if header}, found)
+
+
+def turns(segments: Iterable[tuple[bool, str]], marks: Marks) -> list[Turn]:
+    """The turns of a sequence. ``segments``: in order, whether the policy wrote the segment, and its decoded text; consecutive ones
+    of one writer are joined."""
+    found: list[Turn] = []
+    for number, (by_policy, text) in enumerate(_joined(segments)):
+        if by_policy:
+            found.append(Turn(POLICY, _without_ends(text, marks)))
+        else:
+            found += read_turns(text, marks, PROMPT if number == 0 else ENVIRONMENT)
+    return [turn for turn in found if turn.text or turn.role == POLICY]
+
+
+def _joined(segments: Iterable[tuple[bool, str]]) -> Iterable[tuple[bool, str]]:
+    for by_policy, parts in groupby(segments, key=itemgetter(0)):
+        yield by_policy, "".join(text for _, text in parts)
+
+
+def read_turns(text: str, marks: Marks, default: str) -> list[Turn]:
+    """Turns of text that the policy read. The header of the answer at its end is no turn."""
+    found: list[Turn] = []
+    role, rest = default, text
+    while True:
+        at, follower = _next_header(rest, marks.headers)
+        if follower is None:
+            break
+        found.append(Turn(role, _without_ends(rest[:at], marks)))
+        role, rest = follower, rest[at + len(marks.headers[follower]) :]
+    found.append(Turn(role, _without_ends(rest, marks)))
+    return found
+
+
+def _next_header(text: str, headers: Mapping[str, str]) -> tuple[int, str | None]:
+    """The first header, the longest of those that begin there."""
+    places = [(text.find(header), -len(header), role) for role, header in headers.items() if header in text]
+    if not places:
+        return len(text), None
+    at, _, role = min(places)
+    return at, role
+
+
+def _after_ends(header: str, ends: Sequence[str]) -> str:
+    end = next((end for end in ends if header.startswith(end)), "")
+    return header.removeprefix(end).lstrip()
+
+
+def _without_ends(text: str, marks: Marks) -> str:
+    text = text.strip()
+    while end := next((end for end in marks.ends if text.endswith(end)), ""):
+        text = text.removesuffix(end).rstrip()
+    while end := next((end for end in marks.ends if text.startswith(end)), ""):
+        text = text.removeprefix(end).lstrip()
+    return text
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+    """Empty without a template, or if the template refuses these messages."""
+    from jinja2 import TemplateError
+
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=False))
+    except (TemplateError, ValueError, KeyError, TypeError):  # as templates do for roles that they do not know
+        return ""
+
+
+def _common_prefix(one: str, other: str) -> str:
+    length = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:length]
+
+
+def _common_suffix(one: str, other: str) -> str:
+    return _common_prefix(one[::-1], other[::-1])[::-1]
+
+
+_REPLACEMENT = "�"
+_LONGEST = 8  # tokens of one character; more are not one
+_ANCHORS = range(512)
+
+
+class Pieces:
+    """Texts of token ids by one tokenizer, so that the tokens of a turn can be told apart. Without one, ids are shown as
+    numbers.
+
+    A byte-level tokenizer may cut one character into several tokens, and then each alone decodes to the replacement
+    sign: such tokens are decoded together, and the first of them has the text. A tokenizer may also drop the space
+    before the first word of a text: so a token is decoded behind another one, whose text is then taken off.
+    """
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+        self._anchor = next((number for number in _ANCHORS if self._is_anchor(number)), None) if tokenizer else None
+
+    def _is_anchor(self, number: int) -> bool:
+        assert self._tokenizer is not None
+        text = self._tokenizer.decode([number])
+        return len(text) == 1 and text.isascii() and text.isalnum()
+
+    @property
+    def are_text(self) -> bool:
+        return self._tokenizer is not None
+
+    def of(self, ids: list[int]) -> list[str]:
+        """One text for each token, whose sum is the text of all; empty for the later tokens of one character. [num_tokens]"""
+        if self._tokenizer is None:
+            return [f"[{token}] " for token in ids]
+        texts = [self._alone(token) for token in ids]
+        at = 0
+        while at < len(texts):
+            if _REPLACEMENT not in texts[at]:
+                at += 1
+                continue
+            end, whole = self._character(ids, at)
+            texts[at:end] = [whole, *[""] * (end - at - 1)]
+            at = end
+        return texts
+
+    def _character(self, ids: list[int], begin: int) -> tuple[int, str]:
+        """Where the tokens of a character end, and the text; of bytes that are no character, one token."""
+        for end in range(begin + 2, min(begin + _LONGEST, len(ids)) + 1):
+            whole = self._decoded(ids[begin:end])
+            if _REPLACEMENT not in whole:
+                return end, whole
+        return begin + 1, self._alone(ids[begin])
+
+    def _alone(self, token: int) -> str:
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._decoded([token])
+        return found
+
+    def _decoded(self, ids: list[int]) -> str:
+        assert self._tokenizer is not None
+        if self._anchor is None:
+            return str(self._tokenizer.decode(list(ids)))
+        return str(self._tokenizer.decode([self._anchor, *ids]))[1:]
+
 
 _MOST_CHARACTERS = 600  # of an expected answer
 
@@ -64,48 +258,31 @@ def read_trajectories(run_dir: Path, wanted: Wanted) -> list[Row]:
     chosen: list[Row] = []
     with closing(open_journal(run_dir)) as reader:
         groups = _groups_of_step(reader, wanted.step) if wanted.step is not None else None
-        found = list(reader.rows_of(records.TRAJECTORY))
-        if not found:
-            raise ConfigError(f"{run_dir} has no trajectories yet: no rollout has ended")
-        issues = _Issues(reader)
-        for row in reversed(found):
+        issues: dict[str, Row] = {}
+        row = None
+        for row in reader.last_rows(records.TRAJECTORY):
             name = row.key.rpartition("/")[0]
             if wanted.group not in (None, name) or (groups is not None and name not in groups):
                 continue
-            issue = issues[name]
-            if not _issue_fits(issue, wanted) or (record := reader.load(row)) is None:
+            if name not in issues:
+                issues[name] = reader.find(records.GROUP, [name]).get(name, {})
+            if not _issue_fits(issues[name], wanted) or (record := reader.load(row)) is None:
                 continue
             if wanted.reward_fits(record["reward"]):
-                chosen.append({**plain_trajectory(record), "issue": issue})
+                chosen.append({**plain_trajectory(record), "issue": issues[name]})
             if len(chosen) >= wanted.last:
                 break
+        if row is None:
+            raise ConfigError(f"{run_dir} has no trajectories yet: no rollout has ended")
     return chosen[::-1]
 
 
-class _Issues:
-    """The record of each task group, read when asked for."""
-
-    def __init__(self, reader: JournalReader) -> None:
-        self._reader = reader
-        self._rows = {row.key: row for row in reader.rows_of(records.GROUP)}
-        self._read: dict[str, Row] = {}
-
-    def __getitem__(self, name: str) -> Row:
-        if name not in self._read:
-            row = self._rows.get(name)
-            self._read[name] = (self._reader.load(row) or {}) if row is not None else {}
-        return self._read[name]
-
-
 def _groups_of_step(reader: JournalReader, step: int) -> set[str]:
-    found: set[str] = set()
     batches = [row for row in reader.rows_of(records.BATCH) if row.key.rpartition("/")[2] == str(step)]
     if not batches:
         raise ConfigError(f"no batch of training step {step} is recorded: `rollmill trace RUN --list` shows steps")
-    for row in batches:
-        record = reader.load(row) or {}
-        found |= {sequence["sequence_id"].split("/")[0] for sequence in record.get("sequences", ())}
-    return found
+    read = [reader.load(row) or {} for row in batches]
+    return {entry["sequence_id"].split("/")[0] for record in read for entry in record.get("sequences", ())}
 
 
 def _issue_fits(issue: Row, wanted: Wanted) -> bool:

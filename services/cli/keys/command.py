@@ -12,8 +12,7 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
-from services.cli.console.options import SetOption, console
-from services.cli.console.plain import say
+from services.cli.console import SetOption, console, say
 from services.common.errors import ConfigError
 from services.common.security.bundle import DAYS
 from services.common.security.roles import WHAT_FOR, Role

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from services.cli.console.plain import say
+from services.cli.console import say
 from services.cli.plan.nodes import BUNDLES, HOST_VARIABLE, other_nodes
 from services.cli.plan.specs import ProcessSpec, plan
 from services.common.config.reading.loading import save_resolved

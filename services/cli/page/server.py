@@ -8,22 +8,33 @@ GET /api/curves?runs=    curves            GET /api/runs/N/rollouts/NUMBER    on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from aiohttp import web
+from rich.console import Console
 
-from services.cli.inspect.run_state import Row
-from services.cli.page.curves import curves
-from services.cli.page.filters import ORDERS, Filter
-from services.cli.page.run_reader import RunReader, guarded
+from services.cli.console import say
+from services.cli.inspect.run_state import Row, check_run_directory
+from services.cli.keys.process_keys import keys_there
+from services.cli.page.index import number_of
+from services.cli.page.reader import RunReader, curves, guarded
+from services.common.config.reading.loading import load_resolved
 from services.common.errors import ConfigError, InvalidRequestError, NotFoundError, RollmillError
 from services.common.http.authentication import password
 from services.common.http.listener import Listener
 from services.common.http.origin import Handler
+from services.common.net.hosts import is_loopback
+from services.common.security import identity
+from services.common.security.bundle import VARIABLE
+from services.common.security.identity import Identity
+from services.common.security.roles import Role
 
 ASSETS = Path(__file__).parent / "assets"
 POLICY = (
@@ -33,10 +44,8 @@ POLICY = (
 """Content-Security-Policy of the page: it runs its own files alone, so text of a run can never run."""
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_MOST_WORDS = 500  # characters of a search
 
 Json = dict[str, Any]
-Number = TypeVar("Number", int, float)
 
 
 class PageServer:
@@ -59,7 +68,7 @@ class PageServer:
             "events": lambda reader, request: {"events": reader.events, "problems": reader.problems},
             "weights": lambda reader, request: reader.weights(),
             "facets": lambda reader, request: reader.facets(),
-            "rollouts": lambda reader, request: reader.rollouts(wanted(request.query)),
+            "rollouts": lambda reader, request: reader.rollouts(request.query),
         }
         self._listener = Listener(
             application, host, port, name="the page", setting="--port", group="page", leaving_cancels=False,
@@ -119,50 +128,14 @@ class PageServer:
 
     async def _conversation(self, request: web.Request) -> web.Response:
         reader = self._reader(request.match_info["run"])
-        number = _number(request.match_info["number"], "the number of the rollout", int)
+        number = number_of(request.match_info["number"], "the number of the rollout", int)
         return await _answer(f"rollout {number} of {reader.run_dir}", lambda: reader.conversation(number))
 
     def _reader(self, text: str) -> RunReader:
-        number = _number(text, "the run", int)
+        number = number_of(text, "the run", int)
         if not 0 <= number < len(self.readers):
             raise NotFoundError(f"there is no run {number}: this page has {len(self.readers)}")
         return self.readers[number]
-
-
-def wanted(query: Mapping[str, str]) -> Filter:
-    """The filter of a query. Raises ``InvalidRequestError`` for a value that is none of its key."""
-
-    def number(name: str, kind: Callable[[str], Number]) -> Number | None:
-        text = query.get(name, "").strip()
-        return _number(text, name, kind) if text else None
-
-    order = query.get("order", "newest")
-    if order not in ORDERS:
-        raise InvalidRequestError(f"order is {order[:50]!r}: write one of {', '.join(ORDERS)}")
-    return Filter(
-        words=query.get("words", "")[:_MOST_WORDS],
-        task=query.get("task", "").strip(),
-        task_group=query.get("task_group", "").strip(),
-        step=number("step", int),
-        evaluation=query.get("evaluation", ""),
-        fate=query.get("fate", ""),
-        min_reward=number("min_reward", float),
-        max_reward=number("max_reward", float),
-        min_tokens=number("min_tokens", int),
-        max_tokens=number("max_tokens", int),
-        order=order,
-        offset=max(0, number("offset", int) or 0),
-    )
-
-
-def _number(text: str, name: str, kind: Callable[[str], Number]) -> Number:
-    try:
-        found = kind(text)
-    except ValueError:
-        raise InvalidRequestError(f"{name} is {text[:50]!r}: write a number") from None
-    if not -(2**63) < found < 2**63:
-        raise InvalidRequestError(f"{name} is {text[:50]!r}: write a smaller number")
-    return found
 
 
 async def _answer(what: str, ask: Callable[[], Json]) -> web.Response:
@@ -193,3 +166,58 @@ async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
         body = orjson.dumps({"detail": error.message})
         return web.Response(body=body, status=status, content_type="application/json")
+
+
+DEFAULT_PORT = 8420
+SWITCH_S = 0.001  # between threads: a question does not wait while a journal is read
+
+
+def check_runs(runs: Sequence[Path]) -> list[Path]:
+    """The directories, each once. Raises ``ConfigError`` for one that holds no run."""
+    for run in runs:
+        check_run_directory(run)
+    return list(dict.fromkeys(run.resolve() for run in runs))
+
+
+def keys_to_serve(run: Path, host: str) -> Identity | None:
+    """The keys of a page that others than this machine can reach; None on loopback.
+
+    Raises ``ConfigError`` without keys: such a page would show the run to everyone.
+    """
+    if is_loopback(host):
+        return None
+    keys = keys_there(load_resolved(run), run)
+    if keys is None:
+        raise ConfigError(
+            f"the page may not listen on {host} without keys, because anyone could read the run: start it on loopback and "
+            f"forward the port (ssh -L {DEFAULT_PORT}:127.0.0.1:{DEFAULT_PORT} HOST), or make keys with `rollmill keys` and "
+            f"set {VARIABLE} to their directory"
+        )
+    return identity.load(keys, Role.ORCHESTRATOR)
+
+
+def show(runs: Sequence[Path], host: str, port: int, console: Console) -> None:
+    """Serve the page of these runs until Ctrl-C or SIGTERM."""
+    found = check_runs(runs)
+    who = keys_to_serve(found[0], host)
+    sys.setswitchinterval(SWITCH_S)
+    with identity.used(who):
+        server = PageServer(found, host, port)
+    asyncio.run(_serve(server, host, console))
+
+
+async def _serve(server: PageServer, host: str, console: Console) -> None:
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    port = await server.start()
+    name = f"[{host}]" if ":" in host else host
+    try:
+        say(console, f"page: {'https' if server.is_secure else 'http'}://{name}:{port}/  (Ctrl-C ends it)")
+        if server.is_secure:
+            say(console, "  log in with any name, and as password the token of the run's viewer (keys/viewer/token)")
+        await ended.wait()
+    finally:
+        with contextlib.suppress(asyncio.CancelledError):
+            await server.stop()

@@ -1,30 +1,198 @@
-"""The state of a run: from its orchestrator where one answers, else from the last rows of its metrics."""
+"""Events of a run, in order of time: stalls, evaluations, thresholds, changed settings, warnings and errors of its
+processes."""
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from services.cli.console.units import format_clock
-from services.cli.doctor.diagnosis import as_object, diagnose
-from services.cli.inspect.pictures.time import newest_shares, segments_of
-from services.cli.inspect.run_state import Row
+from services.cli.console import format_clock, format_reward
+from services.cli.doctor import as_object, diagnose
+from services.cli.inspect.plot import newest_shares, segments_of
+from services.cli.inspect.run_model import Json
+from services.cli.inspect.run_state import Row, logged_at, parse_rows, read_rows
 from services.cli.inspect.standing import RUNNING, Standing
-from services.cli.page.events import open_stalls
-from services.cli.watch.orchestrator_client import check_answers, reach
-from services.cli.watch.progress_view import shares_of, state_word, threshold_words, time_words
-from services.cli.watch.warnings import journal_and_disk, masked_rollouts, warnings_of
+from services.cli.watch import (
+    check_answers,
+    journal_and_disk,
+    masked_rollouts,
+    reach,
+    shares_of,
+    state_word,
+    threshold_words,
+    time_words,
+    warnings_of,
+)
+from services.common import run_files
 from services.common.config.recipe import Recipe
 from services.common.errors import RollmillError
 from services.common.pb import run_pb2
 from services.common.security import identity
 from services.common.telemetry.components import is_records, is_weights
-from services.common.telemetry.metrics import RowKind, StepKey, ThroughputKey, TrainerKey
+from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, ThroughputKey, TrainerKey
+from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.dispatch.evaluation_pass import played_by
 
-Json = dict[str, Any]
+LOG_BYTES = 512 * 1024
+"""Of the end of each log that is read."""
+
+MOST = 1000
+"""Events that are listed, the newest."""
+
+_LEVELS = ("warning", "error", "critical")
+_OF_EVERY_LINE = ("event", "level", "timestamp", "service", "instance", "run", "logger")
+
+
+def events(run_dir: Path, rows: Sequence[Row]) -> list[Json]:
+    """The newest first: ``at``, ``kind``, ``who``, ``text``, and ``seconds`` of a stall that has ended."""
+    found = [*_stalls(rows), *_of_metrics(rows), *_changes(run_dir), *_logged(run_dir)]
+    return sorted(found, key=lambda event: -float(event["at"]))[:MOST]
+
+
+def open_stalls(rows: Iterable[Row]) -> list[Json]:
+    """Stalls without an end."""
+    return [
+        {
+            "component": stall["who"],
+            "cause": stall["cause"],
+            "detail": stall["text"],
+            "since": stall["at"],
+            "advice": "",
+            "chain": [],
+        }
+        for stall in _stalls(rows)
+        if stall["seconds"] is None
+    ]
+
+
+def _stalls(rows: Iterable[Row]) -> list[Json]:
+    """A stall is one event, with its length once it has ended."""
+    found: list[Json] = []
+    begun: dict[tuple[str, str], Json] = {}
+    for row in rows:
+        if row["kind"] != RowKind.STALL:
+            continue
+        key = row["component"], str(row.get("cause"))
+        if row["moment"] == StallMoment.BEGIN:
+            begun[key] = {
+                "at": row["time"] - _seconds(row),
+                "kind": "stall",
+                "who": key[0],
+                "cause": key[1].replace("_", " "),
+                "text": str(row.get("detail", "")),
+                "seconds": None,
+            }
+            found.append(begun[key])
+        elif key in begun:
+            begun.pop(key)["seconds"] = _seconds(row)
+    return found
+
+
+def _seconds(row: Row) -> float:
+    value = row.get("seconds")
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _of_metrics(rows: Iterable[Row]) -> Iterator[Json]:
+    for row in rows:
+        if row["kind"] == RowKind.EVALUATION:
+            name = row["name"] + played_by(row["name"], row.get("versions", {}), row.get("newest_versions", {}))
+            told = f"{name}: mean reward {format_reward(row['mean_reward'])} over {row.get('num_trajectories')} trajectories"
+            told += f", {row['num_failed']} failed" if row.get("num_failed") else ""
+            yield {"at": row["time"], "kind": "evaluation", "who": "orchestrator", "text": told}
+        elif row["kind"] == RowKind.THRESHOLD:
+            told = f"training ends after step {row['step']}: {row['wanted']}"
+            yield {"at": row["time"], "kind": "threshold", "who": "orchestrator", "text": told}
+        elif row["kind"] == RowKind.WEIGHT_TRANSFER and (failed := ReportedTransfer.from_row(row)).transfer.error:
+            transfer = failed.transfer
+            told = f"version {transfer.version} of {transfer.policy} did not arrive: {transfer.error}"
+            yield {"at": row["time"], "kind": "weights", "who": f"replica/{failed.replica}", "text": told}
+
+
+def _changes(run_dir: Path) -> Iterator[Json]:
+    path = run_files.changes(run_dir)
+    if not path.is_file():
+        return
+    for row in read_rows(path):
+        told = ", ".join(f"{key}: {value}" for key, value in row.items() if key != "time")
+        at = row.get("time")
+        yield {"at": at if isinstance(at, int | float) else 0.0, "kind": "change", "who": "recipe", "text": told}
+
+
+def _logged(run_dir: Path) -> Iterator[Json]:
+    folder = run_files.logs(run_dir)
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.glob("*.jsonl")):
+        for row in _last_rows(path):
+            if row.get("level") in _LEVELS:
+                facts = " ".join(f"{key}={value}" for key, value in row.items() if key not in _OF_EVERY_LINE)
+                yield {
+                    "at": logged_at(row),
+                    "kind": "error" if row["level"] != "warning" else "warning",
+                    "who": str(row.get("instance", path.stem)),
+                    "text": f"{row.get('event', '')} {facts}".strip()[:2000],
+                }
+
+
+def _last_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - LOG_BYTES))
+        yield from parse_rows(file.read().splitlines())
+
+
+_NUMBER = (int, float)
+_KEYS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+    RowKind.TRAINING_STEP: {"policy": str, "step": int},
+    RowKind.WEIGHT_TRANSFER: {"policy": str, "replica": str, "version": int, "started_at": _NUMBER},
+    RowKind.STALL: {"component": str, "moment": str},
+    RowKind.ACCOUNTS: {"shares": dict},
+    RowKind.EVALUATION: {"name": str, "versions": dict, "datasets": list, "mean_reward": (*_NUMBER, type(None))},
+    RowKind.THRESHOLD: {"step": int, "wanted": str},
+}
+"""The keys of rows that their readers need, and the types of their values."""
+
+
+def is_usable(row: Row) -> bool:
+    """Whether a row has a time, a kind, and the keys that readers of its kind need."""
+    kind = row.get("kind")
+    keys = {"time": _NUMBER, **_KEYS.get(kind, {})} if isinstance(kind, str) else {"kind": str}
+    return all(isinstance(row.get(key), types) and not isinstance(row.get(key), bool) for key, types in keys.items())
+
+
+class MetricsTail:
+    """``rows`` of the file so far; ``look`` reads on. A file that was replaced or cut is read anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+        self._inode = 0
+        self.rows: list[Row] = []
+        self.num_skipped = 0
+        """Lines that are no row, or not one of the shape of its kind."""
+
+    def look(self) -> bool:
+        """Whether there are new rows. Raises ``OSError`` for a file that cannot be read; one that is missing is empty."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                inode, size = status.st_ino, status.st_size
+                if inode != self._inode or size < self._at:
+                    self._at, self._inode, self.rows, self.num_skipped = 0, inode, [], 0
+                file.seek(self._at)
+                data = file.read()
+        except FileNotFoundError:
+            return False
+        whole = data[: data.rfind(b"\n") + 1]  # the last line may be being written
+        self._at += len(whole)
+        lines = whole.splitlines()
+        found = [row for row in parse_rows(lines) if is_usable(row)]
+        self.num_skipped += sum(1 for line in lines if line.strip()) - len(found)
+        self.rows = [*self.rows, *found] if found else self.rows  # readers keep the list that they have
+        return bool(found)
 
 
 def state_of(standing: Standing, rows: Sequence[Row], live: Json | None, recipe: Recipe) -> Json:
@@ -64,18 +232,12 @@ def state_of(standing: Standing, rows: Sequence[Row], live: Json | None, recipe:
 
 def _last(standing: Standing, rows: Sequence[Row]) -> Json:
     """The same keys as ``live.as_json``, as far as the files tell."""
-    newest: dict[str, Row] = {}
-    throughput: Row = {}
-    threshold = ""
-    for row in rows:
-        if row["kind"] == RowKind.TRAINING_STEP:
-            newest[row["policy"]] = row
-        elif row["kind"] == RowKind.THROUGHPUT:
-            throughput = row
-        elif row["kind"] == RowKind.THRESHOLD:
-            threshold = f"threshold reached after training step {row['step']}: {row['wanted']}"
+    steps = [row for row in rows if row["kind"] == RowKind.TRAINING_STEP]
+    newest = {row["policy"]: row for row in steps}
+    throughput = next((row for row in reversed(rows) if row["kind"] == RowKind.THROUGHPUT), {})
+    reached = next((row for row in reversed(rows) if row["kind"] == RowKind.THRESHOLD), None)
     return {
-        "time": _elapsed(rows),
+        "time": f"{format_clock(rows[-1]['time'] - rows[0]['time'])} of records" if rows else "",
         "tokens_per_s": throughput.get(ThroughputKey.TOKENS_PER_S),
         "policies": [
             {
@@ -89,33 +251,20 @@ def _last(standing: Standing, rows: Sequence[Row]) -> Json:
             for policy, row in newest.items()
         ],
         "replicas": [],
-        "rollouts": sum(
-            row.get(StepKey.ROLLOUTS_FINISHED) or 0 for row in rows if row["kind"] == RowKind.TRAINING_STEP
-        ),
-        "trained_tokens": sum(
-            row.get(StepKey.NUM_TRAINED_TOKENS) or 0 for row in rows if row["kind"] == RowKind.TRAINING_STEP
-        ),
+        "rollouts": sum(row.get(StepKey.ROLLOUTS_FINISHED) or 0 for row in steps),
+        "trained_tokens": sum(row.get(StepKey.NUM_TRAINED_TOKENS) or 0 for row in steps),
         "waits": throughput.get("waits", []),
         "stalls": open_stalls(rows),
         "warnings": [],
-        "threshold": threshold,
+        "threshold": f"threshold reached after training step {reached['step']}: {reached['wanted']}" if reached else "",
     }
 
 
-def _elapsed(rows: Sequence[Row]) -> str:
-    return f"{format_clock(rows[-1]['time'] - rows[0]['time'])} of records" if rows else ""
-
-
 def _evaluation(row: Row) -> Json:
+    whole = ("name", "versions", "mean_reward", "num_trajectories", "num_failed", "num_opaque", "difference")
     return {
-        "name": row["name"],
-        "versions": row["versions"],
+        **{key: row.get(key) for key in whole},
         "played_by": played_by(row["name"], row["versions"], row.get("newest_versions", {})),
-        "mean_reward": row["mean_reward"],
-        "num_trajectories": row.get("num_trajectories"),
-        "num_failed": row.get("num_failed"),
-        "num_opaque": row.get("num_opaque"),
-        "difference": row.get("difference"),
         "datasets": [
             {"name": d.get("name"), "mean_reward": d.get("mean_reward"), "pass_at": d.get("pass_at", {})}
             for d in row["datasets"]
@@ -184,7 +333,13 @@ def as_json(progress: run_pb2.RunProgress) -> Json:
             for stall in progress.stalls
         ],
         "warnings": [
-            line for line in (*warnings_of(progress), *journal_and_disk(progress), *_masked(progress)) if line
+            line
+            for line in (
+                *warnings_of(progress),
+                *journal_and_disk(progress),
+                *map(str.strip, masked_rollouts(progress.counters).splitlines()),
+            )
+            if line
         ],
         "threshold": threshold_words(progress.threshold) if progress.HasField("threshold") else "",
         "shares": shares_of(progress.accounts),
@@ -204,7 +359,3 @@ def _policy(policy: run_pb2.PolicyProgress) -> Json:
         "reward": policy.metrics.get(StepKey.ROLLOUT_REWARD_MEAN),
         "loss": policy.metrics.get(TrainerKey.LOSS.in_row),
     }
-
-
-def _masked(progress: run_pb2.RunProgress) -> list[str]:
-    return [line.strip() for line in masked_rollouts(progress.counters).splitlines()]

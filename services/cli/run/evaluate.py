@@ -17,8 +17,12 @@ from services.cli.console.tables import Column, FittingTable
 from services.cli.console.units import format_change, format_reward
 from services.cli.inspect.checkpoints.command import export_run
 from services.cli.inspect.checkpoints.found import policies_of
+from services.cli.check.hub import check_model_name
+from services.cli.check.model_files import model_instead
+from services.cli.console import Column, FittingTable, format_change, format_reward, pyplot
+from services.cli.inspect.checkpoints import export_run, policies_of
+from services.cli.inspect.run_model import open_journal
 from services.cli.inspect.run_state import check_run_directory
-from services.cli.inspect.trace.reading import open_journal
 from services.common import run_files
 from services.common.config.reading.loading import RESOLVED, validate
 from services.common.config.recipe import Recipe
@@ -207,10 +211,10 @@ def failed_items(evaluations: Mapping[str, EvaluationSummary]) -> list[str]:
 def plot_scores(evaluations: Mapping[str, EvaluationSummary], title: str, output: Path) -> Path:
     """A bar for each dataset and pass, with its 95% interval, beside a panel of the compared changes."""
     names = list(dict.fromkeys(f["name"] for result in evaluations.values() for f in result["datasets"]))
-    pyplot = drawing.pyplot()
+    plt = pyplot()
     was_compared = any(result.get("compared_with") for result in evaluations.values())
     wide = max(5.0, 1.6 * len(names) + 2)
-    figure, axes = pyplot.subplots(
+    figure, axes = plt.subplots(
         1, 1 + was_compared, figsize=(wide * (1 + was_compared), 4), layout="constrained", squeeze=False, sharex=True
     )
     ax = axes[0, 0]
@@ -238,7 +242,7 @@ def plot_scores(evaluations: Mapping[str, EvaluationSummary], title: str, output
     ax.legend(fontsize=8, loc="lower right")
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)
-    pyplot.close(figure)
+    plt.close(figure)
     return output
 
 

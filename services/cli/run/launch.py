@@ -24,6 +24,8 @@ from services.cli.check.recipe import check_worlds, missing_data
 from services.cli.console.drawing import drawn
 from services.cli.console.errors import Interrupted, StopSignal
 from services.cli.console.plain import say
+from services.cli.check.memory.host import loading_s
+from services.cli.console import Interrupted, StopSignal, drawn, say
 from services.cli.inspect.run_state import Row, check_can_go_on, ended, launcher_lock, read_rows
 from services.cli.keys.process_keys import (
     act_as,
@@ -63,6 +65,16 @@ from services.cli.run.processes import WATCH_S, Processes, children_cpu_seconds
 from services.cli.watch.notices import OrchestratorLiveness, StallsAtStart, TrackersTold, show_now
 from services.cli.watch.orchestrator_client import OrchestratorClient
 from services.cli.watch.progress_view import ProgressView, StallsTold
+from services.cli.run.run_directory import with_other_ports
+from services.cli.watch import (
+    OrchestratorClient,
+    OrchestratorLiveness,
+    ProgressView,
+    StallsAtStart,
+    StallsTold,
+    TrackersTold,
+    show_now,
+)
 from services.common import run_files
 from services.common.config.reading.loading import RESOLVED, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
@@ -340,8 +352,7 @@ def how_training_ended(summary: RunSummary) -> str:
 
 
 def _picture(run_dir: Path) -> Path | None:
-    from services.cli.inspect.pictures.runs import plot_runs
-    from services.cli.inspect.pictures.time import plot_time
+    from services.cli.inspect.plot import plot_runs, plot_time
 
     plot_time(run_dir, run_dir / "time.png")
     return plot_runs([run_dir], run_dir / "run.png")

@@ -52,7 +52,7 @@ def reduced(record: BatchRecord, sequences: Mapping[str, Sequence]) -> BatchReco
     if not left:
         raise BatchLostError(
             f"no trajectory of the batch of step {record.training_step} of {record.policy} can be used any more: "
-            "`rollmill journal RUN repair` lets the run put together another one, if its version is not published"
+            "the next start of the orchestrator sets it aside, if its version is not published, and assembles another one"
         )
     return replace(record, entries=left, minibatches=_totals(left, sequences, len(record.minibatches)))
 

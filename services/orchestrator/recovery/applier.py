@@ -11,6 +11,7 @@ from services.common.errors import RollmillError, UnknownPolicyError
 from services.common.records.fates import SetAsideReason
 from services.common.records.refusals import RefusalReason
 from services.common.records.types import Trajectory, WeightVersion
+from services.orchestrator.buffer.recorded import read_what_is_left
 from services.orchestrator.dispatch.threshold import step_of
 from services.orchestrator.ingest.bounds import RecordRefusedError, refuse
 from services.orchestrator.journal import records
@@ -118,6 +119,9 @@ class RecordApplier:
         elif row.kind == records.VERSION:
             self._apply_version(row, *value)
         elif row.kind == records.BATCH:
+            policy, step = numbered(row)
+            if step is not None and (policy, step) not in self.found.version_rows:
+                read_what_is_left(self.reader, policy, step)  # one without a trajectory is set aside and made again
             self._apply_batch(row, value)
         elif row.kind == records.EVALUATION_START:
             self._apply_evaluation_start(*value)

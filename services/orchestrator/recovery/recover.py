@@ -55,7 +55,7 @@ def recovered(
     run_dir = parts.journal.directory.parent
     raise ConfigError(
         f"{MOST_TRIES} records of the journal in {run_dir} cannot be applied, one after another: look at them with "
-        f"`rollmill journal {run_dir} list --set-aside`, then `rollmill journal {run_dir} repair`"
+        f"`rollmill journal {run_dir} list --content`, and begin another run from `rollmill export {run_dir}`"
     )
 
 

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from services.cli.__main__ import app
-from services.cli.inspect.checkpoints import found as found_in
-from services.cli.inspect.checkpoints.found import Recorded
+from services.cli.inspect import checkpoints as found_in
+from services.cli.inspect.checkpoints import Recorded
 from services.cli.run.evaluate import evaluation_recipe
 from services.common.checkpoints.directory import path_of, read_manifest, remove, set_aside
 from services.common.checkpoints.files import Piece, write_bytes, write_safetensors

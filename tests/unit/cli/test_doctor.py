@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from services.cli import doctor as rules
 from services.cli.__main__ import app
-from services.cli.doctor import rules
-from services.cli.doctor.diagnosis import diagnose
-from services.cli.doctor.findings import LEAST_POINTS, Failure, Verdict, change
+from services.cli.doctor import LEAST_POINTS, Failure, Verdict, change, diagnose
 from services.cli.inspect.run_state import read_metrics
 from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.config.recipe import Recipe

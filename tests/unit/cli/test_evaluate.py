@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.inspect.pictures.runs import plot_runs
+from services.cli.inspect.plot import plot_runs
 from services.cli.inspect.run_state import read_metrics
 from services.cli.inspect.standing import standing
-from services.cli.page.curves import curves
-from services.cli.page.events import events, is_usable
+from services.cli.page.reader import curves
+from services.cli.page.state import events, is_usable
 from services.cli.plan.specs import plan
 from services.cli.run.evaluate import comparable, compare, evaluation_recipe, failed_items, plot_scores, scores_table
 from services.cli.run.launch import headline
-from services.cli.watch.progress_view import ProgressView, evaluations_table
+from services.cli.watch import ProgressView, evaluations_table
 from services.common.config.reading.loading import RESOLVED, load_recipe, save_resolved, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError

@@ -17,12 +17,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.console import drawing
-from services.cli.inspect.fate.facts import Fate, Lengths
-from services.cli.inspect.fate.picture import MOST_BARS, draw_fates
-from services.cli.inspect.fate.reading import Fates, read_fates
-from services.cli.inspect.fate.view import show
-from services.cli.inspect.pictures.runs import plot_runs
+from services.cli.console import pyplot
+from services.cli.inspect.fate import Fate, Fates, Lengths, Played, read_fates, show
+from services.cli.inspect.plot import MOST_BARS, draw_fates, plot_runs
 from services.common.errors import ConfigError
 from services.common.records import fates
 from services.common.records.fates import ClosedReason
@@ -322,7 +319,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_bands_hold_every_sequence_once_and_in_order(played: list[tuple[int, bool]]) -> None:
     lengths = Lengths()
     for length, trained in played:
-        lengths.add(1, Fate.TRAINED if trained else Fate.EQUAL_REWARDS, length, length if trained else 0)
+        lengths.append(Played(1, Fate.TRAINED if trained else Fate.EQUAL_REWARDS, length, length if trained else 0))
     bands = lengths.bands()
     assert sum(band.num_sequences for band in bands) == len(played)
     assert sum(band.num_tokens for band in bands) == sum(length for length, _ in played)
@@ -335,7 +332,7 @@ def test_bands_hold_every_sequence_once_and_in_order(played: list[tuple[int, boo
 def test_the_length_bias_is_the_trained_mean_over_the_played_one() -> None:
     lengths = Lengths()
     for length in (10, 20, 30):
-        lengths.add(1, Fate.TRAINED if length < 30 else Fate.TOO_OLD, length, 0)
+        lengths.append(Played(1, Fate.TRAINED if length < 30 else Fate.TOO_OLD, length, 0))
     assert lengths.means() == (15.0, 20.0)
 
 
@@ -367,15 +364,15 @@ def some_fates(steps: int) -> Fates:
             for number, fate in enumerate(fate for fate in Fate if fate.has_tokens):
                 tally.tokens[fate] = 10 * number + step
                 if not fate.in_flight:
-                    found.lengths[policy].add(step, fate, 10 * number + step, step)
+                    found.lengths[policy].append(Played(step, fate, 10 * number + step, step))
             tally.rollouts[Fate.TIMED_OUT] = 1
     return found
 
 
 @pytest.mark.parametrize("steps", [1, 7, 230])
 def test_the_bars_of_the_picture_are_all_tokens_whatever_became_of_them(steps: int) -> None:
-    pyplot = drawing.pyplot()
-    figure, axes = pyplot.subplots(2, 2)
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 2)
     draw_fates(list(axes), some_fates(steps))
     for by_step, by_length in axes:
         for ax in (by_step, by_length):
@@ -385,7 +382,7 @@ def test_the_bars_of_the_picture_are_all_tokens_whatever_became_of_them(steps: i
             assert all(height == pytest.approx(1.0) for height in heights.values())
             assert 1 <= len(heights) <= MOST_BARS
         assert "in flight" in by_step.get_legend_handles_labels()[1]
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 async def test_the_picture_of_one_run_shows_its_fates(worlds: Worlds, tmp_path: Path) -> None:

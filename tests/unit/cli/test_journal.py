@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.inspect.journal.mending import compact_journal, repair_journal
-from services.cli.watch.warnings import journal_and_disk
+from services.cli.watch import journal_and_disk
 from services.common.config.reading.loading import save_resolved
-from services.common.errors import ConfigError, InfrastructureError
+from services.common.errors import ConfigError
 from services.common.pb import run_pb2
 from services.orchestrator.journal import records
 from services.orchestrator.lock import RunLock
-from tests.unit.orchestrator.damage import flip, flip_header, loaded, rows
+from tests.unit.orchestrator.damage import flip, flip_header, rows
 from tests.unit.orchestrator.world import World
 
 
@@ -78,20 +75,7 @@ def test_records_are_listed_by_kind_key_and_number(run: Path) -> None:
     assert "model0/2" in say(run, "list")[1] and "no record matches" in say(run, "list", "--key", "nothing")[1]
 
 
-def test_repair_names_what_cannot_be_used_once_and_changes_nothing_else(run: Path) -> None:
-    row = flip(run, records.TRAJECTORY, rows(run, records.TRAJECTORY)[3].key)
-    before = sorted((path.name, path.read_bytes()) for path in (run / "journal").glob("*.zst"))
-    code, said = say(run, "repair", "--dry-run")
-    assert code == 0 and row.key in said and "1 records would be set aside" in said
-    assert sorted((path.name, path.read_bytes()) for path in (run / "journal").glob("*.zst")) == before
-    assert "1 records set aside" in say(run, "repair")[1]
-    assert "0 records set aside" in say(run, "repair")[1]
-    [noted] = asked(run, "list", "--set-aside")["set_aside"]
-    assert (noted["kind"], noted["key"], noted["number"], noted["reason"]) == (row.kind, row.key, row.number, "damaged")
-    assert row.key in say(run, "list", "--set-aside")[1]
-
-
-async def test_repair_lets_a_batch_be_put_together_again_of_which_nothing_is_left(tmp_path: Path) -> None:
+async def test_a_batch_without_a_trajectory_is_set_aside_at_the_next_start_and_made_again(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.publish(0)
     world.train()
@@ -101,79 +85,23 @@ async def test_repair_lets_a_batch_be_put_together_again_of_which_nothing_is_lef
     await world.close()
     for path in (tmp_path / "journal").glob("trajectories-*"):
         path.unlink()
-    from asyncio import to_thread
-
-    noted = await to_thread(repair_journal, tmp_path, lambda done, total: None, dry_run=False)
-    assert "model0/1" in {one.key for one in noted if one.kind == records.BATCH}
     world.open()
     assert world.core.batches["model0"].newest_step == 0
+    await world.settle()
     await world.close()
+    noted = {one["key"]: one["reason"] for one in asked(tmp_path, "list", "--set-aside")["set_aside"]}
+    assert noted["model0/1"] == "refused"
+    assert "model0/1" in say(tmp_path, "list", "--set-aside")[1]
 
 
-def test_an_orchestrator_that_is_there_keeps_its_journal(run: Path) -> None:
+def test_an_orchestrator_that_is_there_does_not_hinder_reading(run: Path) -> None:
     with RunLock(run / "orchestrator.lock"):
-        with pytest.raises(ConfigError, match="in use by another orchestrator"):
-            repair_journal(run, lambda done, total: None, dry_run=False)
-        with pytest.raises(ConfigError, match="in use by another orchestrator"):
-            compact_journal(run, dry_run=False)
         assert say(run, "verify")[0] == 0
 
 
-@pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES])
-@pytest.mark.parametrize("command", ["repair", "compact"])
-def test_a_run_directory_that_cannot_be_written_is_refused_and_stays(
-    run: Path, monkeypatch: pytest.MonkeyPatch, command: str, error: int
-) -> None:
-    opened = os.open
-
-    def refuse(path: Any, flags: int, *arguments: Any, **named: Any) -> int:
-        if str(path).endswith("orchestrator.lock") and flags & os.O_CREAT:
-            raise OSError(error, os.strerror(error), str(path))
-        return opened(path, flags, *arguments, **named)
-
-    before = {path.name: path.read_bytes() for path in (run / "journal").iterdir()}
-    commands = {
-        "repair": lambda: repair_journal(run, lambda done, total: None, dry_run=False),
-        "compact": lambda: compact_journal(run, dry_run=False),
-    }
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(ConfigError, match=r"orchestrator\.lock cannot be written"):
-        commands[command]()
-    assert before.items() <= {path.name: path.read_bytes() for path in (run / "journal").iterdir()}.items()
-
-
-def test_compact_on_a_full_disk_says_so(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("services.cli.inspect.journal.mending.carry_out", lambda *arguments, **named: full())
-    with pytest.raises(InfrastructureError, match="No space left"):
-        compact_journal(run, dry_run=False)
-
-
 def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no run directory"):
-        repair_journal(tmp_path, lambda done, total: None, dry_run=False)
-
-
-def test_compact_keeps_what_a_replay_from_the_oldest_checkpoint_needs(run: Path) -> None:
-    (run / "checkpoints" / "model0" / "step_000002").mkdir(parents=True)
-    (run / "checkpoints" / "model0" / "step_000002" / "manifest.json").write_text("{}")
-    before = len(rows(run, records.TRAJECTORY))
-    assert "would free" in say(run, "compact", "--dry-run")[1]
-    assert len(rows(run, records.TRAJECTORY)) == before
-    found = compact_journal(run, dry_run=False)
-    assert found.rewritten or found.removed
-    closed = {record["task_group_id"] for record in loaded(run, records.CLOSED)}
-    left = {row.key.partition("/")[0] for row in rows(run, records.TRAJECTORY)}
-    assert len(rows(run, records.TRAJECTORY)) < before and not left & closed
-    assert say(run, "verify")[0] == 0
-
-
-def test_without_a_checkpoint_compact_keeps_every_batch(run: Path) -> None:
-    named = {e["sequence_id"].rpartition("/")[0] for batch in loaded(run, records.BATCH) for e in batch["sequences"]}
-    compact_journal(run, dry_run=False)
-    assert named <= {row.key for row in rows(run, records.TRAJECTORY)}
+    refused = CliRunner().invoke(app, ["journal", str(tmp_path), "verify"])
+    assert isinstance(refused.exception, ConfigError) and "is no run directory" in refused.exception.message
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])

@@ -18,16 +18,12 @@ from typer.testing import CliRunner
 
 from benchmarks._page_run import HOSTILE, write_run
 from services.cli.__main__ import app
-from services.cli.inspect.turns import marks_of, turns
+from services.cli.inspect.trajectories import Pieces, marks_of, turns
 from services.cli.page import index
-from services.cli.page.command import check_runs, keys_to_serve
-from services.cli.page.conversation import Pieces
-from services.cli.page.curves import thinned
-from services.cli.page.events import MetricsTail
-from services.cli.page.filters import Filter
 from services.cli.page.index import FAILED, TRAINED, Rollout, RolloutIndex
-from services.cli.page.server import POLICY, PageServer
-from services.cli.page.state import as_json
+from services.cli.page.reader import thinned
+from services.cli.page.server import POLICY, PageServer, check_runs, keys_to_serve
+from services.cli.page.state import MetricsTail, as_json
 from services.common.errors import ConfigError
 from services.common.pb import run_pb2
 from services.common.security import identity
@@ -146,17 +142,14 @@ async def _spoken(ask: Ask, order: str = "newest") -> list[tuple[int, float]]:
 
 def test_facets_are_counted_once_until_the_index_changes() -> None:
     rollouts = RolloutIndex()
-    facts: dict[str, Any] = {"task_group": "g", "turns": 1, "version": 0, "stop": "stop", "written_at": 1.0}
     for slot in range(3):
         with rollouts.writing():
-            rollouts.add_rollout(
-                Rollout(number=slot + 1, slot=slot, reward=slot / 2, tokens=3, fate="waiting", **facts)
-            )
+            rollouts.add_rollout(Rollout(slot + 1, "g", slot, 0, "", slot / 2, 3, 1, 0, "stop", 1.0))
         found = rollouts.facets()
         assert found["fates"] == {"waiting": slot + 1} and found["reward"] == [0.0, slot / 2]
         assert rollouts.facets() is found, "counted once"
     with rollouts.writing():
-        rollouts.mark_closed("g", "cancelled")
+        rollouts.update("g", [(slot, "cancelled", None) for slot in range(3)])
     assert rollouts.facets()["fates"] == {"cancelled": 3}
     rollouts.close()
 
@@ -420,17 +413,6 @@ def test_a_turn_after_the_policys_own_end_has_its_role() -> None:
     text = "\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
     found = [(turn.role, turn.text) for turn in turns([(True, "A.<|im_end|>"), (False, text)], marks)]
     assert found == [("policy", "A."), ("user", "Go on.")]
-
-
-def test_the_first_record_of_a_slot_counts_and_a_group_may_be_unknown() -> None:
-    rollouts = RolloutIndex()
-    facts: dict[str, Any] = {"task_group": "g", "slot": 0, "turns": 1, "version": 0, "stop": "stop", "written_at": 1.0}
-    with rollouts.writing():
-        assert rollouts.add_rollout(Rollout(number=1, reward=0.5, tokens=3, fate="waiting", **facts))
-        assert not rollouts.add_rollout(Rollout(number=2, reward=1.0, tokens=4, fate="waiting", **facts))
-    (row,) = rollouts.list_(Filter())["rows"]
-    assert (row["number"], row["reward"], row["task_id"]) == (1, 0.5, None)
-    rollouts.close()
 
 
 def test_a_thinned_curve_keeps_its_peaks() -> None:

@@ -12,10 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
 
-from services.cli.inspect.pictures.panels import PANELS, SECONDS, STEP, TOKENS, newest_version
-from services.cli.inspect.pictures.runs import plot_runs
-from services.cli.inspect.pictures.seeds import Points, band, grouped
-from services.cli.inspect.pictures.time import kind_of
+from services.cli.inspect.plot import (
+    PANELS,
+    SECONDS,
+    STEP,
+    TOKENS,
+    Points,
+    band,
+    grouped,
+    kind_of,
+    newest_version,
+    plot_runs,
+)
 from services.cli.inspect.run_state import read_metrics, training_steps
 from services.cli.run.launch import headline, how_training_ended
 from services.common.errors import ConfigError

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from services.cli.watch.progress_view import ProgressView, render, time_words
-from services.cli.watch.warnings import RARE_AFTER, rare_groups_warning
+from services.cli.watch import RARE_AFTER, ProgressView, rare_groups_warning, render, time_words
 from services.common.pb import run_pb2
 from services.common.records.fates import RunCount
 
@@ -150,7 +149,7 @@ def test_with_a_threshold_the_time_left_is_a_bound() -> None:
 
 def test_an_evaluation_is_followed_line_by_line_where_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("services.cli.watch.progress_view.time.monotonic", lambda: now)
+    monkeypatch.setattr("services.cli.watch.time.monotonic", lambda: now)
     plain = StringIO()
     with ProgressView(Console(file=plain, width=200), "run") as view:
         for second in range(180):

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.inspect.checkpoints.push import card
+from services.cli.inspect.checkpoints import card
 from services.common.config.reading.loading import load_recipe, save_resolved
 from services.orchestrator.metrics.run_metrics import RunMetrics
 from tests.ports import free_port

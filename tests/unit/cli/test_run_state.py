@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
+from services.cli.inspect.run_model import open_journal
 from services.cli.inspect.run_state import check_run_directory, read_metrics, why_silent
-from services.cli.inspect.trace.reading import open_journal
 from services.cli.inspect.trajectories import Wanted, read_trajectories
 from services.cli.run import directory as run_directory
 from services.cli.run.evaluate import evaluation_recipe
-from services.cli.watch.orchestrator_client import reach
+from services.cli.watch import reach
 from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.errors import ConfigError, InfrastructureError
 
@@ -78,7 +78,7 @@ def test_a_command_in_a_folder_without_runs_says_so(
 ) -> None:
     monkeypatch.delenv("ROLLMILL_KEYS", raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("services.cli.watch.orchestrator_client.ORCHESTRATOR", f"127.0.0.1:{unused_tcp_port}")
+    monkeypatch.setattr("services.cli.watch.ORCHESTRATOR", f"127.0.0.1:{unused_tcp_port}")
     client = reach(None, None)
     try:
         with pytest.raises(InfrastructureError, match=rf"{tmp_path}/runs has no run, and this is the default address"):

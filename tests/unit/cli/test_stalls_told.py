@@ -14,9 +14,8 @@ import orjson
 import pytest
 from rich.console import Console
 
-from services.cli.inspect.pictures.time import plot_time
-from services.cli.watch.notices import OrchestratorLiveness, StallsAtStart
-from services.cli.watch.progress_view import ProgressView, StallsTold, render
+from services.cli.inspect.plot import plot_time
+from services.cli.watch import OrchestratorLiveness, ProgressView, StallsAtStart, StallsTold, render
 from services.common.errors import InfrastructureError
 from services.common.pb import account_pb2, run_pb2
 from services.common.system.disk import RESERVE_BYTES

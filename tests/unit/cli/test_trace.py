@@ -14,11 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from services.cli.inspect.trace.facts import Assignment, GroupFacts, SequenceFacts, SlotFacts, Used
-from services.cli.inspect.trace.picture import draw
-from services.cli.inspect.trace.reading import fitted, pulls_of, read_notes
-from services.cli.inspect.trace.stages import events, seconds_in, stages, status
-from services.cli.inspect.trace.view import group_as_json, show
+from services.cli.inspect.run_model import Assignment, GroupFacts, SequenceFacts, SlotFacts, Used
+from services.cli.inspect.trace import (
+    events,
+    fitted,
+    pulls_of,
+    read_notes,
+    seconds_in,
+    stages,
+    status,
+)
+from services.cli.inspect.trace_view import draw, group_as_json, show
 from services.common.errors import ConfigError
 from services.common.records.fates import GroupFate
 from services.common.records.types import RolloutPhase

@@ -13,8 +13,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from services.cli.inspect.trajectories import Wanted, load_tokenizer, read_trajectories, show
-from services.cli.inspect.turns import Marks, marks_of
+from services.cli.inspect.trajectories import Marks, Wanted, load_tokenizer, marks_of, read_trajectories, show
 from services.common.errors import ConfigError
 from services.common.records.types import TaskGroupOrder
 from tests.unit.inference.fakes import qwen_like_tokenizer

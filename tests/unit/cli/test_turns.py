@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.cli.inspect.turns import ENVIRONMENT, POLICY, PROMPT, Marks, Turn, marks_of, turns
+from services.cli.inspect.trajectories import ENVIRONMENT, POLICY, PROMPT, Marks, Turn, marks_of, turns
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

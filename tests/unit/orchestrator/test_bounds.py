@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import structlog
 
-from services.cli.watch.warnings import refusal_warning
+from services.cli.watch import refusal_warning
 from services.common.errors import InvalidRequestError
 from services.common.records.kept_tokens import KeptRow, RowKind, left_out_row, pack
 from services.common.records.refusals import Refusal, counter_of

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from services.cli.watch.progress_view import render
+from services.cli.watch import render
 from services.common.pb import run_pb2
 from services.common.records.fates import TOO_OLD
 from services.common.records.masked import MaskedCause, cause_of

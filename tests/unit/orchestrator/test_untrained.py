@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from services.cli.inspect.fate.reading import read_fates
+from services.cli.inspect.fate import read_fates
 from services.common.errors import ConfigError, UnknownPolicyError
 from services.orchestrator import wiring
 from services.orchestrator.ingest.ingest import RecordOutcome

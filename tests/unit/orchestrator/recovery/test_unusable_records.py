@@ -139,7 +139,7 @@ async def test_a_journal_of_which_nothing_can_be_applied_is_refused_with_the_com
     await world.journal.close()
     monkeypatch.setattr("services.orchestrator.recovery.recover.MOST_TRIES", 2)
     monkeypatch.setattr(ExperiencePipeline, "issued", lambda *args: {}["x"])
-    with pytest.raises(ConfigError, match=r"rollmill journal .* repair"):
+    with pytest.raises(ConfigError, match=r"rollmill journal .* list --content.*rollmill export"):
         world.open()
 
 

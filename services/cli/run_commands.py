@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
 
-from services.cli.commands.chosen import RunArgument, chosen_run
-from services.cli.console.options import console
-from services.cli.console.plain import say
+from services.cli.commands import RunArgument, chosen_run
+from services.cli.console import console, say
 
 reading_app = typer.Typer()
 
@@ -39,7 +39,7 @@ def plot(
     Runs that differ in their seed alone are one curve with a band. Of one run also where the time went, and the fates of its
     rollouts.
     """
-    from services.cli.inspect.pictures.runs import plot_runs
+    from services.cli.inspect.plot import plot_runs
     from services.common.errors import ConfigError
 
     runs = runs or [chosen_run(None)]
@@ -103,7 +103,7 @@ def weights(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary and every transfer as JSON.")] = False,
 ) -> None:
     """How weight versions reached the replicas: full or delta, bytes, bits per changed element, seconds per stage, pause."""
-    from services.cli.inspect.weights import plot_transfers, read_transfers, show, summarise
+    from services.cli.inspect.standing import plot_transfers, read_transfers, show, summarise
 
     run = chosen_run(run)
     rows = read_transfers(run, policy=policy, replica=replica)
@@ -136,7 +136,7 @@ def trace(
 
     Needs the run directory only: during the run, after its end, and after any process was killed.
     """
-    from services.cli.inspect.trace.view import list_groups, show_group
+    from services.cli.inspect.trace_view import list_groups, show_group
     from services.common.errors import ConfigError
 
     if run is not None and group is None and not list_ and "/" not in str(run) and not run.exists():
@@ -174,7 +174,7 @@ def fate(
         rollmill fate RUN --step 40
         rollmill fate RUN --json | jq '.policies.model0.lengths'
     """
-    from services.cli.inspect.fate.view import tell_fates
+    from services.cli.inspect.fate import tell_fates
 
     run = chosen_run(run)
     tell_fates(run, console, policy=policy, step=step, last=last, as_object=as_json)
@@ -190,7 +190,7 @@ def doctor(
     Reads the records until now, and makes no prediction. Exit code 1 when there is a finding. Needs the run directory
     only: during the run, after its end, and after any process was killed. docs/doctor.md has the rules.
     """
-    from services.cli.doctor.diagnosis import as_object, examine, tell
+    from services.cli.doctor import as_object, examine, tell
 
     verdict = examine(chosen_run(run))
     if as_json:
@@ -206,8 +206,7 @@ def doctor(
 @reading_app.command()
 def page(
     runs: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Run directories, to be compared. Left out: the newest below ./runs."),
+        list[Path] | None, typer.Argument(help="Run directories, to be compared. Left out: the newest below ./runs.")
     ] = None,
     port: Annotated[int, typer.Option(help="Where the page is; 0 takes a free port.", min=0, max=65535)] = 8420,
     host: Annotated[
@@ -223,8 +222,16 @@ def page(
         rollmill page
         rollmill page runs/a runs/b --port 9000
     """
-    from services.cli.page.command import show
+    from services.common.errors import ConfigError
 
+    try:
+        from services.cli.page.server import show
+    except ModuleNotFoundError as error:
+        from services.common.installing import install
+
+        raise ConfigError(
+            f"the page needs the package {error.name}, which is not installed here: {install('page')}"
+        ) from None
     show(runs or [chosen_run(None)], host, port, console)
 
 
@@ -256,3 +263,219 @@ def track(run: RunArgument = None) -> None:
             f"{tracker}: {read_position(run, tracker).error or 'the log above says why'}" for tracker in waiting
         )
         raise InfrastructureError(f"not all rows were taken ({errors}): they are kept, run this again later")
+
+
+results_app = typer.Typer()
+
+
+@results_app.command()
+def checkpoints(
+    run: RunArgument = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every byte and compare it with its digest; else only sizes.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+) -> None:
+    """The checkpoints of a run: step, size, age, whether each is whole, and whether the run can resume there.
+
+    A run can resume from a checkpoint when the journal still has all later batches. A trainer verifies the newest
+    checkpoint before loading; a damaged one is renamed to `step_….damaged`, and the trainer takes the previous one.
+    Such ones stay, and are listed, until they are removed by hand: their weights may be whole and can then be exported.
+
+    Needs the run directory only: during the run, after its end, and after any process was killed. Ends with exit code 1
+    when a checkpoint is damaged.
+
+        rollmill checkpoints RUN
+        rollmill checkpoints RUN --verify
+        rollmill checkpoints RUN --json | jq '.checkpoints[] | select(.damaged)'
+    """
+    from services.cli.inspect.checkpoints import tell_checkpoints
+
+    run = chosen_run(run)
+    if not tell_checkpoints(run, console, verify=verify, as_object=as_json):
+        raise typer.Exit(1)
+
+
+@results_app.command()
+def export(
+    run: RunArgument = None,
+    policy: Annotated[str | None, typer.Option(help="The policy; left out when the run has one.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(help="The training step, as `rollmill checkpoints` lists them; left out, the newest.", min=1),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write it; left out, RUN/export/POLICY-STEP.")
+    ] = None,
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter/--merged", help="An adapter as a directory that PEFT loads, or merged into its base."),
+    ] = False,
+    base: Annotated[
+        Path | None, typer.Option(help="Directory of an adapter's base; left out, where the run read it.")
+    ] = None,
+) -> None:
+    """Make a Hugging Face directory of a checkpoint: config, tokenizer and safetensors that transformers loads.
+
+    From any checkpoint that is kept, of a running, finished or broken run: no process of the run is needed, no GPU, and
+    little memory, because weights are copied piece by piece. They are verified first, and cast to the type in which the
+    run publishes versions (`weights.publish_dtype`). A value head is left out. `rollmill_export.json` says which run, step
+    and checkpoint it is of.
+
+    An adapter (`policies.NAME.adapter`) is merged into its base, which is compared with the digests of the run; with
+    --adapter it stays apart, in PEFT's format.
+
+        rollmill export RUN
+        rollmill export RUN --policy model0 --step 40 -o models/at-40
+        rollmill export RUN --adapter
+    """
+    from services.cli.console import format_bytes
+    from services.cli.inspect.checkpoints import export_run
+    from services.common.checkpoints.adapters import ExportForm
+
+    run = chosen_run(run)
+    form = ExportForm.ADAPTER if adapter else ExportForm.MERGED
+    done = export_run(run, policy, step, output, form, base)
+    told = (
+        f"{done.directory}: {done.policy} at step {done.training_step}, {done.dtype}, {format_bytes(done.size_bytes)}"
+    )
+    say(console, told)
+
+
+@results_app.command()
+def push(
+    repository: Annotated[str, typer.Argument(help="OWNER/NAME on the hub; it is made when it is not there.")],
+    run: RunArgument = None,
+    policy: Annotated[str | None, typer.Option(help="The policy; left out when the run has one.")] = None,
+    step: Annotated[int | None, typer.Option(help="The training step; left out, the newest.", min=1)] = None,
+    private: Annotated[bool, typer.Option("--private/--public", help="Of a repository that is made.")] = True,
+) -> None:
+    """Export a checkpoint and upload it to a model hub, with a card of the measured results.
+
+    HF_TOKEN or `hf auth login` gives the key, HF_ENDPOINT another hub. The export stays in the run's directory, so the
+    command can be repeated.
+
+        rollmill push me/my-model RUN
+    """
+    from services.cli.inspect.checkpoints import push_run
+
+    done = push_run(chosen_run(run), repository, policy, step, private=private)
+    say(console, f"{done.policy} at step {done.step} is at {done.url}")
+
+
+@results_app.command()
+def replay(
+    step: Annotated[int, typer.Option(help="The training step to train again.", min=1)],
+    run: RunArgument = None,
+    policy: Annotated[str | None, typer.Option(help="The policy; left out when the run has one.")] = None,
+) -> None:
+    """Train a recorded batch again, offline, from the checkpoint before the batch, and compare the weights with the
+    ledger."""
+    from services.cli.inspect.checkpoints import replay_step
+
+    run, progress = chosen_run(run), Console(stderr=True)  # the JSON alone goes to standard output
+    console.print_json(json.dumps(replay_step(run, policy, step, lambda text: say(progress, text))))
+
+
+HELP = """\
+List, verify and export the journal of a run.
+
+The journal is RUN/journal: everything that the orchestrator has acknowledged, in segments of compressed JSON lines, and an
+index of them. RUN may be running, stopped or broken: these commands only read.
+
+    rollmill journal RUN verify              read every record, compare its checksum; exit code 1 when one is damaged
+    rollmill journal RUN list --set-aside    records that the run does not use, and why
+    rollmill journal RUN list --kind versions --last 5
+    rollmill journal RUN export -o rows      JSONL, or Parquet, that `datasets` opens
+
+The orchestrator sets a damaged record aside when it starts, logs it, and continues. docs/journal.md describes the effect of
+losing each kind of record.
+"""
+
+journal_app = typer.Typer(no_args_is_help=True, help=HELP, rich_markup_mode="markdown", subcommand_metavar="COMMAND")
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+
+@journal_app.callback(invoke_without_command=True)
+def journal(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(help="A run directory, such as runs/quickstart-20260101-120000.")],
+) -> None:
+    context.obj = run
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+
+
+@journal_app.command()
+def verify(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Read every record and compare its checksum; exit code 1 when one is damaged or lost.
+
+    Reads the whole journal: minutes for hundreds of gigabytes. A record that is being written at the end of a segment
+    is no damage.
+    """
+    from services.cli.inspect.journal import as_object, show_verified, verify_journal
+
+    found = verify_journal(context.obj, None if as_json else console)
+    if as_json:
+        typer.echo(json.dumps(as_object(found)))
+    else:
+        show_verified(found, console)
+    if found.is_damaged:
+        raise typer.Exit(1)
+
+
+@journal_app.command("list")
+def list_(
+    context: typer.Context,
+    kind: Annotated[str | None, typer.Option(help="Only this kind, such as trajectories or versions.")] = None,
+    key: Annotated[str | None, typer.Option(help="Only keys that begin so, such as a task group's name.")] = None,
+    number: Annotated[int | None, typer.Option(help="Only the record of this number.", min=1)] = None,
+    set_aside: Annotated[
+        bool, typer.Option("--set-aside", help="Only records that the run does not use, with the reason.")
+    ] = False,
+    content: Annotated[bool, typer.Option("--content", help="Also print each record as a line of JSON.")] = False,
+    last: Annotated[int, typer.Option(help="How many, counted from the newest.", min=1)] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """List records: number, kind, key, time of writing, position.
+
+    Kinds: runs, task_groups, assignments, trajectories, failures, verdicts, closed_groups, observations, batches, versions,
+    evaluation_starts, evaluations, states, set_aside, collected.
+    """
+    from services.cli.inspect.journal import list_records, list_set_aside, show_records, show_set_aside
+
+    if set_aside:
+        aside = list_set_aside(context.obj, kind=kind, key=key, number=number, last=last)
+        if as_json:
+            typer.echo(json.dumps({"set_aside": aside}))
+        else:
+            show_set_aside(aside, console)
+        return
+    found = list_records(context.obj, kind=kind, key=key, number=number, last=last, content=content)
+    if as_json:
+        typer.echo(json.dumps({"records": found}))
+    else:
+        show_records(found, console)
+
+
+@journal_app.command("export")
+def export_records(
+    context: typer.Context,
+    output: Annotated[Path, typer.Option("--output", "-o", help="A directory, made if it is not there.")],
+    kind: Annotated[list[str] | None, typer.Option(help="Only this kind; may be repeated.")] = None,
+    form: Annotated[
+        Literal["jsonl", "parquet"], typer.Option("--format", help="Parquet needs pyarrow (it comes with datasets).")
+    ] = "jsonl",
+) -> None:
+    """Write the records that can be read as plain rows, a file per kind, with token ids and log-probabilities as lists.
+
+    rollmill journal RUN export -o rows --kind trajectories --format parquet
+    python -c 'import datasets; print(datasets.load_dataset("rows"))'
+    """
+    from services.cli.inspect.journal import export_journal
+
+    written = export_journal(context.obj, output, console, kinds=kind or (), form=form)
+    for path, count in written.items():
+        say(console, f"{path}: {count:,} rows")

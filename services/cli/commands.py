@@ -1,25 +1,49 @@
-"""Commands that make or take a recipe: new, run, check, eval, deploy, start.
-
-Imports stand inside the commands, so that ``--help`` and a wrong option answer at once.
-"""
+"""The run that a command reads: the one that is named, else the newest."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from services.cli.console.options import (
+from services.cli.console import (
     JsonOption,
     OptionalRecipeArgument,
     ProfileOption,
     RecipeArgument,
     SetOption,
     console,
+    say,
 )
-from services.cli.console.plain import say
+from services.common.net.hosts import ORCHESTRATOR
+
+if TYPE_CHECKING:
+    from services.cli.watch import OrchestratorClient
+
+
+RunArgument = Annotated[
+    Path | None,
+    typer.Argument(help="A run directory, such as runs/quickstart-20260101-120000. Left out: the newest below ./runs."),
+]
+
+
+def chosen_run(run: Path | None) -> Path:
+    """The run that is named, else the newest, which stderr then names."""
+    from services.cli.inspect.standing import newest_run
+    from services.common.errors import ConfigError
+
+    if run is not None:
+        return run
+    newest = newest_run()
+    if newest is None:
+        raise ConfigError(
+            "there is no run in ./runs: name the directory of a run, or start one with `rollmill run RECIPE`"
+        )
+    typer.echo(f"run: {newest} (the newest)", err=True)
+    return newest
+
 
 recipe_app = typer.Typer()
 
@@ -80,6 +104,11 @@ def run(
     from services.cli.run.launch import headline, how_training_ended
     from services.cli.run.launch import run as run_recipe
     from services.cli.watch.progress_view import time_table
+    from services.cli.doctor import NOTHING_LEARNED_EXIT, examine, tell
+    from services.cli.run.launch import headline, how_training_ended
+    from services.cli.run.launch import run as run_recipe
+    from services.cli.run.resume import opened
+    from services.cli.watch import time_table
     from services.common import run_files
 
     resolved, run_dir = opened(recipe, resume, set_ or (), profile, console)
@@ -169,6 +198,8 @@ def evaluate(
     """
     from services.cli.check.recipe import check_launch, on_this_machine
     from services.cli.console.drawing import drawn
+    from services.cli.check.launch import check_launch, on_this_machine
+    from services.cli.console import drawn
     from services.cli.plan.profiles import load_with_profile
     from services.cli.run.directory import prepare
     from services.cli.run.evaluate import (
@@ -294,3 +325,144 @@ def deploy(
 
     for path in write_deployment(recipe, target, output, set_ or (), profile, gpu):
         say(console, str(path))
+
+
+live_app = typer.Typer()
+
+RunningArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="RUN",
+        help="The run's directory, which knows the address and has the keys, if the run has any. Left out: the newest below "
+        "./runs, else --orchestrator.",
+    ),
+]
+RunOption = Annotated[Path | None, typer.Option("--run", hidden=True, help="The same as the argument RUN.")]
+AddressOption = Annotated[
+    str | None,
+    typer.Option("--orchestrator", help="Instead of RUN: the orchestrator's HOST:PORT.", show_default=ORCHESTRATOR),
+]
+
+
+@live_app.command()
+def status(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
+    """Show the state of a run (running, finished, stopped or interrupted) and the command that goes on with the run."""
+    from services.cli.inspect.standing import COMMAND, standing
+    from services.cli.watch import check_answers, chosen, reach, render
+    from services.common.errors import InfrastructureError
+
+    run = chosen(run or named, address)
+    client = reach(run, address)
+    try:
+        answer = check_answers(client, run) if run is not None else client.get_run()
+    except InfrastructureError as error:
+        if run is None:
+            raise
+        found = standing(run)
+        for line in found.lines():
+            say(console, line, wrap=line.startswith("  ") and not line.startswith(COMMAND))
+        if found.held_by:
+            say(console, f"  its orchestrator does not answer: {error.message}", "yellow")
+        return
+    console.print(render(answer.progress, title=answer.run_id))
+    say(console, f"run directory: {answer.run_dir}")
+
+
+@live_app.command()
+def watch(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
+    """Follow a run until its end; Ctrl-C stops watching, not the run."""
+    from services.cli.watch import ProgressView, chosen, follow, reach
+
+    client = reach(chosen(run or named, address), address)
+    with ProgressView(console, client.get_run().run_id) as view:
+        follow(client, view)
+
+
+@live_app.command()
+def pause(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
+    """Issue no further tasks and start no further training step, until `rollmill resume`."""
+    _client(run or named, address).pause()
+    console.print("paused; go on with `rollmill resume`")
+
+
+@live_app.command()
+def resume(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
+    """Continue after `rollmill pause`. To continue a run whose processes have ended, use `rollmill run --resume RUN`."""
+    _client(run or named, address).resume()
+    console.print("going on")
+
+
+@live_app.command()
+def stop(run: RunningArgument = None, address: AddressOption = None, named: RunOption = None) -> None:
+    """End a run for good: trainers write a checkpoint and exit, replicas finish their rollouts.
+
+    To continue the run later, stop `rollmill run` with Ctrl-C instead, then use `rollmill run --resume RUN`.
+    """
+    from services.cli.inspect.standing import RUNNING, standing
+    from services.cli.watch import chosen
+    from services.common.errors import InfrastructureError
+
+    run = chosen(run or named, address)
+    try:
+        _client(run, address).stop("rollmill stop")
+    except InfrastructureError:
+        if run is None or (found := standing(run)).state == RUNNING:
+            raise
+        say(console, "nothing to stop: " + "\n".join(found.lines()))
+        return
+    console.print("stopping")
+
+
+def _client(run: Path | None, address: str | None) -> OrchestratorClient:
+    """The orchestrator of the run that is named, of the newest one, or at an address; never that of another run."""
+    from services.cli.watch import check_answers, chosen, reach
+
+    run = chosen(run, address)
+    client = reach(run, address)
+    if run is not None:
+        check_answers(client, run)
+    return client
+
+
+data_app = typer.Typer(no_args_is_help=True, help="Prepare datasets.")
+
+
+@data_app.callback()
+def data() -> None:
+    """Prepare datasets."""
+
+
+@data_app.command()
+def rstar2(
+    inputs: Annotated[list[str], typer.Argument(help="jsonl or parquet files, saved datasets or hub names.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The jsonl file to write.")],
+    subset: Annotated[str | None, typer.Option(help="The configuration of hub datasets that have several.")] = None,
+) -> None:
+    """rStar2's process_train_dataset: math problems in either column layout, as jsonl for `data.train.path`."""
+    from services.orchestrator.tasks.process_train_dataset import process_train_dataset
+
+    done = process_train_dataset(inputs, output, subset)
+    typer.echo(f"{output}: {done.num_rows} rows")
+    for name, left_out in done.left_out.items():
+        if left_out.count:
+            typer.echo(f"{name}: {left_out.count} rows left out: {left_out}")
+
+
+@data_app.command()
+def code(
+    inputs: Annotated[list[str], typer.Argument(help="jsonl or parquet files, saved datasets or hub names.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The jsonl file to write.")],
+    case_time_s: Annotated[float, typer.Option(help="Seconds of a reference solution on one case.")] = 10.0,
+    slots: Annotated[int, typer.Option(help="Solutions that are judged at once.")] = 2,
+) -> None:
+    """Programming problems in one form, without rows whose tests judge no program or fail their own reference solution."""
+    from services.cli.check.solutions import prepare_code
+    from services.common.config.processes.envgateway import SandboxConfig
+
+    sandbox = SandboxConfig(num_slots=slots, wall_time_s=case_time_s, cpu_time_s=case_time_s)
+    done = prepare_code(inputs, output, sandbox, case_time_s)
+    typer.echo(f"{output}: {done.num_rows} rows")
+    for name in inputs:
+        if done.left_out[name].count:
+            typer.echo(f"{name}: {done.left_out[name].count} rows left out: {done.left_out[name]}")
+        typer.echo(f"{name}: {done.solutions[name]}")

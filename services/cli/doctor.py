@@ -1,25 +1,152 @@
-"""The rules of the doctor: each looks at the rows of one policy and returns a finding or None. Pure functions.
-
-A threshold has the reason beside it. They are set so that ten healthy runs of the quickstarts raise none
-(``benchmarks/doctor.py``), and are far from the values of these runs, which the reasons name.
-"""
+"""Records of a diagnosis: the learning of each policy, and the failures that were found. Compares the beginning of a series
+with its end."""
 
 from __future__ import annotations
 
+import enum
+import itertools
+import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from services.cli.doctor.findings import LEAST_POINTS, Failure, Finding, Learning, change, medians, windows
+from rich.console import Console
+
+from services.cli.console import say
+from services.cli.inspect.run_state import Row, read_metrics, training_steps
+from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.records.fates import StepFact
 from services.common.telemetry.components import trainer
-from services.common.telemetry.metrics import StepKey, TrainerKey
+from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, TrainerKey
 from services.common.telemetry.weight_transfers import ReportedTransfer
+from services.orchestrator.dispatch.evaluation_pass import kind_of
 from services.orchestrator.stalls.facts import ADVICE, Cause
 
-Row = Mapping[str, Any]
+LEAST_POINTS = 10  # with fewer there is no telling a change from noise
+FIRST_MOST = 16  # a long run may learn within its first steps, and they are the beginning that counts
+_LEAST_WINDOW = 4
+_Z = 1.96
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Means of the first and the last points, and the 95% interval of their difference."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.first:.3g} -> {self.last:.3g}, change {self.last - self.first:+.3f} ({self.low:+.3f}..{self.high:+.3f})"
+
+
+def windows(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """The first eighth of the points (4 to 16) and the last quarter (at least 4)."""
+    first = min(FIRST_MOST, max(_LEAST_WINDOW, len(values) // 8))
+    return values[:first], values[-max(_LEAST_WINDOW, len(values) // 4) :]
+
+
+def change(values: Sequence[float]) -> Change | None:
+    """The change of a series; None with fewer than ``LEAST_POINTS`` points.
+
+    The noise of a point is estimated from successive differences (von Neumann, 1941), which a trend does not enlarge.
+    """
+    if len(values) < LEAST_POINTS:
+        return None
+    first, last = windows(values)
+    differences = [after - before for before, after in itertools.pairwise(values)]
+    variance = statistics.fmean(d * d for d in differences) / 2
+    half = _Z * math.sqrt(variance * (1 / len(first) + 1 / len(last)))
+    begin, end = statistics.fmean(first), statistics.fmean(last)
+    return Change(begin, end, end - begin - half, end - begin + half)
+
+
+def medians(values: Sequence[float]) -> tuple[float, float] | None:
+    """Medians of the first and the last points, which one odd step does not move; None with too few points."""
+    if len(values) < LEAST_POINTS:
+        return None
+    first, last = windows(values)
+    return statistics.median(first), statistics.median(last)
+
+
+class Failure(enum.StrEnum):
+    """The failures that the doctor names. A cause comes before its consequences, and reports list them in this order."""
+
+    WEIGHTS_NOT_ARRIVING = "weights do not reach the replicas"
+    SAMPLES_MASKED = "samples are masked"
+    REWARD_CONSTANT = "the reward is constant"
+    GROUPS_EQUAL = "all rewards of a group are equal"
+    MISMATCH = "engine and trainer disagree"
+    ENTROPY_GONE = "the entropy is gone"
+    LENGTHS_RUN_AWAY = "responses grow without a better reward"
+    NOTHING_LEARNED = "nothing was learned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A failure of one policy.
+
+    Example: ``Finding(failure=Failure.GROUPS_EQUAL, policy="model0", evidence="98% of the tokens …",
+    remedy="batch.dynamic_sampling …")``.
+    """
+
+    failure: Failure
+    policy: str
+    evidence: str
+    """The numbers of the run, in one sentence."""
+    remedy: str
+    """The setting to try first, by its key in the recipe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """Whether a policy has learned: the change of its reward from the first steps to the last ones."""
+
+    policy: str
+    num_steps: int
+    measured: str
+    """The reward that was compared: an evaluation such as ``greedy``, or ``training rollouts``. Empty when nothing was."""
+    change: Change | None = None
+    evaluated: Change | None = None
+    """The largest gain of any evaluation; None where none is repeated."""
+    trained: Change | None = None
+    """The gain of training rollouts."""
+
+    @property
+    def pays_for_something_else(self) -> bool:
+        """Whether the reward of training rises while every evaluation falls."""
+        falls = self.evaluated is not None and self.evaluated.high < 0
+        return falls and self.trained is not None and self.trained.low > 0
+
+    @property
+    def better_answers(self) -> bool:
+        """Whether evaluations, or without any the training rollouts, show a gain: a policy can learn a reward that
+        does not measure the same as the evaluation."""
+        judged = self.evaluated or self.change
+        return judged is not None and judged.low > 0
+
+    @property
+    def learned(self) -> bool | None:
+        """None when there is too little to tell."""
+        return None if self.change is None else self.change.low > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The diagnosis of one run."""
+
+    learning: tuple[Learning, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def nothing_learned(self) -> bool:
+        """Whether any trained policy is known to have learned nothing."""
+        return any(finding.failure is Failure.NOTHING_LEARNED for finding in self.findings)
+
 
 # A step that fetched nothing is repeated every few seconds; three in a row are no lost packet.
 FAILED_FETCHES = 3
@@ -257,3 +384,125 @@ RULES = (
     lengths_run_away,
     nothing_learned,
 )
+
+
+TRAINING = "training rollouts"
+
+
+def diagnose(rows: Iterable[Row], recipe: Recipe) -> Verdict:
+    """Which failures the rows show. ``rows`` are those of ``metrics/orchestrator.jsonl``, in their order."""
+    by_kind: dict[str, list[Row]] = {}
+    for row in rows:
+        by_kind.setdefault(str(row.get("kind")), []).append(row)
+    stalls = _open_stalls(by_kind.get(RowKind.STALL, []))
+    reports = [ReportedTransfer.from_row(row) for row in by_kind.get(RowKind.WEIGHT_TRANSFER, [])]
+    evaluations = by_kind.get(RowKind.EVALUATION, [])
+    trained = training_steps(by_kind.get(RowKind.TRAINING_STEP, []))
+    found, findings = [], []
+    for policy in recipe.trained_policies:
+        steps = trained.get(policy, [])
+        learned = learning(policy, steps, evaluations)
+        of_policy = PolicyRows(
+            policy=policy,
+            recipe=recipe,
+            learning=learned,
+            steps=steps,
+            transfers=[report for report in reports if report.transfer.policy == policy],
+            open_stalls=stalls,
+        )
+        found.append(learned)
+        findings += [finding for rule in RULES if (finding := rule(of_policy)) is not None]
+    return Verdict(learning=tuple(found), findings=tuple(findings))
+
+
+def _open_stalls(rows: list[Row]) -> dict[str, Row]:
+    """The newest begin of each cause without an end."""
+    open_now: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        key = row["component"], row["cause"]
+        if row["moment"] == StallMoment.BEGIN:
+            open_now[key] = row
+        else:
+            open_now.pop(key, None)
+    return {cause: row for (_, cause), row in open_now.items()}
+
+
+def learning(policy: str, steps: Sequence[Row], evaluations: Sequence[Row]) -> Learning:
+    """The largest gain that any measure shows: a policy that has learned shows a gain in one measure at least.
+
+    A greedy evaluation may be perfect before training, and the tasks of training rollouts change with a curriculum, so no
+    single measure decides. But where every evaluation falls, training rollouts prove no gain: their reward may
+    measure another ability. With few steps only an evaluation with a certain gain decides.
+    """
+    evaluated = max(_of_evaluations(policy, evaluations), key=_order, default=None)
+    if evaluated is not None and len(steps) < LEAST_POINTS and evaluated[1].low <= 0:
+        evaluated = None
+    rewards = [row[StepKey.ROLLOUT_REWARD_MEAN] for row in steps if row.get(StepKey.ROLLOUT_REWARD_MEAN) is not None]
+    trained = change(rewards)
+    measures = [evaluated] if evaluated is not None else []
+    if trained is not None and (evaluated is None or evaluated[1].high >= 0):
+        measures.append((TRAINING, trained))
+    measured, best = max(measures, key=_order, default=("", None))
+    return Learning(
+        policy=policy,
+        num_steps=len(steps),
+        measured=measured,
+        change=best,
+        evaluated=None if evaluated is None else evaluated[1],
+        trained=trained,
+    )
+
+
+def _order(measure: tuple[str, Change]) -> tuple[float, float]:
+    """Of equal gains the one with more room comes first: a perfect greedy score tells nothing."""
+    return measure[1].low, -measure[1].first
+
+
+def _of_evaluations(policy: str, rows: Sequence[Row]) -> list[tuple[str, Change]]:
+    """By way of sampling: the change from the first evaluation to the last that is compared with it, paired by tasks."""
+    last: dict[str, Row] = {}
+    for row in rows:
+        if row["kind"] == RowKind.EVALUATION and policy in row["versions"] and row.get("difference"):
+            kind = kind_of(row["name"])
+            if kind not in last or max(row["versions"].values()) >= max(last[kind]["versions"].values()):
+                last[kind] = row
+    found = []
+    for kind, row in last.items():
+        gain, after = row["difference"], row["mean_reward"]
+        found.append((f"evaluation {kind}", Change(after - gain["value"], after, gain["low"], gain["high"])))
+    return found
+
+
+NOTHING_LEARNED_EXIT = 3
+"""Exit code of ``rollmill run`` with ``run.fail_when_nothing_learned``."""
+
+
+def examine(run_dir: Path) -> Verdict:
+    """The verdict on a run, from its directory; raises ``ConfigError`` when it has no metrics."""
+    return diagnose(read_metrics(run_dir), load_resolved(run_dir))
+
+
+def tell(verdict: Verdict, console: Console) -> None:
+    """Print whether each policy has learned, and each finding with its evidence and remedy."""
+    for learning in verdict.learning:
+        say(console, _learning_words(learning), "green" if learning.learned else "bold yellow", wrap=True)
+    for finding in verdict.findings:
+        say(console, f"{finding.policy}: {finding.failure}", "bold red")
+        say(console, f"  seen: {finding.evidence}", wrap=True)
+        say(console, f"  try:  {finding.remedy}", wrap=True)
+
+
+def as_object(verdict: Verdict) -> dict[str, Any]:
+    """The verdict as plain JSON."""
+    return {
+        "nothing_learned": verdict.nothing_learned,
+        "learning": [{**asdict(one), "learned": one.learned} for one in verdict.learning],
+        "findings": [{**asdict(one), "failure": one.failure.name.lower()} for one in verdict.findings],
+    }
+
+
+def _learning_words(learning: Learning) -> str:
+    if learning.change is None:
+        return f"{learning.policy}: no verdict: {learning.num_steps} training steps, and it takes {LEAST_POINTS} to tell a change from noise"
+    verb = "learned" if learning.learned else "has not learned"
+    return f"{learning.policy} {verb}: reward of {learning.measured} {learning.change}"

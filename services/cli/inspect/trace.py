@@ -1,19 +1,33 @@
-"""Derives the stages of a task group and its events in order of time from its facts. Pure.
+"""The life of one task group: its facts from the journal and the logs, its stages, and its events in order of time.
 
 Invariants, also with missing facts: stages touch each other and none has a negative length, so they sum to the time
 from the first to the last; events are in order of time, and those of one instant in order of cause.
+
+Replicas on other machines have clocks of their own. A replica cannot accept an order before its record in the journal, nor
+send a record after that was durable. Where its times say so they are moved, by the least that fits; where they fit they
+are left alone.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from services.cli.console.units import format_seconds
-from services.cli.inspect.trace.facts import GroupFacts, SlotFacts, Used
+from services.cli.console import format_seconds
+from services.cli.inspect.run_model import Assignment, GroupFacts, Json, Note, RunModel, SequenceFacts, SlotFacts, Used
+from services.cli.inspect.run_state import logged_at, parse_rows
+from services.common import run_files
+from services.common.errors import ConfigError
 from services.common.records.fates import GroupFate
 from services.common.records.phases import PhaseKind
+from services.common.records.types import RolloutFailure, Trajectory
+from services.common.telemetry.log_events import LogEvent
+from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.storage.segments import Row
 
 OUTCOMES = {
     GroupFate.KEPT: "queued for a batch",
@@ -133,7 +147,13 @@ def _marks(facts: GroupFacts) -> Iterator[tuple[StageName, float]]:
 
 def events(facts: GroupFacts, *, with_slots: bool = False) -> list[Event]:
     """The events of the group; ``with_slots`` also every phase of every rollout."""
-    found = [*_issue(facts), *(_slots(facts) if with_slots else ()), *_play(facts), *_training(facts), *_end(facts)]
+    found = [
+        *_issue(facts),
+        *(_slot_events(facts) if with_slots else ()),
+        *_play(facts),
+        *_training(facts),
+        *_end(facts),
+    ]
     found += [Event(at=note.at, what=note.event, text=f"{note.text} ({note.service})") for note in facts.notes]
     return sorted((event for event in found if event.at), key=lambda event: event.at)
 
@@ -167,7 +187,7 @@ def _play(facts: GroupFacts) -> Iterator[Event]:
     yield Event(at=max(slot.durable_at for slot in slots), what="complete", text=f"complete, all durable: {came}")
 
 
-def _slots(facts: GroupFacts) -> Iterator[Event]:
+def _slot_events(facts: GroupFacts) -> Iterator[Event]:
     for slot in facts.slots:
         yield Event(at=slot.started_at, what="slot_started", text=f"slot {slot.index} starts", slot=slot.index)
         for phase in slot.phases:
@@ -258,3 +278,175 @@ def headline(facts: GroupFacts) -> str:
     if found:
         parts.append(f"{format_seconds(found[-1].end - found[0].begin)} in all")
     return ", ".join(parts)
+
+
+Pulls = Mapping[tuple[str, int], Mapping[int, float]]  # (policy, step) -> rank -> when it first asked
+
+# Events of one task group -> their description.
+_OF_GROUP: dict[str, Callable[[Json], str]] = {
+    LogEvent.RECORD_DROPPED: lambda row: (
+        f"{row.get('outcome')} record of slot {row.get('index')} from {row.get('replica')}"
+    ),
+    LogEvent.TASK_GROUP_ORPHANED: lambda row: f"no replica plays it; {row.get('open_slots')} slots are open",
+    LogEvent.TASK_GROUP_GIVEN_UP: lambda row: f"given up: {row.get('reason')}",
+    LogEvent.TASK_GROUP_CANCELLED: lambda row: f"cancelled on its replica: {row.get('reason')}",
+    LogEvent.ROLLOUT_RETRY: lambda row: f"slot {row.get('index')} is played again: {row.get('error')}",
+    LogEvent.ROLLOUT_CRASHED: lambda row: f"slot {row.get('index')} crashed",
+    LogEvent.ROLLOUT_LOST: lambda row: f"slot {row.get('index')} was lost",
+}
+_OF_REPLICA: dict[str, Callable[[Json], str]] = {
+    LogEvent.LEASE_LOST: lambda row: f"the lease of replica {row.get('replica')} ran out",
+    LogEvent.REPLICA_REPLACED: lambda row: f"replica {row.get('replica')} was started again",
+}
+_OF_RUN: dict[str, Callable[[Json], str]] = {
+    LogEvent.RUN_RECOVERED: lambda row: "the orchestrator was started again, and went on from its journal"
+}
+
+
+def read_notes(run_dir: Path, facts: GroupFacts) -> tuple[tuple[Note, ...], Pulls]:
+    """Notes in order of time, and when which rank asked for which batch."""
+    replicas = {assignment.replica_id for assignment in facts.assignments}
+    begin = min((assignment.at for assignment in facts.assignments), default=0.0)
+    end = float("inf")
+    if facts.complete:  # without slots: retention has collected their records since
+        end = max((slot.durable_at for slot in facts.slots), default=facts.judged_at)
+    wanted = {(use.policy, use.training_step) for use in facts.uses}
+    notes: list[Note] = []
+    pulls: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+    needles = [facts.task_group_id, *_OF_REPLICA, *_OF_RUN, *([LogEvent.BATCH_PULLED] if wanted else [])]
+    for row in _rows(run_dir, [needle.encode() for needle in needles]):
+        event, at = str(row.get("event")), logged_at(row)
+        concerns = begin <= at <= end
+        if event in _OF_GROUP and row.get("task_group") == facts.task_group_id:
+            notes.append(_note(row, at, _OF_GROUP[event]))
+        elif event in _OF_REPLICA and row.get("replica") in replicas and concerns:
+            notes.append(_note(row, at, _OF_REPLICA[event]))
+        elif event in _OF_RUN and concerns:
+            notes.append(_note(row, at, _OF_RUN[event]))
+        elif event == LogEvent.BATCH_PULLED and (key := (row.get("policy", ""), row.get("step", 0))) in wanted:
+            pulls[key].setdefault(row.get("rank", 0), at)
+    return tuple(sorted(notes, key=lambda note: note.at)), pulls
+
+
+def pulls_of(pulls: Pulls, use: Used) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(pulls.get((use.policy, use.training_step), {}).items()))
+
+
+def _note(row: Json, at: float, text: Callable[[Json], str]) -> Note:
+    return Note(at=at, service=row.get("instance", ""), event=row["event"], text=text(row))
+
+
+def _rows(run_dir: Path, needles: list[bytes]) -> Iterator[Json]:
+    """Lines of all logs that hold one of the needles; most lines are not parsed."""
+    for path in sorted(run_files.logs(run_dir).glob("*.jsonl")):
+        with path.open("rb") as lines:
+            yield from parse_rows(line for line in lines if any(needle in line for needle in needles))
+
+
+_TIMES = ("accepted_at", "started_at", "finished_at", "sent_at")
+
+
+def read_group(run_dir: Path, task_group_id: str) -> GroupFacts:
+    """All facts of a task group: from the journal first, then from the logs. Raises ``ConfigError`` for one that was never
+    issued in this run."""
+    with closing(RunModel(run_dir)) as model:
+        model.read(task_group_id)
+        facts = model.groups.get(task_group_id)
+        if facts is None:
+            raise ConfigError(
+                f"no task group {task_group_id!r} in this run: `rollmill trace RUN --list` shows which there are"
+            )
+        facts.slots = tuple(_slot(index, row, model.reader.load(row)) for index, row in sorted(facts.rows.items()))
+    facts.notes, pulls = read_notes(run_dir, facts)
+    for use in facts.uses:
+        use.pulls = pulls_of(pulls, use)
+    return fitted(facts)
+
+
+def read_groups(run_dir: Path) -> list[GroupFacts]:
+    """Every task group in order of issue. Of its slots only when each was durable, and whether it failed: no trajectory
+    is read."""
+    with closing(RunModel(run_dir)) as model:
+        model.read()
+    for facts in model.groups.values():
+        facts.slots = tuple(
+            SlotFacts(
+                index=index,
+                replica_id="",
+                durable_at=row.written_at,
+                failure="failed" if index in facts.failures else "",
+            )
+            for index, row in sorted(facts.rows.items())
+        )
+    return list(model.groups.values())
+
+
+def _slot(index: int, row: Row, record: Json | None) -> SlotFacts:
+    if record is None:
+        return SlotFacts(index=index, replica_id="", durable_at=row.written_at, readable=False)
+    if row.kind == records.FAILURE:
+        failure = rollouts.failure_from_json(record)
+        return replace(_common(failure, row), failure=failure.reason, detail=failure.detail)
+    trajectory = rollouts.trajectory_from_json(record)
+    sequences = tuple(
+        SequenceFacts(
+            policy=sequence.policy,
+            role=sequence.role,
+            attempt=sequence.attempt,
+            reward=sequence.reward,
+            num_tokens=sequence.num_tokens,
+            num_trained_tokens=sequence.num_trained_tokens,
+            versions=tuple(dict.fromkeys(s.weight_version for s in sequence.segments if s.is_policy and s.num_tokens)),
+            stop_reason=sequence.stop_reason.value,
+        )
+        for sequence in trajectory.sequences
+    )
+    return replace(_common(trajectory, row), reward=trajectory.reward, sequences=sequences)
+
+
+def _common(record: Trajectory | RolloutFailure, row: Row) -> SlotFacts:
+    timing = record.timing
+    return SlotFacts(
+        index=record.index,
+        replica_id=record.replica_id,
+        durable_at=row.written_at,
+        accepted_at=timing.accepted_at,
+        started_at=record.started_at,
+        finished_at=record.finished_at,
+        sent_at=timing.sent_at,
+        num_sends=timing.num_sends,
+        num_retries=timing.num_retries,
+        phases=timing.phases,
+    )
+
+
+def fitted(facts: GroupFacts) -> GroupFacts:
+    """The same facts with the times of every replica moved to the orchestrator's clock, as far as they allow it."""
+    slots: dict[str, list[SlotFacts]] = defaultdict(list)
+    for slot in facts.slots:
+        slots[slot.replica_id].append(slot)
+    shifts = {replica: _shift(replica, found, facts.assignments) for replica, found in slots.items()}
+    moved = tuple(_moved(slot, shifts[slot.replica_id]) for slot in facts.slots)
+    return replace(facts, slots=moved, clocks={replica: shift for replica, shift in shifts.items() if shift})
+
+
+def _shift(replica_id: str, slots: Iterable[SlotFacts], assignments: Iterable[Assignment]) -> float:
+    """Seconds to add to a replica's times; 0 when they fit, or when no shift fits."""
+    issued = min((a.at for a in assignments if a.replica_id == replica_id and a.at), default=0.0)
+    least, most = float("-inf"), float("inf")
+    for slot in slots:
+        first = next((at for at in (slot.accepted_at, slot.started_at) if at), 0.0)
+        last = next((at for at in (slot.sent_at, slot.finished_at) if at), 0.0)
+        if first and issued:
+            least = max(least, issued - first)
+        if last and slot.durable_at:
+            most = min(most, slot.durable_at - last)
+    if least > most:
+        return 0.0
+    return min(max(0.0, least), most)
+
+
+def _moved(slot: SlotFacts, shift: float) -> SlotFacts:
+    if not shift:
+        return slot
+    return replace(slot, **{name: at + shift for name in _TIMES if (at := getattr(slot, name))})

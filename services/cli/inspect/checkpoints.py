@@ -1,0 +1,532 @@
+"""Lists the checkpoints of a run: whether each is whole, and whether the run can resume there. Read-only."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from services.cli.console import FittingTable, columns, format_bytes, say
+from services.cli.inspect.run_state import check_run_directory, read_metrics
+from services.common import run_files
+from services.common.checkpoints.adapters import ExportForm
+from services.common.checkpoints.directory import (
+    checkpoints_directory,
+    find_damage,
+    path_of,
+    read_manifest,
+    reason_of,
+    set_aside_before,
+    steps,
+)
+from services.common.checkpoints.export import Exported, check_target, export_checkpoint, work_bytes
+from services.common.checkpoints.manifest import Manifest, StoredFile
+from services.common.config.reading.loading import load_resolved
+from services.common.config.recipe import Recipe
+from services.common.errors import AccessError, ConfigError, CorruptDataError, InfrastructureError, RollmillError
+from services.common.records.types import RankBatch
+from services.common.telemetry.metrics import RowKind
+from services.orchestrator.buffer.recorded import read_batch
+from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.state.groups import split_sequence_id
+from services.trainer.replay import replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """The batches and versions of a policy in the journal."""
+
+    newest_version: int  # -1: none is published
+    lost: tuple[int, ...] = ()  # training steps whose batch is not whole there, ascending
+    unknown: str = ""  # why the journal cannot be asked
+
+    @classmethod
+    def read(cls, run_dir: Path, policy: str, after: int) -> Recorded:
+        """Look at the batches of the training steps after ``after``."""
+        try:
+            reader = JournalReader(run_files.journal(run_dir))
+        except (RollmillError, OSError) as error:
+            return cls(newest_version=-1, unknown=f"the journal cannot be read: {error}")
+        try:
+            numbers = (row.key.rpartition("/") for row in reader.rows_of(records.VERSION))
+            newest = max((int(number) for of, _, number in numbers if of == policy), default=-1)
+            lost = tuple(step for step in range(after + 1, newest + 1) if not _is_whole(reader, policy, step))
+            return cls(newest_version=newest, lost=lost)
+        finally:
+            reader.close()
+
+    def replay_from(self, step: int) -> str:
+        """In words.
+
+        >>> Recorded(newest_version=9, lost=(3,)).replay_from(2)
+        'no: the batch of step 3 is gone'
+        >>> Recorded(newest_version=9, lost=(3,)).replay_from(4)
+        'yes: 5 steps'
+        """
+        if self.unknown:
+            return f"unknown: {self.unknown}"
+        if step > self.newest_version + 1:
+            known = f"ends at version {self.newest_version}" if self.newest_version >= 0 else "has no version"
+            return f"no: the journal {known}"
+        lost = [gone for gone in self.lost if gone > step]
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            return f"no: the batch of step {lost[0]}{more} is gone"
+        return f"yes: {max(self.newest_version - step, 0)} steps"
+
+
+def _is_whole(reader: JournalReader, policy: str, step: int) -> bool:
+    """Whether a batch and all its trajectories are recorded."""
+    key = records.batch_key(policy, step)
+    found = reader.find(records.BATCH, [key]).get(key)
+    if found is None:
+        return False
+    places = (split_sequence_id(entry.sequence_id) for entry in records.batch_from_json(found).entries)
+    wanted = {rollouts.trajectory_key(group, index) for group, index, _ in places}
+    return {row.key for row in reader.find_rows(records.TRAJECTORY, wanted)} == wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One checkpoint on disk."""
+
+    policy: str
+    step: int
+    path: Path
+    set_aside: str = ""  # why a trainer has set it aside
+    manifest: Manifest | None = None  # None where it cannot be read
+    damage: str = ""  # the defect; empty if the checks that were made found none
+    verified: bool = False  # every byte was read
+    replay: str = ""  # whether the run can go on from it
+
+    @property
+    def is_damaged(self) -> bool:
+        return bool(self.damage or self.set_aside)
+
+    @property
+    def state(self) -> str:
+        """In a word, and the damage, if any."""
+        if self.set_aside:
+            return f"set aside: {self.set_aside}"
+        if self.damage:
+            return f"damaged: {self.damage}"
+        return "verified" if self.verified else "sizes agree"
+
+    @property
+    def can_be_exported(self) -> bool:
+        """As far as was looked: the files with weights, config and tokenizer are whole."""
+        names = [file.name for file in self.manifest.files_for_export()] if self.manifest else []
+        return bool(names) and not any(name in self.damage for name in names)
+
+    def as_object(self) -> dict[str, Any]:
+        manifest = self.manifest
+        return {
+            "policy": self.policy,
+            "step": self.step,
+            "path": str(self.path),
+            "damaged": self.is_damaged,
+            "state": self.state,
+            "verified": self.verified,
+            "can_be_exported": self.can_be_exported,
+            "replay": self.replay,
+            "size_bytes": manifest.size_bytes if manifest else None,
+            "num_ranks": manifest.num_ranks if manifest else None,
+            "num_updates": manifest.num_updates if manifest else None,
+            "written_at": manifest.written_at if manifest else None,
+        }
+
+
+def policies_of(run_dir: Path) -> list[str]:
+    """The policies that have a directory of checkpoints; raises ``ConfigError`` where there is no run."""
+    check_run_directory(run_dir)
+    root = run_dir / "checkpoints"
+    return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+
+
+def places(run_dir: Path, policy: str) -> list[tuple[int, Path]]:
+    """(step, directory) of every checkpoint of a policy, those set aside after those of the same step under their name."""
+    directory = checkpoints_directory(run_dir, policy)
+    named = [(step, path_of(directory, step)) for step in steps(directory)]
+    return sorted([*named, *set_aside_before(directory)], key=lambda place: (place[0], place[1].name))
+
+
+def total_bytes(run_dir: Path) -> int:
+    """The bytes that a check of every checkpoint reads."""
+    total = 0
+    for policy in policies_of(run_dir):
+        for _, path in places(run_dir, policy):
+            try:
+                total += read_manifest(path).size_bytes
+            except (CorruptDataError, ConfigError):
+                continue  # set by ``find``
+    return total
+
+
+def find(run_dir: Path, *, verify: bool, progress: Callable[[int], None] = lambda _: None) -> Iterator[Found]:
+    """Every checkpoint of every policy; with ``verify`` all their bytes are read, else only manifests and sizes."""
+    for policy in policies_of(run_dir):
+        listed = places(run_dir, policy)
+        standing = [step for step, path in listed if path == path_of(path.parent, step)]
+        recorded = Recorded.read(run_dir, policy, min(standing, default=0))
+        for step, path in listed:
+            set_aside = "" if step in standing and path == path_of(path.parent, step) else reason_of(path)
+            found = _look(policy, step, path, set_aside, recorded, verify, progress)
+            if path.exists():  # else: the trainer of a running run has removed it meanwhile
+                yield found
+
+
+def _look(
+    policy: str, step: int, path: Path, set_aside: str, recorded: Recorded, verify: bool, progress: Callable[[int], None]
+) -> Found:  # fmt: skip
+    replay = "" if set_aside else recorded.replay_from(step)
+    try:
+        manifest = read_manifest(path)
+    except (CorruptDataError, ConfigError) as error:
+        return Found(policy=policy, step=step, path=path, set_aside=set_aside, damage=error.message, replay=replay)
+    files = list(manifest.files)
+    damage = find_damage(path, files, progress) if verify else _sizes(path, files)
+    return Found(
+        policy=policy, step=step, path=path, set_aside=set_aside, manifest=manifest, damage=damage, verified=verify,
+        replay=replay,
+    )  # fmt: skip
+
+
+def _sizes(path: Path, files: list[StoredFile]) -> str:
+    wrong = []
+    for file in files:
+        try:
+            size = (path / file.name).lstat().st_size
+        except OSError as error:
+            wrong.append(f"{file.name}: {error.strerror}")
+            continue
+        if size != file.size_bytes:
+            wrong.append(f"{file.name} has {size} bytes; {file.size_bytes} were written")
+    return "; ".join(wrong)
+
+
+def age(written_at: int) -> str:
+    """
+    >>> age(int(time.time()) - 7200)
+    '2 h'
+    """
+    seconds = max(time.time() - written_at, 0)
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def tell_checkpoints(run_dir: Path, console: Console, *, verify: bool, as_object: bool) -> bool:
+    """List the checkpoints; returns whether all are complete and undamaged."""
+    with _progress("verifying", total_bytes(run_dir) if verify else 0) as advance:
+        found = list(find(run_dir, verify=verify, progress=advance))
+    if as_object:
+        console.print_json(json.dumps({"run": str(run_dir), "checkpoints": [each.as_object() for each in found]}))
+    elif not found:
+        console.print(f"{run_dir} has no checkpoint yet: the first comes at policies.<name>.trainer.checkpoint_every")
+    else:
+        console.print(_table(found))
+        for each in found:
+            if each.is_damaged:
+                _tell_damage(each, run_dir, console)
+        if not verify:
+            console.print("only manifests and sizes were looked at; --verify reads every byte", style="dim")
+    return not any(each.is_damaged for each in found)
+
+
+def export_run(
+    run_dir: Path,
+    policy: str | None,
+    step: int | None,
+    output: Path | None,
+    form: ExportForm = ExportForm.MERGED,
+    base: Path | None = None,
+) -> Exported:
+    """Export a checkpoint of a run, the newest that is whole where none is named.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or the target is not an export.
+        CorruptDataError: the one that was named is damaged.
+        InfrastructureError: the disk refused the write.
+    """
+    policy = _chosen_policy(run_dir, policy)
+    candidates = _candidates(run_dir, policy, step)
+    refused = []
+    for number, path in candidates:
+        ending = "-adapter" if form is ExportForm.ADAPTER else ""
+        target = (output or run_files.export(run_dir, f"{policy}-{number:06d}{ending}")).absolute()
+        check_target(target)
+        try:
+            with _progress(f"exporting step {number}", work_bytes(read_manifest(path))) as advance:
+                return export_checkpoint(path, target, advance, form=form, base=base)
+        except CorruptDataError as error:
+            refused.append(error.message)
+        except OSError as error:
+            raise InfrastructureError(
+                f"{target} cannot be written: {error}; make room, or name another place with -o"
+            ) from error
+    raise CorruptDataError(
+        f"no checkpoint of {policy} can be exported: {'; '.join(refused)}; `rollmill checkpoints {run_dir} --verify` looks "
+        "at all of them"
+    )
+
+
+def _chosen_policy(run_dir: Path, policy: str | None) -> str:
+    there = policies_of(run_dir)
+    if not there:
+        raise ConfigError(
+            f"{run_dir} has no checkpoint yet: the first comes at policies.<name>.trainer.checkpoint_every"
+        )
+    if policy is None:
+        if len(there) > 1:
+            raise ConfigError(f"this run has several policies: write --policy with one of {', '.join(there)}")
+        return there[0]
+    if policy not in there:
+        raise ConfigError(f"this run has no checkpoints of a policy {policy!r}; it has those of {', '.join(there)}")
+    return policy
+
+
+def _candidates(run_dir: Path, policy: str, step: int | None) -> list[tuple[int, Path]]:
+    """Checkpoints to try, in order; for a named step also one that was set aside, because its weights may be intact."""
+    listed = places(run_dir, policy)
+    standing = [(number, path) for number, path in listed if path == path_of(path.parent, number)]
+    if step is None:
+        if not standing:
+            aside = ", ".join(str(number) for number, _ in listed)
+            hint = f": try --step with one that was set aside as damaged ({aside})" if aside else ""
+            raise ConfigError(f"{run_dir} has no checkpoint of {policy}{hint}")
+        return standing[::-1]
+    chosen = [place for place in listed if place[0] == step]
+    if not chosen:
+        there = ", ".join(str(number) for number, _ in listed)
+        raise ConfigError(f"{run_dir} has no checkpoint of {policy} at step {step}; it has {there or 'none'}")
+    return chosen
+
+
+def _table(found: list[Found]) -> FittingTable:
+    table = FittingTable(columns("policy | >step | state | >size | >age | >ranks:2 | the run can go on from it:1"))
+    for each in found:
+        manifest = each.manifest
+        words = Text(each.state.partition(":")[0], style="red" if each.is_damaged else "green")
+        size, old, ranks = (
+            (format_bytes(manifest.size_bytes), age(manifest.written_at), str(manifest.num_ranks))
+            if manifest
+            else ("", "", "")
+        )
+        table.add_row(
+            Text(each.policy), str(each.step), words, size, old, ranks, Text(each.replay.removesuffix(": 0 steps"))
+        )
+    return table
+
+
+def _tell_damage(each: Found, run_dir: Path, console: Console) -> None:
+    say(console, f"{each.path.name}: {each.set_aside or each.damage}", "red")
+    if each.can_be_exported:
+        text = f"  its weights: rollmill export {run_dir} --policy {each.policy} --step {each.step}"
+        say(console, text)
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A line on standard error, if that is a terminal and the work takes time."""
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not total) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda size: progress.advance(task, size)
+
+
+CARD = "README.md"
+
+Row = Mapping[str, Any]
+
+_FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+
+
+def card(recipe: Recipe, policy: str, step: int, rows: Iterable[Row]) -> str:
+    """The README.md of a model repository. ``rows`` are those of the run's metrics."""
+    section = recipe.policies[policy]
+    metadata: dict[str, Any] = {"library_name": "transformers", "tags": ["rollmill", "reinforcement-learning"]}
+    if _is_hub_name(section.model.path):
+        metadata["base_model"] = section.model.path
+    paths = {config.path for config in recipe.data.sections().values() if config.path is not None}
+    datasets = sorted(path for path in paths if _is_hub_name(path))
+    if datasets:
+        metadata["datasets"] = datasets
+    evaluations = _evaluations(rows, policy)
+    lines = [
+        "---",
+        yaml.safe_dump(metadata, sort_keys=False).rstrip(),
+        "---",
+        "",
+        f"# {recipe.name}, {policy} at step {step}",
+        "",
+        f"{recipe.description or 'A model'}. Trained by reinforcement learning with Rollmill: run `{recipe.run.id}`, training "
+        f"step {step} of at most {recipe.run.steps}.",
+        "",
+        f"* loss `{section.algorithm.name}`, advantage `{section.algorithm.advantage}`, learning rate {section.optimizer.lr:g}",
+        f"* batches of {section.batch.size} sequences in groups of {recipe.rollout.group_size}, at most "
+        f"{section.batch.max_staleness} versions old",
+        f"* workflow `{recipe.workflow.name}`, seed {recipe.run.seed}",
+        "",
+    ]
+    if evaluations:
+        lines += ["| evaluation | version | mean reward | tasks |", "|---|---|---|---|", *evaluations, ""]
+    return "\n".join(lines)
+
+
+def _evaluations(rows: Iterable[Row], policy: str) -> list[str]:
+    """The first and the newest evaluation of each dataset and sampling, as rows of a table."""
+    found: dict[tuple[str, str], list[tuple[int, Row]]] = {}
+    for row in rows:
+        if row.get("kind") == RowKind.EVALUATION and policy in row["versions"]:
+            for dataset in (found for found in row["datasets"] if found["mean_reward"] is not None):
+                key = row["name"].partition("/")[2], dataset["name"]
+                found.setdefault(key, []).append((row["versions"][policy], dataset))
+    table = []
+    for (sampling, name), results in found.items():
+        results.sort(key=lambda result: result[0])
+        for version, dataset in [results[0], *results[1:][-1:]]:
+            mean = dataset["mean_reward"]
+            told = f"{mean['value']:.3f} ({mean['low']:.3f} to {mean['high']:.3f})"
+            table.append(f"| {name}, {sampling} | {version} | {told} | {dataset['num_items']} |")
+    return table
+
+
+def _is_hub_name(path: str | None) -> bool:
+    """Whether a path has the form of a name on the hub, not of a file."""
+    if path is None or path.startswith((".", "/", "~")):
+        return False
+    return path.count("/") <= 1 and not path.endswith(_FILES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    directory: Path
+    policy: str
+    step: int
+    url: str
+    """Of the commit."""
+
+
+def push_run(run_dir: Path, repository: str, policy: str | None, step: int | None, *, private: bool) -> Pushed:
+    """Export a checkpoint into the run's directory, write its card beside it, and upload both as one commit.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or the name is none of a repository.
+        AccessError: the hub does not accept the token.
+        InfrastructureError: the hub cannot be reached, or refuses; the export stays, and the command can be repeated.
+    """
+    api = _hub(repository)
+    done = export_run(run_dir, policy, step, None)
+    recipe = load_resolved(run_dir)
+    text = card(recipe, done.policy, done.training_step, read_metrics(run_dir))
+    (done.directory / CARD).write_text(text, encoding="utf-8")
+    message = f"{recipe.run.id}: {done.policy} at training step {done.training_step}"
+    url = _upload(api, repository, done.directory, message, private)
+    return Pushed(directory=done.directory, policy=done.policy, step=done.training_step, url=url)
+
+
+def _hub(repository: str) -> object:
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
+    except ModuleNotFoundError:
+        raise ConfigError("a push needs the package huggingface_hub: pip install huggingface_hub") from None
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ConfigError(f"{repository!r} is no name of a repository: {error}; write OWNER/NAME") from None
+    if repository.count("/") != 1:
+        raise ConfigError(f"{repository!r} names no owner: write OWNER/NAME")
+    return HfApi()
+
+
+def _client_error() -> type[Exception]:
+    """The error of the HTTP client that huggingface_hub uses: which one that is depends on its version."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    found: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
+    return found
+
+
+def _upload(api: object, repository: str, folder: Path, message: str, private: bool) -> str:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    assert isinstance(api, HfApi)
+    kept = f"the export is in {folder}; run the command again"
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+    except LocalTokenNotFoundError:
+        raise AccessError(f"{api.endpoint} needs a token: set HF_TOKEN or run `hf auth login`; {kept}") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403):
+            raise AccessError(
+                f"{api.endpoint} does not let this token write to {repository} ({status}): set HF_TOKEN to one that may, or run "
+                f"`hf auth login`; {kept}"
+            ) from None
+        raise InfrastructureError(
+            f"{api.endpoint} refused {repository} ({status}: {error.server_message or error}); {kept}"
+        ) from None
+    except (_client_error(), OSError) as error:
+        raise InfrastructureError(f"{api.endpoint} cannot be reached ({error}); {kept}") from None
+    return str(commit.commit_url)
+
+
+def replay_step(
+    run_dir: Path, policy: str | None, training_step: int, told: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Train the steps from the checkpoint before ``training_step`` to ``training_step``, on their recorded batches.
+
+    ``told`` is called with the progress and the result.
+
+    Raises:
+        ConfigError: the run has several policies and none was named, or not the one named, or the step was never
+        published. CorruptDataError: a batch that is not in the journal any more (older than the last checkpoint).
+    """
+    run_dir = run_dir.resolve()
+    recipe = load_resolved(run_dir)
+    trained = list(recipe.trained_policies)
+    if policy is None:
+        if len(trained) > 1:
+            raise ConfigError(f"this run has several policies: write --policy with one of {', '.join(trained)}")
+        policy = trained[0]
+    elif policy not in trained:
+        raise ConfigError(f"this run trains no policy {policy!r}; write one of {', '.join(trained)}")
+    name = policy
+    with closing(JournalReader(run_files.journal(run_dir))) as reader:
+        expected = _published_digest(reader, name, training_step)
+        told(f"loading {name} from the checkpoint before step {training_step}")
+
+        def share_of(step: int) -> RankBatch:
+            told(f"training step {step} of {training_step} again")
+            return read_batch(reader, name, step).share(rank=0, num_ranks=1)
+
+        replayed = replay(recipe, run_dir, name, training_step, share_of)
+    equal = "the same weights as" if replayed.digest == expected else "other weights than"
+    told(f"step {training_step} of {name}: {equal} the published version")
+    return replayed.report(expected)
+
+
+def _published_digest(reader: JournalReader, policy: str, version: int) -> str:
+    for row in reader.rows():
+        if row.kind == records.VERSION and (record := reader.load(row)) is not None:
+            found, _, _ = records.version_from_json(record)
+            if (found.policy, found.number) == (policy, version):
+                return found.digest
+    raise ConfigError(
+        f"version {version} of {policy} was never published in this run: --step is a finished training step"
+    )

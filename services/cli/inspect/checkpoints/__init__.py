@@ -1,1 +1,0 @@
-"""``rollmill checkpoints`` and ``rollmill export``: the checkpoints of a run, from its directory alone."""

@@ -1,1 +1,0 @@
-"""``rollmill fate``: where the rollouts of a run went, from its journal."""

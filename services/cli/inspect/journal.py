@@ -1,0 +1,256 @@
+"""``rollmill journal``: verifies, lists and exports the records of a run. Reads only."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+from rich.console import Console
+from rich.progress import track
+from rich.text import Text
+
+from services.cli.console import FittingTable, columns, format_bytes, say
+from services.cli.inspect.run_model import open_journal
+from services.common.errors import ConfigError, CorruptDataError
+from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.quarantine import Quarantine
+from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.storage.scan import Damage, DamageReason
+from services.orchestrator.journal.storage.segments import Row
+
+_SHOWN = 20
+_ROWS = 20_000  # looked up at once
+
+
+@dataclass(slots=True)
+class Verified:
+    """The result of reading all records."""
+
+    records: Counter[str] = field(default_factory=Counter)  # by kind
+    num_bytes: Counter[str] = field(default_factory=Counter)
+    damage: list[Damage] = field(default_factory=list)
+    torn: list[Damage] = field(default_factory=list)  # ends of segments that were never acknowledged
+    lost: list[tuple[int, int]] = field(default_factory=list)  # runs of numbers without a record
+    num_set_aside: int = 0
+
+    @property
+    def is_damaged(self) -> bool:
+        return bool(self.damage or self.lost)
+
+
+def verify_journal(run_dir: Path, console: Console | None) -> Verified:
+    """Raises ``ConfigError`` when the directory has no journal."""
+    with closing(open_journal(run_dir)) as reader:
+        found = Verified(num_set_aside=len(Quarantine.of(reader)))
+        for row, _ in _walk(reader, console):
+            found.records[row.kind] += 1
+            found.num_bytes[row.kind] += row.length
+        for span in reader.damage():
+            (found.torn if span.reason is DamageReason.TORN else found.damage).append(span)
+        named = {span.number for span in found.damage}
+        found.lost = [run for run in reader.gaps() if not set(range(run[0], min(run[1], run[0] + 999) + 1)) <= named]
+        return found
+
+
+def _walk(reader: JournalReader, console: Console | None) -> Iterator[tuple[Row, bytes | None]]:
+    """Every record with its line, None for a damaged record; a console that is a terminal shows how far it is."""
+    # In parts: a reader that stays in one query keeps the writer from emptying the index's log.
+    parts = range(1, reader.last_number() + 1, _ROWS)
+    hidden = console is None or not console.is_terminal
+    for begin in track(parts, "reading records", console=console, transient=True, disable=hidden):
+        end = begin + _ROWS
+        found = reader.select("r.number >= ? AND r.number < ?", (begin, end), lambda row: begin <= row.number < end)  # noqa: B023
+        for row in list(found):
+            yield row, reader.load_line(row)
+
+
+def as_object(found: Verified) -> dict[str, Any]:
+    return {
+        "records": dict(found.records),
+        "num_bytes": dict(found.num_bytes),
+        "damage": [{**asdict(span), "reason": span.reason.value} for span in found.damage],
+        "torn": [{**asdict(span), "reason": span.reason.value} for span in found.torn],
+        "lost_numbers": found.lost,
+        "set_aside": found.num_set_aside,
+    }
+
+
+def show_verified(found: Verified, console: Console) -> None:
+    table = FittingTable(columns("kind | >records | >bytes | >damaged"))
+    damaged = Counter(span.kind for span in found.damage)
+    for kind in sorted({*found.records, *damaged}):
+        table.add_row(kind, f"{found.records[kind]:,}", format_bytes(found.num_bytes[kind]), str(damaged[kind] or ""))
+    console.print(table)
+    for span in found.damage[:_SHOWN]:
+        say(console, f"damaged: {span}", "red")
+    if len(found.damage) > _SHOWN:
+        console.print(f"... and {len(found.damage) - _SHOWN} more", style="red")
+    for first, last in found.lost[:_SHOWN]:
+        console.print(f"lost: records {first} to {last} are in no segment", style="red")
+    for span in found.torn:
+        say(console, f"never acknowledged, or being written: {span}", "dim")
+    if found.num_set_aside:
+        say(console, f"{found.num_set_aside} records are set aside: rollmill journal RUN list --set-aside")
+    verdict = "damaged: a start sets these records aside and goes on" if found.is_damaged else "every record is whole"
+    console.print(verdict, style="red" if found.is_damaged else "green")
+
+
+Listed = dict[str, Any]
+
+
+def list_records(
+    run_dir: Path, *, kind: str | None, key: str | None, number: int | None, last: int, content: bool
+) -> list[Listed]:
+    """The newest records that match, oldest first. Raises ``ConfigError`` when the directory has no journal."""
+    with closing(open_journal(run_dir)) as reader:
+        aside = Quarantine.of(reader)
+        found: list[Row] = []
+        for row in reversed(list(reader.rows())) if kind is None else reader.last_rows(kind):
+            if (key is None or row.key.startswith(key)) and (number is None or row.number == number):
+                found.append(row)
+                if len(found) == last:
+                    break
+        return [_listed(reader, aside, row, content) for row in reversed(found)]
+
+
+def list_set_aside(run_dir: Path, *, kind: str | None, key: str | None, number: int | None, last: int) -> list[Listed]:
+    """Records that the run does not use, in the order in which they were set aside."""
+    with closing(open_journal(run_dir)) as reader:
+        found = [
+            {**asdict(noted), "reason": noted.reason.value}
+            for noted in Quarantine.of(reader)
+            if kind in (None, noted.kind) and number in (None, noted.number) and noted.key.startswith(key or "")
+        ]
+        return found[-last:]
+
+
+def _listed(reader: JournalReader, aside: Quarantine, row: Row, content: bool) -> Listed:
+    line = reader.load_line(row)
+    state = "set aside" if row in aside else "damaged" if line is None else ""
+    listed = {
+        "number": row.number, "kind": row.kind, "key": row.key, "written_at": row.written_at, "segment": row.segment,
+        "offset": row.offset, "num_bytes": row.length, "state": state,
+    }  # fmt: skip
+    if content:
+        listed["content"] = None if line is None else orjson.loads(line)
+    return listed
+
+
+def show_records(found: list[Listed], console: Console) -> None:
+    if not found:
+        console.print("no record matches")
+        return
+    table = FittingTable(columns(">number | kind | key | written:1 | >segment:3 | >at:4 | >bytes:2 | state"))
+    for row in found:
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["written_at"])) if row["written_at"] else ""
+        table.add_row(
+            *(str(row["number"]), row["kind"], Text(row["key"]), written, str(row["segment"]), f"{row['offset']:,}"),
+            *(f"{row['num_bytes']:,}", row["state"]),
+        )
+    console.print(table)
+    for row in found:
+        if "content" in row:
+            line = orjson.dumps(row["content"]).decode()
+            say(console, line)
+
+
+def show_set_aside(found: list[Listed], console: Console) -> None:
+    if not found:
+        console.print("no record is set aside")
+        return
+    table = FittingTable(columns(">number | kind | key | reason | >segment:2 | >at:3 | detail:1"))
+    for row in found:
+        table.add_row(
+            *(str(row["number"] or "?"), row["kind"], Text(row["key"] or "?"), row["reason"], str(row["segment"])),
+            *(f"{row['offset']:,}", Text(row["detail"])),
+        )
+    console.print(table)
+
+
+ROWS_OF_A_GROUP = 1000  # of a Parquet file
+
+
+def export_journal(
+    run_dir: Path,
+    output: Path,
+    console: Console | None,
+    *,
+    kinds: Collection[str],
+    form: Literal["jsonl", "parquet"],
+) -> dict[Path, int]:
+    """Rows written, by file. Records that cannot be read, or are set aside, are left out.
+
+    Raises:
+        ConfigError: there is no journal, ``output`` cannot be written, or pyarrow is not there.
+    """
+    files: dict[str, Any] = {}
+    counts: Counter[Path] = Counter()
+    try:
+        with closing(open_journal(run_dir)) as reader:
+            aside = Quarantine.of(reader)
+            output.mkdir(parents=True, exist_ok=True)
+            for row, line in _walk(reader, console):
+                if line is None or row in aside or (kinds and row.kind not in kinds):
+                    continue
+                try:
+                    plain = _plain(row.kind, line)
+                except (CorruptDataError, KeyError, TypeError, ValueError):
+                    continue
+                path = output / f"{row.kind}.{form}"
+                if row.kind not in files:
+                    files[row.kind] = path.open("wb") if form == "jsonl" else _Table(path)
+                files[row.kind].write(plain)
+                counts[path] += 1
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written ({error.strerror}): name another directory with -o") from None
+    finally:
+        for file in files.values():
+            file.close()
+    return dict(counts)
+
+
+def _plain(kind: str, line: bytes) -> bytes:
+    if kind != records.TRAJECTORY:
+        return line
+    record = rollouts.plain_trajectory(orjson.loads(line))
+    return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+
+
+class _Table:
+    """Rows in groups; columns and types are those of the first group."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise ConfigError("--format parquet needs pyarrow: pip install pyarrow, or write --format jsonl") from None
+        self.path = path
+        self._arrow = pyarrow
+        self._writer: Any = None
+        self._rows: list[dict[str, Any]] = []
+
+    def write(self, line: bytes) -> None:
+        self._rows.append(orjson.loads(line))
+        if len(self._rows) >= ROWS_OF_A_GROUP:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        table = self._arrow.Table.from_pylist(self._rows, schema=None if self._writer is None else self._writer.schema)
+        if self._writer is None:
+            self._writer = self._arrow.parquet.ParquetWriter(self.path, table.schema, compression="zstd")
+        self._writer.write_table(table)
+        self._rows = []
+
+    def close(self) -> None:
+        self._flush()
+        if self._writer is not None:
+            self._writer.close()

@@ -1,1 +1,0 @@
-"""``rollmill journal``: list, verify, export and repair the journal of a run."""

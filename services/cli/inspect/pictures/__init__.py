@@ -1,1 +1,0 @@
-"""Pictures of runs: curves, fates, and where the time went."""

@@ -1,0 +1,775 @@
+"""The command line's view of the orchestrator: synchronous, one call each, explicit deadlines.
+
+A command finds a run in progress by the run's directory, which has address and keys, or by an address and ROLLMILL_KEYS.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import structlog
+import typer
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from services.cli.console import (
+    FittedPanel,
+    FittingTable,
+    Section,
+    columns,
+    format_bytes,
+    format_change,
+    format_clock,
+    format_reward,
+    format_span,
+    say,
+    source_table,
+)
+from services.cli.inspect.run_state import check_run_directory, why_silent
+from services.cli.inspect.standing import newest_run
+from services.cli.keys.process_keys import keys_there, operate
+from services.cli.plan.specs import orchestrator_address
+from services.common.checkpoints.gauges import CheckpointGauge
+from services.common.config.reading.loading import load_resolved
+from services.common.config.recipe import Recipe
+from services.common.errors import AccessError, ConfigError, InfrastructureError, NotFoundError, RollmillError
+from services.common.net.hosts import ORCHESTRATOR, check_place, is_known
+from services.common.pb import account_pb2, run_pb2, run_pb2_grpc
+from services.common.records.fates import FAILURES_PREFIX, RunCount
+from services.common.records.masked import MaskedCount
+from services.common.records.refusals import RefusalReason, counter_of
+from services.common.rpc.credentials import sync_channel
+from services.common.rpc.statuses import from_call
+from services.common.security import identity
+from services.common.security.bundle import VARIABLE
+from services.common.security.handshake import refusal_now
+from services.common.security.roles import Peer
+from services.common.system.disk import RESERVE_BYTES
+from services.common.telemetry import components
+from services.common.telemetry.activities import ActivityName
+from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.metrics import StepKey, TrainerKey, sources_in
+from services.orchestrator.dispatch.evaluation_pass import played_by
+from services.orchestrator.stalls.facts import Cause
+from services.orchestrator.trackers.follower import all_sent, read_position
+from services.orchestrator.trackers.process import followed
+
+CALL_DEADLINE_S = 5.0
+
+
+class OrchestratorClient:
+    """Raises ``InfrastructureError`` with the address when the orchestrator does not answer, ``AccessError`` for wrong
+    keys.
+
+    ``why_silent`` gives a likely reason and the remedy when no process listens there.
+    """
+
+    def __init__(self, address: str, why_silent: Callable[[], str] = lambda: "is the run still going?") -> None:
+        self.address = address
+        self._why_silent = why_silent
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = sync_channel(self.address, Peer.ORCHESTRATOR)
+        self._run = run_pb2_grpc.RunServiceStub(self._channel)
+
+    def reconnect(self) -> None:
+        """Connect again with the present identity of this process: its keys have changed."""
+        self._channel.close()
+        self._connect()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def get_run(self) -> run_pb2.GetRunResponse:
+        with self._translated():
+            return self._run.GetRun(run_pb2.GetRunRequest(), timeout=CALL_DEADLINE_S)
+
+    def pause(self) -> None:
+        with self._translated():
+            self._run.PauseRun(run_pb2.PauseRunRequest(), timeout=CALL_DEADLINE_S)
+
+    def resume(self) -> None:
+        with self._translated():
+            self._run.ResumeRun(run_pb2.ResumeRunRequest(), timeout=CALL_DEADLINE_S)
+
+    def stop(self, reason: str) -> None:
+        with self._translated():
+            self._run.StopRun(run_pb2.StopRunRequest(reason=reason), timeout=CALL_DEADLINE_S)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self._translate(error) from None
+
+    def _translate(self, error: grpc.RpcError) -> RollmillError:
+        address = self.address
+        told = from_call(error, address)
+        if isinstance(told, AccessError):
+            return told
+        code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+        detail = (error.details() if isinstance(error, grpc.Call) else "") or str(error)
+        is_silent = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        if is_silent and (refused := refusal_now(address, identity.current(), Peer.ORCHESTRATOR)) is not None:
+            return refused
+        if code is grpc.StatusCode.UNAVAILABLE and not is_known(address):
+            return InfrastructureError(
+                f"this machine cannot resolve the host of {address}: write a name or address that it can"
+            )
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return InfrastructureError(f"no answer from {address}: {self._why_silent()}")
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return InfrastructureError(f"{address} did not answer within {CALL_DEADLINE_S:g} s")
+        if code is grpc.StatusCode.NOT_FOUND:
+            return NotFoundError(detail)
+        return InfrastructureError(f"{address}: {detail}")
+
+
+NAME_IT = "name the run's directory (runs/NAME), or another address with --orchestrator"
+
+
+def chosen(run: Path | None, address: str | None) -> Path | None:
+    """The run that a command is for: the one named, else the newest below `runs`, which stderr then names; None where an
+    address is given, or there is no run and the default address counts."""
+    if run is not None or address is not None or (newest := newest_run()) is None:
+        return run
+    typer.echo(f"run: {newest} (the newest)", err=True)
+    return newest
+
+
+def check_answers(client: OrchestratorClient, run: Path) -> run_pb2.GetRunResponse:
+    """The state of ``run`` by its orchestrator.
+
+    Raises:
+        InfrastructureError: it does not answer, or another run has its port.
+    """
+    answer = client.get_run()
+    if answer.run_id != load_resolved(run).run.id:
+        raise InfrastructureError(f"at {client.address} another run answers ({answer.run_id}): {why_silent(run)}")
+    return answer
+
+
+def reach(run: Path | None, address: str | None) -> OrchestratorClient:
+    """The orchestrator of ``run``, with that run's keys, if any; without ``run`` the one at ``address``.
+
+    Raises ``ConfigError`` for both at once, no run directory or address, and for keys that cannot be used.
+    """
+    if run is None:
+        place = address or ORCHESTRATOR
+        check_place(place)
+        given = os.environ.get(VARIABLE)
+        operate(Path(given) if given else None)
+        why = (
+            NAME_IT if address else f"{Path('runs').absolute()} has no run, and this is the default address; {NAME_IT}"
+        )
+        return OrchestratorClient(place, lambda: why)
+    if address is not None:
+        raise ConfigError("name the run's directory or --orchestrator HOST:PORT, not both")
+    check_run_directory(run)
+    recipe = load_resolved(run)
+    keys = keys_there(recipe, run)
+    if keys is None and recipe.needs_keys:
+        raise ConfigError(
+            f"{run} does not have the keys of its run: set {VARIABLE} to the directory it was started with"
+        )
+    operate(keys)
+    return OrchestratorClient(orchestrator_address(recipe), lambda: why_silent(run))
+
+
+RARE_AFTER = 128  # sequences; a smaller share than a tenth of them in groups that can be trained causes a warning
+DISK_WARNING_S = 48 * 3600.0  # a disk that fills up sooner causes a warning
+
+
+def warnings_of(progress: run_pb2.RunProgress) -> list[str]:
+    """Warnings that need attention, one line each; the first word is its subject."""
+    counters = progress.counters
+    found = (refusal_warning(counters), checkpoint_warning(counters), rare_groups_warning(counters))
+    return [warning for warning in found if warning]
+
+
+def refusal_warning(counters: Mapping[str, int]) -> str:
+    """One line with the reasons for refused records, most first; empty while every record was taken.
+
+    >>> refusal_warning({"refused_token_id": 3, "refused_reward": 1, "failures_timeout": 2})
+    'refused records: 4, most because of token_id (token_id 3, reward 1); docs/protocol.md has the bounds'
+    """
+    found = {reason.value: counters.get(counter_of(reason), 0) for reason in RefusalReason}
+    refused = sorted(((count, name) for name, count in found.items() if count), reverse=True)
+    if not refused:
+        return ""
+    listed = ", ".join(f"{name} {count}" for count, name in refused)
+    number = sum(count for count, _ in refused)
+    return f"refused records: {number}, most because of {refused[0][1]} ({listed}); docs/protocol.md has the bounds"
+
+
+def checkpoint_warning(counters: Mapping[str, int]) -> str:
+    """One line about checkpoints that are damaged or could not be written; may be empty.
+
+    >>> checkpoint_warning({"damaged_checkpoints": 1, "issued": 7})
+    'checkpoints: 1 set aside as damaged (rollmill checkpoints RUN)'
+    """
+    told = []
+    if damaged := counters.get(CheckpointGauge.DAMAGED, 0):
+        told.append(f"{damaged} set aside as damaged (rollmill checkpoints RUN)")
+    if failed := counters.get(CheckpointGauge.FAILED, 0):
+        told.append(f"{failed} could not be written (checkpoint.failed in the trainer's log; is the disk full?)")
+    return f"checkpoints: {'; '.join(told)}" if told else ""
+
+
+def rare_groups_warning(counters: Mapping[str, int]) -> str:
+    """One line with the share of sequences that passed dynamic sampling, where it is small; may be empty.
+
+    >>> rare_groups_warning({"sequences_kept": 12, "sequences_filtered_equal_rewards": 588})
+    'few groups can be trained: 12 of 600 sequences (2%), the others have equal rewards in their groups: normal at the start, \
+else try easier or harder tasks or a larger rollout.group_size'
+    """
+    kept = counters.get(RunCount.SEQUENCES_KEPT, 0)
+    judged = kept + counters.get(RunCount.SEQUENCES_EQUAL_REWARDS, 0)
+    if judged < RARE_AFTER or kept >= 0.1 * judged:
+        return ""
+    told = f"few groups can be trained: {kept} of {judged} sequences ({kept / judged:.0%}), the others have equal rewards in"
+    return f"{told} their groups: normal at the start, else try easier or harder tasks or a larger rollout.group_size"
+
+
+def failed_rollouts(num_failed: int, counters: Mapping[str, int]) -> str:
+    """The failed rollouts of an evaluation, with the reasons of all failures of the run, most first.
+
+    >>> failed_rollouts(8, {"failures_timeout": 1, "failures_typeerror": 16, "tokens_sampled": 5})
+    '8 failed (failures of the run: typeerror 16, timeout 1; the log of the replica has the errors)'
+    """
+    found = {name.removeprefix(FAILURES_PREFIX): n for name, n in counters.items() if name.startswith(FAILURES_PREFIX)}
+    listed = ", ".join(f"{name} {count}" for name, count in sorted(found.items(), key=lambda one: -one[1]))
+    return f"{num_failed} failed (failures of the run: {listed}; the log of the replica has the errors)"
+
+
+def journal_and_disk(progress: run_pb2.RunProgress) -> list[str]:
+    """Warnings about the disk and the journal: a disk that fills up, records that cannot be used."""
+    lines: list[str] = []
+    disk = progress.disk
+    if disk.HasField("full_in_s") and disk.full_in_s < DISK_WARNING_S:
+        lines.append(
+            f"disk full in {format_span(disk.full_in_s)} at {format_bytes(3600 * disk.bytes_per_s)} an hour "
+            f"({format_bytes(disk.free_bytes)} free): make room, or docs/troubleshooting.md"
+        )
+    if progress.set_aside:
+        found = ", ".join(f"{one.count} {one.kind} ({one.reason})" for one in progress.set_aside)
+        lines.append(f"records of the journal that are not used: {found}: rollmill journal RUN list --set-aside")
+    return lines
+
+
+def masked_rollouts(counters: Mapping[str, int]) -> str:
+    """Rollouts without a reward, and those that were repeated, by policy and cause; empty without any."""
+    lines = []
+    for name, count in sorted(counters.items()):
+        kind, _, rest = name.partition("/")
+        policy, _, cause = rest.partition("/")
+        if kind in frozenset(MaskedCount) and count:
+            lines.append(f"  {count} rollouts of {policy} {kind}: {cause.replace('_', ' ')}")
+    return "\n".join(lines)
+
+
+STATE_WORDS = {
+    run_pb2.RUN_STATE_STARTING: "waiting for weights and replicas",
+    run_pb2.RUN_STATE_EVALUATING_START: "evaluating before training",
+    run_pb2.RUN_STATE_TRAINING: "training",
+    run_pb2.RUN_STATE_PAUSED: "paused",
+    run_pb2.RUN_STATE_EVALUATING_END: "evaluating after training",
+    run_pb2.RUN_STATE_FINISHED: "finished",
+    run_pb2.RUN_STATE_STOPPED: "stopped",
+}
+
+
+def state_word(state: int) -> str:
+    return STATE_WORDS.get(state, "unknown")  # type: ignore[call-overload,no-any-return]
+
+
+def render(progress: run_pb2.RunProgress, title: str, height: int | None = None) -> RenderableType:
+    """The whole run as one panel, problems first; ``height`` is the number of lines."""
+    sections: list[Section] = []
+
+    def add(name: str, text: str, style: str) -> None:
+        if text:
+            sections.append(Section(name, Text(text, style=style), may_be_cut=True))
+
+    add("stalls", "\n".join(stall_words(stall) for stall in progress.stalls), "bold red")
+    sections.append(Section("progress", Text(f"  {time_words(progress)}"), may_be_cut=True))
+    sections.append(Section("policies", _policies(progress), may_be_cut=True))
+    if any(sources_in(policy.metrics) for policy in progress.policies):
+        sections.append(Section("sources", source_table(progress), may_be_cut=True))
+    warnings = [*warnings_of(progress), *journal_and_disk(progress)]
+    add("warnings", "\n".join(f"  {line}" for line in warnings), "bold yellow")
+    sections.append(Section("replicas", _replicas(progress), may_be_cut=True))
+    add("waits", "\n".join(f"  {wait}" for wait in progress.waits), "yellow")
+    if progress.HasField("threshold"):
+        sections.append(Section("threshold", Text(f"  {threshold_words(progress.threshold)}")))
+    if progress.evaluations:
+        sections.append(Section("evaluations", evaluations_table(progress, newest=height is not None)))
+    if progress.accounts:
+        sections.append(Section("where the time went", time_table(shares_of(progress.accounts)), may_be_cut=True))
+    add("rollouts without a reward", masked_rollouts(progress.counters), "yellow")
+    counters = [f"{name} {count}" for name, count in sorted(progress.counters.items()) if count and "/" not in name]
+    add("counters", f"  {'  '.join(counters)}" if counters else "", "dim")
+    return FittedPanel(sections, title=title, subtitle=state_word(progress.state), height=height)
+
+
+def time_words(progress: run_pb2.RunProgress) -> str:
+    """Elapsed time, and about how long the training steps that are left take at the pace of those that are done."""
+    if not progress.HasField("started_at") or not progress.HasField("at"):
+        return f"{progress.tokens_per_s:,.0f} tokens/s"
+    elapsed = max(0.0, (progress.at.ToNanoseconds() - progress.started_at.ToNanoseconds()) / 1e9)
+    told = [f"{format_clock(elapsed)} elapsed"]
+    left = [_seconds_left(policy) for policy in progress.policies]
+    known = [seconds for seconds in left if seconds is not None]
+    if progress.state == run_pb2.RUN_STATE_TRAINING and known and len(known) == len(left):
+        bound = "at most " if progress.HasField("threshold") and not progress.threshold.reached else ""
+        told.append(f"{bound}about {format_clock(max(known))} left")
+    told.append(f"{progress.tokens_per_s:,.0f} tokens/s")
+    return ", ".join(told)
+
+
+def _seconds_left(policy: run_pb2.PolicyProgress) -> float | None:
+    """None before the first step."""
+    elapsed = policy.metrics.get(StepKey.ELAPSED_S)
+    if elapsed is None or policy.version <= 0:
+        return None
+    return max(0, policy.num_steps - policy.version) * elapsed / policy.version
+
+
+def threshold_words(threshold: run_pb2.Threshold) -> str:
+    """How far the run is from the threshold that ends training."""
+    if threshold.reached:
+        when = f"after training step {threshold.step}" if threshold.step else "before training"
+        return f"threshold reached {when}, {threshold.seconds:.0f} s into the run: {threshold.wanted}"
+    newest = f"{threshold.newest:.3f}" if threshold.HasField("newest") else "not evaluated yet"
+    return f"training ends at {threshold.wanted} (newest: {newest})"
+
+
+def stall_words(stall: run_pb2.Stall) -> str:
+    """A stall in words, with the chain to its cause and the remedy."""
+    since = time.strftime("%H:%M:%S", time.localtime(stall.since.ToSeconds()))
+    lines = [f"  STALLED since {since}: {stall.component}, {stall.cause.replace('_', ' ')}: {stall.detail}"]
+    lines += [f"    {link}" for link in stall.chain]
+    return "\n".join([*lines, f"    what to do: {stall.advice}"])
+
+
+def _policies(progress: run_pb2.RunProgress) -> RenderableType:
+    table = FittingTable(
+        columns("policy | >step | done:1 | >reward | >loss | >staleness:2 | >buffered:4 | >expected:3 | trainer"),
+        box=None,
+        name_left_out=False,
+    )
+    for policy in progress.policies:
+        step = max(0, policy.version)
+        loss = policy.metrics.get(TrainerKey.LOSS.in_row)
+        table.add_row(
+            *(Text(policy.policy), f"{step}/{policy.num_steps}", _bar(step, policy.num_steps), _reward(policy)),
+            *("-" if loss is None else f"{loss:.3g}", f"max {policy.staleness_max}", str(policy.num_buffered)),
+            *(str(policy.num_expected), Text(policy.trainer_state.replace("_", " "))),
+        )
+    return table
+
+
+_BAR_WIDTH = 16
+
+
+def _bar(done: int, whole: int) -> Text:
+    """A bar of a fixed width: one that gives way shrinks to a dot."""
+    full = round(_BAR_WIDTH * min(done, whole) / whole) if whole else _BAR_WIDTH
+    return Text.assemble(("━" * full, "green"), ("─" * (_BAR_WIDTH - full), "dim"))
+
+
+def _replicas(progress: run_pb2.RunProgress) -> Table:
+    table = Table(box=None, pad_edge=True, header_style="dim")
+    for column in ("replica", "rollouts", "tokens/s", "versions", "lease"):
+        table.add_column(column, justify="left" if column in ("replica", "versions") else "right")
+    for replica in progress.replicas:
+        table.add_row(
+            Text(replica.replica_id + (" (draining)" if replica.draining else "")),  # a peer's word, and no markup
+            f"{replica.num_running}/{replica.num_slots}",
+            f"{replica.tokens_per_s:,.0f}",
+            " ".join(f"{policy}@{version}" for policy, version in sorted(replica.versions.items())),
+            f"{replica.lease_left_s:.0f} s",
+        )
+    return table
+
+
+def evaluations_table(progress: run_pb2.RunProgress, newest: bool = False) -> FittingTable:
+    """Evaluations finished so far, or the newest of each kind; ``change`` is that from the run's first of the same kind, paired
+    by tasks."""
+    results = {result.name.partition("/")[2] if newest else result.name: result for result in progress.evaluations}
+    table = FittingTable(
+        columns(
+            "evaluation | versions:2 | dataset | >reward | >95% | >change (95%) | pass@k:1 | >trajectories:3 | >failed"
+        ),
+        box=None,
+    )
+    for result in results.values():
+        name, versions = result.name, _versions(result)
+        if len(result.datasets) > 1:
+            counts = (str(result.num_trajectories), str(result.num_failed))
+            change = _change(result.difference if result.HasField("difference") else None)
+            table.add_row(name, versions, "overall", _mean_reward(result), "", change, "", *counts)
+            name = versions = ""
+        for found in result.datasets:
+            reward, known = found.mean_reward, found.HasField("mean_reward")
+            table.add_row(
+                *(name, versions, found.name, f"{reward.value:.3f}" if known else "-"),
+                f"{reward.low:.3f}-{reward.high:.3f}" if known else "",
+                _change(found.difference if found.HasField("difference") else None),
+                "  ".join(f"@{passed.k} {passed.share.value:.3f}" for passed in found.pass_at),
+                *(str(found.num_items * found.samples_per_item), str(len(found.failed))),
+            )
+            name = versions = ""
+    return table
+
+
+def _mean_reward(result: run_pb2.EvaluationResult) -> str:
+    return format_reward(result.mean_reward if result.HasField("mean_reward") else None)
+
+
+def _change(difference: run_pb2.Estimate | None) -> str:
+    """From the first evaluation of the same kind, paired by tasks."""
+    return "" if difference is None else format_change(difference.value, difference.low, difference.high)
+
+
+def _versions(result: run_pb2.EvaluationResult) -> str:
+    """Of one pinned version, else the range of versions that generated the evaluation."""
+    parts = []
+    for policy, version in sorted(result.versions.items()):
+        newest = result.newest_versions.get(policy, version)
+        parts.append(f"{policy}@{version}" if newest == version else f"{policy}@{version}..{newest} (not pinned)")
+    return " ".join(parts)
+
+
+WAITS_EVERY_S = 10.0  # lines of progress while the steps stand still
+_WAITING = (run_pb2.RUN_STATE_PAUSED, run_pb2.RUN_STATE_EVALUATING_START, run_pb2.RUN_STATE_EVALUATING_END)
+
+
+class StallsTold:
+    """Reports each stall once, and its end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stalled: dict[tuple[str, str], str] = {}
+
+    def tell(self, stalls: Iterable[run_pb2.Stall]) -> None:
+        now = {(stall.component, stall.cause): stall for stall in stalls}
+        for key in [key for key in self._stalled if key not in now]:
+            say(self._console, f"goes on again: {self._stalled.pop(key)}", "green")
+        for key, stall in now.items():
+            if key not in self._stalled:
+                self._stalled[key] = f"{stall.component}, {stall.cause.replace('_', ' ')}"
+                words = stall_words(stall)  # of peers: brackets in it are no markup
+                say(self._console, words, "bold red")
+
+
+class ProgressView:
+    """Shows progress on a console until closed."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console = console
+        self._title = title
+        self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
+        self._last_line = ""
+        self._num_evaluations = 0
+        self._last_waits: list[str] = []
+        self._waits_due_at = 0.0
+        self._warned: set[str] = set()
+        self._stalls = StallsTold(console)
+        self._last: run_pb2.RunProgress | None = None
+        self._told_threshold = False
+        self._num_pauses = 0  # before the current pause
+
+    def __enter__(self) -> ProgressView:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def silent(self, stall: run_pb2.Stall) -> None:
+        """Show the last known state with the stall of the orchestrator itself."""
+        known = run_pb2.RunProgress()
+        if self._last is not None:
+            known.CopyFrom(self._last)
+        del known.stalls[:]
+        known.stalls.append(stall)
+        self._show(known)
+
+    @property
+    def paused_itself(self) -> str:
+        """The reason of a pause that the run made by itself and that a person ends; else empty."""
+        if self._last is None or self._last.counters.get(RunCount.PAUSES_FOR_FAILURES, 0) <= self._num_pauses:
+            return ""
+        return next(
+            (s.detail for s in self._last.stalls if s.cause in (Cause.ALL_FAIL, Cause.MASKED, Cause.NUMERICS)), ""
+        )
+
+    def show(self, progress: run_pb2.RunProgress) -> None:
+        self._last = progress
+        if progress.state != run_pb2.RUN_STATE_PAUSED:
+            self._num_pauses = progress.counters.get(RunCount.PAUSES_FOR_FAILURES, 0)
+        self._show(progress)
+
+    def _show(self, progress: run_pb2.RunProgress) -> None:
+        if self._live:
+            self._live.update(render(progress, self._title, self._console.size.height - 1), refresh=True)
+            return
+        self._stalls.tell(progress.stalls)
+        for warning in [*warnings_of(progress), *journal_and_disk(progress)]:
+            if (subject := warning.split(maxsplit=1)[0]) not in self._warned:
+                self._warned.add(subject)  # once: the numbers behind it change
+                say(self._console, warning, "bold yellow")
+        for result in progress.evaluations[self._num_evaluations :]:
+            change = _change(result.difference if result.HasField("difference") else None)
+            told = f", change {change} since {result.compared_with}" if change else ""
+            named = result.name + played_by(result.name, result.versions, result.newest_versions)
+            failed = f"; {failed_rollouts(result.num_failed, progress.counters)}" if result.num_failed else ""
+            opaque = (
+                f"; {result.num_opaque} rewards by opaque tests, which programs can forge" if result.num_opaque else ""
+            )
+            say(
+                self._console,
+                f"evaluation {named}: {_mean_reward(result)} over {result.num_trajectories}{told}{failed}{opaque}",
+                "bold yellow" if failed else None,
+            )
+        self._num_evaluations = len(progress.evaluations)
+        if progress.threshold.reached and not self._told_threshold:
+            self._told_threshold = True
+            say(self._console, threshold_words(progress.threshold))
+        due = progress.state in _WAITING and time.monotonic() >= self._waits_due_at
+        if due and list(progress.waits) != self._last_waits:
+            self._last_waits = list(progress.waits)
+            self._waits_due_at = time.monotonic() + WAITS_EVERY_S
+            say(self._console, "\n".join(progress.waits), "yellow")
+        line = " | ".join(_line(policy) for policy in progress.policies) or state_word(progress.state)
+        if line != self._last_line:
+            self._last_line = line
+            rate = f" | {progress.tokens_per_s:,.0f} tokens/s" if progress.tokens_per_s else ""
+            say(self._console, f"{state_word(progress.state)}: {line}{rate}")
+
+
+def _line(policy: run_pb2.PolicyProgress) -> str:
+    # Only what changes with a step: one line per step, not one per poll.
+    step = f"{policy.policy} step {max(0, policy.version)}/{policy.num_steps}"
+    return f"{step} rollout reward {_reward(policy)} largest staleness {policy.staleness_max}"
+
+
+def _reward(policy: run_pb2.PolicyProgress) -> str:
+    """Of rollouts that finished since the batch before, raw; a dash where none did."""
+    mean = policy.metrics.get(StepKey.ROLLOUT_REWARD_MEAN)
+    return "-" if mean is None else f"{mean:.3f}"
+
+
+LARGEST = 3
+LEAST_SHARE = 0.005  # of what is shown
+_QUIET = (ActivityName.NOT_ASKED, ActivityName.NOTHING_TO_SEND, ActivityName.UP_TO_DATE)
+_QUIET_SHARE = 0.9  # of a component that is left out: it waits to be asked, as it should
+
+
+def time_table(shares: Mapping[str, Mapping[str, float]]) -> Table:
+    """``shares``: component -> "activity" or "activity -> component waited for" -> share of its time, largest first. Components that
+    were hardly asked for anything are left out."""
+    table = Table(box=None, pad_edge=True, header_style="dim")
+    table.add_column("component", no_wrap=True)
+    for heading in ("where the time went", *[""] * (LARGEST - 1)):
+        table.add_column(heading)
+    for component, of_one in shares.items():
+        if sum(of_one.get(activity, 0.0) for activity in _QUIET) >= _QUIET_SHARE:
+            continue
+        cells = [f"{share:.0%} {what}" for what, share in list(of_one.items())[:LARGEST] if share >= LEAST_SHARE]
+        # As texts: names are peers', and no markup.
+        table.add_row(*map(Text, (component, *cells, *[""] * (LARGEST - len(cells)))))
+    return table
+
+
+def shares_of(accounts: Iterable[account_pb2.TimeAccount]) -> dict[str, dict[str, float]]:
+    """As ``time_table`` takes them."""
+    found: dict[str, dict[str, float]] = {}
+    for account in accounts:
+        whole = sum(activity.seconds for activity in account.activities) or 1.0
+        found[account.component] = {
+            f"{activity.activity} -> {activity.on}" if activity.on else activity.activity: activity.seconds / whole
+            for activity in sorted(account.activities, key=lambda activity: -activity.seconds)
+        }
+    return found
+
+
+log = structlog.get_logger()
+
+LOOK_EVERY_S = 5.0
+FOLLOW_EVERY_S = 1.0
+PATIENCE_S = 300.0  # for an orchestrator that is away: it may be started again
+LIMIT_S = 10.0  # longer than a restart, and than the deadline of a call
+_STATES = {
+    "T": "its process is stopped (SIGSTOP): send it SIGCONT",
+    "t": "its process is held by a debugger",
+    "D": "its process waits for a disk that does not respond",
+    "Z": "its process has ended, and its parent has not waited for it",
+}
+
+
+class StallsAtStart:
+    """Polls the orchestrator at intervals, as soon as its process can run, and reports its stalls."""
+
+    def __init__(
+        self, client: OrchestratorClient, told: StallsTold, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._client = client
+        self._told = told
+        self._clock = clock
+        self._ask_at = clock() + LOOK_EVERY_S
+
+    def __call__(self) -> None:
+        if self._clock() < self._ask_at:
+            return
+        try:
+            stalls = self._client.get_run().progress.stalls
+        except InfrastructureError:
+            pass  # not up yet: the launcher's own deadline names it
+        else:
+            self._told.tell(stalls)
+        self._ask_at = self._clock() + LOOK_EVERY_S
+
+
+class TrackersTold:
+    """Reads the positions of a run's trackers, from its directory."""
+
+    def __init__(
+        self, recipe: Recipe, run_dir: Path, console: Console, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._trackers = followed(recipe)
+        self._run_dir = run_dir
+        self._console = console
+        self._clock = clock
+        self._look_at = clock() + LOOK_EVERY_S
+        self._down: set[str] = set()
+
+    def look(self) -> None:
+        """Called often; looks every few seconds."""
+        if not self._trackers or self._clock() < self._look_at:
+            return
+        self._look_at = self._clock() + LOOK_EVERY_S
+        for tracker in self._trackers:
+            error = read_position(self._run_dir, tracker).error
+            if error and tracker not in self._down:
+                self._down.add(tracker)
+                say(
+                    self._console,
+                    f"{tracker} does not take metrics ({error}): they are kept and sent later",
+                    "bold yellow",
+                )
+            elif not error and tracker in self._down:
+                self._down.remove(tracker)
+                say(self._console, f"{tracker} takes metrics again", "green")
+
+    def at_end(self) -> None:
+        """What is left to send, with the command."""
+        for tracker in self._trackers:
+            if not all_sent(self._run_dir, tracker):
+                say(
+                    self._console,
+                    f"{tracker} has not taken all metrics: rollmill track {self._run_dir} sends the rest",
+                    "bold yellow",
+                )
+
+
+class OrchestratorLiveness:
+    """Takes the result of each call to the orchestrator; ``stall`` gives the reason once calls have failed for ``LIMIT_S``."""
+
+    def __init__(
+        self,
+        address: str,
+        pid: Callable[[], int | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        run_dir: Path | None = None,
+    ) -> None:
+        """``run_dir``: the directory of the run, if on this machine."""
+        self._address = address
+        self._pid = pid
+        self._clock = clock
+        self._run_dir = run_dir
+        self._since = clock()
+        self._silent = False
+
+    def answered(self) -> None:
+        self._since = self._clock()
+        self._silent = False
+
+    def missed(self) -> None:
+        self._silent = True
+
+    @property
+    def stall(self) -> run_pb2.Stall | None:
+        seconds = self._clock() - self._since
+        if not self._silent or seconds < LIMIT_S:
+            return None
+        stall = run_pb2.Stall(
+            component=components.ORCHESTRATOR,
+            cause=Cause.SILENT,
+            detail=f"{self._address} has not answered for {seconds:.0f} s: {self._reason()}",
+            advice=f"its log shows where it hangs if its event loop is blocked ({LogEvent.LOOP_BLOCKED}); replicas and trainers "
+            "keep their data and continue when it is back",
+        )
+        stall.since.FromNanoseconds(int((time.time() - seconds) * 1e9))
+        return stall
+
+    def _reason(self) -> str:
+        if self._run_dir is not None and shutil.disk_usage(self._run_dir).free < RESERVE_BYTES:
+            return f"the disk of {self._run_dir} is full: free some space, and it continues by itself"
+        pid = self._pid()
+        if pid is None:
+            return "its process, or the network in between, does not respond"
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return "its process is gone"
+        return _STATES.get(state, "its process is running and does not respond")
+
+
+def follow(client: OrchestratorClient, view: ProgressView) -> None:
+    """Poll about once a second, each call with a deadline: a stream could end without notice when its peer dies.
+
+    Raises ``InfrastructureError`` when the orchestrator has not answered for five minutes.
+    """
+    liveness = OrchestratorLiveness(client.address)
+    heard_at = time.monotonic()
+    while True:
+        try:
+            if show_now(client, view, liveness):
+                return
+            heard_at = time.monotonic()
+        except InfrastructureError:
+            if time.monotonic() - heard_at > PATIENCE_S:
+                raise
+        time.sleep(FOLLOW_EVERY_S)
+
+
+def show_now(client: OrchestratorClient, view: ProgressView, liveness: OrchestratorLiveness) -> bool:
+    """Show the present state of the run; returns whether the run has ended.
+
+    Raises ``InfrastructureError`` when the orchestrator does not answer, which the view reports once it lasts.
+    """
+    try:
+        progress = client.get_run().progress
+    except InfrastructureError as error:
+        log.debug("orchestrator.silent", error=error.message)  # being restarted, or leaving
+        liveness.missed()
+        if (stall := liveness.stall) is not None:
+            view.silent(stall)
+        raise
+    liveness.answered()
+    view.show(progress)
+    return progress.state in (run_pb2.RUN_STATE_FINISHED, run_pb2.RUN_STATE_STOPPED)
