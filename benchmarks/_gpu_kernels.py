@@ -17,7 +17,6 @@ from services.common.records.types import Sampling
 from services.inference.engine.base import GenerationRequest
 from services.inference.engine.torch.decoder import Decoder
 from services.inference.engine.torch.engine import TorchEngine
-from services.inference.engine.torch.kv.cache import Bucket
 from services.trainer.model.attention import Documents, documents_attention
 from services.trainer.model.logprobs import token_logprobs
 
@@ -62,13 +61,13 @@ def decoding(place: Place, causal_lm: Any) -> dict[str, Any]:
     slots, context = (64, 2048) if not place.small else (4, 64)
     decoder = Decoder(
         causal_lm, num_slots=slots, context_length=context, device=place.device,
-        layout="blocks", stepping="eager" if place.small else "graph",
+        stepping="eager" if place.small else "graph",
     )  # fmt: skip
-    decoder.cache.tensors[0].normal_(std=0.5)
+    decoder.cache.kv.normal_(std=0.5)
     rows, told = np.arange(slots), {}
     decoder.cache.own(rows, np.zeros_like(rows), np.full(slots, context))
     for position in (context // 8, context * 7 // 8):
-        step = partial(decoder.decode, rows, rows, np.full(slots, position), [Bucket(0, slots, position + 1)])
+        step = partial(decoder.decode, rows, rows, np.full(slots, position))
         seconds = place.seconds(step, 10)
         busy, names = place.kernels(step)
         told[f"at_{position}"] = {

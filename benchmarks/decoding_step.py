@@ -23,7 +23,6 @@ from benchmarks._report import median_and_spread, report
 from benchmarks._workload import MODELS
 from benchmarks.engine_throughput import build_model
 from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.torch.kv.cache import Bucket
 from services.inference.engine.torch.native import step as native_step
 
 ROWS = (1, 8, 24, 64)
@@ -54,8 +53,11 @@ def _of_model(name: str, position: int, repeats: int) -> list[dict[str, Any]]:
     model = build_model(name, 1)
     both = [_decoder(model, packed_bytes) for packed_bytes in (PACKED_BYTES, 0)]
     refresh = [min(_seconds(partial(_refresh, decoder)) for _ in range(8 * repeats)) * 1e3 for decoder in both]
-    both[1].cache.tensors[0].normal_(std=0.5)
-    both[0].cache.tensors[0].copy_(both[1].cache.tensors[0])
+    both[1].cache.kv.normal_(std=0.5)
+    both[0].cache.kv.copy_(both[1].cache.kv)
+    for decoder in both:
+        rows = np.arange(max(ROWS))
+        decoder.cache.own(rows, 0 * rows, np.full(len(rows), position + 1))
     found = []
     for rows in ROWS:
         steps = [Step(decoder, rows, position) for decoder in both]
@@ -66,7 +68,7 @@ def _of_model(name: str, position: int, repeats: int) -> list[dict[str, Any]]:
         gap = float((one - other).abs().max())
         found.append(
             {
-                "model": name, "rows": rows, "compiled": both[0].takes_any_slots, "ours": ours, "theirs": theirs,
+                "model": name, "rows": rows, "compiled": both[0].extends_each, "ours": ours, "theirs": theirs,
                 "ratio": ratio, "spread": spread, "gap": gap, "refresh_ours": refresh[0], "refresh_theirs": refresh[1],
             }
         )  # fmt: skip
@@ -83,11 +85,10 @@ class Step:
     def __init__(self, decoder: Decoder, rows: int, position: int) -> None:
         self._decoder = decoder
         self._slots, self._positions = np.arange(rows), np.full(rows, position)
-        self._buckets = [Bucket(0, rows, position + 1)]
         self._uniform = np.linspace(0, 0.999, rows)
 
     def logits(self) -> torch.Tensor:
-        return self._decoder.decode(self._slots, self._slots, self._positions, self._buckets)
+        return self._decoder.decode(self._slots, self._slots, self._positions)
 
     def __call__(self) -> None:
         self._decoder.draw(self.logits(), self._uniform)

@@ -1,9 +1,7 @@
-"""The paged KV cache of the torch engine: memory of a group, CPU seconds beside rows, throughput in little memory.
+"""The paged KV cache of the torch engine: memory of a group, throughput in little memory.
 
-``group``: 16 samples of one prompt, which end together. Bytes that the positions of the group occupy, in rows of their own and
-in blocks, and the largest distance of log-probabilities between the two layouts. ``speed``: the requests of
-engine_throughput.py through both layouts. ``bound``: the same through pools of a share of the memory that the slots can
-fill. Arms alternate; speeds are tokens per CPU second of the process, because wall clock depends on the machine's load.
+``group``: 16 samples of one prompt, which end together. Bytes that the positions of the group occupy, each sample apart and
+in blocks. ``bound``: the requests of engine_throughput.py through pools of a share of the memory that the slots can fill. Arms alternate; speeds are tokens per CPU second of the process, because wall clock depends on the machine's load.
 
     python benchmarks/kv_blocks.py [--quick] [--seed 7]
 """
@@ -26,7 +24,6 @@ from services.common.records.types import Sampling
 from services.inference.engine.base import Generation, GenerationRequest, KvPolicy
 from services.inference.engine.torch.core import Core, Entry
 from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.torch.kv.block_cache import Layout
 from services.inference.engine.torch.slots import SlotTable
 
 GROUP = 16
@@ -36,9 +33,7 @@ SLOTS = 64
 class Arm:
     """A core that is stepped without a thread."""
 
-    def __init__(
-        self, model: str, num_slots: int, context: int, layout: Layout, seed: int, share: float | None = None
-    ) -> None:
+    def __init__(self, model: str, num_slots: int, context: int, seed: int, share: float | None = None) -> None:
         torch.manual_seed(seed)
         config = Qwen3Config(tie_word_embeddings=True, max_position_embeddings=16_384, **MODELS[model])
         built = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
@@ -48,7 +43,7 @@ class Arm:
         if share is not None:
             whole = num_slots * context * self.token_bytes
             limit = max(int(share * whole), least_blocks(context) * BLOCK_TOKENS * self.token_bytes)
-        decoder = Decoder(built, num_slots=num_slots, context_length=context, kv_bytes=limit, layout=layout)
+        decoder = Decoder(built, num_slots=num_slots, context_length=context, kv_bytes=limit)
         self.core = Core(decoder, SlotTable(num_slots, context), kv_policy=KvPolicy.RECOMPUTE, version=0)
         self.most_used = 0
 
@@ -70,36 +65,23 @@ class Arm:
                 )  # type: ignore[misc]
             while self.core.has_work:
                 self.core.step()
-                use = self.core.kv_use
-                self.most_used = max(self.most_used, use.used if use else 0)
+                self.most_used = max(self.most_used, self.core.kv_use.used)
         cost = time.process_time() - began
         return cost, [made[str(index)] for index in range(len(prompts))]
 
 
-def group(num_prompt: int, num_new: int, seed: int, repetitions: int) -> dict[str, Any]:
-    context = num_prompt + num_new + 1
-    arms = {layout: Arm("quickstart", GROUP, context, layout, seed) for layout in ("rows", "blocks")}  # type: ignore[arg-type]
+def group(num_prompt: int, num_new: int, seed: int) -> dict[str, Any]:
+    arm = Arm("quickstart", GROUP, num_prompt + num_new + 1, seed)
     prompt = np.random.default_rng(seed).integers(0, MODELS["quickstart"]["vocab_size"], size=num_prompt).tolist()
-    costs: dict[str, list[float]] = {name: [] for name in arms}
-    logprobs = {}
-    for repetition in range(repetitions):
-        for name, arm in arms.items():
-            arm.core.flush()
-            cost, made = arm.run([prompt] * GROUP, [num_new] * GROUP, seed + repetition)
-            costs[name].append(cost)
-            logprobs[name] = np.concatenate([s.logprobs for generation in made for s in generation.segments])
-    token_bytes = arms["rows"].token_bytes
-    rows_bytes = GROUP * (num_prompt + num_new) * token_bytes
-    blocks_bytes = arms["blocks"].most_used * BLOCK_TOKENS * token_bytes
-    ratio, spread = median_and_spread([a / b for a, b in zip(costs["rows"], costs["blocks"], strict=True)])
+    cost, _ = arm.run([prompt] * GROUP, [num_new] * GROUP, seed)
+    apart_bytes = GROUP * (num_prompt + num_new) * arm.token_bytes
+    blocks_bytes = arm.most_used * BLOCK_TOKENS * arm.token_bytes
     print(
-        f"group of {GROUP} over {num_prompt} tokens: {rows_bytes / 1e6:.1f} MB in rows, {blocks_bytes / 1e6:.1f} MB in blocks, "
-        f"speed of blocks {ratio:.2f} ±{spread:.0%} of rows"
+        f"group of {GROUP} over {num_prompt} tokens: {apart_bytes / 1e6:.1f} MB apart, {blocks_bytes / 1e6:.1f} MB in blocks"
     )
     return {
-        "prompt_tokens": num_prompt, "new_tokens": num_new, "rows_bytes": rows_bytes, "blocks_bytes": blocks_bytes,
-        "memory_ratio": rows_bytes / blocks_bytes, "speed_of_blocks": ratio, "spread": spread,
-        "logprob_gap": float(np.abs(logprobs["rows"] - logprobs["blocks"]).max()),
+        "prompt_tokens": num_prompt, "new_tokens": num_new, "apart_bytes": apart_bytes, "blocks_bytes": blocks_bytes,
+        "memory_ratio": apart_bytes / blocks_bytes, "cpu_s": cost,
     }  # fmt: skip
 
 
@@ -133,34 +115,21 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     log_normal = Workload(name="log-normal", num_requests=256, median=20, sigma=1.0, longest=200)
-    equal = Workload(name="equal", num_requests=64, median=64, sigma=0.0, longest=64)
     seed, times = options.seed, 2 if options.quick else 5
-    grouped = group(8192, 16 if options.quick else 64, seed, 1 if options.quick else 3)
+    grouped = group(8192, 16 if options.quick else 64, seed)
     context = 300
-    speed = [
-        throughput(
-            model,
-            workload,
-            {layout: Arm(model, SLOTS, context, layout, seed) for layout in ("rows", "blocks")},  # type: ignore[arg-type]
-            seed,
-            times,
-        )
-        for model in (("quickstart",) if options.quick else ("quickstart", "small"))
-        for workload in (log_normal, equal)
-    ]
-    pools = {f"pool {share:.0%}": Arm("quickstart", SLOTS, context, "blocks", seed, share) for share in (1, 0.25, 0.1)}
+    pools = {f"pool {share:.0%}": Arm("quickstart", SLOTS, context, seed, share) for share in (1, 0.25, 0.1)}
     bound = throughput("quickstart", log_normal, pools, seed, times)
     report(
         "kv_blocks",
         float(grouped["blocks_bytes"]),
-        float(grouped["rows_bytes"]),
+        float(grouped["apart_bytes"]),
         grouped["memory_ratio"],
         0.0,
         unit="bytes of KV of a group of 16 over one prompt of 8192 tokens",
         seed=seed,
         threads=options.threads,
         group=grouped,
-        speed=speed,
         bound=bound,
     )
 

@@ -233,9 +233,9 @@ def _load_served(
     from services.inference.engine.served.environment import own_gpus
 
     if config.engine == "vllm":
-        from services.inference.engine.vllm.build import build_engine
+        from services.inference.engine.vllm import build_engine
     else:
-        from services.inference.engine.sglang.build import build_engine
+        from services.inference.engine.sglang import build_engine
 
     section = settings.recipe.policies[policy]
     path = settings.recipe.model_path(policy, settings.run_dir)

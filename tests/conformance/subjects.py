@@ -161,9 +161,9 @@ def server_engine(
     from services.inference.engine.served.build import ServedSetup
 
     if engine == "vllm":
-        from services.inference.engine.vllm.build import build_engine
+        from services.inference.engine.vllm import build_engine
     else:
-        from services.inference.engine.sglang.build import build_engine
+        from services.inference.engine.sglang import build_engine
 
     settings = {"engine": engine, "device": "cpu", "num_slots": NUM_SLOTS, **changes}
     return build_engine(

@@ -45,7 +45,7 @@ FORBIDDEN_ARGUMENTS = {"allow_pickle": True, "trust_remote_code": True, "weights
 
 # It writes handles of tensors for the service's own child engine, whose interface asks for them, and reads none.
 WRITERS = {
-    "services/inference/engine/sglang/tensors.py": [
+    "services/inference/engine/sglang_tensors.py": [
         "imports multiprocessing.reduction",
         "imports multiprocessing.reduction.ForkingPickler",
         "imports torch.multiprocessing",

@@ -85,7 +85,7 @@ async def test_a_request_goes_on_after_a_turn_of_the_trainer(stepping: Stepping)
         prompt = make_prompt(30)
         running = asyncio.ensure_future(engine.generate(make_request(prompt, max_new_tokens=TOKENS)))
         await until(lambda: engine.health().generated_tokens > 20)
-        cache = sum(tensor.nbytes for tensor in engine._core.decoder.cache.tensors)
+        cache = engine._core.decoder.cache.kv.nbytes
         assert cache > 20 * MIB
         held = torch.cuda.memory_reserved()
         await engine.release()

@@ -10,8 +10,6 @@ import torch
 
 from services.common.text.huggingface import named_weights
 from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.torch.kv.block_cache import Layout
-from services.inference.engine.torch.kv.cache import Bucket
 from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import TOLERANCE, build_model, make_prompt, perturbed
 
@@ -40,7 +38,7 @@ def last_logprobs(decoder: Decoder, prompt: list[int]) -> torch.Tensor:
     slots, none, cuts, lasts = np.arange(2), np.zeros(2, int), np.full(2, cut), np.full(2, last)
     with torch.inference_mode():
         decoder.cache.own(slots, none, lasts + 1)
-        if decoder.takes_any_slots:
+        if decoder.extends_each:
             for begin, end in ((0, cut), (cut, last)):
                 every = np.arange(begin, end)
                 decoder.extend_each(
@@ -49,7 +47,7 @@ def last_logprobs(decoder: Decoder, prompt: list[int]) -> torch.Tensor:
         else:
             decoder.extend(slots, tokens[:, :cut], none, fresh=True)
             decoder.extend(slots, tokens[:, cut:last], cuts, fresh=False)
-        logits = decoder.decode(slots, tokens[:, last].numpy(), lasts, [Bucket(0, 1, 48), Bucket(1, 2, 48)])
+        logits = decoder.decode(slots, tokens[:, last].numpy(), lasts)
     assert torch.allclose(logits[0], logits[1], atol=TOLERANCE)
     return logits[0].log_softmax(-1)
 
@@ -59,15 +57,13 @@ def expected(model: Any, prompt: list[int]) -> torch.Tensor:
         return model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
 
 
-@pytest.mark.parametrize(("kind", "kv"), [*((kind, "blocks") for kind in KINDS), ("qwen3", "rows")])
-def test_a_decoder_gives_the_models_log_probabilities_before_and_after_an_update(
-    kind: str, kv: Layout, each_decoder: str
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decoder_gives_the_models_log_probabilities_before_and_after_an_update(kind: str, each_decoder: str) -> None:
     model, prompt = model_of(kind), make_prompt(31)
     new = perturbed(model)
     before, after = expected(model, prompt), expected(new, prompt)
-    decoder = Decoder(model, num_slots=2, context_length=64, layout=kv)
-    assert decoder.takes_any_slots == (each_decoder == "compiled")
+    decoder = Decoder(model, num_slots=2, context_length=64)
+    assert decoder.extends_each == (each_decoder == "compiled")
     assert (last_logprobs(decoder, prompt) - before).abs().max() <= TOLERANCE
     decoder.load(decoder.prepare(WeightUpdate.full(named_weights(new), 1)))
     assert (last_logprobs(decoder, prompt) - after).abs().max() <= TOLERANCE
@@ -75,6 +71,6 @@ def test_a_decoder_gives_the_models_log_probabilities_before_and_after_an_update
 
 
 def test_only_small_float32_models_on_a_cpu_decode_in_compiled_code() -> None:
-    assert Decoder(build_model("qwen3"), num_slots=1, context_length=16).takes_any_slots
+    assert Decoder(build_model("qwen3"), num_slots=1, context_length=16).extends_each
     half = build_model("qwen3").to(torch.bfloat16)
-    assert not Decoder(half, num_slots=1, context_length=16).takes_any_slots
+    assert not Decoder(half, num_slots=1, context_length=16).extends_each

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.inference.engine.torch.gathering import JOIN_STEPS, LINGER_S, MEMORY_S, Gathering
+from services.inference.engine.torch.slots import JOIN_STEPS, LINGER_S, MEMORY_S, Gathering
 
 ROUNDING = 1e-9  # of differences of times
 

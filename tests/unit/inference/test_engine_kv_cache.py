@@ -1,8 +1,6 @@
-"""The two layouts of the KV cache, the ledger of its blocks, and the choice between them."""
+"""The KV cache: the life of its blocks, and its size."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.common.config.processes.kv_cache import BLOCK_TOKENS, RESERVED_BLOCKS, blocks_of, least_blocks
 from services.common.errors import ConfigError
-from services.inference.engine.torch.kv.block_cache import BlockCache, build_cache
-from services.inference.engine.torch.kv.cache import KvCache, KvShape, RowCache
-from services.inference.engine.torch.kv.ledger import EMPTY
+from services.inference.engine.torch.kv import EMPTY, KvCache, KvShape
 
 NUM_SLOTS = 6
 CONTEXT = 3 * BLOCK_TOKENS + 7
@@ -28,12 +24,14 @@ SHAPE = KvShape(
     dtype=torch.float32,
     device=torch.device("cpu"),
 )
+BLOCK_BYTES = BLOCK_TOKENS * SHAPE.token_bytes
+LEAST_BYTES = least_blocks(CONTEXT) * BLOCK_BYTES
 
 
-def write(cache: KvCache, slot: int, start: int, values: np.ndarray, dtype: torch.dtype = torch.float32) -> None:
+def write(cache: KvCache, slot: int, start: int, values: np.ndarray) -> None:
     """Write ``values`` [positions] of every head and dimension of both layers at ``start``."""
     places = cache.places(np.full(len(values), slot), start + np.arange(len(values)))
-    heads = torch.from_numpy(values).to(dtype)[:, None, None].expand(-1, 4, 4)
+    heads = torch.from_numpy(values).to(torch.float32)[:, None, None].expand(-1, 4, 4)
     for index in range(2):
         cache.write(index, places, heads + index)
 
@@ -47,31 +45,12 @@ def read(cache: KvCache, slot: int, width: int) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize(
-    ("sources", "targets"),
-    [([0, 3], [3, 0]), ([0, 1, 2], [1, 2, 0]), ([2, 4], [4, 2])],
-    ids=["swap", "cycle", "one"],
-)
-@pytest.mark.parametrize("layout", ["rows", "blocks"])
-def test_a_move_reads_all_rows_before_it_writes_any(
-    layout: str, dtype: torch.dtype, sources: list[int], targets: list[int]
-) -> None:
-    cache = build_cache(replace(SHAPE, dtype=dtype), None, layout)  # type: ignore[arg-type]
-    for slot in range(NUM_SLOTS):
-        cache.own(np.array([slot]), np.array([0]), np.array([9]))
-        write(cache, slot, 0, 10 * slot + np.arange(9), dtype)
-    cache.move(sources, targets, 9)
-    for source, target in zip(sources, targets, strict=True):
-        assert read(cache, target, 9).tolist() == (10 * source + np.arange(9)).tolist()
-
-
 class OneCache(RuleBasedStateMachine):
     """Random life of the slots of a paged cache, against a dictionary of what each slot holds."""
 
     @initialize(num_blocks=st.integers(least_blocks(CONTEXT), 3 * least_blocks(CONTEXT)))
     def start(self, num_blocks: int) -> None:
-        self.cache = BlockCache(SHAPE, num_blocks)
+        self.cache = KvCache(SHAPE, num_blocks * BLOCK_BYTES)
         self.held: dict[int, list[float]] = {slot: [] for slot in range(NUM_SLOTS)}
         self.next = 1.0
 
@@ -82,11 +61,11 @@ class OneCache(RuleBasedStateMachine):
         if start == stop:
             return
         where = np.array([slot]), np.array([start]), np.array([stop])
-        ledger = self.cache.ledger
-        free, short = ledger.num_free, self.cache.shortage(*where)
+        cache = self.cache
+        free, short = cache.num_free, self.cache.shortage(*where)
         self.held[slot] = self.held[slot][: blocks_of(start) * BLOCK_TOKENS]  # shortage drops the blocks behind
         if short:
-            assert short > 0 and ledger.num_free >= free
+            assert short > 0 and cache.num_free >= free
             self.held[slot] = self.held[slot][:start]
             return
         self.cache.own(*where)
@@ -112,11 +91,6 @@ class OneCache(RuleBasedStateMachine):
         self.cache.cut(slot, num)
         self.held[slot] = self.held[slot][:num]
 
-    @rule(order=st.permutations(range(NUM_SLOTS)))
-    def move(self, order: list[int]) -> None:
-        self.cache.move(list(range(NUM_SLOTS)), order, CONTEXT)
-        self.held = {target: self.held[source] for source, target in enumerate(order)}
-
     @rule(slot=st.integers(0, NUM_SLOTS - 1), position=st.integers(0, CONTEXT - 1))
     @precondition(lambda self: hasattr(self, "cache"))
     def write_without_owning(self, slot: int, position: int) -> None:
@@ -134,19 +108,18 @@ class OneCache(RuleBasedStateMachine):
     def blocks_are_free_or_counted(self) -> None:
         if not hasattr(self, "cache"):
             return
-        ledger = self.cache.ledger
-        named = ledger.table[ledger.table != EMPTY]
-        counts = np.bincount(named, minlength=len(ledger.refs))
-        assert np.array_equal(counts, ledger.refs)
-        free = set(ledger._free)
-        assert len(free) == ledger.num_free and min(free, default=RESERVED_BLOCKS) >= RESERVED_BLOCKS
-        assert free | set(named.tolist()) == set(range(RESERVED_BLOCKS, len(ledger.refs)))
+        cache = self.cache
+        named = cache.table[cache.table != EMPTY]
+        counts = np.bincount(named, minlength=len(cache.refs))
+        assert np.array_equal(counts, cache.refs)
+        free = set(cache._free)
+        assert len(free) == cache.num_free and min(free, default=RESERVED_BLOCKS) >= RESERVED_BLOCKS
+        assert free | set(named.tolist()) == set(range(RESERVED_BLOCKS, len(cache.refs)))
         assert not free & set(named.tolist())
-        assert ledger.num_shared == np.count_nonzero(counts > 1)
         for slot, values in self.held.items():
-            assert (ledger.table[slot, : ledger.held[slot]] != EMPTY).all()
-            assert (ledger.table[slot, ledger.held[slot] :] == EMPTY).all()
-            assert ledger.held[slot] >= blocks_of(len(values))
+            assert (cache.table[slot, : cache.held[slot]] != EMPTY).all()
+            assert (cache.table[slot, cache.held[slot] :] == EMPTY).all()
+            assert cache.held[slot] >= blocks_of(len(values))
 
 
 TestOneCache = OneCache.TestCase
@@ -154,17 +127,16 @@ TestOneCache.settings = settings(max_examples=25, stateful_step_count=25, deadli
 
 
 def test_a_shared_block_is_copied_when_it_is_written_and_not_before() -> None:
-    cache = BlockCache(SHAPE, 3 * least_blocks(CONTEXT))
+    cache = KvCache(SHAPE, 3 * LEAST_BYTES)
     prompt = np.arange(BLOCK_TOKENS + 5)
     cache.own(np.array([0]), np.array([0]), np.array([len(prompt)]))
     write(cache, 0, 0, prompt)
     cache.share(0, [1, 2], len(prompt))
-    ledger = cache.ledger
-    assert ledger.num_blocks - ledger.num_free == 2 == ledger.num_shared
+    assert cache.num_blocks - cache.num_free == 2 == np.count_nonzero(cache.refs > 1)
     slots, last = np.arange(3), np.full(3, len(prompt))
     assert cache.shortage(slots, last, last + 1) == 0
     cache.own(slots, last, last + 1)
-    assert ledger.num_blocks - ledger.num_free == 4, "one full block for all, and a last block each"
+    assert cache.num_blocks - cache.num_free == 4, "one full block for all, and a last block each"
     for slot in range(3):
         write(cache, slot, len(prompt), np.array([100.0 + slot]))
     for slot in range(3):
@@ -172,7 +144,7 @@ def test_a_shared_block_is_copied_when_it_is_written_and_not_before() -> None:
 
 
 def test_a_slot_without_values_is_finite_after_another_one_was_cleared() -> None:
-    cache = BlockCache(SHAPE, least_blocks(CONTEXT))
+    cache = KvCache(SHAPE, LEAST_BYTES)
     whole = np.array([0]), np.array([0]), np.array([CONTEXT])
     cache.own(*whole)
     write(cache, 0, 0, np.full(CONTEXT, np.nan))
@@ -182,27 +154,19 @@ def test_a_slot_without_values_is_finite_after_another_one_was_cleared() -> None
     assert all(part.isfinite().all() for part in cache.read(1, cache.reach(np.array([0]), CONTEXT)))
 
 
-@pytest.mark.parametrize(
-    ("device", "limit", "kind"),
-    [
-        ("cpu", None, RowCache),
-        ("cpu", SHAPE.row_bytes, RowCache),
-        ("cpu", SHAPE.row_bytes - 1, BlockCache),
-        ("meta", None, BlockCache),
-    ],
-)
-def test_a_cpu_takes_rows_where_the_limit_allows_them(device: str, limit: int | None, kind: type) -> None:
-    cache = build_cache(replace(SHAPE, device=torch.device(device)), limit)
-    assert isinstance(cache, kind)
-    if limit is not None:
-        assert cache.num_bytes <= limit
-
-
 def test_a_limit_that_holds_no_sequence_is_refused_with_one_that_does() -> None:
-    least = least_blocks(CONTEXT) * BLOCK_TOKENS * SHAPE.token_bytes
-    cache = build_cache(SHAPE, least, "blocks")
-    assert cache.num_bytes == least
+    cache = KvCache(SHAPE, LEAST_BYTES)
+    assert cache.kv.nbytes == LEAST_BYTES
     whole = np.array([3]), np.array([0]), np.array([CONTEXT])
     assert cache.shortage(*whole) == 0
     with pytest.raises(ConfigError, match=r"kv_cache_gib is .*one sequence of 103 tokens needs .*raise kv_cache_gib"):
-        build_cache(SHAPE, least - 1, "blocks")
+        KvCache(SHAPE, LEAST_BYTES - 1)
+
+
+def test_a_cache_without_a_limit_is_never_short() -> None:
+    cache = KvCache(SHAPE)
+    slots = np.arange(NUM_SLOTS)
+    whole = slots, np.zeros(NUM_SLOTS, int), np.full(NUM_SLOTS, CONTEXT)
+    assert cache.shortage(*whole) == 0 and not cache.is_bounded
+    cache.own(*whole)
+    assert cache.num_free == 0

@@ -35,12 +35,13 @@ def no_library() -> Any:
 
 def decoder(num_slots: int = 8) -> Decoder:
     built = Decoder(copy.deepcopy(MODEL), num_slots=num_slots, context_length=96)
-    assert built.takes_any_slots
+    assert built.extends_each
     return built
 
 
 def fill(built: Decoder, slot: int, tokens: list[int]) -> None:
     num = len(tokens)
+    built.cache.own(np.array([slot]), np.array([0]), np.array([num + 1]))
     built.extend_each(np.full(num, slot), np.asarray(tokens, dtype=np.int64), np.arange(num))
 
 
@@ -52,6 +53,7 @@ def test_a_draw_is_that_of_torch(seed: int, scale: float) -> None:
     uniform = rng.random(8)
     uniform[0] = 0.0
     with torch.inference_mode():
+        built.cache.own(np.arange(8), np.zeros(8, int), np.ones(8, int))
         logits = built.decode(np.arange(8), np.arange(8), np.zeros(8, dtype=np.int64))
         logits.copy_(torch.from_numpy(rng.normal(0, scale, logits.shape)))
         logits[1, ::2] = -torch.inf
@@ -90,6 +92,8 @@ def test_threads_share_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> No
     slots, none = np.arange(32), np.zeros(32, dtype=np.int64)
     with torch.inference_mode():
         for num in (32, 17, 2):
+            for built in (parted, single):
+                built.cache.own(slots, none, none + 1)
             found, wanted = (built.decode(slots[:num], slots[:num], none[:num]) for built in (parted, single))
             assert torch.equal(found, wanted)
 
@@ -101,8 +105,9 @@ def test_only_the_rows_that_read_a_broken_value_are_not_finite(value: float) -> 
     with torch.inference_mode():
         for slot in range(4):
             fill(built, slot, make_prompt(12, slot))
-        built.cache.tensors[0][0, 2, 5] = value
-        built.cache.tensors[0][0, 1, 13] = value  # behind the last position
+        blocks = built.cache.table[:, 0]
+        built.cache.kv[0, blocks[2], 5] = value
+        built.cache.kv[0, blocks[1], 13] = value  # behind the last position
         drawn = built.draw(built.decode(slots, slots, positions), np.full(4, 0.5))
     assert np.isfinite(drawn.logprobs).tolist() == [True, True, False, True]
 
@@ -113,21 +118,16 @@ def test_a_model_without_a_compiler_decodes_in_torch_and_the_log_says_what_to_do
     monkeypatch.setenv("CC", "no-such-compiler")
     with structlog.testing.capture_logs() as logs:
         built = [Decoder(copy.deepcopy(MODEL), num_slots=1, context_length=16) for _ in range(2)]
-    assert not any(each.takes_any_slots for each in built)
+    assert not any(each.extends_each for each in built)
     (warning,) = logs
     assert (
         warning["log_level"] == "warning" and "no-such-compiler" in warning["reason"] and "apt-get" in warning["action"]
     )
     with torch.inference_mode():
-        logits = built[0].decode(np.zeros(1, int), np.asarray([7]), np.zeros(1, int), [step_bucket()])
+        built[0].cache.own(np.zeros(1, int), np.zeros(1, int), np.ones(1, int))
+        logits = built[0].decode(np.zeros(1, int), np.asarray([7]), np.zeros(1, int))
         wanted = MODEL(torch.tensor([[7]])).logits[0]
     assert (logits - wanted).abs().max() <= 10 * TOLERANCE
-
-
-def step_bucket() -> Any:
-    from services.inference.engine.torch.kv.cache import Bucket
-
-    return Bucket(0, 1, 16)
 
 
 def test_a_compiler_that_fails_is_named_with_its_output(

@@ -18,9 +18,9 @@ from services.common.config.processes.kv_cache import BLOCK_TOKENS, blocks_of, l
 from services.common.text.huggingface import named_weights
 from services.inference.engine.base import FinishReason, Generation, KvPolicy
 from services.inference.engine.torch import decoder as decoder_module
+from services.inference.engine.torch import kv
 from services.inference.engine.torch.core import Core, Entry
 from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.torch.kv import block_cache
 from services.inference.engine.torch.slots import SlotTable
 from services.inference.engine.weight_update import WeightUpdate
 from services.inference.metrics.gauges import METRICS, gauges
@@ -80,9 +80,7 @@ class Played:
 
     def check(self) -> None:
         """Blocks are free or held; a valid position lies in a held block."""
-        ledger, table = self.core.decoder.cache.ledger, self.core.table
-        if ledger is None:
-            return
+        ledger, table = self.core.decoder.cache, self.core.table
         assert ledger.num_free + np.count_nonzero(ledger.refs) == ledger.num_blocks
         assert (ledger.held * BLOCK_TOKENS >= table.cached).all()
         assert not (table.live & table.parked).any()
@@ -90,17 +88,17 @@ class Played:
 
 
 def test_a_group_holds_its_prompt_once() -> None:
-    played = Played(num_slots=16, layout="blocks")
+    played = Played(num_slots=16)
     for seed in range(16):
         played.submit(make_prompt(120), seed, 8)
     played.step(2)
     use = played.core.kv_use
-    assert use is not None and use.shared == 120 // BLOCK_TOKENS
+    assert use.shared == 120 // BLOCK_TOKENS
     assert use.used == use.shared + 16, "the full blocks of the prompt, and one block of each row"
 
 
 def test_the_next_turn_goes_on_in_the_blocks_of_the_last_one() -> None:
-    played = Played(layout="blocks")
+    played = Played()
     prompt = make_prompt(50)
     for turn in range(3):
         before = played.core.counters.prefilled
@@ -111,13 +109,13 @@ def test_the_next_turn_goes_on_in_the_blocks_of_the_last_one() -> None:
         assert played.core.counters.prefilled - before == (49 if turn == 0 else 9)
         prompt = prompt + generation.token_ids + make_prompt(9, 100 + turn)
     use = played.core.kv_use
-    assert use is not None and use.used == blocks_of(len(prompt) - 9 - 1)
+    assert use.used == blocks_of(len(prompt) - 9 - 1)
 
 
 @pytest.mark.parametrize("policy", list(KvPolicy))
 def test_requests_that_exceed_the_memory_wait_for_each_other_and_stay_exact(policy: KvPolicy) -> None:
     """Four requests in a pool of little more than one sequence, with an update while rows are parked."""
-    played = Played(policy=policy, kv_bytes=pool_bytes(least_blocks(CONTEXT) + 2), layout="blocks")
+    played = Played(policy=policy, kv_bytes=pool_bytes(least_blocks(CONTEXT) + 2))
     names = [played.submit(make_prompt(20, seed), seed, 120) for seed in range(4)]
     played.step(90)
     assert played.core.table.num_parked
@@ -141,7 +139,7 @@ def test_requests_that_exceed_the_memory_wait_for_each_other_and_stay_exact(poli
 
 
 def test_caches_of_ended_requests_go_before_a_running_row_is_parked() -> None:
-    played = Played(kv_bytes=pool_bytes(least_blocks(CONTEXT) + 1), layout="blocks")
+    played = Played(kv_bytes=pool_bytes(least_blocks(CONTEXT) + 1))
     for seed in range(3):
         played.submit(make_prompt(40, seed), seed, 4)
         played.end()
@@ -152,7 +150,7 @@ def test_caches_of_ended_requests_go_before_a_running_row_is_parked() -> None:
 
 
 def test_a_parked_request_can_be_aborted_and_its_slot_taken_again() -> None:
-    played = Played(num_slots=2, kv_bytes=pool_bytes(least_blocks(CONTEXT)), layout="blocks")
+    played = Played(num_slots=2, kv_bytes=pool_bytes(least_blocks(CONTEXT)))
     first, second = (played.submit(make_prompt(60, seed), seed, 99) for seed in range(2))
     while not played.core.table.num_parked:
         played.step()
@@ -250,23 +248,23 @@ def play(played: Played, story: list[tuple[str, int, int]], swaps: bool) -> list
 def test_a_random_life_in_little_memory_equals_a_forward_pass_of_each_version(
     story: list[tuple[str, int, int]], extra: int
 ) -> None:
-    played = Played(kv_bytes=pool_bytes(least_blocks(CONTEXT) + extra), layout="blocks")
+    played = Played(kv_bytes=pool_bytes(least_blocks(CONTEXT) + extra))
     for name in play(played, story, swaps=True):
         generation = played.outcomes[name]
         for segment in generation.segments:
             gap = max_gap(MODELS[segment.weight_version], played.prompts[name], generation, segment)
             assert gap <= TOLERANCE
     played.core.flush()
-    ledger = played.core.decoder.cache.ledger
-    assert ledger is not None and ledger.num_free == ledger.num_blocks, "a block leaks"
+    ledger = played.core.decoder.cache
+    assert ledger.num_free == ledger.num_blocks, "a block leaks"
 
 
 @settings(max_examples=8, deadline=None)
 @given(story=events.map(lambda story: [event for event in story if event[0] != "abort"]), extra=st.integers(0, 6))
 def test_little_memory_and_sharing_change_no_sample(story: list[tuple[str, int, int]], extra: int) -> None:
-    """Against rows in one slot, where nothing is shared between requests that run at once."""
-    paged = Played(kv_bytes=pool_bytes(least_blocks(CONTEXT) + extra), layout="blocks")
-    alone = Played(num_slots=1, layout="rows")
+    """Against one slot, where nothing is shared between requests that run at once."""
+    paged = Played(kv_bytes=pool_bytes(least_blocks(CONTEXT) + extra))
+    alone = Played(num_slots=1)
     for one, other in zip(play(paged, story, swaps=False), play(alone, story, swaps=False), strict=True):
         assert paged.outcomes[one].token_ids == alone.outcomes[other].token_ids
 
@@ -299,8 +297,8 @@ def test_groups_over_long_prompts_read_them_once_and_stay_exact(
         return trunk(query, far, own, mask)
 
     monkeypatch.setattr(decoder_module, "attend_to_trunk", counted)
-    monkeypatch.setattr(block_cache, "TRUNK_BLOCKS", 2 if stepping == "trunk" else 99)
-    played = Played(num_slots=12, layout="blocks")
+    monkeypatch.setattr(kv, "TRUNK_BLOCKS", 2 if stepping == "trunk" else 99)
+    played = Played(num_slots=12)
     names = [played.submit(make_prompt(100, group), seed, 30) for group in (1, 2) for seed in range(5)]
     names.append(played.submit(make_prompt(90, 7), 7, 30))
     played.step(10)

@@ -1,4 +1,4 @@
-"""The pure parts of the torch engine: sharing, passes, buckets, moves, noise."""
+"""The pure parts of the torch engine: sharing, passes, buckets, noise."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.records.kept_tokens import pack, unpack
 from services.common.records.types import Sampling
-from services.inference.engine.torch.batching import (
-    MOVE_COST,
-    REORDER_GAIN,
-    Holes,
-    attention_cost,
-    bucket_bounds,
-    plan_moves,
-)
+from services.inference.engine.torch.decoder import bucket_bounds
 from services.inference.engine.torch.prefill import MAX_PASS_TOKENS, Span, plan_passes, plan_sharing
 from services.inference.engine.torch.sampler import SamplingRows, sample, sample_plain, uniform_noise
 from services.inference.engine.torch.slots import MIN_SHARED_HALF, SlotTable, worth_sharing
@@ -74,59 +67,11 @@ lengths = st.lists(st.integers(1, 4000), min_size=1, max_size=100).map(lambda n:
 @given(lengths)
 def test_buckets_cover_all_rows_in_order_and_are_wide_enough(widths: np.ndarray) -> None:
     place = 0
-    for start, stop, width in bucket_bounds(widths):
-        assert start == place
-        assert width >= widths[start:stop].max()
-        place = stop
+    for bucket in bucket_bounds(widths):
+        assert bucket.start == place
+        assert bucket.width >= widths[bucket.start : bucket.stop].max()
+        place = bucket.stop
     assert place == len(widths)
-
-
-@settings(max_examples=200)
-@given(
-    st.lists(st.tuples(st.booleans(), st.integers(1, 4000)), min_size=1, max_size=80), st.booleans(), st.integers(0, 60)
-)
-def test_moves_are_a_permutation_that_closes_holes_which_cost_more_or_saves_attention(
-    rows: list[tuple[bool, int]], may_sort: bool, num_steps: int
-) -> None:
-    live = np.asarray([is_live for is_live, _ in rows])
-    length = np.asarray([n for _, n in rows], dtype=np.int64)
-    num_live = int(live.sum())
-    before_extent = int(np.flatnonzero(live).max()) + 1 if num_live else 0
-    holes = Holes()
-    for _ in range(num_steps):
-        holes.stepped(before_extent, num_live)
-    sources, targets = plan_moves(live, length, may_sort, holes)
-    assert sorted(sources) == sorted(targets)
-    assert len(set(targets)) == len(targets)
-    after_live, after_length = live.copy(), length.copy()
-    after_live[targets], after_length[targets] = live[sources], length[sources]
-    if sources:
-        assert after_live[:num_live].all()
-    extent = int(np.flatnonzero(after_live).max()) + 1 if num_live else 0
-    cost = num_steps * (before_extent - num_live)
-    are_many = before_extent - num_live > max(2, before_extent / 8)
-    num_moved = 2 * int(live[num_live:].sum())
-    if are_many and cost >= MOVE_COST * num_moved:
-        assert extent == num_live
-    elif sources:  # not for the holes, so for the order
-        assert may_sort
-        before = np.where(live, length, 1)[:before_extent]
-        assert attention_cost(after_length[:num_live]) < REORDER_GAIN * attention_cost(before)
-
-
-def test_holes_that_are_filled_in_time_cost_no_move() -> None:
-    """Rows end and others take their places before the holes have cost as much as closing them."""
-    holes, length = Holes(), np.full(64, 40)
-    full, with_holes = np.ones(64, dtype=bool), np.arange(64) % 4 > 0
-    for _ in range(50):
-        for live in (full, with_holes):
-            assert plan_moves(live, length, False, holes) == ([], [])
-            holes.stepped(64, int(live.sum()))
-    holes.stepped(64, 48)
-    holes.stepped(64, 48)
-    holes.stepped(64, 48)
-    sources, _ = plan_moves(with_holes, length, False, holes)
-    assert sources and with_holes[sources].sum() == 12
 
 
 @pytest.mark.parametrize(
@@ -202,9 +147,7 @@ def test_one_live_row_with_settings_of_its_own_is_seen_until_it_leaves(own: dict
     assert table.is_plain
     table.occupy(1, prompt, 0, Sampling(max_new_tokens=4, **own), (), 1)
     assert not table.is_plain
-    table.moved([1, 2], [2, 1])
-    assert not table.is_plain
-    table.release(2)
+    table.release(1)
     assert table.is_plain
 
 
@@ -278,15 +221,12 @@ def test_what_is_recorded_is_the_set_that_the_log_probability_is_normalised_over
     assert len(sizes) > 10, "sets of many sizes are compared"
 
 
-def test_joining_requests_take_the_oldest_caches_and_may_be_moved_to_the_lowest_slots() -> None:
+def test_a_joining_request_takes_an_empty_slot_or_the_oldest_cache() -> None:
     table = SlotTable(6, 32)
     for slot in (3, 0, 4, 2, 1):  # the order in which their requests end
         table.occupy(slot, row(*range(slot, slot + 8)), 8, Sampling(max_new_tokens=4), (), seed=slot)
     for slot in (3, 0, 4, 2):
         table.release(slot)
     assert table.free_slot() == 5, "it has no cache"
-    sources, targets = table.displaced(3)  # slot 5 is empty, 3 and 0 ended first; the lowest free ones are 0, 2 and 3
-    assert (sorted(sources), dict(zip(sources, targets, strict=True))) == ([2, 5], {2: 5, 5: 2})
-    table.moved(sources, targets)
-    assert table.holds(5, row(*range(2, 10))) and table.holds(4, row(*range(4, 12)))
-    assert table.free_slot() == 2
+    table.occupy(5, row(1), 0, Sampling(max_new_tokens=4), (), seed=0)
+    assert table.free_slot() == 3, "its request ended first"

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from services.common.text.huggingface import named_weights
 from services.inference.engine.torch import static_step
 from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.torch.kv.cache import Bucket
 from services.inference.engine.torch.static_step import CudaCapture, Replay
 from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import TOLERANCE, build_model, make_prompt, max_gap
@@ -38,8 +37,8 @@ class EagerCapture:
 def test_static_steps_sample_like_plain_ones_with_updates_between(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static_step, "LEAST_WIDTH", 32)
     capture = EagerCapture()
-    static = Played(layout="blocks", kv_bytes=pool_bytes(16), stepping="graph", capture=capture)
-    plain = Played(layout="blocks", kv_bytes=pool_bytes(16))
+    static = Played(kv_bytes=pool_bytes(16), stepping="graph", capture=capture)
+    plain = Played(kv_bytes=pool_bytes(16))
     names = []
     for played in (static, plain):
         own = [played.submit(make_prompt(12 * seed + 5, seed % 2), seed, 20 + 9 * seed) for seed in range(5)]
@@ -60,7 +59,7 @@ def test_static_steps_sample_like_plain_ones_with_updates_between(monkeypatch: p
 @pytest.mark.usefixtures("torch_decoder")
 def test_padding_rows_change_no_slot_and_no_result() -> None:
     decoders = [
-        Decoder(copy.deepcopy(MODELS[0]), num_slots=6, context_length=CONTEXT, layout="blocks", **settings)
+        Decoder(copy.deepcopy(MODELS[0]), num_slots=6, context_length=CONTEXT, **settings)
         for settings in ({}, {"stepping": "graph", "capture": EagerCapture()})
     ]
     tokens, positions = np.arange(3) + 40, np.array([0, 0, 0])
@@ -68,7 +67,7 @@ def test_padding_rows_change_no_slot_and_no_result() -> None:
     with torch.inference_mode():
         for decoder in decoders:
             decoder.cache.own(np.arange(3), positions, positions + 1)
-            found.append(decoder.decode(np.arange(3), tokens, positions, [Bucket(0, 3, 16)]))
+            found.append(decoder.decode(np.arange(3), tokens, positions))
     assert found[1].shape == found[0].shape
     assert torch.allclose(*found, atol=1e-5)
     reach = decoders[0].cache.reach(np.arange(6), CONTEXT)
@@ -86,7 +85,7 @@ def test_a_compiled_layer_is_compiled_once_for_all_layers_and_computes_the_same(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     torch._dynamo.reset()
     compiled, plain = (
-        Decoder(copy.deepcopy(MODELS[0]), num_slots=8, context_length=CONTEXT, layout="blocks", **settings)
+        Decoder(copy.deepcopy(MODELS[0]), num_slots=8, context_length=CONTEXT, **settings)
         for settings in ({"stepping": "compiled", "capture": EagerCapture()}, {})
     )
     with torch.inference_mode():
@@ -94,9 +93,7 @@ def test_a_compiled_layer_is_compiled_once_for_all_layers_and_computes_the_same(
             slots, positions = np.arange(num_rows), np.full(num_rows, position)
             for decoder in (compiled, plain):
                 decoder.cache.own(slots, 0 * positions, positions + 1)
-            found, wanted = (
-                d.decode(slots, slots, positions, [Bucket(0, num_rows, position + 1)]) for d in (compiled, plain)
-            )
+            found, wanted = (d.decode(slots, slots, positions) for d in (compiled, plain))
             assert (found - wanted).abs().max() < 1e-4
     torch._dynamo.reset()
     assert 2 <= counter.frame_count <= 4, "two functions, for the first number of rows and for any"
@@ -147,7 +144,7 @@ def test_every_tensor_of_a_step_is_on_the_device_and_of_its_type(
             decoder.extend(slots, torch.zeros(3, 20, dtype=torch.long, device="meta"), none + start, fresh=fresh)
         decoder.cache.share(0, [1], 37)
         decoder.cache.own(np.array([0, 1]), np.array([37, 37]), np.array([40, 40]))
-        logits = decoder.decode(slots, slots, ends - 1, [Bucket(0, 2, 48), Bucket(2, 3, 48)])
+        logits = decoder.decode(slots, slots, ends - 1)
         assert (logits.shape, logits.device.type, logits.dtype) == ((3, 301), "meta", dtype)
         decoder.cache.clear(2)
 
@@ -156,7 +153,7 @@ def test_every_tensor_of_a_step_is_on_the_device_and_of_its_type(
 def test_captured_steps_are_dropped_with_the_memory_that_they_name() -> None:
     """A GPU gives other addresses when the memory is allocated again."""
     capture = EagerCapture()
-    played = Played(layout="blocks", kv_bytes=pool_bytes(16), stepping="graph", capture=capture)
+    played = Played(kv_bytes=pool_bytes(16), stepping="graph", capture=capture)
     played.submit(make_prompt(12), 0, 20)
     played.step(3)
     before = len(capture.steps)

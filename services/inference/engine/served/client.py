@@ -13,8 +13,8 @@ import numpy as np
 import orjson
 
 from services.common.aio import deadline
-from services.common.errors import InfrastructureError
-from services.common.records.kept_tokens import KeptRow, kept_rows
+from services.common.errors import DeadlineError, InfrastructureError
+from services.common.records.kept_tokens import KeptRow, kept_rows, left_out_row
 from services.common.records.types import Sampling
 
 PauseMode = Literal["retract", "in_place"]
@@ -74,14 +74,33 @@ class Chunk:
 Reader = Callable[[dict[str, Any]], Chunk | None]  # one message of a stream; None if it completes no chunk
 
 
-def rows_of_masks(masks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[KeptRow]:
-    """The drawable tokens at each position, of lists of their ids."""
+def kept_of(call: CallRequest, token_ids: Sequence[int], masks: Sequence[Sequence[int]]) -> list[KeptRow]:
+    """The drawable tokens at each position: those in the masks where the sampling is cut, or all but the stop tokens."""
+    if not call.sampling.is_truncated:
+        return [left_out_row(call.stop_token_ids)] * len(token_ids) if call.suppress_stop else []
+    if len(masks) != len(token_ids):
+        raise ValueError(f"{len(token_ids)} tokens with {len(masks)} sampling masks")
     if not masks:
         return []
     counts = np.array([len(mask) for mask in masks], dtype=np.int64)
     ids = np.zeros((len(masks), int(counts.max())), dtype=np.int64)
     ids[np.arange(ids.shape[1]) < counts[:, None]] = [token for mask in masks for token in mask]
     return kept_rows(ids, counts, np.array(token_ids, dtype=np.int64))
+
+
+def finish_of(kind: str, row: dict[str, Any], matched: Any, message: str = "", status: int | None = None) -> Finish:
+    """The end of a call; ``row`` has the server's ``weight_versions``."""
+    spans = tuple(
+        VersionSpan(version=int(span["version"]), start=int(span["start"]), end=int(span["end"]))
+        for span in row.get("weight_versions") or []
+    )
+    return Finish(
+        kind="stop" if kind == "stop" else "length" if kind == "length" else "abort",
+        spans=spans,
+        matched=matched if isinstance(matched, int) else None,
+        message=message,
+        status=status,
+    )
 
 
 class Refused(InfrastructureError):
@@ -142,6 +161,8 @@ class ServerClient(ABC):
 
     program: ClassVar[str]
     generate_path: ClassVar[str]
+    ready_path: ClassVar[str]
+    version_path: ClassVar[str]
 
     def __init__(self, address: str, key: str) -> None:
         self.address = address
@@ -216,19 +237,30 @@ class ServerClient(ABC):
         """Read every tensor of a directory's safetensors files. After a failure the weights may have changed or not."""
 
     @abstractmethod
-    async def weight_version(self) -> int | None:
-        """The version that the server reports; None if the report is not a number."""
-
-    @abstractmethod
     async def load(self) -> Load: ...
-
-    @abstractmethod
-    async def is_ready(self) -> bool:
-        """Whether the server has started and takes requests; False while its port is closed."""
 
     @abstractmethod
     async def is_generating(self, timeout_s: float) -> bool:
         """Whether the server generates; an idle server is asked for one token. False for a paused server too."""
+
+    # -- the same for all programs ------------------------------------------------------------------------------
+
+    async def weight_version(self) -> int | None:
+        """The version that the server reports; None if the report is not a number."""
+        answer = await self._get(self.version_path, QUESTION_TIMEOUT_S)
+        name = str(answer.get("weight_version"))
+        return int(name) if name.isdecimal() else None
+
+    async def is_ready(self) -> bool:
+        """Whether the server has started and takes requests; False while its port is closed."""
+        return await self._succeeds("GET", self.ready_path, QUESTION_TIMEOUT_S)
+
+    async def _succeeds(self, method: str, path: str, timeout_s: float, data: bytes | None = None) -> bool:
+        try:
+            await self._ask(method, path, timeout_s, data)
+        except (InfrastructureError, DeadlineError):
+            return False
+        return True
 
     # -- HTTP ---------------------------------------------------------------------------------------------------
 

@@ -6,12 +6,14 @@ import os
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from services.common.config.processes.services import InferenceConfig
 from services.common.errors import ConfigError
 from services.common.installing import COMPLETE, ROOT
 from services.common.system.devices import has_gpu_driver, mapped_gpus, visible_gpus
 
+PORTS_TRIED = 3  # of one start: a server binds its port after loading, seconds to minutes after the port was found free
 Argument = str | int | float | bool
 
 
@@ -108,3 +110,58 @@ def bound_cores(index: int, num_ranks: int, threads: int, cores: Sequence[int]) 
 
 def _plain(key: str) -> str:
     return key.lstrip("-").replace("-", "_")
+
+
+def own_ranks(engine: str, number: int, parallel: int, gpus: Sequence[str]) -> list[Sequence[str]]:
+    """The GPUs of each of ``number`` servers of ``parallel`` ranks; empty lists for all visible GPUs.
+
+    ``ConfigError`` for fewer GPUs than the servers need.
+    """
+    if gpus and len(gpus) < number * parallel:
+        raise ConfigError(
+            f"{number} {engine} engines of {parallel} GPUs need {number * parallel}, but have {len(gpus)}"
+        )
+    return [gpus[index * parallel : (index + 1) * parallel] for index in range(number)]
+
+
+def server_environment(model_path: str, gpus: Sequence[str]) -> dict[str, str]:
+    """What every server's environment has beside its program's own."""
+    env = {"TOKENIZERS_PARALLELISM": "false"}
+    if Path(model_path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return env
+
+
+def hints_of(program: str, section: str, remedies: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Patterns of a server's output with remedies: the program's own first, then those of every program."""
+    return [
+        *remedies,
+        (
+            rf"No module named ['\"]?{section}",
+            f"this interpreter has no {program}: run `make {section}-env` ({section}-cpu-env for CPUs), or name one that has it "
+            f"with {section}.python or {python_variable(section)}",
+        ),
+        (
+            r"unrecognized arguments?:? .*|invalid choice: .*|argument --\S+: .*",
+            f"{program} does not know an argument: correct {section}.extra_arguments",
+        ),
+        (
+            r"out of memory|OutOfMemoryError|Not enough memory|mem-fraction-static|Cannot allocate memory|"
+            r"No available memory for the cache blocks|is less than desired|KV cache is needed",
+            f"too little memory: raise {section}.memory_share if the GPU is free, lower it if other processes use the GPU, raise "
+            f"{section}.tensor_parallel, or lower policies.<name>.model.context_length or {section}.max_running_requests",
+        ),
+        (
+            r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device|CUDA driver|Invalid GPU id",
+            "no such GPU here: correct inference.<name>.gpus (`nvidia-smi -L` lists them)",
+        ),
+        (
+            r"no file named config\.json|Incorrect path_or_model_id|Invalid repository ID|is not a local folder|"
+            r"Repo id must be|Can't load the configuration|does not appear to have a file named|"
+            r"Cannot find any model weights|Unrecognized model",
+            f"the model path holds no model that {program} can read: correct policies.<name>.model.path",
+        ),
+        (r"[Aa]ddress already in use", f"ports were taken meanwhile, {PORTS_TRIED} times in a row"),
+    ]

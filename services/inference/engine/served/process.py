@@ -20,11 +20,11 @@ from services.common.system.child import bound_to_this_process
 from services.common.system.children import KILLED_S, has_ended, how_ended, last_lines, output_tail, signal_group
 from services.common.system.free_ports import free_ports
 from services.inference.engine.served.client import ServerClient
+from services.inference.engine.served.environment import PORTS_TRIED
 
 log = structlog.get_logger(__name__)
 
 READY_POLL_S = 0.5
-PORTS_TRIED = 3  # of one start: a server binds its port after loading, seconds to minutes after the port was found free
 _NEIGHBOURS = 16  # servers that may start at the same moment in this process
 _starts = itertools.count()
 LEFTOVERS_POLL_S, LEFTOVERS_POLLS = 0.05, 60  # wait for the workers' end after the server's

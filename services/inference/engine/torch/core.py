@@ -3,8 +3,7 @@
 Synchronous and single-threaded, without asyncio; ``TorchEngine`` runs the steps in a thread.
 
 One step:  admit waiting requests into free slots  ->  compute their prompts' KV (all but the last token)
-           ->  compact or reorder rows if the decoder needs that  ->  feed the last token of every row  ->  sample
-           ->  finish rows
+           ->  feed the last token of every row  ->  sample  ->  finish rows
 
 Invariants: the last token of a row is never in the KV cache before its decoding step, so prompts, continued
 conversations and rows recomputed after an update all go on through the same step; a token's log-probability and
@@ -30,20 +29,15 @@ from services.common.records.types import Segment
 from services.common.telemetry.log_events import LogEvent
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest, KvPolicy, KvUse
 from services.inference.engine.in_place import PreparedUpdate
-from services.inference.engine.torch.batching import Holes, bucket_bounds, plan_moves
 from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.torch.gathering import Gathering
 from services.inference.engine.torch.keeper import Counters, KvKeeper
-from services.inference.engine.torch.kv.cache import Bucket
-from services.inference.engine.torch.kv.ledger import Ints
 from services.inference.engine.torch.prefill import MAX_PASS_TOKENS
 from services.inference.engine.torch.sampler import sample
-from services.inference.engine.torch.slots import SlotTable, worth_sharing
+from services.inference.engine.torch.slots import Gathering, SlotTable, worth_sharing
 
 log = structlog.get_logger(__name__)
 
 ADMIT_TOKENS = 4 * MAX_PASS_TOKENS  # prompt tokens admitted before the rows already running get their next token
-SORT_EVERY = 16  # decoding steps between two looks at whether ordering rows by length pays
 TAKEOVER_LOSS = 4  # a free slot is taken over, not copied, when at most this many cached positions are lost
 
 
@@ -86,7 +80,6 @@ class Core:
         self._by_id: dict[str, Entry] = {}
         self._watched: dict[str, Entry] = {}  # of these, the requests with a ``watch``
         self._gathering = Gathering()
-        self._holes = Holes()
 
     # -- calls between two steps -------------------------------------------------------------------------------
 
@@ -100,7 +93,7 @@ class Core:
         return len(self._waiting) + self.table.num_parked
 
     @property
-    def kv_use(self) -> KvUse | None:
+    def kv_use(self) -> KvUse:
         return self._kv.use
 
     def holds_s(self) -> float:
@@ -175,25 +168,22 @@ class Core:
         if self._gathering.joins(self.num_waiting, table.num_live, table.num_free + table.num_parked):
             self._admit()
         self._kv.grow()
-        slots = np.flatnonzero(table.live) if self.decoder.takes_any_slots else self._leading_slots()
+        slots = np.flatnonzero(table.live)
         if not len(slots):
             return
-        live = table.live[slots]
-        buckets: list[Bucket] = []
-        if not self.decoder.takes_any_slots:
-            buckets = [Bucket(*b) for b in bucket_bounds(np.where(live, table.length[slots], 1))]
-        logits = self.decoder.decode(slots, *table.last_tokens(slots), buckets)
+        slots = self.decoder.arranged(slots, table.length[slots])
+        logits = self.decoder.decode(slots, *table.last_tokens(slots))
         if table.is_plain:
             drawn = self.decoder.draw(logits, table.uniform(slots))
         else:
             drawn = sample(logits, table.sampling_rows(slots))
-        broken = slots[live & ~np.isfinite(drawn.logprobs)]
+        broken = slots[~np.isfinite(drawn.logprobs)]
         for slot in broken.tolist():
             self._break(slot)
         for row, kept in drawn.kept.items():
             if (entry := self._rows[slots[row]]) is not None:
                 entry.kept.append(kept)
-        num_emitted = int(np.count_nonzero(live)) - len(broken)
+        num_emitted = len(slots) - len(broken)
         stopped, full = table.append(slots, drawn.tokens, drawn.logprobs)
         self.counters.steps += 1
         self._gathering.decoded(began, time.monotonic())
@@ -211,16 +201,6 @@ class Core:
             if entry.request.watch is not None and entry.request.watch(last):
                 self._finish(entry, FinishReason.STOP)
 
-    def _leading_slots(self) -> Ints:
-        """The slots up to the last live one, after moves of rows that pay."""
-        table = self.table
-        sources, targets = plan_moves(table.live, table.length, self.counters.steps % SORT_EVERY == 0, self._holes)
-        self._move(sources, targets)
-        if sources:
-            self._holes.closed()
-        self._holes.stepped(table.extent, table.num_live)
-        return np.arange(table.extent)
-
     def _admit(self) -> None:
         table = self.table
         if self._alone:
@@ -229,8 +209,6 @@ class Core:
         for slot in revived:
             self._mark(slot)
         batch = [] if table.num_parked else self._next_batch()
-        any_slots = self.decoder.takes_any_slots
-        front = table.num_slots if any_slots else table.num_live + len(batch)
         # Continued conversations first: another request must not take their slots in the same round.
         newcomers: list[tuple[Entry, Any, int, int]] = []
         known: dict[tuple[int, ...], tuple[Any, int, int]] = {}  # equal prompts come together: a task group's
@@ -240,19 +218,20 @@ class Core:
                 prompt = np.asarray(ids, dtype=np.int32)
                 known[ids] = (prompt, *table.longest_prefix(prompt))
             prompt, source, shared = known[ids]
-            # Taken over: a free slot among the live ones whose whole cache is a prefix of the prompt.
-            is_worth = worth_sharing(shared, len(prompt) - 1)
-            is_near = source < front and not table.live[source]
-            if is_worth and is_near and table.cached[source] - shared <= TAKEOVER_LOSS:
+            # Taken over: a free slot whose whole cache is a prefix of the prompt.
+            is_whole = not table.live[source] and table.cached[source] - shared <= TAKEOVER_LOSS
+            if worth_sharing(shared, len(prompt) - 1) and is_whole:
                 self._place(entry, source, prompt, source, shared)
                 known.clear()  # slots have changed
             else:
                 newcomers.append((entry, prompt, source, shared))
-        sources, targets = ([], []) if any_slots else table.displaced(len(newcomers))
-        self._move(sources, targets)
-        now_at = dict(zip(sources, targets, strict=True))
         for entry, prompt, source, shared in newcomers:
-            self._take_free(entry, prompt, now_at.get(source, source), shared)
+            # In this round another request may have taken the source.
+            if worth_sharing(shared, len(prompt) - 1) and not table.holds(source, prompt[:shared]):
+                source, shared = table.longest_prefix(prompt)
+            free = table.free_slot()
+            assert free is not None
+            self._place(entry, free, prompt, source, shared if worth_sharing(shared, len(prompt) - 1) else 0)
         self._kv.compute([*revived, *(entry.slot for entry in batch)])
 
     def _next_batch(self) -> list[Entry]:
@@ -273,14 +252,6 @@ class Core:
             batch.append(self._waiting.popleft())
             num_tokens += len(ids)
         return batch
-
-    def _take_free(self, entry: Entry, prompt: Any, source: int, shared: int) -> None:
-        """Take any free slot, with the first ``shared`` positions of ``source`` if they are still there."""
-        if worth_sharing(shared, len(prompt) - 1) and not self.table.holds(source, prompt[:shared]):
-            source, shared = self.table.longest_prefix(prompt)
-        slot = self.table.free_slot()
-        assert slot is not None
-        self._place(entry, slot, prompt, source, shared if worth_sharing(shared, len(prompt) - 1) else 0)
 
     def _place(self, entry: Entry, slot: int, prompt: Any, source: int, cached: int) -> None:
         request = entry.request
@@ -308,17 +279,6 @@ class Core:
         mark = (self.version, bool(self.table.mixed[slot]))
         if not entry.marks or entry.marks[-1][1:] != mark:
             entry.marks.append((int(self.table.length[slot]), *mark))
-
-    def _move(self, sources: list[int], targets: list[int]) -> None:
-        if not sources:
-            return
-        self.decoder.cache.move(sources, targets, int(self.table.cached[sources].max()))
-        self.table.moved(sources, targets)
-        entries = [self._rows[slot] for slot in sources]
-        for slot, entry in zip(targets, entries, strict=True):
-            self._rows[slot] = entry
-            if entry is not None:
-                entry.slot = slot
 
     def _break(self, slot: int) -> None:
         """Fail one row with a log-probability that is not finite."""

@@ -25,10 +25,7 @@ from services.common.system.parking import Released
 from services.common.text.huggingface import named_weights
 from services.inference.engine.in_place import PreparedUpdate, prepare
 from services.inference.engine.torch.blocks import Adapter, Blocks, Sizes
-from services.inference.engine.torch.kv.attention import attend_to_trunk
-from services.inference.engine.torch.kv.block_cache import BlockCache, Layout, build_cache
-from services.inference.engine.torch.kv.cache import Bucket, KvShape, Reach
-from services.inference.engine.torch.kv.ledger import Ints
+from services.inference.engine.torch.kv import Bucket, Ints, KvCache, KvShape, Reach, attend_to_trunk
 from services.inference.engine.torch.native.step import NativeStep, build_native_step
 from services.inference.engine.torch.sampler import Drawn, sample_plain
 from services.inference.engine.torch.static_step import Capture, CudaCapture, StaticStep
@@ -37,6 +34,9 @@ from services.inference.engine.weight_update import WeightUpdate
 Stepping = Literal["eager", "graph", "compiled"]
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
+BLOCK_ROWS = 8  # rows that a bucket starts from
+CALL_COST = 1024  # row-positions of attention that one more attention call is worth, measured on one core
+WIDTH_STEP = 16  # bucket widths are rounded up to this, so that allocations repeat
 SCORED_AT_ONCE = 512  # positions whose logits exist at once while a sequence is scored
 _STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -53,7 +53,6 @@ class Decoder:
         device: str | torch.device = "cpu",
         adapter: Adapter | None = None,
         kv_bytes: int | None = None,
-        layout: Layout = "auto",
         stepping: Stepping = "eager",
         capture: Capture | None = None,
     ) -> None:
@@ -94,7 +93,7 @@ class Decoder:
             dtype=self.dtype,
             device=self.device,
         )
-        self.cache = build_cache(shape, kv_bytes, layout)
+        self.cache = KvCache(shape, kv_bytes)
         with torch.no_grad():
             self._native: NativeStep | None = None
             if stepping == "eager":
@@ -102,7 +101,6 @@ class Decoder:
         self._static: StaticStep | None = None
         if stepping != "eager":
             capture = capture or CudaCapture()
-            assert isinstance(self.cache, BlockCache)
             self._static = StaticStep(self, self.cache, num_slots, capture)
         self._position_index = torch.arange(context_length, device=self.device)
 
@@ -111,7 +109,7 @@ class Decoder:
         if self._static is not None:
             self._static.forget()
         weights = self.weights.values() if self._owns_weights else ()
-        self._released = Released([*weights, *self.cache.tensors])
+        self._released = Released([*weights, self.cache.kv])
 
     def restore(self) -> None:
         """Take the memory again. The weights must be loaded next; the cache is empty."""
@@ -119,8 +117,7 @@ class Decoder:
             self._released.restore()
             self._released = None
         if self.device.type != "cpu":  # fresh pages of the host are zeros, and untouched ones take no memory
-            for tensor in self.cache.tensors:
-                tensor.zero_()  # what is masked must be finite
+            self.cache.kv.zero_()  # what is masked must be finite
 
     def prepare(self, update: WeightUpdate) -> PreparedUpdate:
         """Prepare an update, in any thread. ``ModelMismatchError`` if the update is for another model."""
@@ -134,23 +131,27 @@ class Decoder:
             self._native.refresh()
 
     @property
-    def takes_any_slots(self) -> bool:
-        """Whether ``decode`` takes any slots and needs no buckets; otherwise its slots are 0…num_rows-1."""
+    def extends_each(self) -> bool:
+        """Whether ``extend_each`` is there."""
         return self._native is not None
 
-    def decode(self, slots: Ints, tokens: Ints, positions: Ints, buckets: Sequence[Bucket] = ()) -> torch.Tensor:
+    def arranged(self, slots: Ints, lengths: Ints) -> Ints:
+        """The slots in the order in which ``decode`` takes the least time; any order gives the same logits."""
+        eager = self._native is None and self._static is None
+        return self.cache.arranged(slots, lengths) if eager else slots
+
+    def decode(self, slots: Ints, tokens: Ints, positions: Ints) -> torch.Tensor:
         """Feed ``tokens`` at ``positions`` to ``slots`` (all [num_rows]); logits [num_rows, vocabulary].
 
-        Position p of a slot attends to its positions 0…p. ``buckets`` cover the rows in order. The logits are valid until
-        the next call.
+        Position p of a slot attends to its positions 0…p. The logits are valid until the next call.
         """
         if self._native is not None:
             return self._native.decode(slots, tokens, positions)
         if self._static is not None:
-            return self._static.decode(tokens, positions, max(bucket.width for bucket in buckets))
+            return self._static.decode(slots, tokens, positions)
         places = self.cache.places(slots, positions)
-        buckets = self.cache.split(buckets)
-        reaches = [self.cache.reach(slice(b.start, b.stop), b.width) for b in buckets]
+        buckets = self.cache.split(slots, bucket_bounds(positions + 1))
+        reaches = [self.cache.reach(slots[b.start : b.stop], b.width, may_share=True) for b in buckets]
         fed, at = (torch.from_numpy(numbers).to(self.device) for numbers in (tokens, positions))
         return self.step(fed, at, places, buckets, reaches)
 
@@ -192,7 +193,7 @@ class Decoder:
         return blocks.logits(x)
 
     def extend_each(self, slots: Ints, tokens: Ints, positions: Ints) -> None:
-        """Compute the KV of ``tokens`` at ``positions`` of ``slots`` (all [num_tokens]); needs ``takes_any_slots``.
+        """Compute the KV of ``tokens`` at ``positions`` of ``slots`` (all [num_tokens]); needs ``extends_each``.
 
         The positions of one slot come in order.
         """
@@ -261,6 +262,25 @@ class Decoder:
         hidden = self._position_index[: bucket.width] > positions[bucket.start : bucket.stop, None]
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
         return mask[:, None, None, :]
+
+
+def bucket_bounds(widths: Ints) -> list[Bucket]:
+    """Buckets over rows of the given lengths: neighbours merge when that pads less than a call costs."""
+    num = len(widths)
+    merged: list[tuple[int, int, int]] = []
+    blocks = np.maximum.reduceat(widths, np.arange(0, num, BLOCK_ROWS))
+    for start, widest in zip(range(0, num, BLOCK_ROWS), blocks.tolist(), strict=True):
+        current = (start, min(start + BLOCK_ROWS, num), widest)
+        while merged:
+            before = merged[-1]
+            width = max(before[2], current[2])
+            padding = (before[1] - before[0]) * (width - before[2]) + (current[1] - current[0]) * (width - current[2])
+            if padding > CALL_COST:
+                break
+            current = (before[0], current[1], width)
+            merged.pop()
+        merged.append(current)
+    return [Bucket(start, stop, -(-width // WIDTH_STEP) * WIDTH_STEP) for start, stop, width in merged]
 
 
 def check_supported(model: Any) -> None:

@@ -32,7 +32,6 @@ from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.core import Core, Entry
 from services.inference.engine.torch.decoder import Decoder, Stepping
 from services.inference.engine.torch.keeper import Counters
-from services.inference.engine.torch.kv.block_cache import Layout
 from services.inference.engine.torch.slots import SlotTable
 from services.inference.engine.weight_update import WeightUpdate
 
@@ -50,7 +49,7 @@ class TorchEngine:
 
     ``on_tokens`` is called in the engine thread once per decoding step with the number of tokens and the time. ``alone``, with
     one slot: the same request gets the same bits, independent of other requests (see ``Core``). ``kv_bytes`` bounds the KV
-    cache; ``layout`` is for measurements (see ``kv_cache``); ``stepping`` beside ``eager`` needs CUDA (see ``static_step``).
+    cache; ``stepping`` beside ``eager`` needs CUDA (see ``static_step``).
     """
 
     takes_forced_tokens: ClassVar[bool] = False
@@ -68,7 +67,6 @@ class TorchEngine:
         alone: bool = False,
         adapter: Adapter | None = None,
         kv_bytes: int | None = None,
-        layout: Layout = "auto",
         stepping: Stepping = "eager",
     ) -> None:
         decoder = Decoder(
@@ -78,7 +76,6 @@ class TorchEngine:
             device=device,
             adapter=adapter,
             kv_bytes=kv_bytes,
-            layout=layout,
             stepping=stepping,
         )
         table = SlotTable(num_slots, context_length)

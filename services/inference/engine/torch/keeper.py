@@ -3,8 +3,8 @@
 A row needs blocks for its tokens. When none is free, the caches of ended requests go first, the one unused for longest
 before others. Then the row that joined last is parked: it keeps its slot and tokens, gives up its KV, and is revived, with its
 KV computed again under the weights of that time, before any new request joins. The row that joined first is never parked,
-and the cache holds at least one sequence of the whole context, so every request ends. In a cache of rows (``KvCache``)
-nothing is ever short, and none of this happens.
+and the cache holds at least one sequence of the whole context, so every request ends. A cache that is not
+bounded is never short, and none of this happens.
 
 Independent of requests and sampling.
 """
@@ -21,7 +21,7 @@ import torch
 from services.common.config.processes.kv_cache import BLOCK_TOKENS, blocks_of
 from services.inference.engine.base import KvUse
 from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.torch.kv.ledger import Ints
+from services.inference.engine.torch.kv import EMPTY, Ints
 from services.inference.engine.torch.prefill import Span, plan_passes, plan_sharing
 from services.inference.engine.torch.slots import SlotTable, worth_sharing
 
@@ -50,15 +50,13 @@ class KvKeeper:
         self._cache = decoder.cache
 
     @property
-    def use(self) -> KvUse | None:
-        """The state of the pool of blocks; None where each slot has its row."""
-        ledger = self._cache.ledger
-        if ledger is None:
-            return None
+    def use(self) -> KvUse:
+        """The state of the pool of blocks."""
+        cache = self._cache
         return KvUse(
-            blocks=ledger.num_blocks,
-            used=ledger.num_blocks - ledger.num_free,
-            shared=ledger.num_shared,
+            blocks=cache.num_blocks,
+            used=cache.num_blocks - cache.num_free,
+            shared=int(np.count_nonzero(cache.refs > 1)),
             evicted=self._counters.evicted,
             parked=self._counters.parked,
         )
@@ -67,11 +65,11 @@ class KvKeeper:
 
     def room(self) -> int | None:
         """Blocks for requests that join now, with one left for each row that decodes; None without a bound."""
-        ledger = self._cache.ledger
-        if ledger is None:
+        cache, live = self._cache, self._table.live
+        if not cache.is_bounded:
             return None
-        live = self._table.live
-        return ledger.num_blocks - ledger.num_held_by(live) - int(np.count_nonzero(live))
+        num_held = int(np.count_nonzero(np.unique(cache.table[live]) != EMPTY))
+        return cache.num_blocks - num_held - int(np.count_nonzero(live))
 
     def price(self, tokens: npt.NDArray[np.int32]) -> int:
         """Blocks that a row of these tokens takes beside those of the live rows, with its next token. At most."""
@@ -133,8 +131,6 @@ class KvKeeper:
 
     def grow(self) -> None:
         """Make the last position of every live row writable; rows for which there is no room are parked."""
-        if self._cache.ledger is None:
-            return
         live, last, end = self._ends()
         while not self._find(live, last, end):
             self._park_last()
@@ -150,9 +146,8 @@ class KvKeeper:
     def forget(self) -> None:
         """Drop the caches of all slots without a request."""
         self._table.forget()
-        if self._cache.ledger is not None:
-            for slot in (~self._table.live).nonzero()[0].tolist():
-                self._cache.cut(slot, 0)
+        for slot in (~self._table.live).nonzero()[0].tolist():
+            self._cache.cut(slot, 0)
 
     def invalidate(self, slots: Ints) -> None:
         """Drop the KV of live rows, which other weights computed."""
@@ -186,7 +181,7 @@ class KvKeeper:
 
     def _make_room(self, plan: _Plan) -> bool:
         """Whether the plan has room, after evictions. Counts at most one block too many for each follower."""
-        if self._cache.ledger is None:
+        if not self._cache.is_bounded:
             return True
         table = self._table
         more = sum(
@@ -226,7 +221,7 @@ class KvKeeper:
         if not spans:
             return
         self._cache.own(*np.asarray([(span.slot, span.start, span.stop) for span in spans], dtype=np.int64).T)
-        longest = LONGEST_EACH if decoder.takes_any_slots else 0
+        longest = LONGEST_EACH if decoder.extends_each else 0
         if each := [span for span in spans if span.stop <= longest]:
             decoder.extend_each(
                 np.concatenate([np.full(span.num_tokens, span.slot) for span in each]),

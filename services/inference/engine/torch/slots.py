@@ -13,12 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.records.types import Sampling
-from services.inference.engine.torch.kv.ledger import Ints
+from services.inference.engine.torch.kv import Ints
 from services.inference.engine.torch.sampler import SamplingRows, uniform_noise
 
 MIN_SHARED = 16  # positions from which a common prefix pays for its copy
 # The same if the prefix is half of the row, whose rest is computed apart from rows without a common prefix.
 MIN_SHARED_HALF = 4
+
+JOIN_SHARE = 4  # requests join once they are one of so many of the rows that decode
+JOIN_STEPS = 3  # or after so many decoding steps
+LINGER_S = 0.05  # a step is held at most this long
+MEMORY_S = 1.0  # rows that decoded longer ago do not predict the next requests
 
 
 def worth_sharing(num_shared: int, num_tokens: int) -> bool:
@@ -27,8 +32,7 @@ def worth_sharing(num_shared: int, num_tokens: int) -> bool:
 
 
 class SlotTable:
-    """Columns over slots. Slots are physical places: where a step computes a leading range, rows move (``moved``) to keep the
-    live ones in front."""
+    """Columns over slots."""
 
     def __init__(self, num_slots: int, context_length: int) -> None:
         self.num_slots = num_slots
@@ -84,20 +88,8 @@ class SlotTable:
     def free_slot(self) -> int | None:
         """The free slot without a cache, or else with the oldest cache; of equals the lowest. None without a free slot."""
         free = (~self.live & ~self.parked).nonzero()[0]
-        return int(free[self._worth(free).argmin()]) if len(free) else None
-
-    def displaced(self, num: int) -> tuple[list[int], list[int]]:
-        """Moves (sources, targets) after which the ``num`` lowest free slots have the caches that are worth least, so that
-        live rows lie close together."""
-        free = (~self.live & ~self.parked).nonzero()[0]
-        order = np.argsort(self._worth(free), kind="stable")
-        is_least = np.zeros(len(free), dtype=np.bool_)
-        is_least[order[:num]] = True
-        kept, given = free[:num][~is_least[:num]].tolist(), free[num:][is_least[num:]].tolist()
-        return [*kept, *given], [*given, *kept]
-
-    def _worth(self, slots: Ints) -> Ints:
-        return np.where(self.cached[slots] > 0, self.last_used[slots], -1)
+        worth = np.where(self.cached[free] > 0, self.last_used[free], -1)
+        return int(free[worth.argmin()]) if len(free) else None
 
     @property
     def num_live(self) -> int:
@@ -115,12 +107,6 @@ class SlotTable:
         """The slot without a request whose cached positions were unused for longest; None without any."""
         caches = (~self.live & (self.cached > 0)).nonzero()[0]
         return int(caches[self.last_used[caches].argmin()]) if len(caches) else None
-
-    @property
-    def extent(self) -> int:
-        """One more than the highest live slot."""
-        live = self.live.nonzero()[0]
-        return int(live[-1]) + 1 if len(live) else 0
 
     # -- the life of a row ----------------------------------------------------------------------------------
 
@@ -188,21 +174,11 @@ class SlotTable:
         """Drop the caches of all free slots."""
         self.cached[~self.live] = 0
 
-    def moved(self, sources: list[int], targets: list[int]) -> None:
-        """Rows ``sources`` are now at ``targets``; the two are permutations of each other."""
-        for column in (
-            *(() if self._forced is None else (self._forced,)),
-            *(self.tokens, self.logprobs, self.length, self.cached, self.live, self.mixed, self.parked, self.last_used),
-            *(self._min_length, self.max_length, self._prompt_length, self._temperature, self._top_p, self._top_k),
-            *(self._seed, self._stop_ids, self._min_p, self._record, self._shaped),
-        ):
-            column[targets] = column[sources]
-
     # -- a decoding step over some slots ---------------------------------------------------------------------
 
     def last_tokens(self, slots: Ints) -> tuple[Ints, Ints]:
-        """Token and position to feed per slot. A free slot repeats its stored token, behind its valid KV."""
-        positions = np.maximum(self.length[slots] - 1, 0)
+        """Token and position to feed per live slot."""
+        positions = self.length[slots] - 1
         return self.tokens[slots, positions].astype(np.int64), positions
 
     @property
@@ -215,26 +191,18 @@ class SlotTable:
         return uniform_noise(self._seed[slots], self.length[slots] - self._prompt_length[slots])
 
     def sampling_rows(self, slots: Ints) -> SamplingRows:
-        live = self.live[slots]
         length = self.length[slots]
         return SamplingRows(
-            temperature=np.where(live, self._temperature[slots], np.float32(1)),
-            top_p=np.where(live, self._top_p[slots], np.float32(1)),
-            top_k=np.where(live, self._top_k[slots], 0),
-            min_p=np.where(live, self._min_p[slots], np.float32(0)),
-            suppress_stop=live & (length < self._min_length[slots]),
+            temperature=self._temperature[slots],
+            top_p=self._top_p[slots],
+            top_k=self._top_k[slots],
+            min_p=self._min_p[slots],
+            suppress_stop=length < self._min_length[slots],
             stop_ids=self._stop_ids[slots],
             uniform=self.uniform(slots),
-            record=live & self._record[slots],
-            forced=self._forced_next(slots, live, length),
+            record=self._record[slots],
+            forced=None if self._forced is None else self._forced[slots, length].astype(np.int64),
         )
-
-    def _forced_next(self, slots: Ints, live: npt.NDArray[np.bool_], length: Ints) -> Ints | None:
-        if self._forced is None:
-            return None
-        # A free slot may be full; a live one always has room for its next token.
-        place = np.minimum(length, self.context_length - 1)
-        return np.where(live, self._forced[slots, place], -1).astype(np.int64)
 
     def append(self, slots: Ints, tokens: Ints, logprobs: npt.NDArray[np.float32]) -> tuple[Ints, Ints]:
         """Add one token to each live one of ``slots``; returns those that end by a stop token, and those out of length."""
@@ -248,3 +216,59 @@ class SlotTable:
         stopped = (self._stop_ids[rows] == tokens[:, None]).any(axis=1)
         full = at + 1 >= self.max_length[rows]
         return rows[stopped], rows[full & ~stopped]
+
+
+class Gathering:
+    """Decides when the next decoding step is due and when waiting requests join. Times are seconds of one monotonic clock.
+
+    A step over few rows costs nearly as much as one over many, so steps may wait. A step is held while fewer rows (decoding
+    or waiting to join) exist than half of the recent maximum, until enough requests have come, or for at most the decoding
+    time since the last hold and at most LINGER_S. After a hold without new requests, the awaited number is halved. So
+    requests that return together, as from tool calls, go on together; a waiting request loses at most its decoding time; and
+    a lone caller is not held.
+
+    While rows decode, requests join once there are a quarter as many as rows, or after JOIN_STEPS steps: a pass over the
+    prompts of several costs little more than one over a single prompt.
+    """
+
+    def __init__(self) -> None:
+        self._waited_steps = 0
+        self._held_since: float | None = None
+        self._wanted = 0  # rows that the next step waits for
+        self._credit_s = 0.0  # time left for holding
+        self._last = 0.0  # when the last step ended
+
+    def holds_s(self, num_waiting: int, num_live: int, now: float) -> float:
+        """Seconds that the next step is still held; 0 when the step is due."""
+        rows = num_waiting + num_live
+        if self._held_since is None and now - self._last > MEMORY_S:
+            self._wanted = 0
+        self._wanted = max(self._wanted, rows // 2)
+        if rows < self._wanted:
+            if self._held_since is None:
+                self._held_since = now
+            left = self._held_since + self._credit_s - now
+            if left > 0:
+                return left
+            self._wanted = rows // 2
+        if self._held_since is not None:
+            self._held_since = None
+            self._credit_s = 0.0
+            self._waited_steps = JOIN_STEPS
+        return 0.0
+
+    def joins(self, num_waiting: int, num_live: int, room: int) -> bool:
+        """Whether the waiting requests take slots now. Called once before every decoding step."""
+        if not num_waiting or not room:
+            self._waited_steps = 0
+            return False
+        if min(num_waiting, room) * JOIN_SHARE >= num_live or self._waited_steps >= JOIN_STEPS:
+            self._waited_steps = 0
+            return True
+        self._waited_steps += 1
+        return False
+
+    def decoded(self, began: float, now: float) -> None:
+        """A step took from ``began`` to ``now``."""
+        self._credit_s = min(LINGER_S, self._credit_s + now - began)
+        self._last = now

@@ -18,9 +18,7 @@ import numpy as np
 import torch
 
 from services.common.config.processes.kv_cache import BLOCK_TOKENS, blocks_of
-from services.inference.engine.torch.kv.block_cache import BlockCache
-from services.inference.engine.torch.kv.cache import Bucket, Reach
-from services.inference.engine.torch.kv.ledger import DUMP, EMPTY, Ints
+from services.inference.engine.torch.kv import DUMP, EMPTY, Bucket, Ints, KvCache, Reach
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -84,7 +82,7 @@ class Stepper(Protocol):
 class StaticStep:
     """``Decoder.decode`` with static buffers; for a decoder with a pool of blocks, from one thread."""
 
-    def __init__(self, decoder: Stepper, cache: BlockCache, num_slots: int, capture: Capture) -> None:
+    def __init__(self, decoder: Stepper, cache: KvCache, num_slots: int, capture: Capture) -> None:
         self._cache = cache
         self._decoder = decoder
         self._capture = capture
@@ -96,11 +94,12 @@ class StaticStep:
         self._table = torch.full((num_slots, blocks_of(decoder.context_length)), EMPTY, device=device)
         self._replays: dict[tuple[int, int], Replay] = {}
 
-    def decode(self, tokens: Ints, positions: Ints, width: int) -> torch.Tensor:
-        """Logits [num_rows, vocabulary] of slots 0…num_rows-1, valid until the next call."""
+    def decode(self, slots: Ints, tokens: Ints, positions: Ints) -> torch.Tensor:
+        """Logits [num_rows, vocabulary], valid until the next call."""
         num_rows = len(tokens)
-        rows, width = padded_rows(num_rows, self._num_slots), padded_width(width, self._decoder.context_length)
-        self._fill(tokens, positions, rows, blocks_of(width))
+        rows = padded_rows(num_rows, self._num_slots)
+        width = padded_width(int(positions.max()) + 1, self._decoder.context_length)
+        self._fill(slots, tokens, positions, rows, blocks_of(width))
         key = rows, width
         if key not in self._replays:
             self._replays[key] = self._capture(self._bound(rows, width))
@@ -110,16 +109,16 @@ class StaticStep:
         """Drop all captured steps and their memory: what they name will have other addresses."""
         self._replays.clear()
 
-    def _fill(self, tokens: Ints, positions: Ints, rows: int, num_blocks: int) -> None:
+    def _fill(self, slots: Ints, tokens: Ints, positions: Ints, rows: int, num_blocks: int) -> None:
         num_rows = len(tokens)
         inputs = np.zeros((2, rows), dtype=np.int64)
         inputs[:, :num_rows] = tokens, positions
         table = np.full((rows, num_blocks), EMPTY, dtype=np.int64)
-        table[:num_rows] = self._cache.ledger.table[:num_rows, :num_blocks]
+        table[:num_rows] = self._cache.table[slots, :num_blocks]
         fed = torch.from_numpy(inputs).to(self._decoder.device)
         self._tokens[:rows].copy_(fed[0])
         self._positions[:rows].copy_(fed[1])
-        self._places[:num_rows].copy_(self._cache.places(np.arange(num_rows), positions))
+        self._places[:num_rows].copy_(self._cache.places(slots, positions))
         self._places[num_rows:rows].fill_(DUMP_PLACE)
         self._table[:rows, :num_blocks].copy_(torch.from_numpy(table))
 

@@ -17,7 +17,7 @@ from services.inference.engine.served.process import ServerCommand, ServerProces
 from services.inference.engine.served.server import Server
 from services.inference.engine.served.stage import Stage
 from services.inference.engine.served.transfer import DiskTransfer
-from services.inference.engine.sglang.command import sglang_program
+from services.inference.engine.sglang import sglang_program
 from tests.waiting import WAIT_S
 
 FAKE = Path(__file__).with_name("fake_server.py")

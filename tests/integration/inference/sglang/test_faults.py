@@ -24,7 +24,7 @@ from services.inference.engine.base import FinishReason, Generation, GenerationR
 from services.inference.engine.served import fleet
 from services.inference.engine.served.engine import ServedEngine
 from services.inference.engine.served.process import ServerCommand, ServerProcess
-from services.inference.engine.sglang.command import sglang_program
+from services.inference.engine.sglang import sglang_program
 from services.inference.engine.weight_update import WeightUpdate
 from tests.running import is_running
 from tests.waiting import WAIT_S, until
@@ -413,7 +413,7 @@ async def test_an_update_that_no_server_takes_fails_and_may_be_given_again(launc
 
 async def test_an_update_without_an_answer_is_in_doubt_too(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = await launch()
-    monkeypatch.setattr("services.inference.engine.sglang.client.UPDATE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("services.inference.engine.sglang.UPDATE_TIMEOUT_S", 2.0)
     await misbehave(engine, "/update_weights_from_disk", hang_s=6.0, applied=False)
     await engine.update(version(1))
     assert updates(await seen(engine), 1) == 2

@@ -15,7 +15,7 @@ from services.common.installing import COMPLETE
 from services.common.weights.manifest import AdapterIdentity
 from services.inference.engine.served.environment import interpreter, own_gpus
 from services.inference.engine.served.process import ServerCommand
-from services.inference.engine.sglang.command import server_commands
+from services.inference.engine.sglang import server_commands
 
 PYTHON = {"ROLLMILL_SGLANG_PYTHON": sys.executable}
 

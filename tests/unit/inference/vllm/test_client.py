@@ -12,7 +12,7 @@ from services.common.errors import InfrastructureError, InvalidRequestError
 from services.common.records.kept_tokens import RowKind, pack, unpack
 from services.common.records.types import Sampling
 from services.inference.engine.served.client import CallRequest, Chunk, VersionSpan
-from services.inference.engine.vllm.client import VllmClient
+from services.inference.engine.vllm import VllmClient
 
 
 def call(*, suppress: bool = False, **sampling: Any) -> CallRequest:

@@ -12,7 +12,7 @@ import pytest
 from services.common.config.processes.services import InferenceConfig
 from services.common.errors import ConfigError
 from services.inference.engine.served.process import ServerCommand
-from services.inference.engine.vllm.command import CPU_CACHE_BYTES, server_commands
+from services.inference.engine.vllm import CPU_CACHE_BYTES, server_commands
 
 PYTHON = {"ROLLMILL_VLLM_PYTHON": sys.executable}
 QWEN3_8B = {

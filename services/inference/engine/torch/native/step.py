@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.common.config.processes.kv_cache import BLOCK_TOKENS
 from services.inference.engine.torch.blocks import Blocks, LowRank
-from services.inference.engine.torch.kv.cache import KvCache
-from services.inference.engine.torch.kv.ledger import Ints
+from services.inference.engine.torch.kv import Ints, KvCache
 from services.inference.engine.torch.native.compiler import load_library
 from services.inference.engine.torch.sampler import Drawn
 
@@ -88,7 +88,7 @@ class NativeStep:
         sizes, first = blocks.sizes, blocks.layers[0]
         self._vocab, hidden = blocks.head.shape
         ffn, dim = first.down.shape[1], sizes.head_dim
-        table, piece = cache.paging
+        table = cache.table
         assert table.flags.c_contiguous and table.dtype == np.int64
         self._layers = (_Layer * blocks.num_layers)()
         # By layer: panels and padded biases, which stay in place over updates.
@@ -103,7 +103,7 @@ class NativeStep:
         for _ in range(threads):
             model = _Model(
                 num_layers=blocks.num_layers, hidden=hidden, heads=sizes.heads, kv_heads=sizes.kv_heads, dim=dim, ffn=ffn,
-                vocab=self._vocab, rows=ROWS, piece=piece, pieces=table.shape[1], eps=sizes.eps,
+                vocab=self._vocab, rows=ROWS, piece=BLOCK_TOKENS, pieces=table.shape[1], eps=sizes.eps,
                 layers=ctypes.addressof(self._layers), head=self._head.data_ptr(), cos=blocks.cos.data_ptr(),
                 sin=blocks.sin.data_ptr(), table=table.ctypes.data,
             )  # fmt: skip
@@ -118,7 +118,6 @@ class NativeStep:
     def refresh(self) -> None:
         """Pack the weights again after a change in place. Their tensors, and those of the cache, may have moved."""
         blocks = self._blocks
-        (kv,) = self._cache.tensors
         for index, (layer, packed, entry) in enumerate(zip(blocks.layers, self._packed, self._layers, strict=True)):
             norms = {"qkv": layer.input_norm, "gate_up": layer.post_norm}
             for name in _LAYER_MATRICES:
@@ -131,7 +130,7 @@ class NativeStep:
                     setattr(entry, f"{name}_bias", bias.data_ptr())
             if layer.qk_norm is not None:
                 entry.qk_norm = layer.qk_norm.data_ptr()
-            entry.kv = kv[index].data_ptr()
+            entry.kv = self._cache.kv[index].data_ptr()
         self._pack(blocks.head, blocks.final_norm, self._head)
         for model in self._models:
             model.embedding = self._embedding.data_ptr()

@@ -1,1 +1,0 @@
-"""Generation by SGLang servers, which are child processes; only ``client`` uses their HTTP interface."""

@@ -1,0 +1,240 @@
+"""Ways of an update of SGLang's servers that need torch: tensors in the servers' own memory, and a gloo group.
+
+``TensorTransfer``: over CUDA IPC on GPUs, in shared memory on a CPU.
+
+    bucket of the stage -> buffer on the device of each rank -> handles -> the server copies into its parameters
+
+The handles travel as a pickle, which the server's own unpickler restricts to tensors. A server counts its devices from 0, and this
+process may see others, so a handle names the rank's device as the server does. ``disk`` lets the server read the file tensor by
+tensor; here each GPU gets whole buckets in one copy, for one bucket of its memory and a CUDA context of this process.
+
+``BroadcastTransfer``: a gloo group of this process (rank 0) and the ranks of one server, one group per server start. SGLang builds
+the server's half with torch's own helper: a gloo backend, found through a store under the group's name. This module builds the
+other half by hand, because the helper needs a process that has joined a default group, and changes that group. The tensors are
+in host memory; gloo copies them to the device that the server asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import itertools
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, TypeVar
+
+import structlog
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.multiprocessing import reductions
+
+from services.common.buckets import in_buckets
+from services.common.errors import InfrastructureError
+from services.inference.engine.served.client import Refused
+from services.inference.engine.served.stage import Stage, StagedTensor
+from services.inference.engine.sglang import SglangClient, TensorRow
+
+BUCKET_BYTES = 1 << 30  # of one call: in a buffer of each device, or held by the server beside its weights
+DEVICE_PLACE = 6  # of ``storage_device`` among the arguments of ``rebuild_cuda_tensor``
+_ALIGNED = 256  # bytes between tensors of a buffer, for every type
+
+
+class TensorTransfer:
+    """Each client names the devices of its server's ranks, as this process sees them."""
+
+    way = "tensors"
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.size_bytes = stage.size_bytes
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    async def load(self, client: SglangClient, version: int, *, flush: bool) -> str:
+        shapes = self._stage.shapes
+        buckets = list(in_buckets(shapes, lambda name: _aligned(shapes[name].bits.nbytes), BUCKET_BYTES))
+        largest = max(sum(_aligned(shapes[name].bits.nbytes) for name in names) for names in buckets)
+        await _begin_update(client)
+        for number, names in enumerate(buckets, 1):
+            payloads = await asyncio.to_thread(self._packed, client.devices, names, largest)
+            await client.update_from_tensors(payloads, version, flush=flush and number == len(buckets))
+        await client.end_update()
+        return ""
+
+    def _packed(self, devices: Sequence[str], names: Sequence[str], size_bytes: int) -> list[str]:
+        """A bucket in each rank's memory, as one payload per rank."""
+        shapes = self._stage.shapes
+        payloads = []
+        for rank, device in enumerate(devices):
+            rows = placed(self._buffer(device, size_bytes), {name: shapes[name] for name in names})
+            if device != "cpu":
+                torch.cuda.synchronize(device)  # the server reads as soon as it has the handles
+            payloads.append(handles(rows, rank))
+        return payloads
+
+    def _buffer(self, device: str, size_bytes: int) -> torch.Tensor:
+        """Kept over updates: the server may hold handles of the one before."""
+        if device not in self._buffers:
+            self._buffers[device] = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        return self._buffers[device]
+
+
+def placed(buffer: torch.Tensor, tensors: dict[str, StagedTensor]) -> list[tuple[str, torch.Tensor]]:
+    """Copy tensors into a buffer of bytes; returns them as views of it."""
+    rows, start = [], 0
+    for name, staged in tensors.items():
+        size = staged.bits.nbytes
+        part = buffer[start : start + size]
+        part.copy_(torch.from_numpy(staged.bits.view("u1")))
+        rows.append((name, part.view(getattr(torch, staged.dtype)).view(staged.shape)))
+        start += _aligned(size)
+    return rows
+
+
+def handles(rows: Sequence[tuple[str, torch.Tensor]], rank: int) -> str:
+    """The tensors of one rank for ``update_weights_from_tensor``: a pickle of (name, handle), in base64."""
+    buffer = io.BytesIO()
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    # File descriptors would need a server of multiprocessing in this process, and its key at the other.
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        ForkingPickler(buffer).dump(
+            [(name, _Handle(tensor, rank) if tensor.is_cuda else tensor) for name, tensor in rows]
+        )
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+class _Handle:
+    """Pickled as a CUDA tensor on the device with the number ``rank`` of the reader."""
+
+    def __init__(self, tensor: torch.Tensor, rank: int) -> None:
+        self._tensor = tensor
+        self._rank = rank
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return on_device(reductions.reduce_tensor(self._tensor), self._rank)
+
+
+def on_device(
+    reduced: tuple[Callable[..., Any], tuple[Any, ...]], device: int
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A reduced CUDA tensor with another number for its device."""
+    rebuild, arguments = reduced
+    return rebuild, (*arguments[:DEVICE_PLACE], device, *arguments[DEVICE_PLACE + 1 :])
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+GROUP_TIMEOUT_S = 60.0  # for a rank that does not join, or does not receive an announced tensor
+FIRST_DEVICE = "cpu"  # gloo serves several kinds; torch makes one backend for all, under the first one's name
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    name: str
+    store: Any  # kept: the ranks find each other through the store
+    backend: Any  # the one for the server's device
+
+
+class BroadcastTransfer:
+    """``num_ranks`` of each server (tensor parallel)."""
+
+    way = "broadcast"
+
+    def __init__(self, stage: Stage, num_ranks: int) -> None:
+        self._stage = stage
+        self.size_bytes = stage.size_bytes * num_ranks
+        self._num_ranks = num_ranks
+        self._groups: dict[SglangClient, _Group] = {}
+
+    async def load(self, client: SglangClient, version: int, *, flush: bool) -> str:
+        self._groups = {known: group for known, group in self._groups.items() if not known.closed}
+        if (group := self._groups.get(client)) is None:
+            group = self._groups[client] = await self._form(client)
+        try:
+            await _begin_update(client)
+            shapes = self._stage.shapes
+            buckets = list(in_buckets(shapes, lambda name: shapes[name].bits.nbytes, BUCKET_BYTES))
+            for number, names in enumerate(buckets, 1):
+                last = number == len(buckets)
+                await self._send(client, group, names, version, flush=flush and last)
+            await client.end_update()
+        except BaseException:
+            del self._groups[client]  # its state is unknown
+            raise
+        return ""
+
+    async def _form(self, client: SglangClient) -> _Group:
+        name = f"rollmill-{next(_numbers)}"
+        store = dist.TCPStore(
+            "127.0.0.1", 0, self._num_ranks + 1, True, timedelta(seconds=GROUP_TIMEOUT_S), wait_for_workers=False
+        )
+        joined = client.join_group(name, store.port, self._num_ranks + 1, GROUP_TIMEOUT_S)
+        backend = await _run_both(joined, asyncio.to_thread(self._backend, name, store))
+        log.info("sglang.group", server=client.address, group=name, ranks=self._num_ranks + 1)
+        return _Group(name, store, backend)
+
+    def _backend(self, name: str, store: Any) -> Any:
+        gloo: Any = dist.ProcessGroupGloo  # its options are not in torch's type stubs
+        options = gloo._Options()
+        options._devices = [gloo.create_device(interface="lo")]
+        options._timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+        for prefix in (name, f"{name}/", f"{FIRST_DEVICE}/"):  # as SGLang and torch nest them
+            store = dist.PrefixStore(prefix, store)
+        try:
+            return gloo(store, 0, self._num_ranks + 1, options)
+        except RuntimeError as error:
+            raise InfrastructureError(f"the group {name} was not formed: {error}") from error
+
+    async def _send(
+        self, client: SglangClient, group: _Group, names: Sequence[str], version: int, *, flush: bool
+    ) -> None:
+        shapes = self._stage.shapes
+        rows = [TensorRow(name=name, dtype=shapes[name].dtype, shape=shapes[name].shape) for name in names]
+        received = client.update_from_group(group.name, rows, version, flush=flush)
+        await _run_both(received, asyncio.to_thread(self._broadcast, group, names))
+
+    def _broadcast(self, group: _Group, names: Sequence[str]) -> None:
+        shapes = self._stage.shapes
+        try:
+            for name in names:
+                tensor = torch.from_numpy(shapes[name].bits.view("i1"))
+                group.backend.broadcast(tensor, 0).wait()
+        except RuntimeError as error:  # gloo's error for a dead or late peer
+            raise InfrastructureError(f"the group {group.name} broke: {error}") from error
+
+
+async def _run_both(server: Coroutine[Any, Any, None], here: Coroutine[Any, Any, T]) -> T:
+    """Run both halves; returns the local result. A local failure cancels the server's half, which would wait for the local."""
+    asked = asyncio.ensure_future(server)
+    try:
+        done = await here
+    except BaseException:
+        asked.cancel()
+        failure = (await asyncio.gather(asked, return_exceptions=True))[0]
+        if isinstance(failure, Exception):
+            raise failure from None  # the server's error is more precise
+        raise
+    await asked
+    return done
+
+
+async def _begin_update(client: SglangClient) -> None:
+    """Open the session of an update; one that an aborted update left open is closed before."""
+    try:
+        await client.begin_update()
+    except Refused:
+        await client.end_update()
+        await client.begin_update()
