@@ -29,10 +29,10 @@ from services.trainer.config import Settings
 from services.trainer.loop.grpc_link import GrpcLink, LoopThread, rank_account
 from services.trainer.loop.orchestrator_client import OrchestratorClient
 from services.trainer.prometheus import METRICS
-from services.trainer.publish.publisher_process import PublisherProcess
+from services.trainer.publisher_process import PublisherProcess
 
 if TYPE_CHECKING:
-    from services.trainer.publish.snapshot import SnapshotPublisher
+    from services.trainer.publish import SnapshotPublisher
     from services.trainer.ranks.sharding import Ranks
     from services.trainer.step.train_step import TrainStep
 
@@ -97,7 +97,7 @@ def _train(
     from services.trainer.checkpoint.shared_directory import require_shared
     from services.trainer.loop.device_turns import DeviceTurns
     from services.trainer.loop.training_loop import TrainingLoop
-    from services.trainer.publish.snapshot import snapshot_directories, sweep
+    from services.trainer.publish import snapshot_directories, sweep
     from services.trainer.ranks.leaving import LeaveOnSignal
     from services.trainer.ranks.sharding import PeerLostError
     from services.trainer.setup import build_step, join_ranks, numerics_gate, open_checkpoints
@@ -164,7 +164,7 @@ def _snapshot_publisher(
     process: PublisherProcess | None,
 ) -> SnapshotPublisher:
     """Writes a snapshot of every version into ``directories`` and hands it to ``process``, which the first rank has."""
-    from services.trainer.publish.snapshot import SnapshotPublisher, Snapshots
+    from services.trainer.publish import SnapshotPublisher, Snapshots
 
     snapshots = Snapshots(
         step.model,

@@ -22,7 +22,7 @@ from services.common.errors import ConfigError
 from services.common.records.types import TRANSFER_STAGES, WeightTransfer
 from services.common.telemetry.metrics import RowKind
 from services.common.telemetry.weight_transfers import ReportedTransfer
-from services.common.weights.manifest import Encoding
+from services.common.weights.snapshot import Encoding
 
 
 def read_transfers(run_dir: Path, *, policy: str | None = None, replica: str | None = None) -> list[Row]:
@@ -50,10 +50,6 @@ def show(rows: Sequence[Row], console: Console, last: int) -> None:
     reports = [ReportedTransfer.from_row(row) for row in rows]
     console.print(_summary(rows))
     console.print(_newest(reports, last))
-    arrived = [report.transfer for report in reports if not report.transfer.error]
-    for policy, choice in sorted({found.policy: found.choice for found in arrived}.items()):
-        if choice:
-            say(console, f"transfer: auto of {policy} chose last: {choice}")
     failed = [report for report in reports if report.transfer.error]
     for report in failed[-last:]:
         found = report.transfer

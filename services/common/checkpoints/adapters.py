@@ -23,7 +23,7 @@ from services.common.checkpoints.manifest import DTYPES, EXPORTED, MODEL_FILES, 
 from services.common.checkpoints.safetensors_files import INDEX, Place, places, weight_files
 from services.common.errors import ConfigError, CorruptDataError
 from services.common.weights.elements import ELEMENT_TYPES, Bits, cast_bits
-from services.common.weights.manifest import PEFT_PREFIX, A, AdapterIdentity, B, algorithm_of, tensor_digest
+from services.common.weights.snapshot import PEFT_PREFIX, A, AdapterIdentity, B, algorithm_of, tensor_digest
 
 PEFT_CONFIG = "adapter_config.json"
 BASE_FILE = "base.json"  # in a checkpoint: where the base was read, its type, and the digest of each tensor

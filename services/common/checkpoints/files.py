@@ -25,7 +25,7 @@ import xxhash
 
 from services.common.checkpoints.manifest import DTYPES, Manifest, Part, StoredFile, StoredTensor
 from services.common.errors import CorruptDataError
-from services.common.weights.manifest import DEFAULT_ALGORITHM
+from services.common.weights.snapshot import DEFAULT_ALGORITHM
 
 CHUNK_BYTES = 8 << 20
 _ALIGNMENT = 8  # of the first byte after a safetensors header

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from services.common.errors import CorruptDataError
-from services.common.weights.manifest import AdapterIdentity, algorithm_of, tensor_digest
+from services.common.weights.snapshot import AdapterIdentity, algorithm_of, tensor_digest
 
 MANIFEST = "manifest.json"
 MODEL_FILES = "model/"  # prefix of the names of config, tokenizer and generation config

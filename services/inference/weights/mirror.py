@@ -23,7 +23,7 @@ import numpy as np
 from services.common.errors import CorruptDataError, VersionUnavailableError
 from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, decode_tensor
 from services.common.weights.elements import Bits, cast_bits, element_type
-from services.common.weights.manifest import (
+from services.common.weights.snapshot import (
     DEFAULT_ALGORITHM,
     AdapterIdentity,
     BaseVersion,

@@ -27,7 +27,7 @@ from services.common.checkpoints.manifest import RANDOM_STATE, WEIGHTS, Manifest
 from services.common.errors import ConfigError, CorruptDataError, InfrastructureError, ModelMismatchError
 from services.common.system.memory import available_bytes
 from services.common.telemetry.log_events import LogEvent
-from services.common.weights.manifest import check_same_adapter
+from services.common.weights.snapshot import check_same_adapter
 from services.trainer.checkpoint import state
 from services.trainer.checkpoint.writing import (
     DISK_TIMEOUT_S,

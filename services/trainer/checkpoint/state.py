@@ -18,7 +18,7 @@ import torch
 
 from services.common.checkpoints.files import Piece, TensorReader
 from services.common.checkpoints.manifest import RANDOM_STATE, WEIGHTS, StoredTensor
-from services.common.weights.manifest import AdapterIdentity
+from services.common.weights.snapshot import AdapterIdentity
 from services.trainer.model.moments_on_host import MOMENTS
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel

@@ -14,11 +14,10 @@ from services.common.errors import NotFoundError, VersionUnavailableError
 from services.common.pb import weights_pb2_grpc
 from services.common.records.types import WeightVersion
 from services.common.rpc.server import Server
-from services.common.transfer.bulk_server import BulkServer
-from services.common.transfer.sending import SendBudget
+from services.common.transfer.bulk import BulkServer
 from services.common.transfer.servicer import WeightServicer
-from services.common.transfer.source import MemoryReader, PayloadReader
-from services.common.weights.manifest import (
+from services.common.transfer.source import MemoryReader, PayloadReader, SendBudget
+from services.common.weights.snapshot import (
     BaseVersion,
     Encoding,
     Manifest,
@@ -29,8 +28,8 @@ from services.common.weights.manifest import (
     tensor_digest,
     with_digest,
 )
-from services.inference.weights.fetcher import Fetched, SourceFetcher
-from services.inference.weights.source import TRANSPORTS
+from services.inference.weights.fetch import TRANSPORTS
+from services.inference.weights.updater import Fetched, SourceFetcher
 
 RUN, POLICY = "run-1", "model0"
 

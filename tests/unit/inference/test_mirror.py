@@ -12,7 +12,7 @@ import pytest
 from services.common.errors import CorruptDataError, ModelMismatchError, VersionUnavailableError
 from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, encode_tensor
 from services.common.weights.elements import Bits
-from services.common.weights.manifest import (
+from services.common.weights.snapshot import (
     AdapterIdentity,
     BaseVersion,
     DigestAlgorithm,

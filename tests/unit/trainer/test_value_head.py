@@ -17,7 +17,7 @@ from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoi
 from services.trainer.checkpoint.export import export
 from services.trainer.model.policy_model import build_policy_model, load_policy_model
 from services.trainer.model.value_head import NAME
-from services.trainer.publish.snapshot import Snapshots
+from services.trainer.publish import Snapshots
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.train_step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences

@@ -13,7 +13,7 @@ from pathlib import Path
 from services.common.config.processes.servers import MASK_TOKENS
 from services.common.config.processes.services import InferenceConfig
 from services.common.errors import ConfigError
-from services.common.weights.manifest import AdapterIdentity
+from services.common.weights.snapshot import AdapterIdentity
 from services.inference.engine import sglang_cpu
 from services.inference.engine.served.environment import bound_cores, interpreter, own_arguments, seen_device, spelled
 from services.inference.engine.served.process import PORTS_TRIED, Program, ServerCommand

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import CorruptDataError
-from services.common.weights.manifest import (
+from services.common.weights.snapshot import (
     PLACEHOLDER,
     DigestAlgorithm,
     TensorEntry,
