@@ -35,7 +35,7 @@ from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.engine import TorchEngine
 from services.inference.engine.torch.native import step as native_step
 from services.inference.engine.weight_update import WeightUpdate
-from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.model.adapter import AdapterSetup
 from services.trainer.publish import Snapshots
 from services.trainer.ranks.sharding import Ranks

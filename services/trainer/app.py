@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from services.common import checkpoints as names
 from services.common import run_files
-from services.common.checkpoints import directory as names
 from services.common.config.processes.placement import Placement
 from services.common.config.training.policy import PolicyConfig
 from services.common.errors import UnknownPolicyError
@@ -93,8 +93,7 @@ def _train(
 ) -> None:
     import torch
 
-    from services.trainer.checkpoint.export import checkpoint_files
-    from services.trainer.checkpoint.shared_directory import require_shared
+    from services.trainer.checkpoints import checkpoint_files, require_shared
     from services.trainer.loop.device_turns import DeviceTurns
     from services.trainer.loop.training_loop import TrainingLoop
     from services.trainer.publish import snapshot_directories, sweep
@@ -217,7 +216,7 @@ def _export(
 ) -> None:
     import torch
 
-    from services.trainer.checkpoint.export import ExportFailedError, export_last
+    from services.trainer.checkpoints import ExportFailedError, export_last
 
     dtype: torch.dtype = getattr(torch, config.published_dtype)
     try:

@@ -15,7 +15,7 @@ from services.cli.console.units import format_reward
 from services.cli.inspect.checkpoints.found import places, policies_of
 from services.cli.inspect.run_state import Row, check_run_directory, ended, launcher_lock, processes_left, read_rows
 from services.common import run_files
-from services.common.checkpoints.directory import path_of
+from services.common.checkpoints import path_of
 from services.common.config.reading.loading import RESOLVED, load_resolved
 from services.common.errors import ConfigError
 from services.common.telemetry.metrics import RowKind, StepKey

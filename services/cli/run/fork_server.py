@@ -32,7 +32,7 @@ MODULES = (
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "services.trainer.app",
-    "services.trainer.checkpoint.export",
+    "services.trainer.checkpoints",
     "services.trainer.loop.grpc_link",
     "services.trainer.loop.training_loop",
     "services.trainer.publish",

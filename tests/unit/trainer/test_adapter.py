@@ -23,7 +23,7 @@ from services.common.lora import (
 )
 from services.common.text.huggingface import named_weights
 from services.common.weights.snapshot import PEFT_PREFIX, Snapshot, version_digest
-from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.model.adapter import AdapterSetup
 from services.trainer.publish import Snapshots
 from services.trainer.ranks.sharding import Ranks

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.check.model_files import file_of
-from services.common.checkpoints.safetensors_files import read_object
 from services.common.config.processes.services import InferenceConfig
 from services.common.config.training.adapter import ALL_LINEAR, AdapterConfig
 from services.common.config.training.policy import OFFLOAD_BUCKET_BYTES, PolicyConfig
 from services.common.errors import ConfigError
+from services.common.safetensors_files import read_object
 
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 4}  # auto: of a device that is not known yet

@@ -16,10 +16,9 @@ from services.cli.console.tables import Column, FittingTable
 from services.cli.console.units import format_bytes
 from services.cli.inspect.checkpoints.found import Found, age, find, places, policies_of, total_bytes
 from services.common import run_files
-from services.common.checkpoints.adapters import ExportForm
-from services.common.checkpoints.directory import path_of, read_manifest
-from services.common.checkpoints.export import Exported, check_target, export_checkpoint, work_bytes
+from services.common.checkpoints import path_of, read_manifest
 from services.common.errors import ConfigError, CorruptDataError, InfrastructureError
+from services.common.export import Exported, ExportForm, check_target, export_checkpoint, work_bytes
 
 
 def tell_checkpoints(run_dir: Path, console: Console, *, verify: bool, as_object: bool) -> bool:

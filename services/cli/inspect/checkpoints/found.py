@@ -10,7 +10,10 @@ from typing import Any
 
 from services.cli.inspect.run_state import check_run_directory
 from services.common import run_files
-from services.common.checkpoints.directory import (
+from services.common.checkpoints import (
+    Manifest,
+    Progress,
+    StoredFile,
     checkpoints_directory,
     find_damage,
     path_of,
@@ -19,8 +22,6 @@ from services.common.checkpoints.directory import (
     set_aside_before,
     steps,
 )
-from services.common.checkpoints.files import Progress
-from services.common.checkpoints.manifest import Manifest, StoredFile
 from services.common.errors import ConfigError, CorruptDataError, RollmillError
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader

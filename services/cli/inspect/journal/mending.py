@@ -13,7 +13,7 @@ import orjson
 from services.cli.inspect.journal.checks import Advance, walk
 from services.cli.inspect.trace.reading import open_journal
 from services.common import run_files
-from services.common.checkpoints.directory import checkpoints_directory, steps
+from services.common.checkpoints import checkpoints_directory, steps
 from services.common.config.reading.loading import load_resolved
 from services.common.config.training.policy import ReplayConfig
 from services.common.errors import BatchLostError, InfrastructureError

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import structlog
 
-from services.common.checkpoints.adapters import ADAPTER_WEIGHTS, PEFT_CONFIG
 from services.common.errors import DeadlineError, InfrastructureError
+from services.common.export import ADAPTER_WEIGHTS, PEFT_CONFIG
 from services.inference.engine.served.stage import FILE, Stage
 from services.inference.engine.sglang.client import SglangClient
 

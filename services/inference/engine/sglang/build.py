@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.common.checkpoints.adapters import adapter_files
 from services.common.errors import ConfigError
+from services.common.export import adapter_files
 from services.inference.engine.served.build import ServedSetup, engine_of
 from services.inference.engine.served.engine import ServedEngine
 from services.inference.engine.served.environment import runs_on_cpu
