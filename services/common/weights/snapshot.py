@@ -18,17 +18,19 @@ import fcntl
 import math
 import mmap
 import os
+import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import xxhash
+from pydantic import TypeAdapter
 
 from services.common.errors import CorruptDataError, DeadlineError, InfrastructureError, ModelMismatchError
 from services.common.system.children import is_there
@@ -44,17 +46,10 @@ ALIGNMENT = 64  # tensors begin at multiples of this, in snapshots and full payl
 
 DigestAlgorithm = Literal["xxh3-128", "blake3"]
 
-_HEX_DIGITS: dict[DigestAlgorithm, int] = {"xxh3-128": 32, "blake3": 64}
-
 DEFAULT_ALGORITHM: DigestAlgorithm = "xxh3-128"
 
-
-def placeholder(algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> str:
-    """A dummy digest with the length of the algorithm's digests, to compute layouts before data exists."""
-    return f"{algorithm}:{'0' * _HEX_DIGITS[algorithm]}"
-
-
-PLACEHOLDER = placeholder()
+_HEX_DIGITS: dict[DigestAlgorithm, int] = {"xxh3-128": 32, "blake3": 64}
+_DIGEST = re.compile("|".join(f"({name}):[0-9a-f]{{{digits}}}" for name, digits in _HEX_DIGITS.items()))
 
 
 class Encoding(enum.StrEnum):
@@ -97,9 +92,8 @@ class AdapterIdentity:
     A version of an adapter holds only the adapter's tensors. Two versions with equal tensors are different policies on
     different bases, so the identity is part of the version's digest, of a manifest and of a checkpoint.
 
-    >>> held = AdapterIdentity(rank=8, alpha=16.0, targets=("q_proj",), base="xxh3-128:00")
-    >>> held.scale, AdapterIdentity.from_json(held.to_json()) == held
-    (2.0, True)
+    >>> AdapterIdentity(rank=8, alpha=16.0, targets=("q_proj",), base="xxh3-128:00").scale
+    2.0
     """
 
     rank: int
@@ -116,19 +110,6 @@ class AdapterIdentity:
     def digest_text(self) -> str:
         """The text that a version's digest covers."""
         return f"lora\0{self.rank}\0{self.alpha!r}\0{','.join(self.targets)}\0{self.base}\0"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets), "base": self.base}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> AdapterIdentity:
-        """Raises ``KeyError``, ``TypeError`` or ``ValueError`` when the data is no identity."""
-        targets = data["targets"]
-        if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
-            raise ValueError(f"targets of an adapter are names, got {targets!r}")
-        return cls(
-            rank=int(data["rank"]), alpha=float(data["alpha"]), targets=tuple(targets), base=str(data["base"])
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,33 +147,8 @@ class Manifest:
         """Bytes from the first tensor's begin to the last one's end."""
         return max((entry.offset + entry.length for entry in self.tensors), default=0)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "run_id": self.run_id,
-            "policy": self.policy,
-            "version": self.version,
-            "digest": self.digest,
-            "tensors": [[t.name, t.dtype, list(t.shape), t.offset, t.length, t.digest] for t in self.tensors],
-            **({} if self.adapter is None else {"adapter": self.adapter.to_json()}),
-        }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Manifest:
-        """Raises ``CorruptDataError`` when the data is no manifest."""
-        try:
-            return cls(
-                run_id=str(data["run_id"]),
-                policy=str(data["policy"]),
-                version=int(data["version"]),
-                digest=str(data["digest"]),
-                tensors=tuple(
-                    TensorEntry(name=n, dtype=d, shape=tuple(s), offset=int(o), length=int(size), digest=x)
-                    for n, d, s, o, size, x in data["tensors"]
-                ),
-                adapter=AdapterIdentity.from_json(data["adapter"]) if "adapter" in data else None,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptDataError(f"not a weight manifest: {error!r}") from error
+_MANIFEST = TypeAdapter(Manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,18 +229,16 @@ def align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def lay_out(specs: Iterable[TensorSpec]) -> tuple[TensorEntry, ...]:
-    """Raw tensors one after another by name, aligned, with placeholder digests.
+def lay_out(specs: Iterable[TensorSpec], algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> tuple[TensorEntry, ...]:
+    """Raw tensors one after another by name, aligned, with dummy digests as long as the algorithm's.
 
     By name, so that all holders of a version have the same layout.
     """
     entries: list[TensorEntry] = []
-    names: set[str] = set()
     offset = 0
-    for spec in sorted(specs, key=lambda spec: spec.name):
-        if spec.name in names:
+    for spec in sorted(specs, key=attrgetter("name")):
+        if entries and spec.name == entries[-1].name:
             raise ValueError(f"tensor {spec.name!r} appears twice; tied weights are published once")
-        names.add(spec.name)
         offset = align(offset)
         entries.append(
             TensorEntry(
@@ -293,16 +247,11 @@ def lay_out(specs: Iterable[TensorSpec]) -> tuple[TensorEntry, ...]:
                 shape=spec.shape,
                 offset=offset,
                 length=spec.size_bytes,
-                digest=PLACEHOLDER,
+                digest=f"{algorithm}:{'0' * _HEX_DIGITS[algorithm]}",
             )
         )
         offset += spec.size_bytes
     return tuple(entries)
-
-
-def with_digest(entry: TensorEntry, digest: str) -> TensorEntry:
-    """The same entry with its data's digest."""
-    return replace(entry, digest=digest)
 
 
 def same_tensors(left: Iterable[TensorSpec], right: Iterable[TensorSpec]) -> bool:
@@ -332,11 +281,11 @@ def check_same_adapter(own: AdapterIdentity | None, other: AdapterIdentity | Non
 
 def algorithm_of(digest: str) -> DigestAlgorithm:
     """The algorithm that a digest names. ``CorruptDataError`` for a text that is no digest."""
-    name, _, value = digest.partition(":")
-    if name not in _HEX_DIGITS or len(value) != _HEX_DIGITS[name] or not _is_hex(value):
+    found = _DIGEST.fullmatch(digest)
+    if found is None:
         forms = " or ".join(f"{known}:<{digits} hexadecimal digits>" for known, digits in _HEX_DIGITS.items())
         raise CorruptDataError(f"digest {digest!r} is not of the form {forms}")
-    return name
+    return "blake3" if found[2] else "xxh3-128"
 
 
 def tensor_digest(
@@ -349,22 +298,22 @@ def tensor_digest(
 
     ``num_threads`` is for blake3, which can use several; xxh3-128 is one thread always.
     """
-    raw = data.reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data
-    state = _hasher(algorithm, num_threads)
-    state.update(raw)  # releases the interpreter lock for large buffers, so threads may digest beside other work
-    return f"{algorithm}:{state.hexdigest()}"
+    return digest_parts([data], algorithm, num_threads=num_threads)
 
 
 def digest_parts(
-    parts: Iterable[npt.NDArray[np.generic] | bytes | memoryview], algorithm: DigestAlgorithm = DEFAULT_ALGORITHM
+    parts: Iterable[npt.NDArray[np.generic] | bytes | memoryview],
+    algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
+    *,
+    num_threads: int = 1,
 ) -> str:
     """The digest of the concatenation of parts, without a copy.
 
     >>> digest_parts([b"we", b"ights"]) == tensor_digest(b"weights")
     True
     """
-    state = _hasher(algorithm)
-    for part in parts:
+    state = _hasher(algorithm, num_threads)
+    for part in parts:  # large buffers are digested without the interpreter lock
         state.update(part.reshape(-1).view(np.uint8).data if isinstance(part, np.ndarray) else part)
     return f"{algorithm}:{state.hexdigest()}"
 
@@ -376,7 +325,7 @@ def version_digest(tensors: Iterable[TensorEntry], adapter: AdapterIdentity | No
 
     ``CorruptDataError`` when an entry's digest is none, or when two entries name different algorithms.
     """
-    entries = sorted(tensors, key=lambda tensor: tensor.name)
+    entries = sorted(tensors, key=attrgetter("name"))
     algorithms = {algorithm_of(entry.digest) for entry in entries} or {DEFAULT_ALGORITHM}
     if len(algorithms) > 1:
         raise CorruptDataError(f"one version has digests of several algorithms: {sorted(algorithms)}")
@@ -397,10 +346,6 @@ def _hasher(algorithm: DigestAlgorithm, num_threads: int = 1) -> Any:
     from blake3 import blake3  # only installed with the services that move weights
 
     return blake3(max_threads=num_threads)
-
-
-def _is_hex(value: str) -> bool:
-    return all(digit in "0123456789abcdef" for digit in value)
 
 
 # -- snapshot files -----------------------------------------------------------------------------------------------------
@@ -443,6 +388,7 @@ class SnapshotPart:
 
     def __init__(self, path: Path, manifest: Manifest, reserved: int, file_descriptor: int, mapped: mmap.mmap) -> None:
         self.path = path  # the final name, visible after ``seal``
+        self.tensors = manifest.tensors
         self._manifest = manifest
         self._reserved = reserved
         self._fd = file_descriptor
@@ -467,10 +413,6 @@ class SnapshotPart:
             os.close(descriptor)
             raise
         return cls(path, manifest, reserved, descriptor, mapped)
-
-    @property
-    def tensors(self) -> tuple[TensorEntry, ...]:
-        return self._manifest.tensors
 
     def bits(self, entry: TensorEntry) -> Bits:
         """The flat, writable array of one tensor's bits. Delete the array before ``seal`` or ``close``."""
@@ -510,9 +452,9 @@ class SnapshotWriter(SnapshotPart):
     ) -> SnapshotWriter:
         """Reserve the file in the first directory with enough space; ``SnapshotSpaceError`` names the space in each."""
         # All digests of an algorithm have one length, so the manifest's size is known before the data.
-        entries = [with_digest(entry, placeholder(algorithm)) for entry in lay_out(specs)]
+        entries = lay_out(specs, algorithm)
         draft = Manifest.of(run_id=run_id, policy=policy, version=version, tensors=entries, adapter=adapter)
-        encoded = orjson.dumps(draft.to_json())
+        encoded = _MANIFEST.dump_json(draft)
         reserved = -(-(_HEADER.size + len(encoded)) // _PAGE) * _PAGE
         complaints = []
         for directory in directories:
@@ -547,12 +489,12 @@ class SnapshotWriter(SnapshotPart):
         ``digests`` by tensor name if the writers have computed them; otherwise this method digests every tensor.
         """
         known = self.digests(self.tensors) if digests is None else digests
-        entries = [with_digest(entry, known[entry.name]) for entry in self.tensors]
+        entries = [replace(entry, digest=known[entry.name]) for entry in self.tensors]
         draft = self._manifest
         manifest = Manifest.of(
             run_id=draft.run_id, policy=draft.policy, version=draft.version, tensors=entries, adapter=draft.adapter
         )
-        encoded = orjson.dumps(manifest.to_json())
+        encoded = _MANIFEST.dump_json(manifest)
         assert len(encoded) <= self._reserved - _HEADER.size, "a digest is longer than its placeholder"
         self._map[: _HEADER.size + len(encoded)] = _HEADER.pack(_MAGIC, len(encoded)) + encoded
         os.rename(_hidden(self.path), self.path)
@@ -651,8 +593,8 @@ def _read_manifest(mapped: mmap.mmap, path: Path, magic: bytes) -> tuple[Manifes
     if found != magic or start > len(mapped):
         raise CorruptDataError(f"{path}: not a snapshot")
     try:
-        manifest = Manifest.from_json(orjson.loads(mapped[_HEADER.size : _HEADER.size + size]))
-    except orjson.JSONDecodeError as error:
+        manifest = _MANIFEST.validate_json(mapped[_HEADER.size : _HEADER.size + size], strict=True)
+    except ValueError as error:
         raise CorruptDataError(f"{path}: broken manifest: {error}") from error
     if start + manifest.size_bytes > len(mapped):
         raise CorruptDataError(f"{path}: {start + manifest.size_bytes - len(mapped)} bytes are missing")

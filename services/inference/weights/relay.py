@@ -46,7 +46,6 @@ from services.common.weights.snapshot import (
     TensorEntry,
     full_payload_id,
     lay_out,
-    with_digest,
 )
 from services.inference.weights.fetch import WeightSource
 from services.inference.weights.mirror import HeldWeights, Mirror
@@ -239,7 +238,7 @@ class _MirrorReader:
 def full_layout(manifest: Manifest) -> Manifest:
     """The manifest of the version as a snapshot: a manifest from a delta has the delta's offsets."""
     digests = {entry.name: entry.digest for entry in manifest.tensors}
-    entries = tuple(with_digest(entry, digests[entry.name]) for entry in lay_out(manifest.tensors))
+    entries = tuple(replace(entry, digest=digests[entry.name]) for entry in lay_out(manifest.tensors))
     return replace(manifest, tensors=entries)
 
 

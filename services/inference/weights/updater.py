@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import structlog
@@ -165,7 +164,7 @@ class WeightUpdater:
             await self._changed.wait()
             self._changed.clear()
             wanted, plan, self._plan = self._wanted, self._plan, None
-            if wanted is None or self._holds(wanted):
+            if wanted is None or self._in_engine == BaseVersion(number=wanted.number, digest=wanted.digest):
                 self.account.enter(*UP_TO_DATE)
                 continue
             held = self._in_engine
@@ -258,7 +257,9 @@ class WeightUpdater:
         """Write a payload into the mirror; returns the changes and their base version."""
         base = None if self._force_full else self._mirror.base
         self.account.enter(ActivityName.FETCHING, on=self._publisher, detail=self._last_error)
-        fetched = await self._fetcher.fetch(wanted, base, plan, partial(self._is_superseded, wanted))
+        fetched = await self._fetcher.fetch(
+            wanted, base, plan, lambda: self._wanted is not None and self._wanted.number > wanted.number
+        )
         payload = fetched.payload
         attempt.stage(
             "fetch_s",
@@ -286,12 +287,6 @@ class WeightUpdater:
 
     def _whole(self, version: int) -> WeightUpdate:
         return WeightUpdate.full(self._host_tensors(self._mirror), version)
-
-    def _is_superseded(self, version: WeightVersion) -> bool:
-        return self._wanted is not None and self._wanted.number > version.number
-
-    def _holds(self, version: WeightVersion) -> bool:
-        return self._in_engine == BaseVersion(number=version.number, digest=version.digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,6 @@ from services.common.weights.snapshot import (
     TensorSpec,
     lay_out,
     tensor_digest,
-    with_digest,
 )
 from services.inference.weights.fetch import TRANSPORTS
 from services.inference.weights.updater import Fetched, SourceFetcher
@@ -41,7 +40,7 @@ class MemorySource:
         self.data = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
         [entry] = lay_out([TensorSpec(name="w", dtype="uint8", shape=(num_bytes,))])
         self.manifest = Manifest.of(
-            run_id=RUN, policy=POLICY, version=1, tensors=[with_digest(entry, tensor_digest(self.data))]
+            run_id=RUN, policy=POLICY, version=1, tensors=[replace(entry, digest=tensor_digest(self.data))]
         )
         self.num_leases = 0
         self.delay_s = 0.0

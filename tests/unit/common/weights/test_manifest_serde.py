@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +46,6 @@ def payload(encoding: Encoding, adapter: AdapterIdentity | None = None) -> Paylo
 def test_a_payload_crosses_the_wire_unchanged(encoding: Encoding, adapter: AdapterIdentity | None) -> None:
     sent = payload(encoding, adapter)
     assert payload_from_proto(payload_to_proto(sent)) == sent
-    assert Manifest.from_json(sent.target.to_json()) == sent.target
 
 
 def test_a_version_that_lost_or_changed_its_adapter_on_the_way_is_refused() -> None:
@@ -66,7 +64,6 @@ def test_a_version_that_lost_or_changed_its_adapter_on_the_way_is_refused() -> N
 )
 def test_every_part_of_an_adapter_changes_the_digest(rank: int, alpha: float, targets: list[str]) -> None:
     one = AdapterIdentity(rank=rank, alpha=alpha, targets=tuple(sorted(targets)), base=ADAPTER.base)
-    assert AdapterIdentity.from_json(orjson.loads(orjson.dumps(one.to_json()))) == one
     others = [
         replace(one, rank=rank + 1),
         replace(one, alpha=alpha * 2),
