@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a Hugging Face directory, an adapter also as a directory that PEFT loads: config, tokenizer and safetensors that transformers loads.
+"""Exports a checkpoint as a directory that transformers loads: config, tokenizer and safetensors; an adapter also for PEFT.
 
     verify the files that are needed -> copy config and tokenizer -> weights, cast chunk by chunk, into shards -> rename
 
@@ -49,8 +49,6 @@ from services.common.weights.snapshot import PEFT_PREFIX, A, AdapterIdentity, B,
 
 NOTE = "rollmill_export.json"  # in the directory: of which run, step and checkpoint it is
 SHARD_BYTES = 4 << 30
-
-
 PEFT_CONFIG = "adapter_config.json"
 BASE_FILE = "base.json"  # in a checkpoint: where the base was read, its type, and the digest of each tensor
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -111,6 +109,7 @@ def export_checkpoint(
         OSError: the write failed.
     """
     manifest = read_manifest(path)
+    exported = _exported(manifest)
     if not replace:
         check_target(target)
     if damage := find_damage(path, manifest.files_for_export(), progress):
@@ -124,9 +123,16 @@ def export_checkpoint(
     try:
         _copy_model_files(path, manifest, beside, form)
         with TensorReader(path, manifest) as reader:
-            pieces = _pieces(reader, path, manifest, dtype, progress, form, base)
+            if manifest.adapter is not None and form is ExportForm.MERGED:
+                pieces = merged_pieces(reader, manifest, path, base, progress)
+            elif manifest.adapter is not None:  # in the type in which it is trained
+                pieces = [
+                    _piece(reader, name, tensor, tensor.dtype, progress, PEFT_PREFIX) for name, tensor in exported
+                ]
+            else:
+                pieces = [_piece(reader, name, tensor, dtype, progress) for name, tensor in exported]
             size = _write_weights(pieces, beside, shard_bytes, form)
-        exported = Exported(
+        result = Exported(
             directory=target,
             run_id=manifest.run_id,
             policy=manifest.policy,
@@ -136,7 +142,7 @@ def export_checkpoint(
             num_tensors=len(pieces),
             size_bytes=size,
         )
-        write_bytes(beside / NOTE, NOTE, json.dumps(exported.note(), indent=1).encode())
+        write_bytes(beside / NOTE, NOTE, json.dumps(result.note(), indent=1).encode())
         sync_directory(beside)
         if target.exists():
             shutil.rmtree(target)
@@ -145,7 +151,7 @@ def export_checkpoint(
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    return exported
+    return result
 
 
 def check_target(target: Path) -> None:
@@ -173,23 +179,13 @@ def _dtype(path: Path) -> str:
 
 
 def _copy_model_files(path: Path, manifest: Manifest, target: Path, form: ExportForm) -> None:
+    left_out = {BASE_FILE, *(_OF_A_MODEL if form is ExportForm.ADAPTER else (PEFT_CONFIG,))}
     for file in manifest.files:
-        if file.name.startswith(MODEL_FILES) and is_copied(file.name.removeprefix(MODEL_FILES), form):
+        if file.name.startswith(MODEL_FILES) and file.name.removeprefix(MODEL_FILES) not in left_out:
             place = target / file.name.removeprefix(MODEL_FILES)
             place.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(place, place.name, read_whole(path / file.name))
             sync_directory(place.parent)
-
-
-def _pieces(
-    reader: TensorReader, path: Path, manifest: Manifest, dtype: str, progress: Progress, form: ExportForm,
-    base: Path | None,
-) -> list[Piece]:  # fmt: skip
-    if manifest.adapter is None:
-        return [_piece(reader, name, tensor, dtype, progress) for name, tensor in _exported(manifest)]
-    if form is ExportForm.ADAPTER:
-        return adapter_pieces(reader, manifest, progress)
-    return merged_pieces(reader, manifest, path, base, progress)
 
 
 def _write_weights(pieces: list[Piece], target: Path, shard_bytes: int, form: ExportForm) -> int:
@@ -211,11 +207,14 @@ def _write_weights(pieces: list[Piece], target: Path, shard_bytes: int, form: Ex
     return size
 
 
-def _piece(reader: TensorReader, name: str, tensor: StoredTensor, dtype: str, progress: Progress) -> Piece:
+def _piece(
+    reader: TensorReader, name: str, tensor: StoredTensor, dtype: str, progress: Progress, prefix: str = ""
+) -> Piece:
+    """A stored tensor under its name in the export; floats are cast to ``dtype``."""
     kind = ELEMENT_TYPES.get(tensor.dtype)
     target = dtype if kind is not None and kind.is_float else tensor.dtype
     return Piece(
-        tensor=name.removeprefix(EXPORTED),
+        tensor=prefix + name.removeprefix(EXPORTED),
         dtype=target,
         shape=tensor.shape,
         first=0,
@@ -257,35 +256,6 @@ def adapter_files(
     }
     base = {"path": base_path, "dtype": dtype, "digest": identity.base, "tensors": dict(tensors)}
     return {PEFT_CONFIG: json.dumps(config, indent=1).encode(), BASE_FILE: json.dumps(base, indent=1).encode()}
-
-
-def is_copied(name: str, form: ExportForm) -> bool:
-    """Whether a file of the checkpoint's model belongs into an export."""
-    if name == BASE_FILE:
-        return False
-    return name not in _OF_A_MODEL if form is ExportForm.ADAPTER else name != PEFT_CONFIG
-
-
-def adapter_pieces(reader: TensorReader, manifest: Manifest, progress: Progress) -> list[Piece]:
-    """The adapter under PEFT's names, in the type in which it is trained."""
-
-    def data(name: str) -> Iterator[memoryview]:
-        for chunk in reader.chunks(name):
-            progress(chunk.nbytes)
-            yield chunk
-
-    return [
-        Piece(
-            tensor=PEFT_PREFIX + name.removeprefix(EXPORTED),
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            first=0,
-            count=tensor.num_elements,
-            data=partial(data, name),
-        )
-        for name, tensor in sorted(manifest.tensors.items())
-        if name.startswith(EXPORTED)
-    ]
 
 
 def merged_pieces(
