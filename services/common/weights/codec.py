@@ -26,7 +26,7 @@ import enum
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,126 +78,81 @@ def encode_tensor(old: Bits, new: Bits, dtype: str) -> bytes:
     """The difference of two flat arrays of bits; empty when there is none."""
     if old.shape != new.shape or old.dtype != new.dtype:
         raise ValueError(f"a delta needs equal tensors, not {old.shape} {old.dtype} and {new.shape} {new.dtype}")
-    encoder = TensorEncoder(dtype)
-    for start in range(0, len(new), CHUNK_ELEMENTS):
-        encoder.add(start, old[start : start + CHUNK_ELEMENTS], new[start : start + CHUNK_ELEMENTS])
-    return encoder.finish()
+    is_float = element_type(dtype).is_float
+    coded = [bytes([_FORMAT])]
+    for index, start in enumerate(range(0, len(new), CHUNK_ELEMENTS)):
+        before, after = old[start : start + CHUNK_ELEMENTS], new[start : start + CHUNK_ELEMENTS]
+        method, num_changes, body = _encode_chunk(before, after, is_float)
+        if num_changes:
+            coded += [_RECORD.pack(index, method, num_changes), *body]
+    return b"".join(coded) if len(coded) > 1 else b""
 
 
 def decode_tensor(old: Bits, data: bytes | memoryview, dtype: str) -> Iterator[ChunkChange]:
     """The changes, chunk by chunk, as absolute values. ``CorruptDataError`` when the bytes make no sense."""
-    is_float = element_type(dtype).is_float
-    for record in _records(old, data):
-        start, here = record.start, old[record.start : record.start + CHUNK_ELEMENTS]
-        if record.method in (Method.RAW, Method.TWO_BIT):
-            values: Bits
-            if record.method == Method.RAW:
-                values = np.frombuffer(record.reader.take(here.nbytes), dtype=old.dtype)
-            else:
-                values = unpack_values(record.reader, here)
-            yield ChunkChange(start=start, positions=None, values=values, num_changes=record.num_changes)
-            continue
-        positions, steps = record.steps(here)
-        before = here if positions is None else here[positions]
-        values = step_forward(before, steps, is_float)
-        yield ChunkChange(start=start, positions=positions, values=values, num_changes=record.num_changes)
-
-
-class TensorEncoder:
-    """Codes one tensor, chunk by chunk in ascending order."""
-
-    def __init__(self, dtype: str) -> None:
-        self._is_float = element_type(dtype).is_float
-        self._records: list[bytes] = []
-
-    def add(self, start: int, old: Bits, new: Bits) -> None:
-        """One chunk, changed or not."""
-        # One block decides: to count first would be one more pass over every chunk. Short chunks have little time to save.
-        if len(new) >= _BLOCK and np.count_nonzero(old[:_BLOCK] != new[:_BLOCK]) > _TWO_BIT_FROM * _BLOCK:
-            body = pack_differences(old, new)
-            if body is not None:
-                self._record(start, Method.TWO_BIT, int(np.count_nonzero(old != new)), body)
-                return
-        positions, steps = self._changes(old, new)
-        num_changes = len(positions)
-        if not num_changes:
-            return
-        coded: dict[Method, list[bytes]] = {}
-        if num_changes <= _SPARSE_UP_TO * len(new):
-            coded[Method.SPARSE] = [pack_positions(positions), pack_steps(steps)]
-        # The steps cost about the same in both forms. Dense adds at least a bit for every element, sparse the positions:
-        # where these are clearly smaller, coding all elements only costs time, most of all at 10 to 30% changed.
-        if Method.SPARSE not in coded or len(coded[Method.SPARSE][0]) > _DENSE_FROM * len(new) / 8:
-            coded[Method.DENSE] = pack_columns(zigzagged_steps(old, new, self._is_float))
-            coded[Method.RAW] = [new.tobytes()]
-        method = min(coded, key=lambda candidate: _size(coded[candidate]))
-        self._record(start, method, num_changes, coded[method])
-
-    def finish(self) -> bytes:
-        """The coded tensor; empty without a change."""
-        return b"".join([bytes([_FORMAT]), *self._records]) if self._records else b""
-
-    def _changes(self, old: Bits, new: Bits) -> tuple[npt.NDArray[np.intp], Bits]:
-        """Positions of changes, and their zigzagged steps: block by block, so that a block stays in the cache."""
-        positions, steps = [], []
-        for begin in range(0, len(new), _BLOCK):
-            before, after = old[begin : begin + _BLOCK], new[begin : begin + _BLOCK]
-            where = true_positions(before != after)
-            if len(where):
-                steps.append(zigzagged_steps(before[where], after[where], self._is_float))
-                where += begin
-                positions.append(where)
-        if not positions:
-            return np.empty(0, dtype=np.intp), old[:0]
-        return np.concatenate(positions), np.concatenate(steps)
-
-    def _record(self, start: int, method: Method, num_changes: int, body: list[bytes]) -> None:
-        self._records.append(b"".join([_RECORD.pack(start // CHUNK_ELEMENTS, method, num_changes), *body]))
-
-
-@dataclass(slots=True)
-class _Record:
-    """The head of one chunk; its body is next in the reader."""
-
-    start: int
-    method: int
-    num_changes: int
-    reader: PlaneReader
-
-    def steps(self, here: Bits) -> tuple[npt.NDArray[np.intp] | None, Bits]:
-        if self.method == Method.SPARSE:
-            if self.num_changes > _SPARSE_UP_TO * len(here):
-                raise CorruptDataError(f"delta has {self.num_changes} sparse changes in {len(here)} elements")
-            positions = unpack_positions(self.reader, self.num_changes, len(here))
-            return positions, unpack_steps(self.reader, self.num_changes, here.dtype)
-        if self.method == Method.DENSE:
-            return None, unpack_columns(self.reader, len(here), here.dtype)
-        raise CorruptDataError(f"delta uses method {self.method}, which is unknown here")
-
-
-def _size(parts: Sequence[bytes]) -> int:
-    return sum(map(len, parts))
-
-
-def _records(like: Bits, data: bytes | memoryview) -> Iterator[_Record]:
-    """The records of a coded tensor. Read each record's body before the next one."""
     if not len(data):
         return
     if data[0] != _FORMAT:
         raise CorruptDataError(f"delta format {data[0]} is unknown here; this end reads format {_FORMAT}")
+    is_float = element_type(dtype).is_float
     reader = PlaneReader(memoryview(data)[1:])
     previous = -1
     while not reader.at_end:
         index, method, num_changes = reader.unpack(_RECORD)
         start = index * CHUNK_ELEMENTS
-        if index <= previous or start >= len(like):
+        if index <= previous or start >= len(old):
             raise CorruptDataError(
-                f"delta names chunk {index} after chunk {previous} of a tensor of {len(like)} elements"
+                f"delta names chunk {index} after chunk {previous} of a tensor of {len(old)} elements"
             )
         previous = index
-        if not 0 < num_changes <= min(CHUNK_ELEMENTS, len(like) - start):
+        here = old[start : start + CHUNK_ELEMENTS]
+        if not 0 < num_changes <= len(here):
             raise CorruptDataError(f"delta says {num_changes} changes in chunk {index}")
-        yield _Record(start, method, num_changes, reader)
+        positions, values = None, here
+        if method == Method.RAW:
+            values = np.frombuffer(reader.take(here.nbytes), dtype=old.dtype)
+        elif method == Method.TWO_BIT:
+            values = unpack_values(reader, here)
+        elif method == Method.DENSE:
+            values = step_forward(here, unpack_columns(reader, len(here), here.dtype), is_float)
+        elif method == Method.SPARSE:
+            if num_changes > _SPARSE_UP_TO * len(here):
+                raise CorruptDataError(f"delta has {num_changes} sparse changes in {len(here)} elements")
+            positions = unpack_positions(reader, num_changes, len(here))
+            values = step_forward(here[positions], unpack_steps(reader, num_changes, here.dtype), is_float)
+        else:
+            raise CorruptDataError(f"delta uses method {method}, which is unknown here")
+        yield ChunkChange(start=start, positions=positions, values=values, num_changes=num_changes)
+
+
+def _encode_chunk(old: Bits, new: Bits, is_float: bool) -> tuple[Method, int, list[bytes]]:
+    """Method, number of changes, and body of one chunk."""
+    # One block decides: to count first would be one more pass over every chunk. Short chunks have little time to save.
+    if len(new) >= _BLOCK and np.count_nonzero(old[:_BLOCK] != new[:_BLOCK]) > _TWO_BIT_FROM * _BLOCK:
+        body = pack_differences(old, new)
+        if body is not None:
+            return Method.TWO_BIT, int(np.count_nonzero(old != new)), body
+    where, stepped = [], []
+    for begin in range(0, len(new), _BLOCK):  # so that a block stays in the cache
+        before, after = old[begin : begin + _BLOCK], new[begin : begin + _BLOCK]
+        changed = true_positions(before != after)
+        if len(changed):
+            stepped.append(zigzagged_steps(before[changed], after[changed], is_float))
+            changed += begin
+            where.append(changed)
+    if not where:
+        return Method.SPARSE, 0, []
+    positions, steps = np.concatenate(where), np.concatenate(stepped)
+    coded: dict[Method, list[bytes]] = {}
+    if len(positions) <= _SPARSE_UP_TO * len(new):
+        coded[Method.SPARSE] = [pack_positions(positions), pack_steps(steps)]
+    # The steps cost about the same in both forms. Dense adds at least a bit for every element, sparse the positions:
+    # where these are clearly smaller, coding all elements only costs time, most of all at 10 to 30% changed.
+    if Method.SPARSE not in coded or len(coded[Method.SPARSE][0]) > _DENSE_FROM * len(new) / 8:
+        coded[Method.DENSE] = pack_columns(zigzagged_steps(old, new, is_float))
+        coded[Method.RAW] = [new.tobytes()]
+    method = min(coded, key=lambda candidate: sum(map(len, coded[candidate])))
+    return method, len(positions), coded[method]
 
 
 # -- byte planes, positions and steps ---------------------------------------------------------------------------------

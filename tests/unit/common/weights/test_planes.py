@@ -14,8 +14,8 @@ from services.common.errors import CorruptDataError
 from services.common.weights import codec
 from services.common.weights.codec import (
     PlaneReader,
-    TensorEncoder,
     decode_tensor,
+    encode_tensor,
     pack_columns,
     pack_plane,
     pack_positions,
@@ -107,9 +107,7 @@ def test_a_chunk_takes_the_smallest_of_the_three_forms(share: float, most: int, 
     old = rng.integers(0, 1 << 16, 10_000, dtype=np.uint16)
     moved = rng.random(len(old)) < share
     new = np.where(moved, old + rng.integers(1, most, len(old)).astype(np.uint16), old)
-    encoder = TensorEncoder("bfloat16")
-    encoder.add(0, old, new)
-    data = encoder.finish()
+    data = encode_tensor(old, new, "bfloat16")
     positions = np.flatnonzero(old != new)
     if not len(positions):
         assert data == b""
