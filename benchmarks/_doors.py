@@ -18,7 +18,7 @@ import grpc
 import zmq
 import zmq.asyncio
 
-from services.common.transfer.bulk_socket import TICKET_BYTES, BulkRequest, Kind, Operation, decode_answer, speak_to
+from services.common.transfer.bulk import TICKET_BYTES, BulkRequest, Kind, Operation, decode_answer, speak_to
 
 REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE)
 _CALL_S = 3.0

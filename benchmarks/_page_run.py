@@ -36,7 +36,7 @@ from services.common.records.types import (
 )
 from services.common.telemetry.metrics import MetricsWriter, RowKind, StallMoment, StepKey, ThroughputKey, TrainerKey
 from services.common.telemetry.weight_transfers import ReportedTransfer
-from services.common.weights.manifest import Encoding
+from services.common.weights.snapshot import Encoding
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict, MemberFate
 from services.orchestrator.journal.storage.index import INDEX_FILE, Index

@@ -24,8 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.common.weights.manifest import TensorEntry, TensorSpec, lay_out
-from services.common.weights.snapshot_file import Snapshot
+from services.common.weights.snapshot import Snapshot, TensorEntry, TensorSpec, lay_out
 
 _COUNT = struct.Struct("<I")
 _SIZE = struct.Struct("<Q")

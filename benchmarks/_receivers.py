@@ -21,10 +21,9 @@ from services.common.rpc.server import Server
 from services.common.transfer.servicer import add_weight_service
 from services.inference.engine.base import GenerationRequest
 from services.inference.engine.scripted import RandomTokens, ScriptedEngine
-from services.inference.weights.fetcher import SourceFetcher
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.relay import Relay
-from services.inference.weights.updater import WeightUpdater
+from services.inference.weights.updater import SourceFetcher, WeightUpdater
 
 TOKENS_PER_S = 200.0  # of one request
 STREAMS = 8

@@ -30,8 +30,8 @@ from benchmarks._weight_versions import POLICY, RUN, VersionMaker, model_specs
 from benchmarks.weights_transfer import HeldTensors, Receiver
 from services.common.config.training.policy import WeightsConfig
 from services.common.records.types import WeightVersion
-from services.common.weights.manifest import Manifest, algorithm_of, tensor_digest
-from services.trainer.publish.publisher_process import PublisherProcess
+from services.common.weights.snapshot import Manifest, algorithm_of, tensor_digest
+from services.trainer.publisher_process import PublisherProcess
 
 SHARED_MEMORY = Path("/dev/shm")
 WAYS = ("bulk", "delta", "grpc", "mapped")

@@ -6,7 +6,7 @@ verifies it and writes its mirror; the engine's stage takes the whole version. E
 8.19 billion parameters: in CPU seconds, and by the clock (``wall``) under the load of this machine. The load of SGLang from the stage, which needs a GPU, is left out.
 
 For receivers on another host: coding, decoding and verifying one true matrix at 1, 5 and 17% changed elements in CPU seconds
-of one core, and the bytes over a link of 25 Gbit/s; ``chosen`` is what ``transfer: auto`` takes at these rates. Part of
+of one core, and the bytes over a link of 25 Gbit/s, as a delta and in full. Part of
 ``rehearsal_8b.py``.
 """
 
@@ -34,15 +34,14 @@ from services.common.system.memory import keep_freed_memory
 from services.common.transfer.servicer import WeightServicer
 from services.common.weights.codec import decode_tensor, encode_tensor
 from services.common.weights.elements import Bits
-from services.common.weights.manifest import Manifest, TensorSpec, tensor_digest
-from services.common.weights.snapshot_file import SnapshotWriter
+from services.common.weights.snapshot import Manifest, SnapshotWriter, TensorSpec, tensor_digest
 from services.inference.engine.served.stage import Stage
 from services.inference.engine.threads import num_threads
 from services.inference.engine.weight_update import WeightUpdate
-from services.inference.weights.fetcher import SourceFetcher
 from services.inference.weights.mirror import Mirror
-from services.trainer.publish.publisher_store import MeasuredRates, PublisherStore
-from services.trainer.publish.snapshot import HostCopier
+from services.inference.weights.updater import SourceFetcher
+from services.trainer.publish import HostCopier
+from services.trainer.publisher import PublisherStore
 
 SHAPE = KNOWN_SHAPES["Qwen3-8B"]
 VERSION_BYTES = 2 * SHAPE.num_parameters
@@ -220,27 +219,19 @@ def link_row(percent: int, rows: int | None = None) -> dict[str, Any]:
     """One row of the table: seconds for a version of 8B over the link, as a delta and in full."""
     rates = codec_rates(percent, rows)
     verify_s = VERSION_BYTES / rates.digest
-    measured = MeasuredRates(
-        code_s_per_byte=1 / (CODING_GAIN * rates.encode),
-        delta_share=rates.share,
-        link=LINK_BYTES_PER_S,
-        decode=1 / (1 / rates.decode + 1 / rates.digest),
-    )
-    costs = measured.costs_s(VERSION_BYTES, is_ready=False)
-    assert costs is not None
-    delta_s, full_s = costs
+    encode_s = VERSION_BYTES / (CODING_GAIN * rates.encode)
+    wire_s, decode_s = rates.share * VERSION_BYTES / LINK_BYTES_PER_S, VERSION_BYTES / rates.decode
     return {
         "changed": rates.changed,
         "encode_gbs": rates.encode / 1e9,
         "decode_gbs": rates.decode / 1e9,
         "delta_gb": rates.share * VERSION_BYTES / 1e9,
-        "encode_s": VERSION_BYTES * measured.code_s_per_byte,
-        "wire_s": rates.share * VERSION_BYTES / LINK_BYTES_PER_S,
-        "decode_s": VERSION_BYTES / rates.decode,
+        "encode_s": encode_s,
+        "wire_s": wire_s,
+        "decode_s": decode_s,
         "verify_s": verify_s,
-        "delta_s": delta_s,
-        "full_s": full_s + verify_s,
-        "chosen": "delta" if delta_s <= full_s else "full",
+        "delta_s": encode_s + wire_s + decode_s + verify_s,
+        "full_s": VERSION_BYTES / LINK_BYTES_PER_S + verify_s,
     }
 
 

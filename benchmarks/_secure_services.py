@@ -39,7 +39,7 @@ _MODULES = {
     "orchestrator": ("services.orchestrator", "--run-dir={folder}"),
     "envgateway": ("services.envgateway", "--run-dir={folder}"),
     "publisher": (
-        "services.trainer.publish.publisher", f"--run-id={RUN}", f"--policy={POLICY}", "--port={port}", "--run-dir={folder}",
+        "services.trainer.publisher", f"--run-id={RUN}", f"--policy={POLICY}", "--port={port}", "--run-dir={folder}",
     ),
     "inference": ("services.inference", "--orchestrator={orchestrator}", "--name=a", "--replica-id=healthy"),
 }  # fmt: skip

@@ -151,9 +151,9 @@ class World:
         if name in self.processes:
             return self.processes[name].pid
         for pid, words, environment in _below(self.processes["trainer"].pid):
-            if name == "publisher" and "services.trainer.publish.publisher" in words:
+            if name == "publisher" and "services.trainer.publisher" in words:
                 return pid
-            is_rank = "services.trainer" in words and "services.trainer.publish.publisher" not in words
+            is_rank = "services.trainer" in words and "services.trainer.publisher" not in words
             if is_rank and environment.get("RANK", "") == name.removeprefix("rank"):
                 return pid
         raise RuntimeError(f"no process {name} in {self.shape.name}")

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.common.weights.manifest import Manifest, TensorSpec
-from services.common.weights.snapshot_file import Snapshot, SnapshotWriter
+from services.common.weights.snapshot import Manifest, Snapshot, SnapshotWriter, TensorSpec
 
 RUN, POLICY = "benchmark", "model0"
 DENSITY = 0.01

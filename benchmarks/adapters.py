@@ -30,14 +30,14 @@ from benchmarks._report import median_and_spread, report
 from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.optimizer import OptimizerConfig
 from services.common.lora import identity_of, initial_adapter, target_modules
-from services.common.weights.manifest import PEFT_PREFIX, A, B
+from services.common.weights.snapshot import PEFT_PREFIX, A, B
 from services.inference.engine.torch.blocks import Adapter
 from services.inference.engine.torch.engine import TorchEngine
 from services.inference.engine.torch.native import step as native_step
 from services.inference.engine.weight_update import WeightUpdate
-from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.model.adapter import AdapterSetup
-from services.trainer.publish.snapshot import Snapshots
+from services.trainer.publish import Snapshots
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.train_step import TrainStep
 from tests.conformance.subjects import until_tokens

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks._report import median_and_spread, report
-from services.common.checkpoints.directory import find_damage, read_manifest
+from services.common.checkpoints import find_damage, read_manifest
 from services.common.config.training.optimizer import OptimizerConfig
-from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel, build_policy_model
 from services.trainer.ranks.sharding import Ranks

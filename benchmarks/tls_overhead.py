@@ -48,7 +48,7 @@ from services.common.security import identity
 from services.common.security.bundle import VARIABLE
 from services.common.security.roles import Role
 from services.common.system.cores import num_cores
-from services.inference.weights.fetcher import SourceFetcher
+from services.inference.weights.updater import SourceFetcher
 
 AT_ONCE = 16
 BATCH = 256

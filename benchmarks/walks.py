@@ -69,7 +69,7 @@ TORCH = "services/inference/engine/torch"
 RPC = "services/common/rpc/"
 PULL = "services/trainer/loop/grpc_link.py:GrpcLink.pull"
 PULL_BATCH = "services/orchestrator/rpc/servicer_training.py:TrainingServicer.PullBatch"
-PUBLISH = "services/trainer/publish/snapshot.py:SnapshotPublisher.publish"
+PUBLISH = "services/trainer/publish.py:SnapshotPublisher.publish"
 COMMAND = "services/inference/rpc/pool_client.py:PoolClient._apply_command"
 PLAY = "services/inference/rollouts/player.py:RolloutPlayer.play"
 DECODES = f"{TORCH}/core.py:Core.step"
@@ -152,7 +152,7 @@ WALKS = {
         stages=(
             Stage(PUBLISH, 0, 1),
             Stage(PULL_BATCH, 0, 2),
-            Stage("services/trainer/publish/publisher_store.py:PublisherStore.add", 0, 3),
+            Stage("services/trainer/publisher.py:PublisherStore.add", 0, 3),
             Stage(PLAY, 2, 3),
         ),
         most_files=25,

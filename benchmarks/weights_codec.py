@@ -13,8 +13,7 @@ entropy of an independent mask plus that of the steps; the context bound knows t
 Speeds on one core over 256 MiB at 1% (64 MiB with --quick), in GB of model per second: diff and encode, decode and
 apply in place; each also as a share of memcpy in the same run. ``encode_gbs_S`` and ``decode_gbs_S`` are the same at S% changed
 elements, in CPU seconds: float32 masters change 17% of the bf16 elements in four updates at learning rate 5e-6. Memory is
-kept as the services keep it. Chain: eight consecutive deltas merged with only the
-newest version at hand, against the direct delta.
+kept as the services keep it.
 
     python benchmarks/weights_codec.py [--quick] [--seed 0]
 """
@@ -26,7 +25,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,7 +34,7 @@ import zstandard
 from benchmarks._report import median_and_spread, report
 from services.common.system.memory import keep_freed_memory
 from services.common.text.huggingface import named_weights
-from services.common.weights.codec import decode_tensor, encode_tensor, merge_tensor
+from services.common.weights.codec import decode_tensor, encode_tensor
 from services.common.weights.elements import Bits, zigzagged_steps
 
 DTYPE = "bfloat16"
@@ -249,20 +247,6 @@ def cpu_seconds(action: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def chain(num_elements: int, seed: int) -> tuple[float, bool]:
-    """Eight versions: bytes of the merged delta over the direct one, and whether both give the newest version."""
-    masters = Synthetic(num_elements, seed)
-    versions = [masters.cast()]
-    for _ in range(8):
-        masters.update()
-        versions.append(masters.cast())
-    steps = [ours(a, b) for a, b in pairwise(versions)]
-    merged = [merge_tensor([step[place] for step in steps], newest, DTYPE) for place, newest in enumerate(versions[-1])]
-    direct = ours(versions[0], versions[-1])
-    equal = all(np.array_equal(a, b) for a, b in zip(applied(versions[0], merged), versions[-1], strict=True))
-    return sum(map(len, merged)) / sum(map(len, direct)), equal
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="64 MiB instead of 256, fewer repetitions; under a minute")
@@ -284,9 +268,6 @@ def main() -> None:
         found |= {f"{name}_gb_s": speed, f"{name}_share": share, f"{name}_spread": spread}
         print(f"{name:13s} {speed:6.2f} GB/s  {share:6.1%} of memcpy  ±{spread:.0%}", flush=True)
     found |= speeds_by_share(num_elements // 2, arguments.seed, repetitions)
-    chain_ratio, equal = chain(num_elements // 8, arguments.seed)
-    print(f"eight versions merged: {chain_ratio:.3f} of the direct delta; equal: {equal}")
-    assert equal, "the merged delta gave other weights than the direct one"
     report(
         "weights_codec",
         synthetic["bits"],
@@ -298,8 +279,6 @@ def main() -> None:
         fast_bits=synthetic["bits"],
         trained_updates=updates,
         **found,
-        chain_ratio=chain_ratio,
-        chain_equal=equal,
     )
 
 

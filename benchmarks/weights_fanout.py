@@ -39,7 +39,7 @@ from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.records.types import FetchPlan, WeightVersion
 from services.orchestrator.dispatch.published_versions import FanOut
 from services.orchestrator.dispatch.published_versions import Receiver as Wanting
-from services.trainer.publish.publisher_process import PublisherProcess
+from services.trainer.publisher_process import PublisherProcess
 
 MIB = 1 << 20
 _COPIES = 8  # two publishers, each with three versions kept and one being written

@@ -47,15 +47,14 @@ from benchmarks._workload import MODELS
 from services.common.config.training.policy import WeightsConfig
 from services.common.records.types import Sampling, WeightVersion
 from services.common.text.huggingface import named_weights
-from services.common.weights.manifest import TensorSpec
+from services.common.weights.snapshot import TensorSpec
 from services.inference.engine.base import FinishReason, GenerationRequest, KvPolicy
 from services.inference.engine.torch.engine import TorchEngine
 from services.inference.engine.weight_update import WeightUpdate
-from services.inference.weights.fetcher import SourceFetcher
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.relay import Relay
-from services.inference.weights.updater import WeightUpdater
-from services.trainer.publish.publisher_process import PublisherProcess
+from services.inference.weights.updater import SourceFetcher, WeightUpdater
+from services.trainer.publisher_process import PublisherProcess
 
 SLOTS = 32
 PROMPT = 64

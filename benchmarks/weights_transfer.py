@@ -53,15 +53,13 @@ from benchmarks._report import median_and_spread, report, report_nothing
 from benchmarks._weight_versions import DENSITY, POLICY, RUN, VersionMaker, model_specs
 from services.common.config.training.policy import WeightsConfig
 from services.common.records.types import WeightVersion
-from services.common.weights.manifest import Manifest
-from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, Snapshot
+from services.common.weights.snapshot import DEFAULT_DIRECTORIES, Manifest, Snapshot
 from services.inference.engine.in_place import prepare
 from services.inference.engine.weight_update import WeightUpdate
-from services.inference.weights.fetcher import SourceFetcher
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.transports import receive_buffer
-from services.inference.weights.updater import WeightUpdater
-from services.trainer.publish.publisher_process import PublisherProcess
+from services.inference.weights.updater import SourceFetcher, WeightUpdater
+from services.trainer.publisher_process import PublisherProcess
 
 WAIT_S = 120.0
 

@@ -20,7 +20,6 @@
     │   ├── WeightsStaleError         WEIGHTS_STALE
     │   ├── VersionConflictError      VERSION_CONFLICT
     │   ├── VersionUnavailableError   VERSION_UNAVAILABLE
-    │   ├── BaseUnavailableError      BASE_VERSION_UNAVAILABLE
     │   └── SandboxRefusedError       SANDBOX_REFUSED
     ├── OffsetOutOfRangeError     OFFSET_OUT_OF_RANGE
     ├── SupersededError           SUPERSEDED: newer work replaced this
@@ -143,10 +142,6 @@ class VersionConflictError(StateError):
 
 class VersionUnavailableError(StateError):
     reason = "VERSION_UNAVAILABLE"
-
-
-class BaseUnavailableError(StateError):
-    reason = "BASE_VERSION_UNAVAILABLE"
 
 
 class SandboxRefusedError(StateError):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from services.common.config.training.adapter import ALL_LINEAR, AdapterConfig
 from services.common.errors import ConfigError
 from services.common.seeds import derived_seed
-from services.common.weights.manifest import (
+from services.common.weights.snapshot import (
     PEFT_PREFIX,
     A,
     AdapterIdentity,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.common.config.training.policy import PolicyConfig
 from services.common.rpc.client.run_client import RunSettings
-from services.common.weights.manifest import AdapterIdentity, DigestAlgorithm, version_digest
+from services.common.weights.snapshot import AdapterIdentity, DigestAlgorithm, version_digest
 
 if TYPE_CHECKING:
     import torch

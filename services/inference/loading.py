@@ -22,7 +22,7 @@ from services.common.telemetry.accounts import TimeAccount
 from services.common.telemetry.components import weights
 from services.common.text.chat import Chat
 from services.common.transfer.source import PayloadSource
-from services.common.weights.manifest import AdapterIdentity
+from services.common.weights.snapshot import AdapterIdentity
 from services.inference.bases import BaseModels
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.byte_tokenizer import ByteTokenizer
@@ -30,7 +30,7 @@ from services.inference.engine.scripted import RandomTokens, ScriptedEngine
 from services.inference.engine.streaming import EngineSetup, check_engine
 from services.inference.rollouts.policies import ServedPolicy
 from services.inference.scripts.registry import load_scripts
-from services.inference.weights.announced import AnnouncedVersions
+from services.inference.weights.updater import AnnouncedVersions
 
 if TYPE_CHECKING:
     from services.inference.engine.torch.blocks import Adapter
@@ -312,9 +312,8 @@ def _filled_mirror(
 
 def _followed(served: ServedPolicy, settings: RunSettings, mirror: Mirror) -> LoadedPolicy:
     """A policy whose engine follows the published versions."""
-    from services.inference.weights.fetcher import SourceFetcher
     from services.inference.weights.relay import Relay
-    from services.inference.weights.updater import UP_TO_DATE, WeightUpdater
+    from services.inference.weights.updater import UP_TO_DATE, SourceFetcher, WeightUpdater
 
     relay = Relay(mirror)
     transports = settings.recipe.policies[served.name].weights.transports

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from services.common import checkpoints as names
 from services.common import run_files
-from services.common.checkpoints import directory as names
 from services.common.config.processes.placement import Placement
 from services.common.config.training.policy import PolicyConfig
 from services.common.errors import UnknownPolicyError
@@ -29,10 +29,10 @@ from services.trainer.config import Settings
 from services.trainer.loop.grpc_link import GrpcLink, LoopThread, rank_account
 from services.trainer.loop.orchestrator_client import OrchestratorClient
 from services.trainer.prometheus import METRICS
-from services.trainer.publish.publisher_process import PublisherProcess
+from services.trainer.publisher_process import PublisherProcess
 
 if TYPE_CHECKING:
-    from services.trainer.publish.snapshot import SnapshotPublisher
+    from services.trainer.publish import SnapshotPublisher
     from services.trainer.ranks.sharding import Ranks
     from services.trainer.step.train_step import TrainStep
 
@@ -93,11 +93,10 @@ def _train(
 ) -> None:
     import torch
 
-    from services.trainer.checkpoint.export import checkpoint_files
-    from services.trainer.checkpoint.shared_directory import require_shared
+    from services.trainer.checkpoints import checkpoint_files, require_shared
     from services.trainer.loop.device_turns import DeviceTurns
     from services.trainer.loop.training_loop import TrainingLoop
-    from services.trainer.publish.snapshot import snapshot_directories, sweep
+    from services.trainer.publish import snapshot_directories, sweep
     from services.trainer.ranks.leaving import LeaveOnSignal
     from services.trainer.ranks.sharding import PeerLostError
     from services.trainer.setup import build_step, join_ranks, numerics_gate, open_checkpoints
@@ -164,7 +163,7 @@ def _snapshot_publisher(
     process: PublisherProcess | None,
 ) -> SnapshotPublisher:
     """Writes a snapshot of every version into ``directories`` and hands it to ``process``, which the first rank has."""
-    from services.trainer.publish.snapshot import SnapshotPublisher, Snapshots
+    from services.trainer.publish import SnapshotPublisher, Snapshots
 
     snapshots = Snapshots(
         step.model,
@@ -217,7 +216,7 @@ def _export(
 ) -> None:
     import torch
 
-    from services.trainer.checkpoint.export import ExportFailedError, export_last
+    from services.trainer.checkpoints import ExportFailedError, export_last
 
     dtype: torch.dtype = getattr(torch, config.published_dtype)
     try:

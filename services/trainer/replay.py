@@ -96,7 +96,7 @@ def _digest(recipe: Recipe, policy: str, version: int, model: object, ranks: obj
     """The digest of the weights, by the code that publishes: a temporary snapshot."""
     import tempfile
 
-    from services.trainer.publish.snapshot import Snapshots
+    from services.trainer.publish import Snapshots
 
     with tempfile.TemporaryDirectory(prefix="rollmill-replay-") as directory:
         written = Snapshots(

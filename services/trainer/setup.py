@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from services.common.checkpoints.directory import checkpoints_directory
+from services.common.checkpoints import checkpoints_directory
 from services.common.config.recipe import Recipe
 from services.common.lora import identity_of
 from services.common.system.devices import chosen_device, log_device
 from services.common.text.huggingface import check_model_matches, check_same_vocabulary, load_tokenizer
-from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.model.adapter import AdapterSetup, WithoutAdapter, digest_base
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel, Scorer, load_policy_model

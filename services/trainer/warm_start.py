@@ -82,7 +82,7 @@ def _train(recipe: Recipe, policy_name: str, config: WarmStartConfig, directory:
 
     from services.common.text.chat import Chat
     from services.common.text.huggingface import check_model_matches, load_tokenizer
-    from services.trainer.checkpoint.export import save_weights
+    from services.trainer.checkpoints import save_weights
     from services.trainer.model.optimizer import PolicyOptimizer
     from services.trainer.model.policy_model import load_policy_model
     from services.trainer.ranks.sharding import Ranks

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks._journal_audit import audit
-from services.common.checkpoints.directory import steps
-from services.common.checkpoints.export import NOTE
+from services.common.checkpoints import steps
+from services.common.export import NOTE
 from services.orchestrator.journal.reader import JournalReader
 from tests.e2e.conftest import Run
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.weights.snapshot_file import Snapshot
+from services.common.weights.snapshot import Snapshot
+from services.trainer import publish
 from services.trainer.model.policy_model import build_policy_model
-from services.trainer.publish import snapshot
-from services.trainer.publish.snapshot import HostCopier, Snapshots
+from services.trainer.publish import HostCopier, Snapshots
 from services.trainer.ranks.sharding import Ranks
 from tests.unit.trainer.building import tiny_causal_lm
 
@@ -35,7 +35,7 @@ def test_a_model_on_a_gpu_is_published_as_on_the_cpu(tmp_path: Path, dtype: str)
 
 
 def test_tensors_larger_than_the_pinned_buffers_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_STAGED_BYTES", 1 << 12)
+    monkeypatch.setattr(publish, "_STAGED_BYTES", 1 << 12)
     copier = HostCopier(torch.device("cuda"))
     sources = [torch.randn(size, device="cuda") for size in (1, 5000, 2048, 0, 100_003)]
     targets = [torch.empty(len(source), dtype=torch.bfloat16) for source in sources]

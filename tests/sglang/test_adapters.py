@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.common.checkpoints.adapters import ADAPTER_WEIGHTS, PEFT_CONFIG, adapter_files
 from services.common.errors import ModelMismatchError
+from services.common.export import ADAPTER_WEIGHTS, PEFT_CONFIG, adapter_files
 from services.common.lora import identity_of
 from services.common.system.free_ports import free_ports
 from services.common.text.huggingface import load_model

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from services.common.checkpoints.safetensors_files import INDEX, SINGLE, places, read_object, weight_files
 from services.common.config.reading.loading import RESOLVED
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
+from services.common.safetensors_files import INDEX, SINGLE, places, read_object, weight_files
 from services.common.text.huggingface import vocabulary_difference
 
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # in the names of architectures

@@ -35,7 +35,7 @@ from services.cli.inspect.run_state import (
     read_rows,
 )
 from services.common import run_files
-from services.common.checkpoints.directory import path_of
+from services.common.checkpoints import path_of
 from services.common.config.reading.loading import RESOLVED, load_resolved
 from services.common.errors import ConfigError
 from services.common.records.types import TRANSFER_STAGES, WeightTransfer
@@ -201,10 +201,6 @@ def show(rows: Sequence[Row], console: Console, last: int) -> None:
     reports = [ReportedTransfer.from_row(row) for row in rows]
     console.print(_summary(rows))
     console.print(_newest(reports, last))
-    arrived = [report.transfer for report in reports if not report.transfer.error]
-    for policy, choice in sorted({found.policy: found.choice for found in arrived}.items()):
-        if choice:
-            say(console, f"transfer: auto of {policy} chose last: {choice}")
     failed = [report for report in reports if report.transfer.error]
     for report in failed[-last:]:
         found = report.transfer

@@ -281,7 +281,7 @@ def _wait_for_farewells(processes: Processes, grace_s: float) -> None:
 
 def _sweep(run_dir: Path) -> None:
     """Weights of processes that were killed: a trainer that is started again would remove them, and none is."""
-    from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, sweep_orphans  # numpy, only at the end
+    from services.common.weights.snapshot import DEFAULT_DIRECTORIES, sweep_orphans  # numpy, only at the end
 
     for removed in sweep_orphans([*DEFAULT_DIRECTORIES, run_dir / "snapshots"]):
         log.info(LogEvent.SNAPSHOT_ORPHAN_REMOVED, path=str(removed))

@@ -59,8 +59,6 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The ledger knows another digest for this version number."""
     ERROR_REASON_VERSION_UNAVAILABLE: _ErrorReason.ValueType  # 16
     """The version asked for is not held here."""
-    ERROR_REASON_BASE_VERSION_UNAVAILABLE: _ErrorReason.ValueType  # 17
-    """The base of a delta is no longer held: ask again without a base."""
     ERROR_REASON_SANDBOX_REFUSED: _ErrorReason.ValueType  # 18
     """No isolation that the config allows works on this machine."""
     ERROR_REASON_OFFSET_OUT_OF_RANGE: _ErrorReason.ValueType  # 19
@@ -123,8 +121,6 @@ ERROR_REASON_VERSION_CONFLICT: ErrorReason.ValueType  # 15
 """The ledger knows another digest for this version number."""
 ERROR_REASON_VERSION_UNAVAILABLE: ErrorReason.ValueType  # 16
 """The version asked for is not held here."""
-ERROR_REASON_BASE_VERSION_UNAVAILABLE: ErrorReason.ValueType  # 17
-"""The base of a delta is no longer held: ask again without a base."""
 ERROR_REASON_SANDBOX_REFUSED: ErrorReason.ValueType  # 18
 """No isolation that the config allows works on this machine."""
 ERROR_REASON_OFFSET_OUT_OF_RANGE: ErrorReason.ValueType  # 19

@@ -46,30 +46,6 @@ WEIGHT_ENCODING_DELTA: WeightEncoding.ValueType  # 2
 """Changes against the base, per tensor: gaps and differences, or dense difference, or raw; see docs/weights.md."""
 Global___WeightEncoding: typing_extensions.TypeAlias = WeightEncoding
 
-class _DeltaProfile:
-    ValueType = typing.NewType("ValueType", builtins.int)
-    V: typing_extensions.TypeAlias = ValueType
-
-class _DeltaProfileEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DeltaProfile.ValueType], builtins.type):
-    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    DELTA_PROFILE_UNSPECIFIED: _DeltaProfile.ValueType  # 0
-    """Not set: not a delta."""
-    DELTA_PROFILE_FAST: _DeltaProfile.ValueType  # 1
-    """The form of docs/weights.md."""
-    DELTA_PROFILE_SMALL: _DeltaProfile.ValueType  # 2
-    """Not used any more, and refused."""
-
-class DeltaProfile(_DeltaProfile, metaclass=_DeltaProfileEnumTypeWrapper):
-    """How the changes of a delta are coded."""
-
-DELTA_PROFILE_UNSPECIFIED: DeltaProfile.ValueType  # 0
-"""Not set: not a delta."""
-DELTA_PROFILE_FAST: DeltaProfile.ValueType  # 1
-"""The form of docs/weights.md."""
-DELTA_PROFILE_SMALL: DeltaProfile.ValueType  # 2
-"""Not used any more, and refused."""
-Global___DeltaProfile: typing_extensions.TypeAlias = DeltaProfile
-
 class _WeightTransport:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -147,9 +123,7 @@ class GetManifestRequest(google.protobuf.message.Message):
     BASE_DIGEST_FIELD_NUMBER: builtins.int
     TRANSPORTS_FIELD_NUMBER: builtins.int
     HOST_FIELD_NUMBER: builtins.int
-    LINK_BYTES_PER_SECOND_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
-    DECODE_BYTES_PER_SECOND_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     """The run; VERSION_UNAVAILABLE when this is another one's publisher."""
     policy: builtins.str
@@ -162,19 +136,13 @@ class GetManifestRequest(google.protobuf.message.Message):
     """The digest of that base."""
     host: builtins.str
     """Names the receiver's host; mapped files are offered to the same host only."""
-    link_bytes_per_second: builtins.float
-    """Payload bytes per second of the receiver's last fetches over a network; 0: not measured."""
-    decode_bytes_per_second: builtins.float
-    """Bytes of the version per second at which the receiver decoded its last deltas; 0: not measured."""
     @property
     def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___WeightTransport.ValueType]:
         """What the receiver can use beside gRPC."""
 
     @property
     def wait(self) -> google.protobuf.duration_pb2.Duration:
-        """The longest wait for a payload that is being made; after it the answer is `not_ready`. Absent: wait until
-        it is made.
-        """
+        """The longest wait for a delta that is being made; after it the answer is `not_ready`. Absent: 2 s."""
 
     def __init__(
         self,
@@ -186,12 +154,10 @@ class GetManifestRequest(google.protobuf.message.Message):
         base_digest: builtins.str = ...,
         transports: collections.abc.Iterable[Global___WeightTransport.ValueType] | None = ...,
         host: builtins.str = ...,
-        link_bytes_per_second: builtins.float = ...,
         wait: google.protobuf.duration_pb2.Duration | None = ...,
-        decode_bytes_per_second: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_digest", b"base_digest", "base_version", b"base_version", "decode_bytes_per_second", b"decode_bytes_per_second", "host", b"host", "link_bytes_per_second", b"link_bytes_per_second", "policy", b"policy", "run_id", b"run_id", "transports", b"transports", "version", b"version", "wait", b"wait"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_digest", b"base_digest", "base_version", b"base_version", "host", b"host", "policy", b"policy", "run_id", b"run_id", "transports", b"transports", "version", b"version", "wait", b"wait"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_base_version", b"_base_version"]) -> typing.Literal["base_version"] | None: ...
 
 Global___GetManifestRequest: typing_extensions.TypeAlias = GetManifestRequest
@@ -209,13 +175,11 @@ class GetManifestResponse(google.protobuf.message.Message):
     PAYLOAD_ID_FIELD_NUMBER: builtins.int
     PAYLOAD_SIZE_BYTES_FIELD_NUMBER: builtins.int
     TENSORS_FIELD_NUMBER: builtins.int
-    PROFILE_FIELD_NUMBER: builtins.int
     ENCODE_TIME_FIELD_NUMBER: builtins.int
     MAPPED_FIELD_NUMBER: builtins.int
     BULK_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
     NOT_READY_FIELD_NUMBER: builtins.int
-    CHOICE_FIELD_NUMBER: builtins.int
     encoding: Global___WeightEncoding.ValueType
     """How the payload is coded."""
     base_version: builtins.int
@@ -226,10 +190,6 @@ class GetManifestResponse(google.protobuf.message.Message):
     """Names this payload in FetchWeights, here and at every relay: the same name is the same bytes."""
     payload_size_bytes: builtins.int
     """Bytes of the payload."""
-    profile: Global___DeltaProfile.ValueType
-    """How a delta is coded."""
-    choice: builtins.str
-    """Why this payload and not the other one; empty when there was no choice."""
     @property
     def version(self) -> Global___WeightVersion:
         """The version that results."""
@@ -268,16 +228,14 @@ class GetManifestResponse(google.protobuf.message.Message):
         payload_id: builtins.str = ...,
         payload_size_bytes: builtins.int = ...,
         tensors: collections.abc.Iterable[Global___TensorManifest] | None = ...,
-        profile: Global___DeltaProfile.ValueType = ...,
         encode_time: google.protobuf.duration_pb2.Duration | None = ...,
         mapped: Global___MappedPayload | None = ...,
         bulk: Global___BulkPayload | None = ...,
         adapter: Global___Adapter | None = ...,
         not_ready: Global___PayloadNotReady | None = ...,
-        choice: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_version", b"base_version", "bulk", b"bulk", "encode_time", b"encode_time", "mapped", b"mapped", "not_ready", b"not_ready", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_digest", b"base_digest", "base_version", b"base_version", "bulk", b"bulk", "choice", b"choice", "encode_time", b"encode_time", "encoding", b"encoding", "mapped", b"mapped", "not_ready", b"not_ready", "payload_id", b"payload_id", "payload_size_bytes", b"payload_size_bytes", "profile", b"profile", "tensors", b"tensors", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "adapter", b"adapter", "base_digest", b"base_digest", "base_version", b"base_version", "bulk", b"bulk", "encode_time", b"encode_time", "encoding", b"encoding", "mapped", b"mapped", "not_ready", b"not_ready", "payload_id", b"payload_id", "payload_size_bytes", b"payload_size_bytes", "tensors", b"tensors", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_base_version", b"_base_version"]) -> typing.Literal["base_version"] | None: ...
 
 Global___GetManifestResponse: typing_extensions.TypeAlias = GetManifestResponse
@@ -320,7 +278,6 @@ class PayloadNotReady(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    RETRY_AFTER_FIELD_NUMBER: builtins.int
     STARTED_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     started: builtins.bool
@@ -329,19 +286,13 @@ class PayloadNotReady(google.protobuf.message.Message):
     """
     size_bytes: builtins.int
     """Bytes of the whole version: the receiver's deadline follows from it."""
-    @property
-    def retry_after(self) -> google.protobuf.duration_pb2.Duration:
-        """Ask again after this time."""
-
     def __init__(
         self,
         *,
-        retry_after: google.protobuf.duration_pb2.Duration | None = ...,
         started: builtins.bool = ...,
         size_bytes: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["retry_after", b"retry_after"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["retry_after", b"retry_after", "size_bytes", b"size_bytes", "started", b"started"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["size_bytes", b"size_bytes", "started", b"started"]) -> None: ...
 
 Global___PayloadNotReady: typing_extensions.TypeAlias = PayloadNotReady
 
@@ -497,7 +448,6 @@ class WeightTransfer(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     BASE_VERSION_FIELD_NUMBER: builtins.int
     ENCODING_FIELD_NUMBER: builtins.int
-    PROFILE_FIELD_NUMBER: builtins.int
     TRANSPORT_FIELD_NUMBER: builtins.int
     SOURCES_FIELD_NUMBER: builtins.int
     PAYLOAD_SIZE_BYTES_FIELD_NUMBER: builtins.int
@@ -510,7 +460,6 @@ class WeightTransfer(google.protobuf.message.Message):
     WRITE_TIME_FIELD_NUMBER: builtins.int
     PAUSE_TIME_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
-    CHOICE_FIELD_NUMBER: builtins.int
     policy: builtins.str
     """The policy."""
     version: builtins.int
@@ -519,8 +468,6 @@ class WeightTransfer(google.protobuf.message.Message):
     """The version that it replaced; absent when there was none."""
     encoding: Global___WeightEncoding.ValueType
     """How the payload was coded."""
-    profile: Global___DeltaProfile.ValueType
-    """Not used."""
     transport: Global___WeightTransport.ValueType
     """How the bytes came."""
     payload_size_bytes: builtins.int
@@ -531,8 +478,6 @@ class WeightTransfer(google.protobuf.message.Message):
     """Elements that changed."""
     error: builtins.str
     """Why it failed; empty when it did not."""
-    choice: builtins.str
-    """Why this payload and not the other one, with the estimated costs; empty when there was no choice."""
     @property
     def sources(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Who they came from, most bytes first."""
@@ -568,7 +513,6 @@ class WeightTransfer(google.protobuf.message.Message):
         version: builtins.int = ...,
         base_version: builtins.int | None = ...,
         encoding: Global___WeightEncoding.ValueType = ...,
-        profile: Global___DeltaProfile.ValueType = ...,
         transport: Global___WeightTransport.ValueType = ...,
         sources: collections.abc.Iterable[builtins.str] | None = ...,
         payload_size_bytes: builtins.int = ...,
@@ -581,10 +525,9 @@ class WeightTransfer(google.protobuf.message.Message):
         write_time: google.protobuf.duration_pb2.Duration | None = ...,
         pause_time: google.protobuf.duration_pb2.Duration | None = ...,
         error: builtins.str = ...,
-        choice: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "encode_time", b"encode_time", "fetch_time", b"fetch_time", "pause_time", b"pause_time", "start_time", b"start_time", "verify_time", b"verify_time", "write_time", b"write_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "choice", b"choice", "encode_time", b"encode_time", "encoding", b"encoding", "error", b"error", "fetch_time", b"fetch_time", "full_size_bytes", b"full_size_bytes", "num_changes", b"num_changes", "pause_time", b"pause_time", "payload_size_bytes", b"payload_size_bytes", "policy", b"policy", "profile", b"profile", "sources", b"sources", "start_time", b"start_time", "transport", b"transport", "verify_time", b"verify_time", "version", b"version", "write_time", b"write_time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_base_version", b"_base_version", "base_version", b"base_version", "encode_time", b"encode_time", "encoding", b"encoding", "error", b"error", "fetch_time", b"fetch_time", "full_size_bytes", b"full_size_bytes", "num_changes", b"num_changes", "pause_time", b"pause_time", "payload_size_bytes", b"payload_size_bytes", "policy", b"policy", "sources", b"sources", "start_time", b"start_time", "transport", b"transport", "verify_time", b"verify_time", "version", b"version", "write_time", b"write_time"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_base_version", b"_base_version"]) -> typing.Literal["base_version"] | None: ...
 
 Global___WeightTransfer: typing_extensions.TypeAlias = WeightTransfer

@@ -52,7 +52,7 @@ class WeightServiceServicer:
     """
 
     def GetManifest(self, request, context):
-        """What to fetch to hold a version: a delta against the base when that is given, held here and cheaper,
+        """What to fetch to hold a version: a delta against the base when that is given, held here and smaller,
         else the full snapshot. VERSION_UNAVAILABLE when the version is not held. Read only. Deadline 10 s: a
         receiver sets `wait` below that, and asks again while the answer is `not_ready`.
         """

@@ -85,7 +85,7 @@ class WeightServiceStub(typing.Generic[_WeightServiceGetManifestType, _WeightSer
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetManifest: _WeightServiceGetManifestType
-    """What to fetch to hold a version: a delta against the base when that is given, held here and cheaper,
+    """What to fetch to hold a version: a delta against the base when that is given, held here and smaller,
     else the full snapshot. VERSION_UNAVAILABLE when the version is not held. Read only. Deadline 10 s: a
     receiver sets `wait` below that, and asks again while the answer is `not_ready`.
     """
@@ -115,7 +115,7 @@ class WeightServiceServicer(metaclass=abc.ABCMeta):
         request: services.common.pb.weights_pb2.GetManifestRequest,
         context: _ServicerContext,
     ) -> typing.Union[services.common.pb.weights_pb2.GetManifestResponse, collections.abc.Awaitable[services.common.pb.weights_pb2.GetManifestResponse]]:
-        """What to fetch to hold a version: a delta against the base when that is given, held here and cheaper,
+        """What to fetch to hold a version: a delta against the base when that is given, held here and smaller,
         else the full snapshot. VERSION_UNAVAILABLE when the version is not held. Read only. Deadline 10 s: a
         receiver sets `wait` below that, and asks again while the answer is `not_ready`.
         """

@@ -340,7 +340,6 @@ class WeightTransfer:
     write_s: float = 0.0
     pause_s: float = 0.0  # that decoding stood still
     error: str = ""  # why it failed
-    choice: str = ""  # why this payload, with the estimated costs; empty when there was no choice
 
     @property
     def bits_per_change(self) -> float:

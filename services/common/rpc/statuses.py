@@ -41,7 +41,6 @@ STATUS_OF: dict[type[RollmillError], grpc.StatusCode] = {
     errors.WeightsStaleError: Code.FAILED_PRECONDITION,
     errors.VersionConflictError: Code.FAILED_PRECONDITION,
     errors.VersionUnavailableError: Code.FAILED_PRECONDITION,
-    errors.BaseUnavailableError: Code.FAILED_PRECONDITION,
     errors.SandboxRefusedError: Code.FAILED_PRECONDITION,
     errors.OffsetOutOfRangeError: Code.OUT_OF_RANGE,
     errors.SupersededError: Code.ABORTED,

@@ -28,7 +28,6 @@ class LogEvent(enum.StrEnum):
     ENGINE_UPDATED = "engine.updated"
     WEIGHTS_UPDATED = "weights.updated"
     TRANSPORT_FAILED = "weights.transport_failed"
-    TRANSFER_CHOSEN = "weights.transfer_chosen"  # version, encoding, reason
     WEIGHTS_GAVE_UP_DELTA = "weights.gave_up_delta"  # policy, version: the snapshot is fetched instead
     WEIGHTS_KEPT_OLD = "weights.kept_old"
     RUN_ENDED = "run.ended"

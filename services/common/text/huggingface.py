@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.common.checkpoints.safetensors_files import INDEX, read_object, weight_files
 from services.common.errors import ConfigError, ModelMismatchError
+from services.common.safetensors_files import INDEX, read_object, weight_files
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """The interface of holders of weights (a publisher's store, or a relay) to the server side of ``WeightService``.
 
-Protocols and small records; no gRPC, no ZeroMQ, no data of their own.
+Protocols, small records, and the send rate that all transports of one sender share; no gRPC, no ZeroMQ.
 
     servicer, bulk server  --payload(request)-->  PayloadSource  --open(payload id)-->  PayloadReader
                            <--Payload-----------                 <--bytes at an offset--
@@ -10,10 +10,13 @@ A payload's name is global: the same name is the same bytes, here and at every r
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from services.common.weights.manifest import Payload, PayloadRequest
+from services.common.weights.snapshot import Payload, PayloadRequest
 
 
 class PayloadReader(Protocol):
@@ -42,12 +45,11 @@ class PayloadSource(Protocol):
     """The weights of one policy, at one holder."""
 
     def payload(self, request: PayloadRequest) -> Payload:
-        """The payload to fetch for a version. Called in a thread: encoding may take seconds.
+        """The payload to fetch for a version. Called in a thread, which may wait for a delta.
 
         Raises:
-            PayloadNotReadyError: encoding takes longer than the request's ``wait_s``.
+            PayloadNotReadyError: the delta is not coded within the request's ``wait_s``.
             VersionUnavailableError: a version of another run, or an unknown one.
-            BaseUnavailableError: no base with that digest; ask without a base.
         """
         ...
 
@@ -75,3 +77,37 @@ class MemoryReader:
         if self._release is not None:
             release, self._release = self._release, None
             release()
+
+
+CHUNK_BYTES = 1 << 20  # the fastest size for gRPC and ZeroMQ; larger gRPC messages are slower
+
+_BURST_S = 0.1  # of unused rate that may be caught up
+_CHUNK_S = 0.05  # duration of a chunk of a slow sender: short turns, so that no receiver detects a stall
+_SMALLEST_CHUNK = 16 << 10
+
+
+class SendBudget:
+    """Lets at most ``bytes_per_s`` go out, in the order in which senders ask; 0 is no limit. One event loop."""
+
+    def __init__(self, bytes_per_s: float = 0.0) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at = time.monotonic()  # when everything granted so far has gone out
+        self.num_bytes_sent = 0
+        self.num_bytes_by_transport: Counter[str] = Counter()
+
+    @property
+    def chunk_bytes(self) -> int:
+        """How much to send at once."""
+        if not self._bytes_per_s:
+            return CHUNK_BYTES
+        return max(_SMALLEST_CHUNK, min(CHUNK_BYTES, int(self._bytes_per_s * _CHUNK_S)))
+
+    async def take(self, num_bytes: int, transport: str) -> None:
+        """Wait for the turn of these bytes, and count them. No deadline: the rate bounds the wait, the receiver has one."""
+        if self._bytes_per_s:
+            begin = max(self._free_at, time.monotonic() - _BURST_S)
+            self._free_at = begin + num_bytes / self._bytes_per_s
+            if (delay := self._free_at - time.monotonic()) > 0:
+                await asyncio.sleep(delay)
+        self.num_bytes_sent += num_bytes
+        self.num_bytes_by_transport[transport] += num_bytes

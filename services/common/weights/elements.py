@@ -109,28 +109,17 @@ def zigzag(difference: Bits) -> Bits:
 
 def step_forward(old: Bits, zigzagged: Bits, is_float: bool) -> Bits:
     """The value ``zigzagged`` steps after ``old``."""
-    return _step(old, unzigzag(zigzagged), is_float)
-
-
-def step_back(new: Bits, zigzagged: Bits, is_float: bool) -> Bits:
-    """The value ``zigzagged`` steps before ``new``."""
     difference = unzigzag(zigzagged)
-    np.negative(difference, out=difference)
-    return _step(new, difference, is_float)
-
-
-def _step(bits: Bits, difference: Bits, is_float: bool) -> Bits:
-    """The value ``difference`` ranks after ``bits``; ``difference`` is changed."""
     if not is_float:
-        return bits + difference
+        return old + difference
     # Without a change of sign, ranks rise with the pattern for positive values and fall for negative ones: fewer passes.
-    _turn(difference, bits)
-    difference += bits
-    if not len(bits) or not _signs_differ(bits, difference):
+    _turn(difference, old)
+    difference += old
+    if not len(old) or not _signs_differ(old, difference):
         return difference
-    difference -= bits
-    _turn(difference, bits)
-    ranks = rank(bits, is_float)
+    difference -= old
+    _turn(difference, old)
+    ranks = rank(old, is_float)
     ranks += difference
     return unrank(ranks, is_float)
 

@@ -9,17 +9,17 @@ from collections.abc import Iterable
 from services.common.errors import CorruptDataError, InvalidRequestError
 from services.common.pb import pool_pb2, tensor_pb2, weights_pb2
 from services.common.records.types import FetchPlan, WeightTransfer, WeightVersion
-from services.common.weights.manifest import (
+from services.common.weights.snapshot import (
+    MANIFEST_WAIT_S,
     AdapterIdentity,
     BaseVersion,
     Encoding,
     Manifest,
     Payload,
+    PayloadNotReadyError,
     PayloadRequest,
-    ReceiverRates,
     TensorEntry,
 )
-from services.common.weights.not_ready import LONGEST_RETRY_S, PayloadNotReadyError
 from services.common.wire.records import (
     duration_from_proto,
     duration_to_proto,
@@ -41,11 +41,6 @@ _ENCODING_TO_PROTO = {
     Encoding.DELTA: weights_pb2.WEIGHT_ENCODING_DELTA,
 }
 _ENCODING_FROM_PROTO = {number: encoding for encoding, number in _ENCODING_TO_PROTO.items()}
-# Deltas have one coding, which the protocol calls fast; the other profile of the protocol is refused.
-_PROFILES = {
-    Encoding.FULL: weights_pb2.DELTA_PROFILE_UNSPECIFIED,
-    Encoding.DELTA: weights_pb2.DELTA_PROFILE_FAST,
-}
 
 # Names that this end does not know are left empty: a record is for people, and is not worth a refusal.
 _ENCODINGS = {encoding.value: number for encoding, number in _ENCODING_TO_PROTO.items()}
@@ -101,10 +96,8 @@ def payload_to_proto(payload: Payload) -> weights_pb2.GetManifestResponse:
             )
             for entry in target.tensors
         ],
-        profile=_PROFILES[payload.encoding],
         adapter=None if target.adapter is None else _adapter_to_proto(target.adapter),
         encode_time=duration_to_proto(payload.encode_s) if payload.encode_s else None,
-        choice=payload.choice,
     )
 
 
@@ -125,8 +118,6 @@ def payload_from_proto(proto: weights_pb2.GetManifestResponse) -> Payload:
         )
     except KeyError as error:
         raise CorruptDataError(f"the manifest has an encoding or element type unknown here: {error}") from None
-    if proto.profile not in _PROFILES.values():
-        raise CorruptDataError(f"the manifest has delta profile {proto.profile}, unknown here")
     manifest = Manifest.of(
         run_id=proto.version.run_id,
         policy=proto.version.policy,
@@ -149,7 +140,6 @@ def payload_from_proto(proto: weights_pb2.GetManifestResponse) -> Payload:
         target=manifest,
         base=base,
         encode_s=duration_from_proto(proto.encode_time),
-        choice=proto.choice,
     )
 
 
@@ -176,9 +166,7 @@ def payload_request_to_proto(
         base_digest=base.digest if base else "",
         transports=[TRANSPORTS[name] for name in transports],
         host=host,
-        wait=duration_to_proto(request.wait_s) if request.wait_s is not None else None,
-        link_bytes_per_second=request.rates.link,
-        decode_bytes_per_second=request.rates.decode,
+        wait=duration_to_proto(request.wait_s),
     )
 
 
@@ -191,16 +179,13 @@ def payload_request_from_proto(proto: weights_pb2.GetManifestRequest) -> Payload
         policy=proto.policy,
         version=proto.version,
         base=base,
-        wait_s=duration_from_proto(proto.wait) if proto.HasField("wait") else None,
-        rates=ReceiverRates(link=proto.link_bytes_per_second, decode=proto.decode_bytes_per_second),
+        wait_s=duration_from_proto(proto.wait) if proto.HasField("wait") else MANIFEST_WAIT_S,
     )
 
 
 def not_ready_to_proto(error: PayloadNotReadyError) -> weights_pb2.GetManifestResponse:
     return weights_pb2.GetManifestResponse(
-        not_ready=weights_pb2.PayloadNotReady(
-            retry_after=duration_to_proto(error.after_s), started=error.started, size_bytes=error.size_bytes
-        )
+        not_ready=weights_pb2.PayloadNotReady(started=error.started, size_bytes=error.size_bytes)
     )
 
 
@@ -208,13 +193,7 @@ def not_ready_from_proto(proto: weights_pb2.GetManifestResponse, payload: str) -
     """The answer "not ready" about ``payload``; None when the manifest is there."""
     if not proto.HasField("not_ready"):
         return None
-    answer = proto.not_ready
-    return PayloadNotReadyError(
-        payload,
-        min(LONGEST_RETRY_S, duration_from_proto(answer.retry_after)),  # the source is not trusted with a long silence
-        started=answer.started,
-        size_bytes=answer.size_bytes,
-    )
+    return PayloadNotReadyError(payload, started=proto.not_ready.started, size_bytes=proto.not_ready.size_bytes)
 
 
 def transports_from_proto(proto: weights_pb2.GetManifestRequest) -> tuple[str, ...]:
@@ -240,7 +219,6 @@ def weight_transfer_to_proto(transfer: WeightTransfer) -> weights_pb2.WeightTran
         write_time=duration_to_proto(transfer.write_s),
         pause_time=duration_to_proto(transfer.pause_s),
         error=transfer.error,
-        choice=transfer.choice,
     )
 
 
@@ -262,5 +240,4 @@ def weight_transfer_from_proto(proto: weights_pb2.WeightTransfer) -> WeightTrans
         write_s=duration_from_proto(proto.write_time),
         pause_s=duration_from_proto(proto.pause_time),
         error=proto.error,
-        choice=proto.choice,
     )

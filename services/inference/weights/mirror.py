@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 from services.common.errors import CorruptDataError, VersionUnavailableError
 from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, decode_tensor
 from services.common.weights.elements import Bits, cast_bits, element_type
-from services.common.weights.manifest import (
+from services.common.weights.snapshot import (
     DEFAULT_ALGORITHM,
     AdapterIdentity,
     BaseVersion,
@@ -38,7 +38,6 @@ from services.common.weights.manifest import (
     digest_parts,
     lay_out,
     tensor_digest,
-    with_digest,
 )
 from services.inference.engine.threads import SCATTERED_BYTES, few_threads, run_all
 
@@ -98,7 +97,7 @@ class Mirror:
         """
         bits = {name: _own_bits(tensor, dtype) for name, tensor in tensors.items()}
         specs = [TensorSpec(name=name, dtype=dtype, shape=tuple(tensor.shape)) for name, tensor in tensors.items()]
-        entries = [with_digest(entry, tensor_digest(bits[entry.name], algorithm)) for entry in lay_out(specs)]
+        entries = [replace(entry, digest=tensor_digest(bits[entry.name], algorithm)) for entry in lay_out(specs)]
         self._bits = bits
         self._borrowed = set()
         self.manifest = Manifest.of(
@@ -225,8 +224,10 @@ def _verify_full(payload: Payload, data: memoryview, *, borrowed: bool = False) 
 
     tensors = payload.target.tensors
     _check_places(tensors, len(data), apart=True)  # or a delta written into one tensor would change another
-    with few_threads("weights.verify") as pool:
-        whole = {entry.name: pool.submit(check, entry) for entry in _largest_first(tensors)}
+    with few_threads("weights.verify") as pool:  # the largest first, so that no thread begins a large one at the end
+        whole = {
+            entry.name: pool.submit(check, entry) for entry in sorted(tensors, key=lambda entry: -entry.size_bytes)
+        }
         return Verified(
             manifest=payload.target,
             whole={entry.name: whole[entry.name].result() for entry in tensors},
@@ -243,7 +244,7 @@ def _verify_delta(payload: Payload, data: memoryview, held: Manifest, bits: Mapp
     with few_threads("weights.verify") as pool:
         checks = []
         # Decoding is many short calls, which threads would not speed up; digesting is few long ones.
-        for entry in _largest_first(payload.target.tensors):
+        for entry in sorted(payload.target.tensors, key=lambda entry: -entry.size_bytes):
             before = known.get(entry.name)
             if before is None or (before.dtype, before.shape) != (entry.dtype, entry.shape):
                 raise CorruptDataError(f"the delta has a tensor {entry.name} that this mirror has not")
@@ -273,11 +274,6 @@ def _check_places(entries: Sequence[TensorEntry], size_bytes: int, *, apart: boo
             if entry.offset < end:
                 raise CorruptDataError(f"tensor {entry.name} lies on another tensor's bytes")
             end = entry.offset + entry.length
-
-
-def _largest_first(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """Largest first, so that no thread begins a large one when the others are done."""
-    return sorted(entries, key=lambda entry: -entry.size_bytes)
 
 
 def _check_changed(entry: TensorEntry, old: Bits, changes: Sequence[ChunkChange]) -> None:
@@ -311,21 +307,13 @@ def _check(entry: TensorEntry, found: str) -> None:
         raise CorruptDataError(f"tensor {entry.name} has digest {found}, the manifest says {entry.digest}")
 
 
-def _dtype_name(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _own_bits(tensor: Any, dtype: str) -> Bits:
-    """Cast, always with a copy, because the engine writes into the tensor later."""
-    bits = _bits_of(tensor)
-    cast = cast_bits(bits, _dtype_name(tensor), dtype)
-    return bits.copy() if cast is bits else cast
-
-
-def _bits_of(tensor: Any) -> Bits:
-    kind = element_type(_dtype_name(tensor))
+    """The bits of a torch tensor, cast; always a copy, because the engine writes into the tensor later."""
     import torch
 
+    source = str(tensor.dtype).removeprefix("torch.")
+    kind = element_type(source)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[kind.size_bytes]
-    array: Bits = tensor.detach().cpu().contiguous().view(-1).view(integers).numpy().view(kind.bits_dtype)
-    return array
+    bits: Bits = tensor.detach().cpu().contiguous().view(-1).view(integers).numpy().view(kind.bits_dtype)
+    cast = cast_bits(bits, source, dtype)
+    return bits.copy() if cast is bits else cast

@@ -1,14 +1,14 @@
 """Brings the bytes of a payload over a connection from one source into a buffer: gRPC chunks, or the bulk plane.
 
 A ``ByteRange`` is the partly received range. It outlives a stream and a transport, so that another one goes on where one
-broke. ``source`` maps files, and chooses among the transports.
+broke. ``fetch`` maps files, and chooses among the transports.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import numpy as np
@@ -25,7 +25,7 @@ from services.common.errors import (
 )
 from services.common.pb import weights_pb2, weights_pb2_grpc
 from services.common.rpc.client.channel import DEADLINES, call_metadata, translated_errors
-from services.common.transfer.bulk_socket import (
+from services.common.transfer.bulk import (
     ANSWER_BYTES,
     OVERHEAD_BYTES,
     WINDOW,
@@ -38,8 +38,8 @@ from services.common.transfer.bulk_socket import (
     readable,
     speak_to,
 )
-from services.common.transfer.sending import CHUNK_BYTES
-from services.common.weights.manifest import ALIGNMENT, Payload
+from services.common.transfer.source import CHUNK_BYTES
+from services.common.weights.snapshot import ALIGNMENT, Payload
 
 log = structlog.get_logger()
 
@@ -114,36 +114,20 @@ def receive_buffer(size_bytes: int) -> memoryview:
     return room.data[begin : begin + size_bytes]
 
 
-class Transport(Protocol):
-    """A transport of bytes from one source."""
-
-    @property
-    def name(self) -> str:
-        """The name in ``weights.transports`` of a recipe."""
-        ...
-
-    async def fetch(self, payload: Payload, wanted: ByteRange) -> None:
-        """Fill the range from its offset to its end.
-
-        After any error the received bytes stay in ``wanted``, so that another stream or transport can go on.
-
-        Raises:
-            InfrastructureError, DeadlineError, NotFoundError: this transport does not work now; another may.
-            CorruptDataError: the received bytes cannot be the payload.
-        """
-        ...
-
-
 class GrpcTransport:
     """``FetchWeights`` of one source, which every source serves. A broken stream is opened again at the offset."""
-
-    name = "grpc"
 
     def __init__(self, stub: weights_pb2_grpc.WeightServiceAsyncStub, source: str) -> None:
         self._stub = stub
         self._source = source
 
     async def fetch(self, payload: Payload, wanted: ByteRange) -> None:
+        """Fill the range from its offset; received bytes stay in ``wanted`` after an error.
+
+        Raises:
+            InfrastructureError, DeadlineError, NotFoundError: the source does not send now.
+            CorruptDataError: the received bytes cannot be the payload.
+        """
         attempt, began_at = 1, wanted.offset
         while not wanted.is_complete:
             try:
@@ -186,8 +170,6 @@ class GrpcTransport:
 class BulkTransport:
     """One source's bulk socket: a ZeroMQ DEALER on the event loop, for the payload that the ticket names."""
 
-    name = "bulk"
-
     def __init__(self, endpoint: str, ticket: bytes, source: str, *, server_key: bytes = b"") -> None:
         """``server_key``: the server's public key for CURVE; empty, the socket is plain."""
         self._server_key = server_key
@@ -195,7 +177,8 @@ class BulkTransport:
         self._ticket = ticket
         self._source = source
 
-    async def fetch(self, payload: Payload, wanted: ByteRange) -> None:
+    async def fetch(self, wanted: ByteRange) -> None:
+        """Fill the range from its offset; raises as ``GrpcTransport.fetch``."""
         if wanted.is_complete:
             return
         try:

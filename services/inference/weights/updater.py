@@ -4,7 +4,9 @@
                 '------------ any failure: keep serving, log the cause, try again, in full -------------'
 
 Only the newest announced version is fetched; older ones are skipped. The engine gets the changes if its version is the
-delta's base, else the whole mirror.
+delta's base, else the whole mirror. ``SourceFetcher`` asks the sources of a version in order, or fetches together with other
+replicas under a fetch plan; meanwhile and afterwards, this replica's relay passes the payload on. ``AnnouncedVersions`` takes
+the place of both for an engine without weights.
 """
 
 from __future__ import annotations
@@ -12,10 +14,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -28,44 +29,34 @@ from services.common.errors import (
     SupersededError,
     VersionUnavailableError,
 )
+from services.common.net.hosts import host_of, is_here
 from services.common.records.types import FetchPlan, WeightTransfer, WeightVersion
-from services.common.telemetry import components
 from services.common.telemetry.accounts import Activity, TimeAccount
 from services.common.telemetry.activities import ActivityName
+from services.common.telemetry.components import engine as engine_component
+from services.common.telemetry.components import publisher, weights
 from services.common.telemetry.log_events import LogEvent
-from services.common.weights.manifest import BaseVersion, Manifest
+from services.common.weights.snapshot import (
+    BaseVersion,
+    Payload,
+    PayloadNotReadyError,
+    making_deadline_s,
+)
 from services.inference.engine.base import Engine, sharing
 from services.inference.engine.weight_update import WeightUpdate
-from services.inference.weights.fetcher import Fetched
+from services.inference.weights.fetch import TRANSPORTS, WeightSource
 from services.inference.weights.mirror import Mirror, Verified
+from services.inference.weights.relay import MIN_SHARD_BYTES, Incoming, PeerFetch, Relay
+from services.inference.weights.transports import receive_buffer
 
 log = structlog.get_logger()
 
 _MAX_DELTA_FAILURES = 5  # failures in a row before a delta is given up for the snapshot
 _TRANSIENT = (InfrastructureError, DeadlineError, NotFoundError, VersionUnavailableError)
 UP_TO_DATE = Activity(ActivityName.UP_TO_DATE)
+ASK_AGAIN_S = 0.1  # between questions for a delta in the making; the source itself waits for it up to MANIFEST_WAIT_S
+CHECKPOINT_DIGEST = "scripted"  # of version 0 of an engine without weights, which is not announced
 _KEPT_TRANSFERS = 256  # not yet reported; a replica that cannot report loses the oldest
-
-
-class Fetcher(Protocol):
-    """Fetches a payload from any source."""
-
-    async def fetch(
-        self,
-        wanted: WeightVersion,
-        base: BaseVersion | None,
-        plan: FetchPlan | None,
-        is_superseded: Callable[[], bool],
-    ) -> Fetched:
-        """A delta from ``base``, or the full snapshot. Raises a ``RollmillError``.
-
-        ``SupersededError``: ``is_superseded`` says that a newer version is wanted, and that one is served sooner.
-        """
-        ...
-
-    def settled(self, fetched: Fetched, *, good: bool, verify_s: float = 0.0) -> None:
-        """Note that the mirror has the payload (``good``), decoded and verified in ``verify_s``, or has refused it."""
-        ...
 
 
 @dataclass(slots=True)
@@ -90,13 +81,13 @@ class WeightUpdater:
         self,
         mirror: Mirror,
         engine: Engine,
-        fetcher: Fetcher,
+        fetcher: SourceFetcher,
         host_tensors: Callable[[Mirror], Mapping[str, Any]] = Mirror.host_tensors,
         account: TimeAccount | None = None,
     ) -> None:
-        self.account = account or TimeAccount(components.weights(mirror.policy), rest=UP_TO_DATE)
-        self._publisher = components.publisher(mirror.policy)
-        self._engine_component = components.engine(mirror.policy)
+        self.account = account or TimeAccount(weights(mirror.policy), rest=UP_TO_DATE)
+        self._publisher = publisher(mirror.policy)
+        self._engine_component = engine_component(mirror.policy)
         self._mirror = mirror
         self._engine = engine
         self._fetcher = fetcher
@@ -173,10 +164,17 @@ class WeightUpdater:
             await self._changed.wait()
             self._changed.clear()
             wanted, plan, self._plan = self._wanted, self._plan, None
-            if wanted is None or self._holds(wanted):
+            if wanted is None or self._in_engine == BaseVersion(number=wanted.number, digest=wanted.digest):
                 self.account.enter(*UP_TO_DATE)
                 continue
-            attempt = _Attempt(self._record(wanted), time.monotonic())
+            held = self._in_engine
+            record = WeightTransfer(
+                policy=wanted.policy,
+                version=wanted.number,
+                base_version=held.number if held else None,
+                started_at=time.time(),
+            )
+            attempt = _Attempt(record, time.monotonic())
             try:
                 await self._take(wanted, plan, attempt)
                 self.account.enter(*UP_TO_DATE)
@@ -225,8 +223,13 @@ class WeightUpdater:
             update = self._whole(wanted.number)
         else:
             verified, from_base = await self._into_mirror(wanted, plan, attempt)
-            changes_do = from_base is not None and from_base == self._in_engine and _one_type(verified.manifest)
-            update = _changes(verified) if changes_do else self._whole(wanted.number)
+            dtypes = {entry.dtype for entry in verified.manifest.tensors}
+            if from_base is not None and from_base == self._in_engine and len(dtypes) <= 1:
+                update = WeightUpdate(
+                    version=wanted.number, changes=verified.changes, dtype="".join(dtypes), complete=False
+                )
+            else:
+                update = self._whole(wanted.number)
         with self.account.during(ActivityName.CHANGING_WEIGHTS, on=self._engine_component):
             async with self._engine_lock:
                 # An engine that has got its memory back meanwhile has read the mirror.
@@ -243,7 +246,6 @@ class WeightUpdater:
             version=wanted.number,
             mode=attempt.record.encoding,
             transport=attempt.record.transport,
-            choice=attempt.record.choice,
             size_bytes=attempt.record.payload_size_bytes,
             fetch_s=round(attempt.record.fetch_s, 4),
             pause_s=round(pause_s, 5),
@@ -255,7 +257,9 @@ class WeightUpdater:
         """Write a payload into the mirror; returns the changes and their base version."""
         base = None if self._force_full else self._mirror.base
         self.account.enter(ActivityName.FETCHING, on=self._publisher, detail=self._last_error)
-        fetched = await self._fetcher.fetch(wanted, base, plan, partial(self._is_superseded, wanted))
+        fetched = await self._fetcher.fetch(
+            wanted, base, plan, lambda: self._wanted is not None and self._wanted.number > wanted.number
+        )
         payload = fetched.payload
         attempt.stage(
             "fetch_s",
@@ -265,7 +269,6 @@ class WeightUpdater:
             payload_size_bytes=payload.size_bytes,
             full_size_bytes=sum(entry.size_bytes for entry in payload.target.tensors),
             encode_s=payload.encode_s,
-            choice=payload.choice,
         )
         good = False
         try:
@@ -279,33 +282,192 @@ class WeightUpdater:
             attempt.stage("write_s")
             good = True
         finally:
-            self._fetcher.settled(fetched, good=good, verify_s=attempt.record.verify_s)
+            self._fetcher.settled(fetched, good=good)
         return verified, payload.base
 
     def _whole(self, version: int) -> WeightUpdate:
         return WeightUpdate.full(self._host_tensors(self._mirror), version)
 
-    def _record(self, wanted: WeightVersion) -> WeightTransfer:
-        held = self._in_engine
-        return WeightTransfer(
-            policy=wanted.policy,
-            version=wanted.number,
-            base_version=held.number if held else None,
-            started_at=time.time(),
-        )
 
-    def _is_superseded(self, version: WeightVersion) -> bool:
-        return self._wanted is not None and self._wanted.number > version.number
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """A payload and its bytes, not verified yet."""
 
-    def _holds(self, version: WeightVersion) -> bool:
-        return self._in_engine == BaseVersion(number=version.number, digest=version.digest)
+    payload: Payload
+    data: memoryview  # aligned and writable: the tensors of a full payload may be views of this memory
+    transport: str  # "mapped", "bulk" or "grpc"; mapped data keeps its file's memory until the last view is gone
+    sources: tuple[str, ...]  # most bytes first
 
 
-def _changes(verified: Verified) -> WeightUpdate:
-    manifest = verified.manifest
-    dtype = manifest.tensors[0].dtype if manifest.tensors else ""
-    return WeightUpdate(version=manifest.version, changes=verified.changes, dtype=dtype, complete=False)
+class SourceFetcher:
+    """Fetches for one policy of one replica."""
+
+    def __init__(
+        self,
+        run_id: str,
+        transports: Sequence[str] = TRANSPORTS,
+        relay: Relay | None = None,
+        on_bytes: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_bytes`` is called after every received piece of a payload."""
+        self._on_bytes = on_bytes
+        self._waiting_since: float | None = None  # for a delta that is being made
+        self._run_id = run_id
+        self._transports = tuple(transports)
+        self._relay = relay
+
+    async def fetch(
+        self,
+        wanted: WeightVersion,
+        base: BaseVersion | None,
+        plan: FetchPlan | None,
+        is_superseded: Callable[[], bool] = lambda: False,
+    ) -> Fetched:
+        """The payload that makes a version: a delta against ``base`` when the source has one, else the snapshot.
+
+        A delta that is being made is awaited for ``making_deadline_s``, then the snapshot is fetched.
+
+        Raises the last source's error:
+            SupersededError: the delta is not begun, and ``is_superseded`` says that a newer version is wanted.
+            InfrastructureError, DeadlineError: the source does not answer, or none is known.
+            VersionUnavailableError: the source does not hold the version.
+            CorruptDataError: the payload is another version than the ledger's, or ends early.
+        """
+        if not wanted.sources:
+            raise InfrastructureError(f"no source serves version {wanted.number} of {wanted.policy} yet")
+        sources = wanted.sources
+        if "mapped" in self._transports and is_here(host_of(sources[-1])):
+            # The publisher, named last, comes first on its own host: mapping its file costs the publisher no work.
+            sources = (sources[-1], *sources[:-1])
+        for source in sources[:-1]:
+            try:
+                return await self._from(source, wanted, base, plan, is_superseded)
+            except SupersededError:
+                raise
+            except RollmillError as error:
+                log.warning("weights.source_failed", source=source, reason=error.reason, error=error.message)
+        return await self._from(sources[-1], wanted, base, plan, is_superseded)
+
+    def settled(self, fetched: Fetched, *, good: bool) -> None:
+        """Note that the mirror has the payload (``good``), or has refused it."""
+        if self._relay is not None:
+            if good:
+                self._relay.received(fetched.payload, fetched.data)
+            else:
+                self._relay.lost(fetched.payload.payload_id)
+
+    async def _from(
+        self,
+        address: str,
+        wanted: WeightVersion,
+        base: BaseVersion | None,
+        plan: FetchPlan | None,
+        is_superseded: Callable[[], bool],
+    ) -> Fetched:
+        async with WeightSource(address, self._run_id, transports=self._transports) as source:
+            payload = await self._payload(source, wanted, base, is_superseded)
+            sources: tuple[str, ...] = (address,)
+            data = source.mapped(payload)
+            if data is None:
+                data = receive_buffer(payload.size_bytes)
+                sources = await self._receive(source, payload, data, plan)
+            return Fetched(payload=payload, data=data, transport=source.transport, sources=sources)
+
+    async def _payload(
+        self, source: WeightSource, wanted: WeightVersion, base: BaseVersion | None, is_superseded: Callable[[], bool]
+    ) -> Payload:
+        """The manifest. Waits for a delta that is being made, and gives it up for the snapshot at the deadline."""
+        while True:
+            try:
+                payload = await source.payload(wanted, base)
+            except PayloadNotReadyError as error:
+                now = time.monotonic()
+                if self._waiting_since is None:
+                    self._waiting_since = now
+                if now - self._waiting_since > making_deadline_s(error.size_bytes):
+                    log.warning(
+                        LogEvent.WEIGHTS_GAVE_UP_DELTA,
+                        policy=wanted.policy,
+                        version=wanted.number,
+                        waited_s=round(now - self._waiting_since, 1),
+                    )
+                    self._waiting_since, base = None, None
+                    continue
+                if is_superseded() and not error.started:
+                    raise SupersededError(
+                        f"the delta to version {wanted.number} of {wanted.policy} is not begun: a newer version is wanted"
+                    ) from None
+                await asyncio.sleep(ASK_AGAIN_S)
+            else:
+                self._waiting_since = None
+                return payload
+
+    async def _receive(
+        self, source: WeightSource, payload: Payload, data: memoryview, plan: FetchPlan | None
+    ) -> tuple[str, ...]:
+        """Fill the buffer; returns the sources of the bytes, the largest share first."""
+        incoming = Incoming(payload, data, self._on_bytes)
+        if self._relay is not None:
+            self._relay.receive(incoming)
+        try:
+            if plan is not None and payload.size_bytes >= 2 * MIN_SHARD_BYTES:
+                return await PeerFetch(payload, incoming, plan, source, self._run_id).run()
+            await source.fetch(payload, incoming.shard(0, payload.size_bytes))
+            return (source.address,)
+        except BaseException:  # cancellations too: concurrent readers must not wait for bytes that will not come
+            if self._relay is not None:
+                self._relay.lost(payload.payload_id)
+            raise
 
 
-def _one_type(manifest: Manifest) -> bool:
-    return len({entry.dtype for entry in manifest.tensors}) <= 1
+class AnnouncedVersions:
+    """Follows the versions of one policy for an engine without weights (scripted): an announced version is held at once.
+
+    The interface of ``WeightUpdater``, without mirror, publisher and transfer, so that a run needs no model. The version is -1
+    until the first announcement; for a policy that is not trained, 0 from the start.
+    """
+
+    def __init__(self, policy: str, engine: Engine, first: int = -1) -> None:
+        self._engine = engine
+        self.account = TimeAccount(weights(policy), rest=UP_TO_DATE)
+        self._held = WeightVersion(policy=policy, number=first, digest=CHECKPOINT_DIGEST if first == 0 else "")
+        self._wanted = self._held
+        self._changed = asyncio.Event()
+        self.on_held: Callable[[], None] = lambda: None
+
+    def offer(self, version: WeightVersion, plan: FetchPlan | None = None) -> None:
+        """Announce a version; the newest is held."""
+        if version.number >= self._wanted.number:
+            self._wanted = version
+            self._changed.set()
+
+    def held(self) -> WeightVersion:
+        """The version of the engine's tokens; number -1 before the first announcement of a trained policy."""
+        return self._held
+
+    def gauges(self) -> dict[str, float]:
+        return {"weights_version": float(self._held.number)}
+
+    def take_transfers(self) -> tuple[WeightTransfer, ...]:
+        """Always empty."""
+        return ()
+
+    async def release(self) -> None:
+        """Stop the engine. New versions are held at once all the same."""
+        await sharing(self._engine).release()
+
+    async def restore(self) -> None:
+        """Let the engine go on, with the newest version."""
+        await sharing(self._engine).restore(WeightUpdate(version=self._held.number, complete=False))
+
+    async def run(self) -> None:
+        """Follow the offers. No deadline: the next version may take as long as the replica lives."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            wanted = self._wanted
+            with self.account.during(ActivityName.CHANGING_WEIGHTS, on=engine_component(wanted.policy)):
+                await self._engine.update(WeightUpdate(version=wanted.number, complete=False))
+            self.account.beat()
+            self._held = WeightVersion(policy=wanted.policy, number=wanted.number, digest=wanted.digest)
+            self.on_held()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.common.checkpoints.gauges import CheckpointGauge
+from services.common.checkpoints import CheckpointGauge
 from services.common.records.fates import SetAsideReason
 from services.common.records.types import by_name
 from services.common.telemetry.accounts import AccountState

@@ -140,5 +140,4 @@ def transfer(found: WeightTransfer) -> WeightTransfer:
         policy=found.policy[:MOST_NAME],
         sources=tuple(source[:MOST_NAME] for source in found.sources[:MOST_ACCOUNTS]),
         error=found.error[:MOST_TEXT],
-        choice=found.choice[:MOST_TEXT],
     )

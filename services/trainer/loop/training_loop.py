@@ -25,12 +25,12 @@ from typing import Protocol
 import structlog
 import torch
 
-from services.common.checkpoints.gauges import CheckpointGauge
+from services.common.checkpoints import CheckpointGauge
 from services.common.errors import BatchLostError, ModelMismatchError, RollmillError, VersionConflictError
 from services.common.records.types import Interval, RankBatch, WeightVersion
 from services.common.telemetry.activities import TrainerState
 from services.common.telemetry.log_events import LogEvent
-from services.trainer.checkpoint.checkpoints import CheckpointFailedError, Checkpoints
+from services.trainer.checkpoints import CheckpointFailedError, Checkpoints
 from services.trainer.loop.device_turns import COMMAND_POLL_S, DeviceTurns
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.numerics import MismatchError

@@ -13,7 +13,7 @@ import torch
 
 from services.common.config.training.adapter import AdapterConfig
 from services.common.lora import adapter_off, adapter_weights, base_weights, initial_tensor, tensor_entry
-from services.common.weights.manifest import DigestAlgorithm, TensorEntry, version_digest
+from services.common.weights.snapshot import DigestAlgorithm, TensorEntry, version_digest
 from services.trainer.ranks.sharding import HostGroup, Ranks, full, local_rows
 
 

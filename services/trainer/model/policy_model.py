@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from services.common.errors import ModelMismatchError
 from services.common.lora import adapter_weights, attach
 from services.common.text.huggingface import load_model, named_weights
-from services.common.weights.manifest import AdapterIdentity
+from services.common.weights.snapshot import AdapterIdentity
 from services.trainer.model.adapter import AdapterSetup, Base, reset_adapter
 from services.trainer.model.attention import Documents, Kernel, register_attention
 from services.trainer.model.logprobs import CHUNK_TOKENS, Drawn, Targets, token_logprobs

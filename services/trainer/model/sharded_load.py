@@ -27,9 +27,9 @@ from typing import Any
 import structlog
 import torch
 
-from services.common.checkpoints.safetensors_files import INDEX, SINGLE, places, weight_files
 from services.common.errors import ConfigError, ModelMismatchError
 from services.common.lora import base_weights
+from services.common.safetensors_files import INDEX, SINGLE, places, weight_files
 from services.common.system.memory import available_bytes
 from services.common.text.huggingface import named_weights
 from services.trainer.ranks.sharding import local_rows

@@ -22,7 +22,7 @@ from services.inference.rpc.gateway_client import GatewayClient
 from services.inference.rpc.pool_client import MOST_PERIOD_S, PoolClient
 from services.inference.rpc.report_stream import ReplicaIdentity
 from services.inference.rpc.trajectory_sender import TrajectorySender
-from services.inference.weights.announced import AnnouncedVersions
+from services.inference.weights.updater import AnnouncedVersions
 from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
 from tests.integration.inference.peers import FakeOrchestrator, indices_of
 from tests.unit.inference.fakes import make_order, served_policy

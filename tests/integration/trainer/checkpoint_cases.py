@@ -14,12 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from services.common.checkpoints.directory import set_aside_before
+from services.common.checkpoints import set_aside_before
 from services.common.errors import ModelMismatchError
 from services.common.system.child import run_and_leave
-from services.common.weights.manifest import tensor_digest
-from services.trainer.checkpoint.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints
-from services.trainer.checkpoint.state import moments_of, weights_of
+from services.common.weights.snapshot import tensor_digest
+from services.trainer.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints, moments_of, weights_of
 from services.trainer.ranks.sharding import Ranks, full, init_ranks, leave_ranks
 from services.trainer.step.train_step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences

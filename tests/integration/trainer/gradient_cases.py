@@ -27,7 +27,7 @@ from services.common.lora import base_weights
 from services.common.records.types import TrainingSequence
 from services.common.system.child import run_and_leave
 from services.trainer.algorithms.base import PolicyLoss, TokenBatch
-from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.model.adapter import AdapterSetup
 from services.trainer.model.optimizer import Update
 from services.trainer.model.value_head import NAME

@@ -22,9 +22,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from services.common.errors import RollmillError
 from services.common.system.child import run_and_leave
+from services.trainer import publish
 from services.trainer.model.policy_model import PolicyModel, build_policy_model
-from services.trainer.publish import snapshot
-from services.trainer.publish.snapshot import Snapshots
+from services.trainer.publish import Snapshots
 from services.trainer.ranks.sharding import HostGroup, Ranks, init_ranks, leave_ranks
 
 RUN, POLICY = "run-1", "model0"
@@ -68,7 +68,7 @@ def write(case: str, ranks: Ranks, out_dir: Path) -> dict[str, Any]:
         directory.mkdir()
     model = uneven_model(ranks, tied="untied" not in case)
     if case == "several_hosts":
-        with mock.patch.object(snapshot, "host_identity", return_value=f"host {ranks.rank}"):
+        with mock.patch.object(publish, "host_identity", return_value=f"host {ranks.rank}"):
             made = snapshots(model, ranks, [directory])
         assert not made.is_one_host
         made.write(1)
@@ -78,7 +78,7 @@ def write(case: str, ranks: Ranks, out_dir: Path) -> dict[str, Any]:
     if case == "unmappable":  # the last rank cannot see the file
         made = snapshots(model, ranks, [directory])
         if ranks.rank == ranks.world_size - 1:
-            with mock.patch.object(snapshot.SnapshotPart, "join", side_effect=OSError("not to be seen from here")):
+            with mock.patch.object(publish.SnapshotPart, "join", side_effect=OSError("not to be seen from here")):
                 told = _told(lambda: made.write(1))
         else:
             told = _told(lambda: made.write(1))

@@ -14,8 +14,7 @@ import torch
 from services.cli.run.processes import ForkServer
 from services.common.system.children import ChildProcess
 from services.common.text.huggingface import named_weights
-from services.common.weights.manifest import tensor_digest
-from services.common.weights.snapshot_file import Snapshot, sweep_orphans
+from services.common.weights.snapshot import Snapshot, sweep_orphans, tensor_digest
 from services.trainer.ranks.sharding import Ranks
 from tests.integration.trainer.launching import fork_ranks, made_once, run_processes
 from tests.integration.trainer.snapshot_cases import FORMS, snapshots, uneven_model

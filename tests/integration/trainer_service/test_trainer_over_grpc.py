@@ -13,7 +13,7 @@ import torch
 
 from services.common.errors import SupersededError, UnknownPolicyError
 from services.common.records.types import RankBatch
-from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.data.packing import Document
 from services.trainer.loop.grpc_link import GrpcLink, LoopThread
 from services.trainer.loop.orchestrator_client import OrchestratorClient

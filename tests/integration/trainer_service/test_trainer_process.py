@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from services.cli.run.processes import ForkServer
 from services.common.config.reading.loading import save_resolved
 from services.common.system.child import module_command
-from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES
+from services.common.weights.snapshot import DEFAULT_DIRECTORIES
 from services.trainer.replay import replay
 from tests.forked_ranks import ranks_of
 from tests.integration.trainer_service.conftest import EXIT_S, MakeOrchestrator, TrainerProcess

@@ -19,7 +19,7 @@ from services.common.pb import weights_pb2_grpc
 from services.common.records.types import WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.servicer import WeightServicer
-from services.trainer.publish.publisher_store import PublisherStore
+from services.trainer.publisher import PublisherStore
 from tests.integration.weights.killable_replica import replica
 from tests.integration.weights.test_transfer_faults import POLICY, RUN, announced, write_version
 from tests.waiting import WAIT_S

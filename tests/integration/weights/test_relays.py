@@ -14,7 +14,7 @@ from services.common.errors import CorruptDataError, RollmillError, VersionUnava
 from services.common.records.types import FetchPlan, WeightVersion
 from services.common.rpc.server import Server
 from services.common.transfer.servicer import add_weight_service
-from services.common.weights.manifest import (
+from services.common.weights.snapshot import (
     BaseVersion,
     Encoding,
     Manifest,
@@ -23,10 +23,10 @@ from services.common.weights.manifest import (
     full_payload_id,
     lay_out,
 )
-from services.inference.weights import peer_fetch
-from services.inference.weights.fetcher import Fetched, SourceFetcher
+from services.inference.weights import relay as relay_module
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.relay import Relay
+from services.inference.weights.updater import Fetched, SourceFetcher
 from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, sending
 from tests.waiting import WAIT_S, until
 
@@ -89,7 +89,7 @@ async def test_a_peer_fetch_takes_little_more_than_one_copy_from_the_publisher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("STALL_S", "_LAG_FROM_S"):
-        monkeypatch.setattr(peer_fetch, name, 60.0)  # no relay is replaced because this machine is busy
+        monkeypatch.setattr(relay_module, name, 60.0)  # no relay is replaced because this machine is busy
     source = MemorySource(16 * MIB)
     async with sending(source, bytes_per_s=40 * MIB) as sender, members(6) as all_of_us:
         version = version_of(sender)
@@ -124,7 +124,7 @@ async def test_a_relay_that_dies_is_replaced_at_the_same_offset() -> None:
 
 
 async def test_a_relay_that_never_hears_of_the_payload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_fetch, "STALL_S", 0.5)
+    monkeypatch.setattr(relay_module, "STALL_S", 0.5)
     source = MemorySource(4 * MIB)
     async with sending(source) as sender, members(2) as (deaf, member):
         plan = FetchPlan(relays=(deaf.address, member.address), own_shard=1)
@@ -264,7 +264,7 @@ async def test_readers_of_a_failed_transfer_get_the_error_at_once() -> None:
 def test_shards_cover_the_payload_once_and_are_not_smaller_than_pays() -> None:
     for size in (0, 1, MIB - 1, MIB, 2 * MIB, 10 * MIB + 7, 64 * MIB):
         for relays in (1, 2, 3, 16):
-            cut = peer_fetch.cut(size, relays)
+            cut = relay_module.cut(size, relays)
             assert [start for start, _ in cut] == [0, *(end for _, end in cut[:-1])] and cut[-1][1] == size
             assert len(cut) == 1 or min(end - start for start, end in cut[:-1]) >= MIB
             assert len(cut) <= relays

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +15,10 @@ from services.common.config.training.policy import WeightsConfig
 from services.common.pb import weights_pb2_grpc
 from services.common.rpc.server import Server
 from services.common.transfer.servicer import WeightServicer
-from services.common.weights.manifest import Encoding, Payload, PayloadRequest
-from services.common.weights.not_ready import PayloadNotReadyError
-from services.common.weights.snapshot_file import Snapshot
+from services.common.weights.snapshot import Encoding, Payload, PayloadNotReadyError, PayloadRequest
 from services.inference.weights.mirror import Mirror
-from services.trainer.publish.deltas import Delta, DeltaMaker
-from services.trainer.publish.publisher_store import PublisherStore
+from services.trainer import publisher
+from services.trainer.publisher import Delta, PublisherStore
 from tests.integration.weights.test_transfer_faults import (
     POLICY,
     RUN,
@@ -30,16 +30,16 @@ from tests.integration.weights.test_transfer_faults import (
 from tests.waiting import WAIT_S, until
 
 
-class SlowMaker(DeltaMaker):
-    """Codes only when the test lets it."""
+class Gate:
+    """Lets deltas be coded only when the test says so."""
 
     def __init__(self) -> None:
-        super().__init__(1)
         self.go = threading.Event()
+        self._encode = publisher.encode_delta
 
-    def encode(self, old: Snapshot, new: Snapshot) -> Delta:
+    def encode(self, *arguments: Any) -> Delta | None:
         assert self.go.wait(WAIT_S)
-        return super().encode(old, new)
+        return self._encode(*arguments)
 
 
 class CountingStore(PublisherStore):
@@ -61,10 +61,10 @@ class CountingStore(PublisherStore):
 class World:
     """A slow publisher and a replica."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, gate: Gate) -> None:
         self.directory = directory
-        self.maker = SlowMaker()
-        self.store = CountingStore(RUN, POLICY, WeightsConfig(transfer="delta"), maker=self.maker)
+        self.gate = gate
+        self.store = CountingStore(RUN, POLICY, WeightsConfig(transfer="delta"))
         self.server = Server(service="publisher", instance_id="p", host="127.0.0.1", port=0)
         self.server.add(
             weights_pb2_grpc.add_WeightServiceServicer_to_server,
@@ -84,12 +84,14 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr("services.inference.weights.source.MANIFEST_WAIT_S", 0.02)
-    made = World(tmp_path)
+    monkeypatch.setattr("services.inference.weights.fetch.PayloadRequest", partial(PayloadRequest, wait_s=0.02))
+    gate = Gate()
+    monkeypatch.setattr(publisher, "encode_delta", gate.encode)
+    made = World(tmp_path, gate)
     await made.server.start()
     task = asyncio.create_task(made.updater.run())
     yield made
-    made.maker.go.set()
+    made.gate.go.set()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await made.server.stop(grace_s=0.1)
@@ -102,7 +104,7 @@ async def test_a_replica_waits_for_a_slow_delta_and_keeps_nothing_old_for_a_fail
     world.publish(2)
     await until(lambda: world.store.num_not_ready >= 3)
     assert world.updater.held().number == 1
-    world.maker.go.set()
+    world.gate.go.set()
     await world.until_held(2)
     first, second = world.updater.take_transfers()
     assert (first.encoding, second.encoding) == ("full", "delta")
@@ -116,7 +118,7 @@ async def test_a_replica_goes_on_with_the_newest_version_while_the_publisher_lag
     for number in (2, 3, 4, 5):
         world.publish(number)
     await until(lambda: world.store.num_not_ready >= 2)
-    world.maker.go.set()
+    world.gate.go.set()
     await world.until_held(5)
     assert world.updater.num_failures == 0
     assert world.store.num_full == 1
@@ -126,7 +128,7 @@ async def test_a_replica_goes_on_with_the_newest_version_while_the_publisher_lag
 async def test_a_delta_beyond_its_deadline_is_given_up_for_the_snapshot(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.inference.weights.fetcher.making_deadline_s", lambda size_bytes: 0.3)
+    monkeypatch.setattr("services.inference.weights.updater.making_deadline_s", lambda size_bytes: 0.3)
     world.publish(1)
     await world.until_held(1)
     world.publish(2)

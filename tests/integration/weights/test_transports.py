@@ -16,11 +16,9 @@ import zmq
 from services.common.errors import ConfigError, CorruptDataError
 from services.common.telemetry.log_events import LogEvent
 from services.common.transfer import servicer as servicer_module
-from services.common.transfer.bulk_server import BulkServer
-from services.common.transfer.bulk_socket import BulkRequest, Kind, Operation, decode_answer, encode_answer
-from services.common.transfer.sending import SendBudget
-from services.common.weights.manifest import PayloadRequest
-from services.inference.weights.source import WeightSource
+from services.common.transfer.bulk import BulkRequest, BulkServer, Kind, Operation, decode_answer, encode_answer
+from services.common.transfer.source import SendBudget
+from services.inference.weights.fetch import WeightSource
 from services.inference.weights.transports import BulkTransport, ByteRange
 from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, fetched, sending
 from tests.waiting import WAIT_S, until
@@ -238,7 +236,6 @@ HEAD = encode_answer(Kind.DATA, 0)
     ],
 )
 async def test_answers_that_make_no_sense_are_no_payload(answer: list[bytes]) -> None:
-    payload = MemorySource(100).payload(PayloadRequest(run_id=RUN, policy=POLICY, version=1))
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.linger, socket.rcvtimeo = 0, int(WAIT_S * 1000)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -250,7 +247,7 @@ async def test_answers_that_make_no_sense_are_no_payload(answer: list[bytes]) ->
         transport = BulkTransport(f"tcp://127.0.0.1:{port}", bytes(32), "the test")
         serving = asyncio.create_task(asyncio.to_thread(serve))
         with pytest.raises(CorruptDataError):
-            await transport.fetch(payload, ByteRange(0, 100, memoryview(bytearray(100))))
+            await transport.fetch(ByteRange(0, 100, memoryview(bytearray(100))))
         await serving
 
 

@@ -14,11 +14,10 @@ from services.common.errors import NotFoundError, VersionUnavailableError
 from services.common.pb import weights_pb2_grpc
 from services.common.records.types import WeightVersion
 from services.common.rpc.server import Server
-from services.common.transfer.bulk_server import BulkServer
-from services.common.transfer.sending import SendBudget
+from services.common.transfer.bulk import BulkServer
 from services.common.transfer.servicer import WeightServicer
-from services.common.transfer.source import MemoryReader, PayloadReader
-from services.common.weights.manifest import (
+from services.common.transfer.source import MemoryReader, PayloadReader, SendBudget
+from services.common.weights.snapshot import (
     BaseVersion,
     Encoding,
     Manifest,
@@ -27,10 +26,9 @@ from services.common.weights.manifest import (
     TensorSpec,
     lay_out,
     tensor_digest,
-    with_digest,
 )
-from services.inference.weights.fetcher import Fetched, SourceFetcher
-from services.inference.weights.source import TRANSPORTS
+from services.inference.weights.fetch import TRANSPORTS
+from services.inference.weights.updater import Fetched, SourceFetcher
 
 RUN, POLICY = "run-1", "model0"
 
@@ -42,7 +40,7 @@ class MemorySource:
         self.data = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
         [entry] = lay_out([TensorSpec(name="w", dtype="uint8", shape=(num_bytes,))])
         self.manifest = Manifest.of(
-            run_id=RUN, policy=POLICY, version=1, tensors=[with_digest(entry, tensor_digest(self.data))]
+            run_id=RUN, policy=POLICY, version=1, tensors=[replace(entry, digest=tensor_digest(self.data))]
         )
         self.num_leases = 0
         self.delay_s = 0.0

@@ -17,9 +17,19 @@ from services.cli.__main__ import app
 from services.cli.inspect import checkpoints as found_in
 from services.cli.inspect.checkpoints import Recorded
 from services.cli.run.evaluate import evaluation_recipe
-from services.common.checkpoints.directory import path_of, read_manifest, remove, set_aside
-from services.common.checkpoints.files import Piece, write_bytes, write_safetensors
-from services.common.checkpoints.manifest import MANIFEST, Manifest, StoredTensor, encode
+from services.common.checkpoints import (
+    MANIFEST,
+    Manifest,
+    Piece,
+    StoredTensor,
+    encode,
+    path_of,
+    read_manifest,
+    remove,
+    set_aside,
+    write_bytes,
+    write_safetensors,
+)
 from services.common.config.reading.loading import RESOLVED, load_recipe
 from services.common.errors import ConfigError, CorruptDataError
 from services.common.records.types import WeightVersion

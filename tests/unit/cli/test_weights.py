@@ -32,7 +32,6 @@ DELTA = WeightTransfer(
     verify_s=0.125,
     write_s=0.0625,
     pause_s=0.03125,
-    choice="delta: delta 2.1 s, full 5.3 s",
 )
 FULL = WeightTransfer(
     policy="model0", version=2, encoding="full", transport="mapped", payload_size_bytes=200_000,
@@ -77,7 +76,6 @@ def test_what_is_shown_names_mode_source_bits_stages_and_failures(tmp_path: Path
         "250.0 ms",
         "31.2 ms",
         "the stream ended early",
-        "auto of model0 chose last: delta: delta 2.1 s, full 5.3 s",
     ):
         assert wanted in text, wanted
 

@@ -13,7 +13,10 @@ import pytest
 from services.cli.check.models import model_problems
 from services.common.checkpoints.adapters import _open_base
 from services.common.checkpoints.safetensors_files import places, weight_files
+from services.cli.check.model_files import model_problems
 from services.common.errors import ConfigError, ModelMismatchError
+from services.common.export import _open_base
+from services.common.safetensors_files import places, weight_files
 from services.common.text.huggingface import load_model
 from services.trainer.model.policy_model import load_policy_model
 from services.trainer.ranks.sharding import Ranks

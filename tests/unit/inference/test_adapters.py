@@ -15,7 +15,7 @@ from services.common.config.training.adapter import AdapterConfig
 from services.common.errors import ConfigError, ModelMismatchError
 from services.common.lora import identity_of, initial_adapter, target_modules
 from services.common.rpc.client.run_client import RunSettings
-from services.common.weights.manifest import PEFT_PREFIX, A, B
+from services.common.weights.snapshot import PEFT_PREFIX, A, B
 from services.inference import loading
 from services.inference.bases import BaseModels
 from services.inference.config import replica_config

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import CorruptDataError
-from services.common.weights.manifest import ALIGNMENT, Encoding, Manifest, Payload
+from services.common.weights.snapshot import ALIGNMENT, Encoding, Manifest, Payload
 from services.inference.weights.relay import Incoming
 from services.inference.weights.transports import ByteRange, receive_buffer
 

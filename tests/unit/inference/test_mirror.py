@@ -12,7 +12,7 @@ import pytest
 from services.common.errors import CorruptDataError, ModelMismatchError, VersionUnavailableError
 from services.common.weights.codec import CHUNK_ELEMENTS, ChunkChange, encode_tensor
 from services.common.weights.elements import Bits
-from services.common.weights.manifest import (
+from services.common.weights.snapshot import (
     AdapterIdentity,
     BaseVersion,
     DigestAlgorithm,
@@ -22,7 +22,6 @@ from services.common.weights.manifest import (
     TensorSpec,
     lay_out,
     tensor_digest,
-    with_digest,
 )
 from services.inference.weights.mirror import Mirror
 from services.inference.weights.transports import receive_buffer
@@ -49,7 +48,7 @@ def changed(version: Version, seed: int) -> Version:
 
 def manifest_of(version: Version, number: int, algorithm: DigestAlgorithm = "xxh3-128") -> Manifest:
     specs = [TensorSpec(name=name, dtype="bfloat16", shape=(len(bits),)) for name, bits in version.items()]
-    entries = [with_digest(entry, tensor_digest(version[entry.name], algorithm)) for entry in lay_out(specs)]
+    entries = [replace(entry, digest=tensor_digest(version[entry.name], algorithm)) for entry in lay_out(specs)]
     return Manifest.of(run_id="r", policy="p", version=number, tensors=entries)
 
 
@@ -151,11 +150,11 @@ def test_whatever_is_wrong_with_a_delta_the_mirror_stays_as_it_is(damage: str) -
     if damage == "values":
         data = delta(first, changed(first, 9), 1)[1]
     elif damage == "digest":
-        entries["a"] = with_digest(entries["a"], tensor_digest(first["a"]))
+        entries["a"] = replace(entries["a"], digest=tensor_digest(first["a"]))
     elif damage == "base":
         payload = replace(payload, base=BaseVersion(number=7, digest="xxh3-128:" + "0" * 32))
     elif damage == "unchanged":
-        entries["b"] = with_digest(entries["b"], tensor_digest(second["a"]))
+        entries["b"] = replace(entries["b"], digest=tensor_digest(second["a"]))
     elif damage == "missing":
         entries["z"] = replace(entries.pop("b"), name="z")
     elif damage == "short":

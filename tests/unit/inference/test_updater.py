@@ -19,11 +19,10 @@ from services.common.errors import (
     VersionUnavailableError,
 )
 from services.common.records.types import FetchPlan, WeightVersion
-from services.common.weights.manifest import BaseVersion
+from services.common.weights.snapshot import BaseVersion
 from services.inference.engine.weight_update import WeightUpdate
-from services.inference.weights.fetcher import Fetched
 from services.inference.weights.mirror import Mirror
-from services.inference.weights.updater import WeightUpdater
+from services.inference.weights.updater import Fetched, WeightUpdater
 from tests.unit.inference.test_mirror import Version, changed, delta, full, make_version, manifest_of
 from tests.waiting import until
 
@@ -76,7 +75,7 @@ class World:
             data = memoryview(bytes(data[:-1]) + b"\xff")
         return Fetched(payload=payload, data=data, transport="grpc", sources=("x:1",))
 
-    def settled(self, fetched: Fetched, *, good: bool, verify_s: float = 0.0) -> None:
+    def settled(self, fetched: Fetched, *, good: bool) -> None:
         self.settlements.append(good)
 
     # as an engine

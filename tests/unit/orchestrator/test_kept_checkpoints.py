@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from services.common.checkpoints.gauges import CheckpointGauge
+from services.common.checkpoints import CheckpointGauge
 from services.orchestrator.members.trainers import TrainerLeases
 from services.orchestrator.monitoring.progress import progress
 from tests.unit.orchestrator.world import World

@@ -22,11 +22,10 @@ from services.common.lora import (
     tensor_entry,
 )
 from services.common.text.huggingface import named_weights
-from services.common.weights.manifest import PEFT_PREFIX, version_digest
-from services.common.weights.snapshot_file import Snapshot
-from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
+from services.common.weights.snapshot import PEFT_PREFIX, Snapshot, version_digest
+from services.trainer.checkpoints import CheckpointIdentity, Checkpoints
 from services.trainer.model.adapter import AdapterSetup
-from services.trainer.publish.snapshot import Snapshots
+from services.trainer.publish import Snapshots
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.train_step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.publish import snapshot
-from services.trainer.publish.snapshot import HostCopier
+from services.trainer import publish
+from services.trainer.publish import HostCopier
 
 SIZES = (1, 5000, 2048, 0, 20_003)  # more pieces than buffers
 
@@ -28,9 +28,9 @@ def test_every_element_arrives_cast(device: str, monkeypatch: pytest.MonkeyPatch
     def unpinned(*arguments: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
         return empty(*arguments, **settings)
 
-    monkeypatch.setattr(snapshot, "_STAGED_BYTES", 1 << 12)
+    monkeypatch.setattr(publish, "_STAGED_BYTES", 1 << 12)
     monkeypatch.setattr(torch, "empty", unpinned)
-    monkeypatch.setattr(snapshot, "_land", late)
+    monkeypatch.setattr(publish, "_land", late)
     sources = [torch.randn(size) for size in SIZES]
     for dtype in (torch.bfloat16, torch.float32):
         targets = [torch.zeros(len(source), dtype=dtype) for source in sources]

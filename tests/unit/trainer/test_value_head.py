@@ -13,11 +13,10 @@ from pydantic import ValidationError
 from services.common.config.training.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, ModelMismatchError
 from services.common.text.huggingface import load_tokenizer
-from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
-from services.trainer.checkpoint.export import export
+from services.trainer.checkpoints import CheckpointIdentity, Checkpoints, export
 from services.trainer.model.policy_model import build_policy_model, load_policy_model
 from services.trainer.model.value_head import NAME
-from services.trainer.publish.snapshot import Snapshots
+from services.trainer.publish import Snapshots
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.train_step import TrainStep
 from tests.unit.trainer.building import algorithm, rank_batch, tiny_causal_lm, train_step, training_sequences

@@ -12,15 +12,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.checkpoints.adapters import ExportForm
-from services.common.checkpoints.export import export_checkpoint
 from services.common.config.training.adapter import AdapterConfig
 from services.common.config.training.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, CorruptDataError
+from services.common.export import ExportForm, export_checkpoint
 from services.common.lora import adapter_weights, identity_of
 from services.common.text.huggingface import load_tokenizer
-from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints
-from services.trainer.checkpoint.export import ExportFailedError, checkpoint_files, export_last
+from services.trainer.checkpoints import (
+    CheckpointIdentity,
+    Checkpoints,
+    ExportFailedError,
+    checkpoint_files,
+    export_last,
+)
 from services.trainer.model.adapter import AdapterSetup, digest_base
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import PolicyModel, load_policy_model

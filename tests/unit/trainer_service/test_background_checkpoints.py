@@ -16,9 +16,8 @@ from services.cli.run.processes import ForkServer
 from services.common.errors import DeadlineError
 from services.common.system.child import run_and_leave
 from services.common.system.memory import available_bytes
-from services.trainer.checkpoint import checkpoints as checkpoints_module
-from services.trainer.checkpoint.checkpoints import CheckpointFailedError, Checkpoints
-from services.trainer.checkpoint.writing import BackgroundWrite, CheckpointWriter
+from services.trainer import checkpoints as checkpoints_module
+from services.trainer.checkpoints import BackgroundWrite, CheckpointFailedError, Checkpoints
 from services.trainer.ranks.sharding import Ranks
 from tests.unit.trainer_service.building import batch_of
 from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, make_step, open_in, weights
@@ -30,13 +29,13 @@ from tests.waiting import wait_until
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Holds every write back until it is set."""
-    opened, write = threading.Event(), CheckpointWriter.write
+    opened, write = threading.Event(), Checkpoints.write
 
-    def gated(self: CheckpointWriter, *arguments: Any) -> None:
+    def gated(self: Checkpoints, *arguments: Any) -> None:
         assert opened.wait(60)
         write(self, *arguments)
 
-    monkeypatch.setattr(CheckpointWriter, "write", gated)
+    monkeypatch.setattr(Checkpoints, "write", gated)
     yield opened
     opened.set()
 
@@ -100,7 +99,7 @@ def test_a_host_without_memory_for_a_copy_writes_in_place(tmp_path: Path, monkey
 
 def test_the_ranks_of_a_host_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, checkpoints = make_step(), open_in(tmp_path)
-    size = checkpoints_module.state.contents(step.model, step.optimizer, Ranks.single()).size_bytes
+    size = checkpoints_module.contents(step.model, step.optimizer, Ranks.single()).size_bytes
     monkeypatch.setattr(checkpoints_module, "available_bytes", lambda: 2 * size)
     found = []
     for ranks_here in (1, 2):
@@ -141,15 +140,15 @@ def test_a_checkpoint_is_reported_when_it_is_durable_and_not_before(tmp_path: Pa
 def test_a_failure_in_the_background_is_counted_and_the_next_step_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, tried = CheckpointWriter.write, []
+    write, tried = Checkpoints.write, []
 
-    def fails_at_first(self: CheckpointWriter, step: int, contents: Any) -> None:
+    def fails_at_first(self: Checkpoints, step: int, contents: Any) -> None:
         tried.append(step)
         if step == 2:
             raise CheckpointFailedError("no free disk")
         write(self, step, contents)
 
-    monkeypatch.setattr(CheckpointWriter, "write", fails_at_first)
+    monkeypatch.setattr(Checkpoints, "write", fails_at_first)
     trainer = Trainer(tmp_path, link := FakeLink())
     join = type(trainer.checkpoints).begin
 
@@ -164,15 +163,15 @@ def test_a_failure_in_the_background_is_counted_and_the_next_step_tries_again(
 
 
 def test_a_failure_of_the_last_one_is_tried_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, tried = CheckpointWriter.write, []
+    write, tried = Checkpoints.write, []
 
-    def fails_once(self: CheckpointWriter, step: int, contents: Any) -> None:
+    def fails_once(self: Checkpoints, step: int, contents: Any) -> None:
         tried.append(step)
         if tried == [5]:
             raise CheckpointFailedError("no free disk")
         write(self, step, contents)
 
-    monkeypatch.setattr(CheckpointWriter, "write", fails_once)
+    monkeypatch.setattr(Checkpoints, "write", fails_once)
     assert Trainer(tmp_path, link := FakeLink(), checkpoint_every=5).live() == 5
     assert tried == [5, 5] and link.kept[-1] == [5]
 

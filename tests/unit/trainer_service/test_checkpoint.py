@@ -13,7 +13,7 @@ import torch
 
 from services.common.config.training.optimizer import OptimizerConfig
 from services.common.errors import ModelMismatchError
-from services.trainer.checkpoint.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.train_step import TrainStep
 from tests.unit.trainer.building import algorithm, tiny_causal_lm, train_step

@@ -12,13 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.checkpoints.export import NOTE, export_checkpoint
-from services.common.checkpoints.manifest import MANIFEST, digest_of
+from services.common.checkpoints import MANIFEST, digest_of
 from services.common.config.training.optimizer import OptimizerConfig
 from services.common.errors import ConfigError, CorruptDataError
+from services.common.export import NOTE, export_checkpoint
 from services.common.text.huggingface import load_tokenizer
-from services.trainer.checkpoint.checkpoints import Checkpoints
-from services.trainer.checkpoint.export import export_last, model_files
+from services.trainer.checkpoints import Checkpoints, export_last, model_files
 from services.trainer.model.optimizer import PolicyOptimizer
 from services.trainer.model.policy_model import load_policy_model
 from services.trainer.ranks.sharding import Ranks
@@ -126,9 +125,9 @@ def test_exporting_takes_neither_torch_nor_the_memory_of_the_model(tmp_path: Pat
     script = """
 import resource, sys
 from pathlib import Path
-from services.common.checkpoints.files import Piece, write_safetensors, write_bytes
-from services.common.checkpoints.manifest import Manifest, StoredTensor, encode
-from services.common.checkpoints.export import export_checkpoint
+from services.common.checkpoints import Piece, write_safetensors, write_bytes
+from services.common.checkpoints import Manifest, StoredTensor, encode
+from services.common.export import export_checkpoint
 
 source, made = Path(sys.argv[1]), Path(sys.argv[2]) / "step_000001"
 (made / "model").mkdir(parents=True)

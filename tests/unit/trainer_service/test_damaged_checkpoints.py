@@ -12,12 +12,10 @@ from typing import Any
 import orjson
 import pytest
 
-from services.common.checkpoints.directory import REASON, set_aside_before
-from services.common.checkpoints.gauges import CheckpointGauge
-from services.common.checkpoints.manifest import MANIFEST, _digest
+from services.common.checkpoints import MANIFEST, REASON, CheckpointGauge, _digest, set_aside_before
 from services.common.errors import BatchLostError, ConfigError, InfrastructureError, ModelMismatchError
 from services.common.records.types import RankBatch
-from services.trainer.checkpoint.checkpoints import CheckpointIdentity, Checkpoints, DamagedCheckpointError
+from services.trainer.checkpoints import CheckpointIdentity, Checkpoints, DamagedCheckpointError
 from services.trainer.loop.training_loop import CannotReplayError
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.train_step import TrainStep
@@ -159,16 +157,16 @@ def _file(content: dict[str, Any], **changes: Any) -> None:
 FORGED: dict[str, Callable[[dict[str, Any]], None]] = {
     "a name outside the directory": lambda c: _file(c, name="../step_000001/weights_00000.safetensors"),
     "an absolute name": lambda c: _file(c, name="/etc/passwd"),
-    "a part behind the end": lambda c: c["files"][0]["parts"][0].__setitem__(3, 1 << 40),
-    "a part before the begin": lambda c: c["files"][0]["parts"][0].__setitem__(3, -8),
+    "a part behind the end": lambda c: c["files"][0]["parts"][0].update(offset_bytes=1 << 40),
+    "a part before the begin": lambda c: c["files"][0]["parts"][0].update(offset_bytes=-8),
     "parts that leave a hole": lambda c: c["files"][0]["parts"].pop(),
     "parts that overlap": lambda c: c["files"][0]["parts"].append(c["files"][0]["parts"][0]),
-    "a part of no tensor": lambda c: c["files"][0]["parts"][0].__setitem__(0, "weights/none"),
-    "no element type": lambda c: next(iter(c["tensors"].values())).__setitem__(0, "object"),
-    "a shape of words": lambda c: next(iter(c["tensors"].values())).__setitem__(1, ["many"]),
+    "a part of no tensor": lambda c: c["files"][0]["parts"][0].update(tensor="weights/none"),
+    "no element type": lambda c: next(iter(c["tensors"].values())).update(dtype="object"),
+    "a shape of words": lambda c: next(iter(c["tensors"].values())).update(shape=["many"]),
     "a count that is none": lambda c: c.update(num_updates=True),
     "no digest": lambda c: _file(c, digest="md5:00"),
-    "another format": lambda c: c.update(format=2),
+    "another format": lambda c: c.update(format=1),
     "a list": lambda c: c.update(files={"a": 1}),
     "another step": lambda c: c.update(training_step=1),
 }
@@ -287,16 +285,19 @@ def test_links_and_files_among_checkpoints_stop_no_save_and_are_not_followed(
 
 def test_a_random_state_of_another_shape_is_a_refusal(copied: Path) -> None:
     """A manifest of another author with a right digest: an exception of torch ends no process without a message."""
-    names: dict[str, list[Any]] = {"random_state/0": ["uint8", [3]], "random_state/7": ["float32", []]}
+    names: dict[str, dict[str, Any]] = {
+        "random_state/0": {"dtype": "uint8", "shape": [3]},
+        "random_state/7": {"dtype": "float32", "shape": []},
+    }
     for number, (name, entry) in enumerate(names.items()):
         directory = Path(shutil.copytree(copied, copied.parent / str(number)))
 
-        def change(content: dict[str, Any], name: str = name, entry: list[Any] = entry) -> None:
+        def change(content: dict[str, Any], name: str = name, entry: dict[str, Any] = entry) -> None:
             content["tensors"][name] = entry
-            count = 3 if entry[1] else 1
+            count = 3 if entry["shape"] else 1
             for file in content["files"]:
-                file["parts"] = [part for part in file["parts"] if part[0] != name]
-            content["files"][0]["parts"].append([name, 0, count, 0])
+                file["parts"] = [part for part in file["parts"] if part["tensor"] != name]
+            content["files"][0]["parts"].append({"tensor": name, "first": 0, "count": count, "offset_bytes": 0})
 
         forge(directory / "step_000002", change)
         with pytest.raises(ModelMismatchError, match=name):

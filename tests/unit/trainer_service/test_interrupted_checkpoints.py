@@ -16,7 +16,7 @@ import pytest
 
 from services.cli.run.processes import ForkServer
 from services.common.system.child import module_command, run_and_leave
-from services.trainer.checkpoint.checkpoints import CheckpointFailedError, Checkpoints
+from services.trainer.checkpoints import CheckpointFailedError, Checkpoints
 from services.trainer.ranks.sharding import Ranks
 from services.trainer.step.train_step import TrainStep
 from tests.unit.trainer_service.test_checkpoint import IDENTITY, assert_same, make_step, weights

@@ -12,7 +12,7 @@ import pytest
 from services.common.errors import BatchLostError, ModelMismatchError, VersionConflictError
 from services.common.records.device_turn import NO_TURN, DeviceTurn
 from services.common.records.types import RankBatch, WeightVersion
-from services.trainer.checkpoint.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints
+from services.trainer.checkpoints import CheckpointFailedError, CheckpointIdentity, Checkpoints
 from services.trainer.loop import training_loop as loop_module
 from services.trainer.loop.device_turns import DeviceTurns
 from services.trainer.loop.training_loop import TrainingLoop

@@ -1,4 +1,4 @@
-"""The publisher's store offers one small verified payload for any base of a receiver, and refuses unknown bases."""
+"""The publisher's store offers a delta from a base that it holds, and the snapshot to every other receiver."""
 
 from __future__ import annotations
 
@@ -18,28 +18,26 @@ from hypothesis import strategies as st
 
 from services.common.config.training.policy import WeightsConfig
 from services.common.errors import (
-    BaseUnavailableError,
     InfrastructureError,
     NotFoundError,
     VersionConflictError,
     VersionUnavailableError,
 )
-from services.common.weights.codec import decode_tensor, encode_tensor
+from services.common.weights.codec import decode_tensor
 from services.common.weights.elements import Bits
-from services.common.weights.manifest import (
+from services.common.weights.snapshot import (
     BaseVersion,
     Encoding,
     Manifest,
     Payload,
     PayloadRequest,
+    SnapshotWriter,
     TensorSpec,
     tensor_digest,
     version_digest,
 )
-from services.common.weights.snapshot_file import SnapshotWriter
-from services.trainer.publish.deltas import DeltaMaker
-from services.trainer.publish.publisher_store import PublisherStore
-from services.trainer.publish.receiver_deltas import Maker
+from services.trainer import publisher
+from services.trainer.publisher import Delta, PublisherStore
 from tests.waiting import WAIT_S, until
 
 RUN, POLICY = "run-1", "model0"
@@ -51,14 +49,14 @@ Weights = dict[str, Bits]
 class History:
     """Versions of a small model, and a store that is told of them."""
 
-    def __init__(self, directory: Path, seed: int = 0, maker: Maker | None = None, **config: Any) -> None:
+    def __init__(self, directory: Path, seed: int = 0, **config: Any) -> None:
         self.directory = directory
         self.rng = np.random.default_rng(seed)
         self.versions: dict[int, Weights] = {}
         self.manifests: dict[int, Manifest] = {}
         self.paths: dict[int, Path] = {}
         self.config = WeightsConfig(**{"transfer": "delta", **config})
-        self.store = PublisherStore(RUN, POLICY, self.config, maker=maker or DeltaMaker(2))
+        self.store = PublisherStore(RUN, POLICY, self.config)
 
     def write(self, number: int, weights: Weights) -> Path:
         specs = [TensorSpec(name=name, dtype="bfloat16", shape=(len(bits),)) for name, bits in weights.items()]
@@ -159,22 +157,28 @@ def histories(tmp_path: Path) -> Iterator[Any]:
         history.store.close()
 
 
-async def test_a_receiver_many_versions_behind_gets_one_delta_though_its_base_is_gone(histories: Any) -> None:
-    history = histories(keep_versions=1)
-    for number in range(1, 10):
+async def test_a_receiver_whose_base_is_held_gets_a_delta_and_others_the_snapshot(histories: Any) -> None:
+    history = histories(keep_versions=3)
+    for number in range(1, 6):
         history.publish(number)
-    for base in range(1, 9):
-        payload = history.payload(9, base)
-        assert payload.encoding is Encoding.DELTA
-        assert payload.base == history.base(base)
+    for base in (3, 4):
+        payload = history.payload(5, base)
+        assert payload.encoding is Encoding.DELTA and payload.base == history.base(base)
         assert payload.encode_s > 0
-        history.assert_holds(await history.applied(payload), 9)
-        direct = sum(
-            len(encode_tensor(bits, history.versions[9][name], "bfloat16"))
-            for name, bits in history.versions[base].items()
-        )
-        assert payload.size_bytes <= 1.05 * direct
-    history.until_held(9)
+        history.assert_holds(await history.applied(payload), 5)
+    assert history.payload(5, 2).encoding is Encoding.FULL
+    history.until_held(3, 4, 5)
+
+
+async def test_the_delta_from_the_version_before_is_kept_with_its_version(histories: Any) -> None:
+    history = histories(keep_versions=1)
+    for number in (1, 2):
+        history.publish(number)
+    history.until_held(2)
+    history.assert_holds(await history.applied(history.payload(2, 1)), 2)
+    history.publish(3)
+    assert history.payload(3, 1).encoding is Encoding.FULL
+    assert history.store.gauges()["deltas"] == 1, "the delta to version 2 went with that version"
 
 
 @settings(max_examples=15)
@@ -189,10 +193,7 @@ def test_every_payload_gives_the_version_for_any_change_and_any_base(seed: int, 
         newest = len(shares) - 1
         for version in (newest - 1, newest):
             for base in range(version):
-                try:
-                    payload = history.payload(version, base)
-                except BaseUnavailableError:  # the deltas in between were as large as a snapshot, and went
-                    payload = history.payload(version)
+                payload = history.payload(version, base, wait_s=WAIT_S)
                 history.assert_holds(asyncio.run(history.applied(payload)), version)
         history.store.close()
 
@@ -201,61 +202,56 @@ async def test_the_next_version_is_coded_before_anybody_asks(histories: Any, mon
     history = histories()
     history.publish(1)
     coded = threading.Event()
-    encode = DeltaMaker.encode
+    encode = publisher.encode_delta
 
-    def told(self: DeltaMaker, *arguments: Any) -> Any:
-        delta = encode(self, *arguments)
+    def told(*arguments: Any) -> Delta | None:
+        delta = encode(*arguments)
         coded.set()
         return delta
 
-    monkeypatch.setattr(DeltaMaker, "encode", told)
+    monkeypatch.setattr(publisher, "encode_delta", told)
     history.publish(2, settle=False)
     assert coded.wait(WAIT_S)
-    monkeypatch.setattr(DeltaMaker, "encode", None)
+    monkeypatch.setattr(publisher, "encode_delta", None)
     assert history.payload(2, 1).encoding is Encoding.DELTA
 
 
-async def test_concurrent_requests_share_one_merged_delta_and_others_do_not_wait(
+async def test_concurrent_requests_share_one_delta_and_others_do_not_wait(
     histories: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    history = histories()
+    history = histories(keep_versions=3)
     for number in (1, 2, 3):
         history.publish(number)
-    merge, begun, go, merges = DeltaMaker.merge, threading.Event(), threading.Event(), []
+    encode, begun, go, pairs = publisher.encode_delta, threading.Event(), threading.Event(), []
 
-    def slowly(self: DeltaMaker, *arguments: Any) -> Any:
-        merges.append(arguments)
+    def slowly(*arguments: Any) -> Delta | None:
+        pairs.append(arguments)
         begun.set()
         assert go.wait(WAIT_S)
-        return merge(self, *arguments)
+        return encode(*arguments)
 
-    monkeypatch.setattr(DeltaMaker, "merge", slowly)
+    monkeypatch.setattr(publisher, "encode_delta", slowly)
     with ThreadPoolExecutor(8) as threads:
-        asking = [threads.submit(history.payload, 3, 1) for _ in range(6)]
+        asking = [threads.submit(history.payload, 3, 1, wait_s=WAIT_S) for _ in range(6)]
         assert begun.wait(WAIT_S)
         others = [threads.submit(history.payload, 3, base).result(WAIT_S) for base in (2, None)]
-        history.publish(4)
         assert not any(one.done() for one in asking)
         go.set()
         payloads = [one.result(WAIT_S) for one in asking]
     assert [other.encoding for other in others] == [Encoding.DELTA, Encoding.FULL]
-    assert len(merges) == 1
     assert len({payload.payload_id for payload in payloads}) == 1
     history.assert_holds(await history.applied(payloads[0]), 3)
     assert history.payload(3, 1) == payloads[0], "kept"
-    assert len(merges) == 1
+    assert len(pairs) == 1
 
 
 async def test_another_digest_is_never_a_base_and_other_runs_policies_and_versions_are_refused(histories: Any) -> None:
     history = histories(keep_versions=2)
     for number in (1, 2, 3, 4):
         history.publish(number)
-    for number in (1, 3):  # one in the chain only, one with its snapshot
+    for number in (1, 3, 99):
         wrong = BaseVersion(number=number, digest="xxh3-128:" + "0" * 32)
-        with pytest.raises(BaseUnavailableError, match=f"version {number}"):
-            history.store.payload(replace(history.request(4), base=wrong))
-    with pytest.raises(BaseUnavailableError):
-        history.store.payload(replace(history.request(4), base=BaseVersion(number=99, digest="xxh3-128:" + "0" * 32)))
+        assert history.store.payload(replace(history.request(4), base=wrong)).encoding is Encoding.FULL
     for changes in ({"run_id": "another"}, {"policy": "another"}, {"version": 5}, {"version": 1}):
         with pytest.raises(VersionUnavailableError, match="is not held here"):
             history.payload(4, **changes)
@@ -272,8 +268,7 @@ async def test_an_older_version_is_served_while_it_is_held_and_deltas_lead_to_it
     history = histories(keep_versions=3)
     for number in (1, 2, 3, 4):
         history.publish(number)
-    payload = history.payload(3, 1)
-    history.assert_holds(await history.applied(payload), 3)
+    history.assert_holds(await history.applied(history.payload(3, 2)), 3)
     history.assert_holds(await history.applied(history.payload(2)), 2)
     back = history.payload(3, 4)  # a receiver that is ahead: from the snapshot that is held
     history.assert_holds(await history.applied(back), 3)
@@ -301,7 +296,6 @@ async def test_a_version_with_only_changed_elements_is_sent_whole(histories: Any
     history.publish(2, share=1.0)
     history.publish(3)
     assert history.payload(2, 1).encoding is Encoding.FULL
-    assert history.payload(3, 1).encoding is Encoding.FULL, "nothing is merged over it"
     assert history.payload(3, 2).encoding is Encoding.DELTA
 
 
@@ -329,46 +323,6 @@ async def test_settings_for_full_snapshots_are_heeded(histories: Any) -> None:
     assert every_second.payload(2, 1).encoding is Encoding.FULL
     assert every_second.payload(3, 2).encoding is Encoding.DELTA
     assert always.payload(3, 2).encoding is Encoding.FULL
-
-
-async def test_the_chain_is_bounded_in_number_and_in_bytes(histories: Any) -> None:
-    few, dense = histories(keep_deltas=2), histories(keep_deltas=16)
-    for number in range(1, 7):
-        few.publish(number)
-        dense.publish(number, share=0.3)
-    with pytest.raises(BaseUnavailableError):
-        few.payload(6, 3)
-    assert few.payload(6, 4).encoding is Encoding.DELTA
-    dense.payload(6, 5)
-    assert dense.store.gauges()["delta_bytes"] <= dense.manifests[6].size_bytes
-    with pytest.raises(BaseUnavailableError):
-        dense.payload(6, 1)
-
-
-def test_a_delta_that_is_dropped_after_the_check_is_not_made_from_another_base(
-    histories: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cached delta and its base both go: the receiver is told so, and no delta of other bits is kept for the base."""
-    history = histories(keep_deltas=0, keep_versions=2)
-    history.publish(1)
-    history.publish(2)
-    deltas = history.store._deltas
-    monkeypatch.setattr(type(deltas._made), "__contains__", lambda made, key: True)  # as the check saw it
-    target = history.store._snapshots[2]
-    with pytest.raises(BaseUnavailableError, match="ask for the full snapshot"):
-        deltas.get(history.base(1), target, None, WAIT_S)
-    monkeypatch.undo()
-    assert (history.base(1), 2) not in deltas._made
-    assert history.payload(2, 1).encoding is Encoding.DELTA
-
-
-async def test_without_a_chain_the_held_snapshots_still_make_deltas(histories: Any) -> None:
-    history = histories(keep_deltas=0, keep_versions=3)
-    for number in (1, 2, 3):
-        history.publish(number)
-    payload = history.payload(3, 1)
-    assert payload.encoding is Encoding.DELTA
-    history.assert_holds(await history.applied(payload), 3)
 
 
 async def test_names_of_payloads_are_their_content_also_after_a_restart(histories: Any) -> None:
@@ -401,15 +355,15 @@ async def test_closing_a_store_cancels_coding_and_removes_its_files(
         assert go.wait(WAIT_S)
         return b""
 
-    monkeypatch.setattr("services.trainer.publish.deltas.encode_tensor", slowly)
+    monkeypatch.setattr("services.trainer.publisher.encode_tensor", slowly)
     for number in (1, 2, 3):
         history.publish(number, settle=False)
     assert begun.wait(WAIT_S)
     with ThreadPoolExecutor(2) as threads:
-        asking = threads.submit(history.payload, 2, 1)
+        asking = threads.submit(history.payload, 2, 1, wait_s=WAIT_S)
         closing = threads.submit(history.store.close)
         # else the delta may be done before the store is told to close
-        await until(lambda: history.store._deltas._maker._stopped, every_s=0.001)
+        await until(lambda: history.store._is_closed, every_s=0.001)
         go.set()
         closing.result(WAIT_S)
         with pytest.raises(InfrastructureError, match="stopping"):

@@ -130,4 +130,4 @@ def test_a_frozen_model_is_sharded_again_after_its_forward_pass_and_a_trained_on
 
 def test_checkpoints_are_kept_as_often_as_the_recipe_says(model: Path, tmp_path: Path) -> None:
     run = recipe(model, trainer={"keep_checkpoints": 3})
-    assert open_checkpoints(run, POLICY, tmp_path, Ranks.single())._writer.keep == 3
+    assert open_checkpoints(run, POLICY, tmp_path, Ranks.single())._keep == 3

@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 
 from services.common.config.training.policy import WeightsConfig
-from services.common.weights import snapshot_file
-from services.common.weights.manifest import TensorSpec
-from services.common.weights.snapshot_file import DEFAULT_DIRECTORIES, Snapshot, SnapshotSpaceError, SnapshotWriter
+from services.common.weights import snapshot
+from services.common.weights.snapshot import (
+    DEFAULT_DIRECTORIES,
+    Snapshot,
+    SnapshotSpaceError,
+    SnapshotWriter,
+    TensorSpec,
+)
+from services.trainer import publish
 from services.trainer.model.policy_model import build_policy_model
-from services.trainer.publish import snapshot
-from services.trainer.publish.snapshot import SnapshotPublisher, Snapshots, snapshot_directories, sweep
+from services.trainer.publish import SnapshotPublisher, Snapshots, snapshot_directories, sweep
 from services.trainer.ranks.sharding import Ranks
 from tests.unit.trainer.building import tiny_causal_lm
 
@@ -70,8 +75,8 @@ def test_without_room_anywhere_a_version_waits_for_it(tmp_path: Path, monkeypatc
             raise OSError(refusals.pop(), "no room")
         reserve(descriptor, offset, size)
 
-    monkeypatch.setattr(snapshot_file.os, "posix_fallocate", no_room_yet)  # type: ignore[attr-defined]
-    monkeypatch.setattr(snapshot, "ROOM_EVERY_S", 0.0)
+    monkeypatch.setattr(snapshot.os, "posix_fallocate", no_room_yet)  # type: ignore[attr-defined]
+    monkeypatch.setattr(publish, "ROOM_EVERY_S", 0.0)
     process: Any = TakingProcess()
     publisher = SnapshotPublisher(policy="p", snapshots=snapshots_in(tmp_path), process=process)
     assert publisher.publish(4) is not None and len(process.announced) == 1 and not refusals
@@ -95,7 +100,7 @@ def test_a_version_spills_when_shared_memory_is_full_and_its_cost_is_reported(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         reserve(descriptor, offset, size)
 
-    monkeypatch.setattr(snapshot_file.os, "posix_fallocate", no_room)  # type: ignore[attr-defined]
+    monkeypatch.setattr(snapshot.os, "posix_fallocate", no_room)  # type: ignore[attr-defined]
     snapshots = snapshots_in(full, spill)
     process: Any = TakingProcess()
     published = SnapshotPublisher(policy="p", snapshots=snapshots, process=process).publish(4)

@@ -244,16 +244,12 @@ class WeightsConfig(Section):
     computes with: bfloat16 on a GPU, float32 on a CPU. bfloat16 for processes that are started one by one, unless the
     recipe names `trainer.device`."""
     transfer: Literal["auto", "full", "delta"] = "auto"
-    """`delta` sends the changes when they are smaller. `auto` maps the full snapshot on the publisher's host, and sends the
-    changes to other hosts when that takes less time by the measured rates of coding, link and decoding. Every result is
-    verified."""
+    """`delta` sends the changes since a replica's version when they are smaller, and the publisher still keeps that version.
+    `auto` does so for other hosts, and maps the full snapshot on the publisher's host. Every result is verified."""
     full_every: int = Field(default=0, ge=0)
     """With `delta` and `auto`, send every n-th version in full; 0 is never."""
     keep_versions: int = Field(default=2, ge=1)
-    """Snapshots kept by the publisher; one that is being read is never removed."""
-    keep_deltas: int = Field(default=16, ge=0)
-    """Deltas between consecutive versions kept by the publisher: a replica that is at most this many versions
-    behind gets one merged delta."""
+    """Snapshots kept by the publisher, with the deltas to them; one that is being read is never removed."""
     transports: list[Literal["mapped", "bulk", "grpc"]] = Field(default=["mapped", "bulk", "grpc"], min_length=1)
     """Ways in which replicas may fetch, best first: mapped files on the same host, ZeroMQ, gRPC chunks."""
     digest: Literal["auto", "xxh3-128", "blake3"] = "auto"

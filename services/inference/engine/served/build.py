@@ -10,7 +10,7 @@ from typing import Any
 
 from services.common.config.processes.services import InferenceConfig
 from services.common.errors import ConfigError
-from services.common.weights.manifest import AdapterIdentity
+from services.common.weights.snapshot import AdapterIdentity
 from services.inference.engine.base import KvPolicy
 from services.inference.engine.served.engine import ServedEngine
 from services.inference.engine.served.process import ServerCommand, ServerProcess

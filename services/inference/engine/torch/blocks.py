@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from services.common.errors import ModelMismatchError
-from services.common.weights.manifest import PEFT_PREFIX, A, B
+from services.common.weights.snapshot import PEFT_PREFIX, A, B
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")

@@ -15,13 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from services.common.checkpoints.files import (
+from services.common.checkpoints import (
+    DTYPES,
+    Manifest,
     Piece,
+    StoredTensor,
     TensorReader,
+    decode,
+    encode,
     verify_file,
     write_safetensors,
 )
-from services.common.checkpoints.manifest import DTYPES, Manifest, StoredTensor, decode, encode
 from services.common.errors import CorruptDataError
 from services.common.system.disk import sync_directory
 

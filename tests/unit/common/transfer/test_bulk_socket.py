@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
-from services.common.transfer.bulk_socket import (
+from services.common.transfer.bulk import (
     ANSWER_BYTES,
     REQUEST_BYTES,
     TICKET_BYTES,

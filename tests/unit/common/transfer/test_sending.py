@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from services.common.transfer.sending import CHUNK_BYTES, SendBudget
-from services.inference.weights.peer_fetch import STALL_S
+from services.common.transfer.source import CHUNK_BYTES, SendBudget
+from services.inference.weights.relay import STALL_S
 from tests.waiting import WAIT_S
 
 

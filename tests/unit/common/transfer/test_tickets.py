@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from services.common.errors import NotFoundError
-from services.common.transfer import bulk_server
-from services.common.transfer.bulk_server import Tickets
+from services.common.transfer import bulk
+from services.common.transfer.bulk import Tickets
 from tests.clock import Clock
 
 SOURCE: Any = object()
@@ -40,7 +40,7 @@ def test_a_ticket_expires_without_use_and_using_renews_it() -> None:
 
 
 def test_the_number_of_tickets_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk_server, "MOST_TICKETS", 3)
+    monkeypatch.setattr(bulk, "MOST_TICKETS", 3)
     tickets = Tickets()
     given = [tickets.give(SOURCE, str(number)) for number in range(5)]
     assert len(tickets) == 3

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import CorruptDataError
 from services.common.pb import weights_pb2
-from services.common.weights.manifest import (
+from services.common.weights.snapshot import (
     AdapterIdentity,
     BaseVersion,
     Encoding,
     Manifest,
     Payload,
+    PayloadNotReadyError,
     PayloadRequest,
-    ReceiverRates,
     TensorSpec,
     lay_out,
     version_digest,
 )
-from services.common.weights.not_ready import LONGEST_RETRY_S, SHORTEST_RETRY_S, PayloadNotReadyError
 from services.common.wire.weights import (
     not_ready_from_proto,
     not_ready_to_proto,
@@ -40,9 +38,7 @@ def payload(encoding: Encoding, adapter: AdapterIdentity | None = None) -> Paylo
     tensors = lay_out([TensorSpec(name="w", dtype="bfloat16", shape=(3, 5))])
     manifest = Manifest.of(run_id="r", policy="p", version=2, tensors=tensors, adapter=adapter)
     base = BaseVersion(number=1, digest="xxh3-128:1") if encoding is Encoding.DELTA else None
-    return Payload(
-        payload_id="p:2", encoding=encoding, size_bytes=30, target=manifest, base=base, encode_s=0.5, choice="delta"
-    )
+    return Payload(payload_id="p:2", encoding=encoding, size_bytes=30, target=manifest, base=base, encode_s=0.5)
 
 
 @pytest.mark.parametrize("adapter", [None, ADAPTER])
@@ -50,7 +46,6 @@ def payload(encoding: Encoding, adapter: AdapterIdentity | None = None) -> Paylo
 def test_a_payload_crosses_the_wire_unchanged(encoding: Encoding, adapter: AdapterIdentity | None) -> None:
     sent = payload(encoding, adapter)
     assert payload_from_proto(payload_to_proto(sent)) == sent
-    assert Manifest.from_json(sent.target.to_json()) == sent.target
 
 
 def test_a_version_that_lost_or_changed_its_adapter_on_the_way_is_refused() -> None:
@@ -69,7 +64,6 @@ def test_a_version_that_lost_or_changed_its_adapter_on_the_way_is_refused() -> N
 )
 def test_every_part_of_an_adapter_changes_the_digest(rank: int, alpha: float, targets: list[str]) -> None:
     one = AdapterIdentity(rank=rank, alpha=alpha, targets=tuple(sorted(targets)), base=ADAPTER.base)
-    assert AdapterIdentity.from_json(orjson.loads(orjson.dumps(one.to_json()))) == one
     others = [
         replace(one, rank=rank + 1),
         replace(one, alpha=alpha * 2),
@@ -79,15 +73,6 @@ def test_every_part_of_an_adapter_changes_the_digest(rank: int, alpha: float, ta
     ]
     digests = {version_digest([], each) for each in (one, *others)}
     assert len(digests) == 1 + len(others)
-
-
-@pytest.mark.parametrize("profile", [weights_pb2.DELTA_PROFILE_SMALL, 3])
-def test_a_delta_of_another_coding_is_refused(profile: weights_pb2.DeltaProfile) -> None:
-    proto = payload_to_proto(payload(Encoding.DELTA))
-    assert proto.profile == weights_pb2.DELTA_PROFILE_FAST
-    proto.profile = profile
-    with pytest.raises(CorruptDataError, match=f"delta profile {profile}, unknown here"):
-        payload_from_proto(proto)
 
 
 @pytest.mark.parametrize("encoding", [0, 9])
@@ -105,25 +90,22 @@ def test_a_digest_that_the_tensors_contradict_is_refused() -> None:
         payload_from_proto(proto)
 
 
-@pytest.mark.parametrize("wait_s", [None, 0.0, 2.5])
-def test_a_request_crosses_the_wire_unchanged(wait_s: float | None) -> None:
+@pytest.mark.parametrize("wait_s", [0.0, 2.5])
+def test_a_request_crosses_the_wire_unchanged(wait_s: float) -> None:
     asked = PayloadRequest(
         run_id="r",
         policy="p",
         version=7,
         base=BaseVersion(number=0, digest="xxh3-128:1"),
         wait_s=wait_s,
-        rates=ReceiverRates(link=1e9, decode=2.5e9),
     )
     assert payload_request_from_proto(payload_request_to_proto(asked)) == asked
 
 
 @pytest.mark.parametrize("started", [True, False])
-@pytest.mark.parametrize("after_s", [-3.0, 0.0, 1.5, 1e6])
-def test_not_ready_crosses_the_wire_and_its_delay_is_bounded(started: bool, after_s: float) -> None:
-    sent = PayloadNotReadyError("the delta", after_s, started=started, size_bytes=1 << 34)
+def test_not_ready_crosses_the_wire(started: bool) -> None:
+    sent = PayloadNotReadyError("the delta", started=started, size_bytes=1 << 34)
     read = not_ready_from_proto(not_ready_to_proto(sent), "the delta")
-    assert read is not None
+    assert read is not None and str(read) == str(sent)
     assert (read.started, read.size_bytes) == (started, 1 << 34)
-    assert read.after_s == min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, after_s))
     assert not_ready_from_proto(payload_to_proto(payload(Encoding.FULL)), "x") is None

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import CorruptDataError
-from services.common.weights.codec import Method, encode_tensor, merge_tensor
+from services.common.weights.codec import Method, PlaneReader, encode_tensor, pack_differences, unpack_values
 from services.common.weights.elements import Bits, element_type
-from services.common.weights.planes import PlaneReader
-from services.common.weights.two_bit import pack_differences, unpack_values
 from tests.unit.common.weights.test_codec import apply, random_bits, seeds, stepped, weight_bits
 
 DTYPES = ["bfloat16", "float16", "float32", "int32", "int64", "uint8"]
@@ -55,19 +51,6 @@ def test_many_small_changes_are_two_bit(share: float, farthest: int, method: Met
     data = encode_tensor(old, new, "bfloat16")
     assert data[METHOD_AT] == method
     np.testing.assert_array_equal(apply(old, data, "bfloat16"), new)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_two_bit_deltas_merge_with_others(dtype: str) -> None:
-    rng = np.random.default_rng(1)
-    versions = [weight_bits(rng, LONG, dtype)]
-    versions[0][::7] = 0  # signs change there, where steps and differences of bits are not the same
-    for share, farthest in ((0.3, 2), (0.01, 1), (0.4, 4), (0.3, 1)):
-        versions.append(moved(rng, versions[-1], share, farthest))
-    deltas = [encode_tensor(old, new, dtype) for old, new in pairwise(versions)]
-    assert {delta[METHOD_AT] for delta in deltas} == {Method.SPARSE, Method.TWO_BIT}
-    merged = merge_tensor(deltas, versions[-1], dtype)
-    np.testing.assert_array_equal(apply(versions[0], merged, dtype), versions[-1])
 
 
 def test_seventeen_percent_of_small_steps_take_few_more_bytes_than_their_entropy() -> None:

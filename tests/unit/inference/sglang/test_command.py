@@ -12,7 +12,7 @@ import pytest
 from services.common.config.processes.services import InferenceConfig
 from services.common.errors import ConfigError
 from services.common.installing import COMPLETE
-from services.common.weights.manifest import AdapterIdentity
+from services.common.weights.snapshot import AdapterIdentity
 from services.inference.engine.served.environment import interpreter, own_gpus
 from services.inference.engine.served.process import ServerCommand
 from services.inference.engine.sglang import server_commands

@@ -133,7 +133,7 @@ class PublisherProcess:
     def _start(self) -> None:
         self._process = AnsweringChild(
             "the publisher",
-            module_command("services.trainer.publish.publisher", *self._arguments, f"--port={self._port}"),
+            module_command("services.trainer.publisher", *self._arguments, f"--port={self._port}"),
         )
         try:
             self.address = str(self._ask("the publisher's start", START_TIMEOUT_S)["address"])

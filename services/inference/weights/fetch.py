@@ -1,6 +1,7 @@
 """One peer that serves weights, publisher or relay: its manifest, its file on the same host, and its transports.
 
-The transports are tried in the receiver's order, gRPC last; after a failure the next goes on at the same offset.
+A file on the receiver's host is mapped. Else the bytes come over ZeroMQ or gRPC, in the receiver's order; after a failure
+gRPC goes on at the same offset.
 """
 
 from __future__ import annotations
@@ -8,12 +9,11 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import structlog
 
 from services.common.errors import (
-    BaseUnavailableError,
     CorruptDataError,
     DeadlineError,
     InfrastructureError,
@@ -25,22 +25,18 @@ from services.common.records.types import WeightVersion
 from services.common.rpc.client.channel import DEADLINES, call_metadata, channel, translated_errors
 from services.common.security.roles import Peer
 from services.common.telemetry.log_events import LogEvent
-from services.common.transfer.bulk_socket import KEY_BYTES
-from services.common.weights.manifest import BaseVersion, Encoding, Payload, PayloadRequest, ReceiverRates, align
+from services.common.transfer.bulk import KEY_BYTES
+from services.common.weights.snapshot import BaseVersion, Encoding, Payload, PayloadRequest, align
 from services.common.wire.weights import not_ready_from_proto, payload_from_proto, payload_request_to_proto
 from services.inference.weights.transports import (
     BulkTransport,
     ByteRange,
     GrpcTransport,
-    Transport,
 )
 
 log = structlog.get_logger()
 
-MANIFEST_WAIT_S = 2.0  # at the source, for a delta that is being made; below the deadline of GetManifest
 TRANSPORTS = ("mapped", "bulk", "grpc")
-
-_ANOTHER_WAY_MAY_DO = (InfrastructureError, DeadlineError, NotFoundError)
 
 
 class WeightSource:
@@ -52,25 +48,20 @@ class WeightSource:
         run_id: str,
         *,
         transports: Sequence[str] = TRANSPORTS,
-        rates: ReceiverRates = ReceiverRates(),
     ) -> None:
         self.address = address
         self.transport = "grpc"  # that brought the last bytes
         self._run_id = run_id
-        self._rates = rates
         self._transports = tuple(transports)
         self._channel = channel(address, Peer.WEIGHTS)
         self._stub: weights_pb2_grpc.WeightServiceAsyncStub = weights_pb2_grpc.WeightServiceStub(self._channel)
-        self._offers: dict[str, Transport] = {}
-        self._offered_payload = ""
+        self._mapped: tuple[str, int] | None = None  # the offered file, and the payload's offset in it
+        self._bulk: BulkTransport | None = None
 
     async def __aenter__(self) -> WeightSource:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
         await self._channel.close()
 
     async def payload(self, version: WeightVersion, base: BaseVersion | None) -> Payload:
@@ -97,126 +88,93 @@ class WeightSource:
         whole = sum(align(entry.size_bytes) for entry in payload.target.tensors)
         if not 0 <= payload.size_bytes <= whole:  # the buffer is allocated before the first byte comes
             raise CorruptDataError(f"{self.address} offers {payload.size_bytes} bytes for a version of {whole}")
-        self._offered_payload = payload.payload_id
-        self._offers = {}
+        self._mapped = self._bulk = None
         if response.HasField("mapped"):
-            self._offers["mapped"] = MappedTransport(response.mapped.path, response.mapped.offset)
+            self._mapped = response.mapped.path, response.mapped.offset
         if response.HasField("bulk"):
             endpoint = _reachable(response.bulk.endpoint, self.address)
             if endpoint and _is_acceptable(endpoint, response.bulk.server_key, is_secure=self._channel.who is not None):
-                self._offers["bulk"] = BulkTransport(
+                self._bulk = BulkTransport(
                     endpoint, response.bulk.ticket, self.address, server_key=response.bulk.server_key
                 )
         return payload
 
     def mapped(self, payload: Payload) -> memoryview | None:
         """The whole payload mapped, if mapping is this receiver's first choice among the offered transports."""
-        first = next(self._ways(payload))
-        if not isinstance(first, MappedTransport):
+        before = self._transports[: self._transports.index("mapped")] if "mapped" in self._transports else ("grpc",)
+        if self._mapped is None or "grpc" in before or ("bulk" in before and self._bulk is not None):
             return None
         try:
-            data = first.whole(payload)
+            data = map_file(*self._mapped, payload.size_bytes)
         except InfrastructureError as error:
             log.warning(LogEvent.TRANSPORT_FAILED, source=self.address, transport="mapped", error=error.message)
-            del self._offers["mapped"]
             return None
-        self.transport = first.name
+        self.transport = "mapped"
         return data
 
     async def fetch(self, payload: Payload, wanted: ByteRange) -> None:
-        """Fill the range. Raises the last transport's error, or ``CorruptDataError`` at once."""
+        """Fill the range over ZeroMQ, if this was offered and stands before gRPC, else or after a failure over gRPC.
+
+        Raises gRPC's error, or ``CorruptDataError`` at once.
+        """
         if wanted.end > payload.size_bytes:
             raise ValueError(f"bytes up to {wanted.end} of a payload of {payload.size_bytes}")
-        for way in self._ways(payload):
+        order = (*self._transports, "grpc")
+        if self._bulk is not None and "bulk" in order[: order.index("grpc")]:
             try:
-                await way.fetch(payload, wanted)
-            except _ANOTHER_WAY_MAY_DO as error:
-                if way.name == "grpc":
-                    raise
+                await self._bulk.fetch(wanted)
+            except (InfrastructureError, DeadlineError, NotFoundError) as error:
                 log.warning(
                     LogEvent.TRANSPORT_FAILED,
                     source=self.address,
-                    transport=way.name,
+                    transport="bulk",
                     offset=wanted.offset,
                     reason=error.reason,
                     error=error.message,
                 )
-                continue
-            self.transport = way.name
-            return
-
-    def _ways(self, payload: Payload) -> Iterator[Transport]:
-        """In the receiver's order, as far as offered for this payload; gRPC is always offered, and always the last."""
-        if payload.payload_id == self._offered_payload:
-            for name in self._transports:
-                if name == "grpc":
-                    break
-                if name in self._offers:
-                    yield self._offers[name]
-        yield GrpcTransport(self._stub, self.address)
+            else:
+                self.transport = "bulk"
+                return
+        await GrpcTransport(self._stub, self.address).fetch(payload, wanted)
+        self.transport = "grpc"
 
     async def _manifest(self, version: WeightVersion, base: BaseVersion | None) -> weights_pb2.GetManifestResponse:
-        request = PayloadRequest(
-            run_id=self._run_id,
-            policy=version.policy,
-            version=version.number,
-            base=base,
-            wait_s=MANIFEST_WAIT_S,
-            rates=self._rates,
-        )
-        try:
-            with translated_errors(f"weights at {self.address}"):
-                return await self._stub.GetManifest(
-                    payload_request_to_proto(request, self._transports, host_identity()),
-                    timeout=DEADLINES["GetManifest"],
-                    metadata=call_metadata(self._run_id),
-                    # No wait for an absent source: another source, or another attempt, comes sooner.
-                    wait_for_ready=False,
-                )
-        except BaseUnavailableError:
-            if base is None:
-                raise
-            return await self._manifest(version, None)
+        request = PayloadRequest(run_id=self._run_id, policy=version.policy, version=version.number, base=base)
+        with translated_errors(f"weights at {self.address}"):
+            return await self._stub.GetManifest(
+                payload_request_to_proto(request, self._transports, host_identity()),
+                timeout=DEADLINES["GetManifest"],
+                metadata=call_metadata(self._run_id),
+                # No wait for an absent source: another source, or another attempt, comes sooner.
+                wait_for_ready=False,
+            )
 
 
-class MappedTransport:
-    """A file that the source has on this host. Copies ranges out of the mapping; ``whole`` maps without a copy."""
+def map_file(path: str, begin: int, size_bytes: int) -> memoryview:
+    """The payload in a file that its source has on this host, as writable memory, allocated by writing (copy-on-write).
 
-    name = "mapped"
+    Writes of the receiver do not reach the file; the file is sealed, so the receiver sees no later writes. The mapping
+    outlives the file's name. A tensor that is to change is better copied out of the mapping first: while any part is
+    mapped, the whole file keeps its memory.
 
-    def __init__(self, path: str, begin: int) -> None:
-        self._path = path
-        self._begin = begin
-
-    async def fetch(self, payload: Payload, wanted: ByteRange) -> None:
-        wanted.put(wanted.offset, self.whole(payload)[wanted.offset : wanted.end])
-
-    def whole(self, payload: Payload) -> memoryview:
-        """The payload as writable memory, allocated by writing (copy-on-write).
-
-        Writes of the receiver do not reach the file; the file is sealed, so the receiver sees no later writes. The mapping
-        outlives the file's name. A tensor that is to change is better copied out of the mapping first: while any part is
-        mapped, the whole file keeps its memory.
-
-        Raises:
-            InfrastructureError: the file is gone, or is not the offered file.
-        """
-        path, begin, size_bytes = self._path, self._begin, payload.size_bytes
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as error:
-            raise InfrastructureError(f"the offered file {path} cannot be opened: {error.strerror}") from None
-        try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or begin < 0 or found.st_size < begin + size_bytes:
-                raise InfrastructureError(f"the offered file {path} has no {size_bytes} bytes from {begin}")
-            shift = begin % mmap.ALLOCATIONGRANULARITY
-            mapped = mmap.mmap(descriptor, shift + size_bytes, access=mmap.ACCESS_COPY, offset=begin - shift)
-        except OSError as error:
-            raise InfrastructureError(f"the offered file {path} cannot be mapped: {error.strerror}") from None
-        finally:
-            os.close(descriptor)
-        return memoryview(mapped)[shift:]
+    Raises:
+        InfrastructureError: the file is gone, or is not the offered file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise InfrastructureError(f"the offered file {path} cannot be opened: {error.strerror}") from None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or begin < 0 or found.st_size < begin + size_bytes:
+            raise InfrastructureError(f"the offered file {path} has no {size_bytes} bytes from {begin}")
+        shift = begin % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(descriptor, shift + size_bytes, access=mmap.ACCESS_COPY, offset=begin - shift)
+    except OSError as error:
+        raise InfrastructureError(f"the offered file {path} cannot be mapped: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
+    return memoryview(mapped)[shift:]
 
 
 def _reachable(endpoint: str, source: str) -> str:

@@ -31,17 +31,21 @@ from services.common.config.training.policy import WeightsConfig
 from services.common.net.hosts import host_identity
 from services.common.records.types import WeightVersion
 from services.common.telemetry.log_events import LogEvent
-from services.common.weights.manifest import DEFAULT_ALGORITHM, DigestAlgorithm, Manifest, TensorEntry, TensorSpec
-from services.common.weights.snapshot_file import (
+from services.common.weights.snapshot import (
+    DEFAULT_ALGORITHM,
     DEFAULT_DIRECTORIES,
+    DigestAlgorithm,
+    Manifest,
     SnapshotPart,
     SnapshotSpaceError,
     SnapshotWriter,
+    TensorEntry,
+    TensorSpec,
     sweep_orphans,
 )
 from services.trainer.loop.training_loop import Published
 from services.trainer.model.policy_model import PolicyModel
-from services.trainer.publish.publisher_process import PublisherProcess
+from services.trainer.publisher_process import PublisherProcess
 from services.trainer.ranks.sharding import HostGroup, Ranks, own_part, whole_tensors
 
 log = structlog.get_logger()

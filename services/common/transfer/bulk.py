@@ -1,9 +1,18 @@
-"""The bulk plane's sending end: payloads over a ZeroMQ ROUTER on TCP, for bearers of tickets.
+"""The bulk plane: payloads over ZeroMQ on TCP, for bearers of tickets. Frames of both ends, and the sending end.
 
-The server only sends requested ranges (``bulk_socket``), and one receiver has at most ``WINDOW`` open requests, so a slow
+    receiver (DEALER)                                sender (ROUTER)
+    [ticket, GET, offset, size]  ------------------>
+                                 <------------------ [DATA, offset] [up to 1 MiB]   until the range is complete
+    [ticket, BYE]                ------------------>                                ends the lease
+                                 <------------------ [ERROR, 0] [REASON: message]
+
+A GET is a credit: the server only sends requested ranges, and one receiver has at most ``WINDOW`` open requests, so a slow
 receiver holds a bounded number of frames, which are views of the payload, not copies. ZeroMQ's own I/O thread moves the
 bytes; this module runs on the event loop, woken by the socket's descriptor, and spends some ten microseconds per MiB.
 The answer to a wrong ticket or a garbage frame is an error; other receivers are unaffected.
+
+Waits take no thread and no queue of futures. ZeroMQ's descriptor signals an event without its kind, and only once: so check
+the socket's own events before a wait, and again after every send. Only fixed layouts of little-endian integers are decoded.
 
 In a run with keys the socket uses CURVE, with a key pair of this process. The control channel hands out the public key with
 the ticket: a peer without a ticket has no key either, and fails the handshake. Without keys the socket binds loopback only,
@@ -13,8 +22,10 @@ in plain text.
 from __future__ import annotations
 
 import asyncio
+import enum
 import errno
 import secrets
+import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,11 +33,13 @@ from dataclasses import dataclass, field
 
 import structlog
 import zmq
+from zmq.utils import z85
 
 from services.common.aio import deadline
 from services.common.errors import (
     ConfigError,
     DeadlineError,
+    InfrastructureError,
     InvalidRequestError,
     NotFoundError,
     OffsetOutOfRangeError,
@@ -34,24 +47,126 @@ from services.common.errors import (
 )
 from services.common.net.hosts import address, bracketed, is_loopback
 from services.common.telemetry.logs import Repeats
-from services.common.transfer.bulk_socket import (
-    HANDSHAKE_BYTES,
-    REQUEST_BYTES,
-    TICKET_BYTES,
-    WINDOW,
-    BulkRequest,
-    Kind,
-    Operation,
-    Socket,
-    descriptor,
-    encode_answer,
-    has_input,
-    new_keys,
-)
-from services.common.transfer.sending import CHUNK_BYTES, SendBudget
-from services.common.transfer.source import PayloadReader, PayloadSource
+from services.common.transfer.source import CHUNK_BYTES, PayloadReader, PayloadSource, SendBudget
 
 log = structlog.get_logger()
+
+# -- frames, keys and waits of both ends ----------------------------------------------------------------------------------
+
+WINDOW = 8  # open GETs of one receiver
+TICKET_BYTES = 32
+KEY_BYTES = 32  # of CURVE, as they travel
+HANDSHAKE_BYTES = 1024  # ZeroMQ's limit on messages also holds for those of the handshake, some 500 bytes each
+OVERHEAD_BYTES = 64  # of an encrypted frame
+
+Socket = zmq.Socket[bytes]
+
+_REQUEST = struct.Struct(f"<{TICKET_BYTES}sBQI")
+_ANSWER = struct.Struct("<BQ")
+
+REQUEST_BYTES = _REQUEST.size
+ANSWER_BYTES = _ANSWER.size
+
+
+class Operation(enum.IntEnum):
+    GET = 1
+    BYE = 2
+
+
+class Kind(enum.IntEnum):
+    DATA = 1
+    ERROR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BulkRequest:
+    """One credit: ``size_bytes`` from ``offset``."""
+
+    ticket: bytes
+    operation: Operation
+    offset: int = 0
+    size_bytes: int = 0
+
+    def encode(self) -> bytes:
+        return _REQUEST.pack(self.ticket, self.operation, self.offset, self.size_bytes)
+
+    @classmethod
+    def decode(cls, data: bytes) -> BulkRequest:
+        """Raises ``InvalidRequestError`` for anything that ``encode`` does not make."""
+        try:
+            ticket, operation, offset, size = _REQUEST.unpack(data)
+            return cls(ticket=ticket, operation=Operation(operation), offset=offset, size_bytes=size)
+        except (struct.error, ValueError):
+            raise InvalidRequestError(f"{len(data)} bytes that are no request for bulk data") from None
+
+
+def encode_answer(kind: Kind, offset: int) -> bytes:
+    """The first frame of an answer."""
+    return _ANSWER.pack(kind, offset)
+
+
+def decode_answer(data: bytes | bytearray) -> tuple[Kind, int]:
+    """Kind and offset. Raises ``InvalidRequestError`` for anything that ``encode_answer`` does not make."""
+    try:
+        kind, offset = _ANSWER.unpack(data)
+        return Kind(kind), offset
+    except (struct.error, ValueError):
+        raise InvalidRequestError(f"{len(data)} bytes that are no answer of a bulk socket") from None
+
+
+def new_keys() -> tuple[bytes, bytes]:
+    """A public and a secret key. Raises ``InfrastructureError`` where ZeroMQ was built without CURVE."""
+    if not zmq.has("curve"):
+        raise InfrastructureError(
+            "this ZeroMQ knows no CURVE, which a run with keys needs: install the wheel of pyzmq, or leave bulk out of "
+            "policies.<name>.weights.transports"
+        )
+    public, secret = zmq.curve_keypair()  # as text, in Z85
+    return z85.decode(public), z85.decode(secret)
+
+
+def speak_to(socket: Socket, server_key: bytes) -> None:
+    """Make a client's socket accept only the holder of this key, with a new key pair of its own."""
+    public, secret = new_keys()
+    socket.curve_serverkey = server_key
+    socket.curve_publickey = public
+    socket.curve_secretkey = secret
+
+
+def descriptor(socket: Socket) -> int:
+    """The file descriptor that becomes readable on an event."""
+    number = socket.get(zmq.FD)
+    assert isinstance(number, int)
+    return number
+
+
+def has_input(socket: Socket) -> bool:
+    """Whether a message can be received without waiting."""
+    events = socket.get(zmq.EVENTS)
+    assert isinstance(events, int)
+    return bool(events & zmq.POLLIN)
+
+
+async def readable(*sockets: Socket) -> None:
+    """Return when one of the sockets has input. The caller bounds the wait."""
+    if any(map(has_input, sockets)):
+        return
+    loop = asyncio.get_running_loop()
+    news = asyncio.Event()
+    for socket in sockets:
+        loop.add_reader(descriptor(socket), news.set)
+    try:
+        while True:
+            news.clear()
+            if any(map(has_input, sockets)):
+                return
+            await news.wait()
+    finally:
+        for socket in sockets:
+            loop.remove_reader(descriptor(socket))
+
+
+# -- the sending end ------------------------------------------------------------------------------------------------------
 
 BULK_FROM_BYTES = 4 << 20  # below it, opening another connection takes longer than it saves
 

@@ -1,0 +1,622 @@
+"""Weight versions: their records and digests, and the snapshot files that hold them. No torch, no gRPC.
+
+``Manifest`` describes a version in memory or in a snapshot file. ``Payload`` describes the bytes that a receiver fetches to
+get that version: the full snapshot, or a delta against a base version of the receiver.
+
+A tensor's digest covers its raw little-endian bytes. A version's digest covers, for its tensors sorted by name: name, dtype,
+shape and tensor digest, and before them the identity of an adapter, if the version is one. So the digest does not depend on the order in which tensors are stored or sent. There are two
+algorithms: xxh3-128, which detects accidental damage at the speed of memory, and blake3, which also resists deliberate
+collisions. A digest names its algorithm ("xxh3-128:<32 hexadecimal digits>", "blake3:<64 hexadecimal digits>"), so a
+receiver verifies with the algorithm of the manifest.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import fcntl
+import math
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from pydantic import TypeAdapter
+
+from services.common.errors import CorruptDataError, DeadlineError, InfrastructureError, ModelMismatchError
+from services.common.system.children import is_there
+from services.common.weights.elements import Bits, element_type
+
+# Names of the tensors of an adapter, as in PEFT's files.
+PEFT_PREFIX = "base_model.model."
+A, B = "lora_A.weight", "lora_B.weight"  # under the name of a target
+
+MANIFEST_WAIT_S = 2.0  # of a request, for a delta that is being made; below the deadline of GetManifest
+
+ALIGNMENT = 64  # tensors begin at multiples of this, in snapshots and full payloads
+
+DigestAlgorithm = Literal["xxh3-128", "blake3"]
+
+DEFAULT_ALGORITHM: DigestAlgorithm = "xxh3-128"
+
+_HEX_DIGITS: dict[DigestAlgorithm, int] = {"xxh3-128": 32, "blake3": 64}
+_DIGEST = re.compile("|".join(f"({name}):[0-9a-f]{{{digits}}}" for name, digits in _HEX_DIGITS.items()))
+
+
+class Encoding(enum.StrEnum):
+    """The coding of a payload."""
+
+    FULL = "full"  # every tensor, raw
+    DELTA = "delta"  # per tensor, the changes since the base
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """A tensor without its data."""
+
+    name: str  # Hugging Face name; tied weights appear once
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_elements * element_type(self.dtype).size_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry(TensorSpec):
+    """One tensor of a version: the place of its bytes, and the digest of the whole tensor."""
+
+    offset: int
+    length: int  # equals size_bytes in a snapshot; of the coded part in a delta, 0 when nothing changed
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterIdentity:
+    """The facts about a LoRA adapter that its tensors do not state: its sizes, its targets and the weights below it.
+
+    A version of an adapter holds only the adapter's tensors. Two versions with equal tensors are different policies on
+    different bases, so the identity is part of the version's digest, of a manifest and of a checkpoint.
+
+    >>> AdapterIdentity(rank=8, alpha=16.0, targets=("q_proj",), base="xxh3-128:00").scale
+    2.0
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # last parts of module names, sorted
+    base: str  # digest of the weights below, as of a version that holds them
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter's product."""
+        return self.alpha / self.rank
+
+    @property
+    def digest_text(self) -> str:
+        """The text that a version's digest covers."""
+        return f"lora\0{self.rank}\0{self.alpha!r}\0{','.join(self.targets)}\0{self.base}\0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A weight version and its tensors, in storage order.
+
+    >>> Manifest.of(run_id="r", policy="p", version=0, tensors=[]).size_bytes
+    0
+    """
+
+    run_id: str
+    policy: str
+    version: int
+    digest: str
+    tensors: tuple[TensorEntry, ...]
+    adapter: AdapterIdentity | None = None  # None: the tensors are all weights of a model
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        run_id: str,
+        policy: str,
+        version: int,
+        tensors: Iterable[TensorEntry],
+        adapter: AdapterIdentity | None = None,
+    ) -> Manifest:
+        """Create a manifest, with the digest of its tensors."""
+        entries = tuple(tensors)
+        digest = version_digest(entries, adapter)
+        return cls(run_id=run_id, policy=policy, version=version, digest=digest, tensors=entries, adapter=adapter)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes from the first tensor's begin to the last one's end."""
+        return max((entry.offset + entry.length for entry in self.tensors), default=0)
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseVersion:
+    """The version that a delta starts from."""
+
+    number: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """The payload to fetch, and the version that results. Offsets in ``target`` are offsets in the payload."""
+
+    payload_id: str
+    encoding: Encoding
+    size_bytes: int
+    target: Manifest
+    base: BaseVersion | None = None
+    encode_s: float = 0.0  # time of the encoding
+    file: tuple[Path, int] | None = None  # at its source: a file that holds the payload, and the payload's offset there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadRequest:
+    """The version that a receiver requests, and the receiver's transports.
+
+    >>> PayloadRequest(run_id="r", policy="model0", version=7).base is None
+    True
+    """
+
+    run_id: str
+    policy: str
+    version: int
+    base: BaseVersion | None = None  # held by the receiver; None asks for the full snapshot
+    wait_s: float = MANIFEST_WAIT_S  # longest wait for the answer
+    can_map: bool = False  # the receiver is on the source's host and maps files
+
+
+_FIRST_S = 30.0
+_BYTES_PER_S = 0.1e9  # below the slowest measured coding: one thread, 17% of the elements changed
+
+
+class PayloadNotReadyError(DeadlineError):
+    """A delta that is still being made: ask again."""
+
+    def __init__(self, payload: str, *, started: bool, size_bytes: int) -> None:
+        """``started``: the delta is being coded now; else the source codes another one first. ``size_bytes``: of the whole
+        version."""
+        super().__init__(
+            f"{payload} {'is being made' if started else 'waits for another one'}: ask again", wait=payload
+        )
+        self.started = started
+        self.size_bytes = size_bytes
+
+
+def making_deadline_s(size_bytes: int) -> float:
+    """The longest that a receiver waits for a delta of a version of ``size_bytes``, before it fetches the snapshot.
+
+    >>> making_deadline_s(16_400_000_000)
+    194.0
+    """
+    return _FIRST_S + size_bytes / _BYTES_PER_S
+
+
+def full_payload_id(manifest: Manifest) -> str:
+    """The name of a version's full payload: the same name means the same bytes, at every server."""
+    return f"{manifest.policy}:{manifest.version}:full:{manifest.digest}"
+
+
+def delta_payload_id(policy: str, base: int, version: int, content_digest: str) -> str:
+    """Names a delta; ``content_digest`` is of its bytes, because the deltas of two encoders of one change may differ."""
+    return f"{policy}:{base}-{version}:{content_digest}"
+
+
+def align(offset: int) -> int:
+    """The next multiple of the alignment."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def lay_out(specs: Iterable[TensorSpec], algorithm: DigestAlgorithm = DEFAULT_ALGORITHM) -> tuple[TensorEntry, ...]:
+    """Raw tensors one after another by name, aligned, with dummy digests as long as the algorithm's.
+
+    By name, so that all holders of a version have the same layout.
+    """
+    entries: list[TensorEntry] = []
+    offset = 0
+    for spec in sorted(specs, key=attrgetter("name")):
+        if entries and spec.name == entries[-1].name:
+            raise ValueError(f"tensor {spec.name!r} appears twice; tied weights are published once")
+        offset = align(offset)
+        entries.append(
+            TensorEntry(
+                name=spec.name,
+                dtype=spec.dtype,
+                shape=spec.shape,
+                offset=offset,
+                length=spec.size_bytes,
+                digest=f"{algorithm}:{'0' * _HEX_DIGITS[algorithm]}",
+            )
+        )
+        offset += spec.size_bytes
+    return tuple(entries)
+
+
+def same_tensors(left: Iterable[TensorSpec], right: Iterable[TensorSpec]) -> bool:
+    """Whether both have the same names, dtypes and shapes, in any order: only then a delta makes sense."""
+    return {t.name: (t.dtype, t.shape) for t in left} == {t.name: (t.dtype, t.shape) for t in right}
+
+
+def check_same_adapter(own: AdapterIdentity | None, other: AdapterIdentity | None, where: str) -> None:
+    """Raise ``ModelMismatchError``, naming each difference, unless ``where`` holds the adapter that is expected here."""
+    if own == other:
+        return
+    if own is None or other is None:
+        words = {True: "all weights of a model", False: "an adapter"}
+        raise ModelMismatchError(f"{where} holds {words[other is None]}, expected {words[own is None]}")
+    differences = [
+        f"{name} {there}, expected {here}"
+        for name, here, there in (
+            ("base", own.base, other.base),
+            ("rank", own.rank, other.rank),
+            ("alpha", f"{own.alpha:g}", f"{other.alpha:g}"),
+            ("targets", ", ".join(own.targets), ", ".join(other.targets)),
+        )
+        if here != there
+    ]
+    raise ModelMismatchError(f"{where} holds another adapter: {'; '.join(differences)}")
+
+
+def algorithm_of(digest: str) -> DigestAlgorithm:
+    """The algorithm that a digest names. ``CorruptDataError`` for a text that is no digest."""
+    found = _DIGEST.fullmatch(digest)
+    if found is None:
+        forms = " or ".join(f"{known}:<{digits} hexadecimal digits>" for known, digits in _HEX_DIGITS.items())
+        raise CorruptDataError(f"digest {digest!r} is not of the form {forms}")
+    return "blake3" if found[2] else "xxh3-128"
+
+
+def tensor_digest(
+    data: npt.NDArray[np.generic] | bytes | memoryview,
+    algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
+    *,
+    num_threads: int = 1,
+) -> str:
+    """Digest of the raw bytes of one tensor. Arrays must be contiguous and little-endian.
+
+    ``num_threads`` is for blake3, which can use several; xxh3-128 is one thread always.
+    """
+    return digest_parts([data], algorithm, num_threads=num_threads)
+
+
+def digest_parts(
+    parts: Iterable[npt.NDArray[np.generic] | bytes | memoryview],
+    algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
+    *,
+    num_threads: int = 1,
+) -> str:
+    """The digest of the concatenation of parts, without a copy.
+
+    >>> digest_parts([b"we", b"ights"]) == tensor_digest(b"weights")
+    True
+    """
+    state = _hasher(algorithm, num_threads)
+    for part in parts:  # large buffers are digested without the interpreter lock
+        state.update(part.reshape(-1).view(np.uint8).data if isinstance(part, np.ndarray) else part)
+    return f"{algorithm}:{state.hexdigest()}"
+
+
+def version_digest(tensors: Iterable[TensorEntry], adapter: AdapterIdentity | None = None) -> str:
+    """Digest of a whole version from the records of its tensors, in their algorithm (xxh3-128 when there are none).
+
+    The digest of an adapter's version covers its identity too, and so its base.
+
+    ``CorruptDataError`` when an entry's digest is none, or when two entries name different algorithms.
+    """
+    entries = sorted(tensors, key=attrgetter("name"))
+    algorithms = {algorithm_of(entry.digest) for entry in entries} or {DEFAULT_ALGORITHM}
+    if len(algorithms) > 1:
+        raise CorruptDataError(f"one version has digests of several algorithms: {sorted(algorithms)}")
+    algorithm = algorithms.pop()
+    state = _hasher(algorithm)
+    if adapter is not None:
+        state.update(adapter.digest_text.encode())
+    for entry in entries:
+        shape = ",".join(str(extent) for extent in entry.shape)
+        state.update(f"{entry.name}\0{entry.dtype}\0{shape}\0".encode())
+        state.update(bytes.fromhex(entry.digest.partition(":")[2]))
+    return f"{algorithm}:{state.hexdigest()}"
+
+
+def _hasher(algorithm: DigestAlgorithm, num_threads: int = 1) -> Any:
+    if algorithm == "xxh3-128":
+        return xxhash.xxh3_128()
+    from blake3 import blake3  # only installed with the services that move weights
+
+    return blake3(max_threads=num_threads)
+
+
+# -- snapshot files -----------------------------------------------------------------------------------------------------
+#
+# Immutable weight versions in named, memory-mapped files, normally in /dev/shm. One process, or several of one host (the
+# ranks of a trainer, each with its own rows), writes a file under a hidden name. The first process seals the file (digests,
+# manifest) and renames the file, so a visible name holds a whole version. The name has run, policy, version and the pid of
+# the process that reserved the file. Users hold a shared ``flock``, so ``sweep_orphans`` removes exactly the files without a
+# living writer and without a user. Space is reserved before the first byte, so a full /dev/shm is an error here, not a bus
+# error later. A mapping outlives its file's name.
+#
+# Layout: magic, size of the manifest, manifest (JSON), padding to a page, tensors at their manifest offsets.
+
+DEFAULT_DIRECTORIES = (Path("/dev/shm"),)
+
+_PREFIX = "rollmill"
+_SUFFIX = "weights"
+_MAGIC = b"MRWEIGHT"
+_DRAFT_MAGIC = b"MRWDRAFT"  # of a file that is still being written
+_HEADER = struct.Struct("<8sQ")  # magic, bytes of the manifest
+_PAGE = 4096
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+
+
+class SnapshotSpaceError(InfrastructureError):
+    """No configured directory has enough space for a snapshot."""
+
+
+def snapshot_name(run_id: str, policy: str, version: int, pid: int) -> str:
+    """The file name. Run and policy are quoted, so that dots only separate the parts."""
+    run, name = (quote(part, safe="").replace(".", "%2E") for part in (run_id, policy))
+    return f"{_PREFIX}.{run}.{name}.{version}.{pid}.{_SUFFIX}"
+
+
+class SnapshotPart:
+    """An unfinished version, mapped by one of its writers: every writer fills its own rows of any tensor.
+
+    A ``SnapshotWriter``, in this or another process of the host, reserves the file; other writers ``join``.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, reserved: int, file_descriptor: int, mapped: mmap.mmap) -> None:
+        self.path = path  # the final name, visible after ``seal``
+        self.tensors = manifest.tensors
+        self._manifest = manifest
+        self._reserved = reserved
+        self._fd = file_descriptor
+        self._map = mapped
+
+    @classmethod
+    def join(cls, path: Path) -> SnapshotPart:
+        """Map the file that a ``SnapshotWriter`` has reserved for ``path``.
+
+        Raises:
+            OSError: the file does not exist (any more), or this process cannot see the file.
+            CorruptDataError: the file is no draft of a snapshot.
+        """
+        descriptor = os.open(_hidden(path), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(
+                descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB
+            )  # no process sweeps it while one of its writers is alive
+            mapped = mmap.mmap(descriptor, 0)
+            manifest, reserved = _read_manifest(mapped, path, _DRAFT_MAGIC)
+        except (OSError, CorruptDataError):
+            os.close(descriptor)
+            raise
+        return cls(path, manifest, reserved, descriptor, mapped)
+
+    def bits(self, entry: TensorEntry) -> Bits:
+        """The flat, writable array of one tensor's bits. Delete the array before ``seal`` or ``close``."""
+        kind = element_type(entry.dtype).bits_dtype
+        return np.frombuffer(self._map, dtype=kind, count=entry.num_elements, offset=self._reserved + entry.offset)
+
+    def digests(self, entries: Iterable[TensorEntry], num_threads: int = 1) -> dict[str, str]:
+        """Digests by name of tensors that all writers have filled."""
+        return {
+            entry.name: tensor_digest(self.bits(entry), algorithm_of(entry.digest), num_threads=num_threads)
+            for entry in entries
+        }
+
+    def close(self) -> None:
+        """Release the file without removing the file, for processes without a lease. Arrays over the mapping stay valid."""
+        if self._fd >= 0:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # said, because the mapping, which holds on to it, may live on
+            os.close(self._fd)
+            self._fd = -1
+
+
+class SnapshotWriter(SnapshotPart):
+    """Reserves and seals the file. Fill every tensor, then ``seal``; ``abandon`` (or an exception in ``with``) removes the
+    file."""
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        run_id: str,
+        policy: str,
+        version: int,
+        specs: Iterable[TensorSpec],
+        directories: Sequence[Path] = DEFAULT_DIRECTORIES,
+        algorithm: DigestAlgorithm = DEFAULT_ALGORITHM,
+        adapter: AdapterIdentity | None = None,
+    ) -> SnapshotWriter:
+        """Reserve the file in the first directory with enough space; ``SnapshotSpaceError`` names the space in each."""
+        # All digests of an algorithm have one length, so the manifest's size is known before the data.
+        entries = lay_out(specs, algorithm)
+        draft = Manifest.of(run_id=run_id, policy=policy, version=version, tensors=entries, adapter=adapter)
+        encoded = _MANIFEST.dump_json(draft)
+        reserved = -(-(_HEADER.size + len(encoded)) // _PAGE) * _PAGE
+        complaints = []
+        for directory in directories:
+            path = directory / snapshot_name(run_id, policy, version, os.getpid())
+            hidden = _hidden(path)
+            try:
+                descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                complaints.append(f"{directory}: {error.strerror}")
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                os.posix_fallocate(descriptor, 0, reserved + draft.size_bytes)
+            except OSError as error:
+                os.close(descriptor)
+                hidden.unlink(missing_ok=True)
+                if error.errno not in _NO_SPACE:
+                    raise
+                complaints.append(f"{directory}: {error.strerror} ({_free_bytes(directory)} bytes free)")
+                continue
+            mapped = mmap.mmap(descriptor, reserved + draft.size_bytes)
+            mapped[: _HEADER.size + len(encoded)] = _HEADER.pack(_DRAFT_MAGIC, len(encoded)) + encoded
+            return cls(path, draft, reserved, descriptor, mapped)
+        raise SnapshotSpaceError(
+            f"no room for version {version} of {policy!r} ({reserved + draft.size_bytes} bytes): {'; '.join(complaints)}. "
+            "Free memory there, keep fewer versions, or name another snapshot directory"
+        )
+
+    def seal(self, digests: Mapping[str, str] | None = None) -> Manifest:
+        """Write the manifest, rename the file to its final name and release the file, which is immutable from then on.
+
+        ``digests`` by tensor name if the writers have computed them; otherwise this method digests every tensor.
+        """
+        known = self.digests(self.tensors) if digests is None else digests
+        entries = [replace(entry, digest=known[entry.name]) for entry in self.tensors]
+        draft = self._manifest
+        manifest = Manifest.of(
+            run_id=draft.run_id, policy=draft.policy, version=draft.version, tensors=entries, adapter=draft.adapter
+        )
+        encoded = _MANIFEST.dump_json(manifest)
+        assert len(encoded) <= self._reserved - _HEADER.size, "a digest is longer than its placeholder"
+        self._map[: _HEADER.size + len(encoded)] = _HEADER.pack(_MAGIC, len(encoded)) + encoded
+        os.rename(_hidden(self.path), self.path)
+        self.close()
+        return manifest
+
+    def abandon(self) -> None:
+        """Remove an unfinished file. A second call, or a call after ``seal``, has no effect."""
+        _hidden(self.path).unlink(missing_ok=True)
+        self.close()
+
+    def __enter__(self) -> SnapshotWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.abandon()
+
+
+class Snapshot:
+    """A sealed version, mapped read-only. Readers hold a ``lease``; ``retire`` removes the file after the last lease."""
+
+    def __init__(self, path: Path) -> None:
+        """``CorruptDataError`` when the file is no snapshot, ``OSError`` when there is none."""
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+            self.manifest, start = _read_manifest(self._map, path, _MAGIC)
+        except (OSError, ValueError, CorruptDataError) as error:
+            os.close(self._fd)
+            raise (
+                error if isinstance(error, (OSError, CorruptDataError)) else CorruptDataError(f"{path}: {error}")
+            ) from error
+        self.data = memoryview(self._map)[start:]  # manifest offsets are offsets in it
+        self.data_offset = start  # of ``data`` in the file
+        self._leases = 0
+        self._retired = False
+
+    def bits(self, entry: TensorEntry) -> Bits:
+        """The flat array of one tensor's bits; read-only."""
+        kind = element_type(entry.dtype).bits_dtype
+        return np.frombuffer(self.data, dtype=kind, count=entry.num_elements, offset=entry.offset)
+
+    def lease(self) -> None:
+        if self._retired and not self._leases:
+            raise ValueError(f"{self.path} was removed and cannot be leased")
+        self._leases += 1
+
+    def release(self) -> None:
+        self._leases -= 1
+        assert self._leases >= 0, "released more often than leased"
+        if self._retired and not self._leases:
+            self._remove()
+
+    def retire(self) -> None:
+        """Remove the file, now or with the last lease."""
+        if not self._retired:
+            self._retired = True
+            if not self._leases:
+                self._remove()
+
+    def close(self) -> None:
+        """Release the file without removing the file, for processes without a lease. Arrays over the mapping stay valid."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)  # said, because the mapping, which holds on to it, may live on
+        os.close(self._fd)
+
+    def _remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self.close()  # the mapping ends with the last array over it
+
+
+def sweep_orphans(directories: Iterable[Path] = DEFAULT_DIRECTORIES) -> list[Path]:
+    """Remove snapshots, sealed or not, of dead writers that no process has open; returns the removed paths."""
+    removed = []
+    for directory in directories:
+        for pattern in (f"{_PREFIX}.*.{_SUFFIX}", f".{_PREFIX}.*.{_SUFFIX}"):
+            for path in directory.glob(pattern):
+                pid = path.name.split(".")[-2]
+                if pid.isdigit() and not is_there(int(pid)) and _is_unused(path):
+                    path.unlink(missing_ok=True)
+                    removed.append(path)
+    return removed
+
+
+def _hidden(path: Path) -> Path:
+    return path.with_name(f".{path.name}")
+
+
+def _read_manifest(mapped: mmap.mmap, path: Path, magic: bytes) -> tuple[Manifest, int]:
+    if len(mapped) < _HEADER.size:
+        raise CorruptDataError(f"{path}: too short for a snapshot")
+    found, size = _HEADER.unpack(mapped[: _HEADER.size])
+    start = -(-(_HEADER.size + size) // _PAGE) * _PAGE
+    if found != magic or start > len(mapped):
+        raise CorruptDataError(f"{path}: not a snapshot")
+    try:
+        manifest = _MANIFEST.validate_json(mapped[_HEADER.size : _HEADER.size + size], strict=True)
+    except ValueError as error:
+        raise CorruptDataError(f"{path}: broken manifest: {error}") from error
+    if start + manifest.size_bytes > len(mapped):
+        raise CorruptDataError(f"{path}: {start + manifest.size_bytes - len(mapped)} bytes are missing")
+    return manifest, start
+
+
+def _is_unused(path: Path) -> bool:
+    """Whether no process, in this or another pid namespace, has the file open."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _free_bytes(directory: Path) -> int:
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize

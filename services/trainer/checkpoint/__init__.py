@@ -1,1 +1,0 @@
-"""Durable checkpoints, and the Hugging Face export at the end of a run."""

@@ -1,0 +1,803 @@
+"""Writes and restores durable checkpoints: weights, optimizer state, update number, random state, training step.
+
+    save     every rank writes its files, fsync -> all read back -> manifest, fsync -> rename -> remove the oldest
+    begin    every rank copies its rows to host memory, and a thread writes them while training goes on -> finish
+    restore  newest -> manifest -> all ranks verify the files against their digests -> rows into memory
+                 damaged: log, rename with the reason, take the previous one
+
+Invariant: a directory gets its name ``step_000010`` after its whole content is durable, and an older checkpoint is removed
+only after that; so a process that dies at any moment leaves a complete checkpoint. Reading never executes code: files
+are safetensors and JSON. Ranks agree on each fact that they could observe differently. The learning rate is a function
+of the update number, so there is no further scheduler state.
+
+Tensors of a checkpoint, of which a rank writes and reads its own rows; the number of ranks may differ between both:
+
+    weights/NAME      every weight, tied ones once, and the buffers that a model stores
+    exp_avg/NAME, exp_avg_sq/NAME, step/NAME    AdamW's state of each updated weight
+    random_state/R    torch's generator on rank R
+
+At the end of a run the last checkpoint becomes a Hugging Face export, as `rollmill export` makes it. Without a checkpoint (a
+full disk), or when transformers stores weights under other names than the model uses (experts), the first rank gathers the
+weights instead.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import structlog
+import torch
+from safetensors import SafetensorError
+
+from services.common import checkpoints as names
+from services.common.checkpoints import (
+    FILES,
+    MANIFEST,
+    MODEL_FILES,
+    RANDOM_STATE,
+    WEIGHTS,
+    Manifest,
+    Piece,
+    StoredFile,
+    StoredTensor,
+    TensorReader,
+    encode,
+    write_bytes,
+    write_safetensors,
+)
+from services.common.errors import (
+    ConfigError,
+    CorruptDataError,
+    DeadlineError,
+    InfrastructureError,
+    ModelMismatchError,
+    RollmillError,
+)
+from services.common.export import adapter_files, export_checkpoint
+from services.common.system.disk import sync_directory
+from services.common.system.memory import available_bytes
+from services.common.telemetry.log_events import LogEvent
+from services.common.text.huggingface import named_weights
+from services.common.weights.snapshot import AdapterIdentity, check_same_adapter
+from services.trainer.model.moments_on_host import MOMENTS
+from services.trainer.model.optimizer import PolicyOptimizer
+from services.trainer.model.policy_model import PolicyModel
+from services.trainer.ranks.sharding import HostGroup, Ranks, full_weights, local_rows, own_part
+
+log = structlog.get_logger()
+
+ROOM = 1.25  # of the bytes of a copy; training and snapshots need memory meanwhile
+
+# Timeout of an exchange in which a slow disk may delay one rank.
+DISK_TIMEOUT_S = 1800.0
+
+
+class BackgroundWrite:
+    """Starts ``work`` at once; ``finish`` waits for its end and raises its ``RollmillError``.
+
+    A daemon thread: a process that ends does not wait for the thread. The thread then leaves the same files as a killed
+    process, and the next save sweeps these files.
+    """
+
+    def __init__(self, training_step: int, work: Callable[[], None], timeout_s: float) -> None:
+        self.training_step = training_step
+        self._work = work
+        self._timeout_s = timeout_s
+        self._failure: RollmillError | None = None
+        self._is_done = False
+        context = contextvars.copy_context()  # run and policy, for the log
+        self._thread = threading.Thread(
+            target=context.run, args=(self._run,), daemon=True, name=f"checkpoint-{training_step}"
+        )
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for the end. Raises ``DeadlineError``, or the error of the work."""
+        self._thread.join(self._timeout_s)
+        if self._thread.is_alive():
+            wait = f"writing the checkpoint of step {self.training_step}"
+            raise DeadlineError(f"{wait} took longer than {self._timeout_s:g} s: is the disk still there?", wait=wait)
+        if self._failure is not None:
+            raise self._failure
+        if not self._is_done:  # a bug, which the thread has printed
+            raise RuntimeError(
+                f"the thread that wrote the checkpoint of step {self.training_step} has ended with an error"
+            )
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except RollmillError as failure:
+            self._failure = failure
+        else:
+            self._is_done = True
+
+
+class CheckpointFailedError(InfrastructureError):
+    """The disk refused a checkpoint; earlier ones stay, and a later attempt may succeed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointIdentity:
+    """The run, policy and model of a checkpoint."""
+
+    run_id: str
+    policy: str
+
+
+class DamagedCheckpointError(CorruptDataError):
+    """A checkpoint differs from the written one; the message names the file and the difference."""
+
+
+class Checkpoints:
+    """The checkpoints of one policy in one directory. The constructor is a collective.
+
+    ``model_files`` are config and tokenizer by name. Every checkpoint holds them beside the weights, so that an export
+    needs no other directory.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        identity: CheckpointIdentity,
+        keep: int,
+        ranks: Ranks,
+        model_files: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
+        self._directory = directory
+        self._identity = identity
+        self._ranks = ranks
+        self._hosts = HostGroup(ranks, DISK_TIMEOUT_S)
+        self._keep = keep
+        self._model_files = model_files
+        self._writing: BackgroundWrite | None = None
+
+    def kept(self) -> list[int]:
+        """The training steps of the complete checkpoints, ascending."""
+        return names.steps(self._directory)
+
+    def path(self, training_step: int) -> Path:
+        """The path of the checkpoint of a step, whether it exists or not."""
+        return names.path_of(self._directory, training_step)
+
+    def newest(self) -> int | None:
+        """The training step of the newest complete checkpoint."""
+        return max(self.kept(), default=None)
+
+    def before(self, training_step: int) -> int | None:
+        """The newest checkpoint from which ``training_step`` can be trained again."""
+        return max((step for step in self.kept() if step < training_step), default=None)
+
+    def set_aside(self, after: int = 0) -> list[str]:
+        """Names of the damaged checkpoints of steps after ``after`` that were set aside, each with the reason."""
+        return [
+            f"{path.name}: {names.reason_of(path)}"
+            for step, path in names.set_aside_before(self._directory)
+            if step > after
+        ]
+
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def save(self, training_step: int, model: PolicyModel, optimizer: PolicyOptimizer) -> None:
+        """Write a checkpoint and remove the oldest ones. A collective; returns at once when the checkpoint exists.
+
+        Waits for one that is being written. Raises the errors of ``finish``.
+        """
+        self.finish()
+        if not self._exists(training_step):
+            self.write(training_step, contents(model, optimizer, self._ranks))
+
+    def begin(
+        self,
+        training_step: int,
+        model: PolicyModel,
+        optimizer: PolicyOptimizer,
+        on_durable: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Copy this rank's part to host memory, and write the checkpoint while training goes on. A collective.
+
+        Waits for one that is being written, so that there is one copy at most. The checkpoint counts when it is durable and
+        has its name; then ``on_durable`` is called, in the thread. If a host lacks memory for the copies of its ranks, this works
+        as ``save`` does. Raises the errors of ``finish``.
+        """
+        self.finish()
+        if self._exists(training_step):
+            on_durable()
+            return
+        began = time.monotonic()
+        live = contents(model, optimizer, self._ranks)
+        if not self._have_room(live.size_bytes):
+            self.write(training_step, live)
+            on_durable()
+            return
+        copied = contents(model, optimizer, self._ranks, copied=True)
+        seconds = round(time.monotonic() - began, 3)
+        log.info("checkpoint.begun", step=training_step, bytes=copied.size_bytes, pause_s=seconds)
+
+        def write() -> None:
+            self.write(training_step, copied)
+            on_durable()
+
+        # Four exchanges of a writer.
+        self._writing = BackgroundWrite(training_step, write, 4 * DISK_TIMEOUT_S)
+
+    def write(self, training_step: int, contents: Contents) -> None:
+        """Write, verify and name the checkpoint of a step, then remove the oldest ones.
+
+        Raises:
+            CheckpointFailedError: on every rank, when one could not write: no space, or no permission.
+        """
+        target = names.path_of(self._directory, training_step)
+        partial = target.with_name(f"{target.name}{names.PARTIAL}")
+        began = time.monotonic()
+        try:
+            self._agree("preparing a checkpoint", lambda: self._prepare(partial, contents))
+            written = self._agree("writing a checkpoint", lambda: self._write_own(partial, contents))
+            files = [file for text in written for file in FILES.validate_json(text)]
+            # Read back before an older checkpoint is removed: the disk may have lost data.
+            self._agree("reading a checkpoint back", lambda: self._damage_found(partial, files))
+            self._agree(
+                "completing a checkpoint", lambda: self._complete(partial, target, files, training_step, contents)
+            )
+        except CheckpointFailedError:
+            if self._ranks.is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        size = sum(file.size_bytes for file in files)
+        seconds = round(time.monotonic() - began, 3)
+        log.info("checkpoint.saved", step=training_step, path=str(target), bytes=size, seconds=seconds)
+
+    def _prepare(self, partial: Path, contents: Contents) -> str:
+        if self._ranks.is_first:
+            for left_over in names.leftovers(self._directory):  # a process died during the write
+                names.sweep(left_over)
+            partial.mkdir(parents=True)
+            needed = contents.size_bytes_of_all_ranks
+            free = shutil.disk_usage(partial).free
+            if free < needed:
+                raise OSError(f"no free disk: it needs about {needed} bytes, {free} are free")
+        return ""
+
+    def _write_own(self, partial: Path, contents: Contents) -> str:
+        """Write this rank's files; returns their description as JSON."""
+        rank = self._ranks.rank
+        of_run = {"format": "pt", "run_id": self._identity.run_id, "policy": self._identity.policy}
+        files = [
+            write_safetensors(partial / name, name, pieces, of_run)
+            for name, pieces in (
+                (f"weights_{rank:05d}.safetensors", contents.weights),
+                (f"optimizer_{rank:05d}.safetensors", contents.optimizer),
+            )
+        ]
+        if self._ranks.is_first:
+            for name, data in self._model_files.items():
+                path = partial / MODEL_FILES / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.append(write_bytes(path, f"{MODEL_FILES}{name}", data))
+                sync_directory(path.parent)
+        return FILES.dump_json(tuple(files)).decode()
+
+    def _damage_found(self, partial: Path, files: list[StoredFile]) -> str:
+        if damage := names.find_damage(partial, shares(files, self._ranks.world_size)[self._ranks.rank]):
+            raise OSError(f"the disk has not kept the written bytes: {damage}")
+        return ""
+
+    def _complete(
+        self, partial: Path, target: Path, files: list[StoredFile], training_step: int, contents: Contents
+    ) -> str:
+        if not self._ranks.is_first:
+            return ""
+        manifest = Manifest(
+            run_id=self._identity.run_id,
+            policy=self._identity.policy,
+            training_step=training_step,
+            num_updates=contents.num_updates,
+            num_ranks=self._ranks.world_size,
+            optimizer=LAYOUT,
+            written_at=int(time.time()),
+            tensors=contents.tensors,
+            files=tuple(files),
+            adapter=contents.adapter,
+        )
+        write_bytes(partial / MANIFEST, MANIFEST, encode(manifest))
+        sync_directory(partial)
+        self._compare(partial, manifest)
+        os.rename(partial, target)
+        for parent in (self._directory, *list(self._directory.parents)[:2]):  # the directories that the run created
+            sync_directory(parent)
+        for step in names.steps(self._directory)[: -self._keep]:
+            try:
+                names.remove(names.path_of(self._directory, step))
+            except OSError as error:  # the new checkpoint is complete; only an old one remains
+                log.warning("checkpoint.not_removed", step=step, error=str(error))
+        return ""
+
+    @staticmethod
+    def _compare(partial: Path, manifest: Manifest) -> None:
+        try:
+            found = names.read_manifest(partial)
+        except CorruptDataError as error:
+            raise OSError(f"the disk has not kept the written bytes: {error.message}") from None
+        if found != manifest:
+            raise OSError(f"the disk has not kept the written bytes: {MANIFEST} differs")
+
+    def _agree(
+        self, what: str, work: Callable[[], str], error: type[RollmillError] = CheckpointFailedError
+    ) -> list[str]:
+        """Run ``work`` on every rank; raise ``error`` on all of them when one fails."""
+        try:
+            return self._hosts.agree(what, work, error)
+        except OSError as failure:  # a single rank has no other rank to inform
+            raise error(f"{self._directory}: {what}: {failure}") from failure
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's thread is at work."""
+        return self._writing is not None and self._writing.is_running
+
+    def finish(self) -> int | None:
+        """Wait for the checkpoint that is being written; returns its training step, None without one. A collective.
+
+        Raises:
+            CheckpointFailedError: on every rank, when one could not write: no space, or no permission.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return None
+        writing.finish()
+        return writing.training_step
+
+    def _exists(self, training_step: int) -> bool:
+        """The first rank's answer, on every rank."""
+        answer = str(self._ranks.is_first and self.path(training_step).exists())
+        return self._hosts.gather(answer, "asking the first rank for a checkpoint")[0] == str(True)
+
+    def _have_room(self, size_bytes: int) -> bool:
+        """Whether every host has memory for the copies of its ranks."""
+        needed = int(size_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * ROOM)
+        available = available_bytes()
+        room = self._hosts.gather(str(needed <= available), "asking for the memory of a copy")
+        if str(False) in room:
+            log.warning("checkpoint.not_copied", needed_bytes=needed, available_bytes=available)
+        return str(False) not in room
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    def restore(self, model: PolicyModel, optimizer: PolicyOptimizer) -> int:
+        """Load the newest undamaged checkpoint; returns its training step, 0 without one. A collective.
+
+        A damaged checkpoint is logged and set aside with the reason, and the previous one is tried. Weights stay
+        unchanged when none is left.
+
+        Raises:
+            ModelMismatchError: the newest belongs to another run, policy or model; the message names the difference.
+        """
+        while step := int(self._hosts.gather(str(self.newest() or 0), "choosing a checkpoint")[0]):
+            try:
+                self.load(step, model, optimizer)
+            except DamagedCheckpointError as error:
+                self._set_aside(step, error.message)
+            else:
+                return step
+        return 0
+
+    def load(self, training_step: int, model: PolicyModel, optimizer: PolicyOptimizer) -> None:
+        """Verify a checkpoint, then restore weights, moments, update number and random state. A collective.
+
+        Raises, on every rank alike:
+            DamagedCheckpointError: the checkpoint differs from the written one. The model stays unchanged.
+            ModelMismatchError: the checkpoint belongs to another run, policy or model; the message names the difference.
+        """
+        path = self.path(training_step)
+        began = time.monotonic()
+        found: dict[str, Manifest] = {}
+
+        def read() -> str:
+            try:
+                found["manifest"] = names.read_manifest(path)
+            except CorruptDataError as error:
+                return error.message
+            return ""
+
+        self._refuse_damaged(path, self._agree("reading a checkpoint's manifest", read, ConfigError))
+        manifest = found["manifest"]
+        self._agree(
+            "checking whose checkpoint it is", lambda: self._check(path, manifest, model, optimizer), ModelMismatchError
+        )
+        own = shares(manifest.files, self._ranks.world_size)[self._ranks.rank]
+        self._refuse_damaged(
+            path,
+            self._agree("verifying a checkpoint", lambda: names.find_damage(path, own), InfrastructureError),
+        )
+        verified = time.monotonic()
+        with TensorReader(path, manifest) as reader:
+            restore(model, optimizer, reader, manifest.tensors)
+            restore_random_state(reader, self._ranks, manifest.tensors)
+        optimizer.adamw.zero_grad(set_to_none=True)
+        optimizer.num_updates = manifest.num_updates
+        log.info(
+            LogEvent.CHECKPOINT_LOADED,
+            step=training_step,
+            path=str(path),
+            bytes=manifest.size_bytes,
+            verify_s=round(verified - began, 3),
+            read_s=round(time.monotonic() - verified, 3),
+        )
+
+    def _refuse_damaged(self, path: Path, results: list[str]) -> None:
+        damage = "; ".join(dict.fromkeys(text for text in results if text))
+        if damage:
+            raise DamagedCheckpointError(f"{path} is damaged: {damage}")
+
+    def _set_aside(self, training_step: int, reason: str) -> None:
+        path = self.path(training_step)
+        moved = self._agree(
+            "setting a damaged checkpoint aside",
+            lambda: names.set_aside(path, reason).name if self._ranks.is_first else "",
+            ConfigError,
+        )[0]
+        log.error(LogEvent.CHECKPOINT_DAMAGED, step=training_step, reason=reason, set_aside_as=moved)
+
+    def _check(self, path: Path, manifest: Manifest, model: PolicyModel, optimizer: PolicyOptimizer) -> str:
+        for key, mine in (("run_id", self._identity.run_id), ("policy", self._identity.policy)):
+            if getattr(manifest, key) != mine:
+                raise ModelMismatchError(
+                    f"{path} belongs to {key} {getattr(manifest, key)!r}, not to {mine!r}: remove it, or use another "
+                    "run directory"
+                )
+        check_same_adapter(model.adapter, manifest.adapter, f"{path} (remove it, or use another run directory)")
+        stored = manifest.tensors
+        own = expected(model, optimizer, stored)
+        generator = next(iter(describe(random_state(self._ranks)).values()))
+        own |= {
+            name: generator for name in stored if name.startswith(RANDOM_STATE)
+        }  # the writer may have had any number of ranks
+        wrong = [name for name in sorted({*stored, *own}) if stored.get(name) != own.get(name)]
+        if wrong:
+            first = next((name for name in wrong if name.startswith(WEIGHTS)), wrong[0])
+            raise ModelMismatchError(
+                f"{path} is a checkpoint of another model: {first.removeprefix(WEIGHTS)} is {stored.get(first, 'missing')} there and "
+                f"{own.get(first, 'missing')} here ({len(wrong)} tensors differ): remove it, or use another run directory"
+            )
+        return ""
+
+
+def shares(files: tuple[StoredFile, ...] | list[StoredFile], num_ranks: int) -> list[list[StoredFile]]:
+    """The files that each rank reads, with about the same number of bytes for each."""
+    shares: list[list[StoredFile]] = [[] for _ in range(num_ranks)]
+    for file in sorted(files, key=lambda each: (-each.size_bytes, each.name)):
+        min(shares, key=lambda share: sum(each.size_bytes for each in share)).append(file)
+    return shares
+
+
+# -- the state of a model and its optimizer, in names and parts --------------------------------------------------------------
+
+LAYOUT = "adamw"
+_STATES_PER_WEIGHT = 3  # the weight and AdamW's two moments
+_STEP = "step"
+_OF_ADAMW = (*MOMENTS, _STEP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """This rank's parts of a checkpoint, and facts about the whole."""
+
+    weights: list[Piece]
+    optimizer: list[Piece]  # moments, and the random state
+    tensors: Mapping[str, StoredTensor]  # of all ranks
+    size_bytes_of_all_ranks: int  # about
+    num_updates: int
+    adapter: AdapterIdentity | None
+
+    @property
+    def size_bytes(self) -> int:
+        """Of this rank's parts."""
+        return sum(piece.size_bytes for piece in (*self.weights, *self.optimizer))
+
+
+def contents(model: PolicyModel, optimizer: PolicyOptimizer, ranks: Ranks, *, copied: bool = False) -> Contents:
+    """The state of now. With ``copied`` in host memory of its own, else in the memory of model and optimizer."""
+    weights, moments, random = weights_of(model), moments_of(model, optimizer), random_state(ranks)
+    generator = next(iter(describe(random).values()))
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    return Contents(
+        weights=pieces(weights, ranks, copied=copied),
+        optimizer=[*pieces(moments, ranks, copied=copied), *own_pieces(random)],
+        tensors={
+            **describe({**weights, **moments}),
+            **{f"{RANDOM_STATE}{rank}": generator for rank in range(ranks.world_size)},
+        },
+        size_bytes_of_all_ranks=_STATES_PER_WEIGHT * num_bytes,
+        num_updates=optimizer.num_updates,
+        adapter=model.adapter,
+    )
+
+
+def weights_of(model: PolicyModel) -> dict[str, torch.Tensor]:
+    """Weights and stored buffers by their name in the checkpoint; the tensors share memory with the model.
+
+    Of a model with an adapter: what is trained. The base is known by its digest.
+    """
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    # keep_vars: without it every call creates new tensors, and tied weights are not recognised.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if model.adapter is None or tensor.requires_grad:
+            found.setdefault(id(tensor), (f"{WEIGHTS}{name}", tensor.detach()))
+    return dict(found.values())
+
+
+def moments_of(model: PolicyModel, optimizer: PolicyOptimizer) -> dict[str, torch.Tensor]:
+    """AdamW's state by its name in the checkpoint, of the updated weights; the tensors share memory with the optimizer."""
+    return {
+        f"{kind}/{name}": optimizer.adamw.state[parameter][kind].detach()
+        for name, parameter in _trained(model, optimizer)
+        for kind in _OF_ADAMW
+        if optimizer.adamw.state.get(parameter)
+    }
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, StoredTensor]:
+    """Types and shapes of whole tensors, the same on every rank."""
+    return {name: StoredTensor(dtype=_dtype(t), shape=tuple(t.shape)) for name, t in tensors.items()}
+
+
+def expected(
+    model: PolicyModel, optimizer: PolicyOptimizer, stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """The tensors that a checkpoint with the names of ``stored`` must hold for this model, without random states."""
+    tensors = describe(weights_of(model))
+    for name, parameter in _trained(model, optimizer):
+        if any(f"{kind}/{name}" in stored for kind in _OF_ADAMW):  # none: the weight was never updated
+            whole = StoredTensor(dtype=_dtype(parameter), shape=tuple(parameter.shape))
+            tensors |= {f"{kind}/{name}": whole for kind in MOMENTS}
+            tensors[f"{_STEP}/{name}"] = StoredTensor(dtype="float32", shape=())
+    return tensors
+
+
+def pieces(tensors: Mapping[str, torch.Tensor], ranks: Ranks, *, copied: bool = False) -> list[Piece]:
+    """This rank's parts. The first rank owns the tensors that all ranks hold whole."""
+    found = []
+    for name, tensor in tensors.items():
+        flat, first = own_part(tensor, ranks)
+        if flat.numel():
+            shape = tuple(local_rows(tensor)[0].shape)
+            if copied:
+                flat = flat.to("cpu", copy=True)
+            found.append(
+                Piece(
+                    tensor=name, dtype=_dtype(flat), shape=shape, first=first, count=flat.numel(),
+                    data=partial(_on_host, flat),
+                )
+            )  # fmt: skip
+    return found
+
+
+def random_state(ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The state of this rank's generator."""
+    return {f"{RANDOM_STATE}{ranks.rank}": torch.get_rng_state()}
+
+
+def own_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+    """Whole tensors that no other rank has."""
+    return pieces(tensors, Ranks.single())
+
+
+@torch.no_grad()
+def restore(
+    model: PolicyModel, optimizer: PolicyOptimizer, reader: TensorReader, stored: Mapping[str, StoredTensor]
+) -> None:
+    """Fill this rank's rows of weights and moments in place. Moments on the host stay on the host."""
+    tensors = weights_of(model)
+    state = optimizer.adamw.state
+    for name, parameter in _trained(model, optimizer):
+        if f"{_STEP}/{name}" in stored:
+            if not state[parameter]:
+                # The same tensors as AdamW creates before its first update.
+                state[parameter] = {_STEP: torch.zeros((), dtype=torch.float32, device=parameter.device)}
+                state[parameter] |= {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
+            tensors |= {f"{kind}/{name}": state[parameter][kind] for kind in _OF_ADAMW}
+        else:
+            for kind in state.get(parameter, ()):  # as before the first update
+                local_rows(state[parameter][kind])[0].zero_()
+    for name, tensor in tensors.items():
+        rows, first_row = local_rows(tensor)
+        if rows.numel():
+            _fill(rows, reader, name, first_row * (rows.numel() // len(rows)) if rows.ndim else 0)
+
+
+def restore_random_state(reader: TensorReader, ranks: Ranks, stored: Mapping[str, StoredTensor]) -> None:
+    """Restore this rank's generator; a rank that the writer did not have keeps its own state."""
+    name = f"{RANDOM_STATE}{ranks.rank}"
+    if name in stored:
+        state = torch.empty(stored[name].num_elements, dtype=torch.uint8)
+        _fill(state, reader, name, 0)
+        torch.set_rng_state(state)
+
+
+def _trained(model: PolicyModel, optimizer: PolicyOptimizer) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    trained = {id(parameter) for parameter in optimizer.parameters}
+    return ((name, p) for name, p in model.named_parameters() if id(p) in trained)
+
+
+def _fill(rows: torch.Tensor, reader: TensorReader, name: str, first: int) -> None:
+    if rows.device.type == "cpu" and rows.is_contiguous():
+        reader.read(name, first, _bytes(rows))
+        return
+    staged = torch.empty(rows.shape, dtype=rows.dtype)
+    reader.read(name, first, _bytes(staged))
+    rows.copy_(staged)
+
+
+def _on_host(flat: torch.Tensor) -> Iterator[memoryview]:
+    yield _bytes(flat.to("cpu").contiguous())
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# -- one directory for all ranks ---------------------------------------------------------------------------------------------
+
+APPEAR_S = 5.0  # network file systems show a new file late
+POLL_S = 0.1
+_MARK = ".seen-by-all-"
+
+
+def require_shared(directory: Path, ranks: Ranks, appear_s: float = APPEAR_S) -> None:
+    """Raise ``ConfigError`` on every rank when a rank does not see the first rank's file. A collective."""
+    if ranks.world_size == 1:
+        return
+    hosts = HostGroup(ranks)
+    mark = directory / f"{_MARK}{uuid.uuid4().hex}"
+
+    def write() -> str:
+        if ranks.is_first:
+            directory.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        return mark.name
+
+    name = hosts.agree("preparing the directory of checkpoints", write, ConfigError)[0]
+
+    def look() -> str:
+        deadline = time.monotonic() + appear_s
+        while not (directory / name).exists():
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"on {socket.gethostname()}, {directory} is not the directory that the first rank writes checkpoints to: "
+                    "a trainer on several nodes needs one that all of them see; name it with --run-dir (RUN_DIR)"
+                )
+            time.sleep(POLL_S)
+        return ""
+
+    try:
+        hosts.agree("looking for the directory of checkpoints", look, ConfigError)
+    finally:
+        if ranks.is_first:
+            mark.unlink(missing_ok=True)
+
+
+# -- exports --------------------------------------------------------------------------------------------------------------
+
+
+class ExportFailedError(InfrastructureError):
+    """The disk refused an export; the checkpoint holds the same weights."""
+
+
+def export_last(
+    model: PolicyModel, tokenizer: Any, directory: Path, ranks: Ranks, dtype: torch.dtype, checkpoint: Path
+) -> None:
+    """Export the model, from ``checkpoint`` if that exists. A collective. An adapter is merged into its base.
+
+    Raises:
+        ExportFailedError: on the first rank.
+    """
+    copied = ranks.is_first and checkpoint.is_dir() and _has_stored_names(model.causal_lm)
+    if not int(ranks.max(torch.tensor(int(copied), device=ranks.device))):
+        if model.adapter is not None:
+            raise ExportFailedError(
+                f"{directory}: there is no checkpoint {checkpoint}, from which an adapter is merged"
+            )
+        export(model, tokenizer, directory, ranks, dtype)
+    elif ranks.is_first:
+        try:
+            export_checkpoint(checkpoint, directory, replace=True)
+        except (OSError, RollmillError) as error:
+            raise ExportFailedError(f"{directory}: {error}") from error
+        log.info("model.exported", path=str(directory), checkpoint=str(checkpoint))
+
+
+def export(model: PolicyModel, tokenizer: Any, directory: Path, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Gather the model and write the weights in ``dtype``; the directory appears when complete. A collective.
+
+    Raises:
+        ExportFailedError: on the first rank.
+    """
+    weights = {name: weight for name, weight in full_weights(model.causal_lm, ranks, dtype) if weight is not None}
+    if not ranks.is_first:
+        return
+    partial = directory.with_name(f"{directory.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_weights(model.causal_lm, partial, weights)
+        tokenizer.save_pretrained(partial)
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ExportFailedError(f"{directory}: {error}") from error
+    log.info("model.exported", path=str(directory))
+
+
+def checkpoint_files(model: PolicyModel, tokenizer: Any, publish_dtype: str) -> dict[str, bytes]:
+    """The files that a checkpoint needs for exports: config and tokenizer, and those about an adapter and its base."""
+    if model.adapter is None or model.base is None:
+        return model_files(model.causal_lm, tokenizer, publish_dtype)
+    base = model.base
+    files = model_files(model.causal_lm, tokenizer, base.dtype)
+    return files | adapter_files(model.adapter, base.path, base.dtype, base.tensors)
+
+
+def model_files(causal_lm: Any, tokenizer: Any, dtype: str) -> dict[str, bytes]:
+    """Config, generation config and tokenizer by file name; the config states ``dtype``."""
+    config = copy.deepcopy(causal_lm.config)
+    config.dtype = dtype
+    config.architectures = [type(causal_lm).__name__.removeprefix("FSDP")]  # sharding renames classes
+    with tempfile.TemporaryDirectory(prefix="rollmill-model-") as made:
+        directory = Path(made)
+        config.save_pretrained(directory)
+        if causal_lm.can_generate():
+            causal_lm.generation_config.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        files = sorted(path for path in directory.rglob("*") if path.is_file())
+        return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def _has_stored_names(causal_lm: Any) -> bool:
+    """Whether transformers stores the weights under the names of the model's parameters."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    weights = {name: torch.empty(w.shape, device="meta") for name, w in named_weights(causal_lm).items()}
+    return set(revert_weight_conversion(causal_lm, weights)) == set(weights)
+
+
+def save_weights(causal_lm: Any, directory: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+    """Write config and safetensors of a model, without transformers' progress bar in the logs.
+
+    ``weights`` replace the model's own; the config names their type.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    dtype = next(iter(weights.values())).dtype if weights else None
+    causal_lm.save_pretrained(directory, state_dict=weights)  # this may empty ``weights``
+    if dtype is not None:
+        # The config still names the type of the master weights.
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config.dtype = dtype
+        config.save_pretrained(directory)

@@ -1,1 +1,0 @@
-"""Publishes weight versions: snapshots, deltas, and the process that serves them."""
