@@ -37,8 +37,8 @@ from services.common.records.types import (
     WeightVersion,
 )
 from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict, MemberFate
-from services.orchestrator.journal.writer import Journal
 
 GROUP_SIZE = 8
 BATCH = 128

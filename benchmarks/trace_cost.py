@@ -42,7 +42,7 @@ from services.inference.rollouts.timing import RolloutClock
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import TRAJECTORY
 from services.orchestrator.journal.rollouts import trajectory_to_json
-from services.orchestrator.journal.storage.segments import header_bytes
+from services.orchestrator.journal.segments import header_bytes
 
 GROUP_SIZE = 8
 BATCH = 256

@@ -38,10 +38,9 @@ from services.orchestrator.ingest.bounds import RecordBounds
 from services.orchestrator.ingest.ingest import Ingest, Refusals
 from services.orchestrator.ingest.masked import MaskedSamples
 from services.orchestrator.journal import records
-from services.orchestrator.journal.quarantine import Quarantine
-from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.journal import Journal
+from services.orchestrator.journal.reader import JournalReader, Quarantine
 from services.orchestrator.journal.records import EvaluationResult, GroupVerdict
-from services.orchestrator.journal.writer import Journal
 from services.orchestrator.members.absences import Absences
 from services.orchestrator.members.commands import PauseTraining, ResumeTraining, SaveCheckpoint, StopTraining
 from services.orchestrator.members.device_turns import DeviceTurns

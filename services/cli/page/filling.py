@@ -16,7 +16,7 @@ from services.common.records.fates import GroupFate
 from services.common.records.types import Purpose, TokenSource
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.segments import Row
+from services.orchestrator.journal.segments import Row
 from services.orchestrator.state.groups import split_sequence_id
 
 CHUNK = 200

@@ -29,9 +29,9 @@ from services.orchestrator.buffer.assembly import MOST_AT_ONCE, Batch, assemble
 from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.buffer.recorded import read_what_is_left, reduced
 from services.orchestrator.journal import records
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchRecord
-from services.orchestrator.journal.writer import Journal
 from services.orchestrator.state.groups import TaskGroup
 
 log = structlog.get_logger()

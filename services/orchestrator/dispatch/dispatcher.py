@@ -26,8 +26,8 @@ from services.orchestrator.buffer.pipeline import ExperiencePipeline
 from services.orchestrator.dispatch.evaluation import Evaluations, Evaluators
 from services.orchestrator.dispatch.published_versions import Announcer, FanOut
 from services.orchestrator.journal import records
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.records import GroupRecord
-from services.orchestrator.journal.writer import Journal
 from services.orchestrator.members.commands import CancelGroup, PlayGroup
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.members.replica import Held, Replica, Shelf

@@ -30,7 +30,7 @@ from services.common.telemetry.log_events import LogEvent
 from services.common.telemetry.logs import Repeats
 from services.orchestrator.ingest.bounds import RecordBounds, RecordRefusedError, bounded_failure
 from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.state.groups import Incarnation, Outcome, TaskGroup
 from services.orchestrator.state.versions import VersionLedger
 

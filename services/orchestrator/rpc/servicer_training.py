@@ -27,7 +27,7 @@ from services.orchestrator.buffer.batches import Batches
 from services.orchestrator.dispatch.published_versions import PublishedVersions
 from services.orchestrator.ingest.bounds import RecordBounds
 from services.orchestrator.journal import records
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.members.absences import Absences
 from services.orchestrator.members.commands import (
     PauseTraining,

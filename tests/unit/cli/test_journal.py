@@ -12,14 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.inspect.journal.mending import compact_journal, repair_journal
+from services.cli.inspect.journal.mending import repair_journal
 from services.cli.watch.warnings import journal_and_disk
 from services.common.config.reading.loading import save_resolved
-from services.common.errors import ConfigError, InfrastructureError
+from services.common.errors import ConfigError
 from services.common.pb import run_pb2
 from services.orchestrator.journal import records
 from services.orchestrator.lock import RunLock
-from tests.unit.orchestrator.damage import flip, flip_header, loaded, rows
+from tests.unit.orchestrator.damage import flip, flip_header, rows
 from tests.unit.orchestrator.world import World
 
 
@@ -114,15 +114,12 @@ def test_an_orchestrator_that_is_there_keeps_its_journal(run: Path) -> None:
     with RunLock(run / "orchestrator.lock"):
         with pytest.raises(ConfigError, match="in use by another orchestrator"):
             repair_journal(run, lambda done, total: None, dry_run=False)
-        with pytest.raises(ConfigError, match="in use by another orchestrator"):
-            compact_journal(run, dry_run=False)
         assert say(run, "verify")[0] == 0
 
 
 @pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES])
-@pytest.mark.parametrize("command", ["repair", "compact"])
 def test_a_run_directory_that_cannot_be_written_is_refused_and_stays(
-    run: Path, monkeypatch: pytest.MonkeyPatch, command: str, error: int
+    run: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     opened = os.open
 
@@ -132,48 +129,15 @@ def test_a_run_directory_that_cannot_be_written_is_refused_and_stays(
         return opened(path, flags, *arguments, **named)
 
     before = {path.name: path.read_bytes() for path in (run / "journal").iterdir()}
-    commands = {
-        "repair": lambda: repair_journal(run, lambda done, total: None, dry_run=False),
-        "compact": lambda: compact_journal(run, dry_run=False),
-    }
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ConfigError, match=r"orchestrator\.lock cannot be written"):
-        commands[command]()
+        repair_journal(run, lambda done, total: None, dry_run=False)
     assert before.items() <= {path.name: path.read_bytes() for path in (run / "journal").iterdir()}.items()
-
-
-def test_compact_on_a_full_disk_says_so(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("services.cli.inspect.journal.mending.carry_out", lambda *arguments, **named: full())
-    with pytest.raises(InfrastructureError, match="No space left"):
-        compact_journal(run, dry_run=False)
 
 
 def test_a_directory_without_a_journal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no run directory"):
         repair_journal(tmp_path, lambda done, total: None, dry_run=False)
-
-
-def test_compact_keeps_what_a_replay_from_the_oldest_checkpoint_needs(run: Path) -> None:
-    (run / "checkpoints" / "model0" / "step_000002").mkdir(parents=True)
-    (run / "checkpoints" / "model0" / "step_000002" / "manifest.json").write_text("{}")
-    before = len(rows(run, records.TRAJECTORY))
-    assert "would free" in say(run, "compact", "--dry-run")[1]
-    assert len(rows(run, records.TRAJECTORY)) == before
-    found = compact_journal(run, dry_run=False)
-    assert found.rewritten or found.removed
-    closed = {record["task_group_id"] for record in loaded(run, records.CLOSED)}
-    left = {row.key.partition("/")[0] for row in rows(run, records.TRAJECTORY)}
-    assert len(rows(run, records.TRAJECTORY)) < before and not left & closed
-    assert say(run, "verify")[0] == 0
-
-
-def test_without_a_checkpoint_compact_keeps_every_batch(run: Path) -> None:
-    named = {e["sequence_id"].rpartition("/")[0] for batch in loaded(run, records.BATCH) for e in batch["sequences"]}
-    compact_journal(run, dry_run=False)
-    assert named <= {row.key for row in rows(run, records.TRAJECTORY)}
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])

@@ -69,7 +69,7 @@ async def test_a_record_without_usable_scores_is_a_failure_and_no_reward(
     world = taught(worlds)
     issued = (await world.orders(await begin(world)))[0]
     assert await world.send(trajectory(issued.task_group_id, 0, made)) == [RecordOutcome.INVALID]
-    assert world.parts.experience.admission.accounts["student"].num_trajectories == 0
+    assert world.core.experience.admission.accounts["student"].num_trajectories == 0
 
 
 async def test_apart_too_a_student_is_played_only_where_its_teacher_is_served(worlds: Callable[..., World]) -> None:

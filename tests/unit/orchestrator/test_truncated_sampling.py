@@ -61,7 +61,7 @@ async def test_what_was_kept_is_in_the_batch_and_the_same_after_a_restart(worlds
         assert before.kept == after.kept == pack(rows_for(np.arange(4)), 4)
         assert before.temperature == after.temperature
     assert {segment.temperature for segment in said[1]} == {None, 0.5}
-    assert {live.order.sampling for live in world.parts.groups.values()} == {Sampling(**CUT)}
+    assert {live.order.sampling for live in world.core.groups.values()} == {Sampling(**CUT)}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from services.common.records import fates
 from services.common.records.fates import ClosedReason, GroupFate
 from services.orchestrator.journal import rollouts
 from services.orchestrator.journal.records import GroupVerdict
-from services.orchestrator.journal.storage.segments import Row
+from services.orchestrator.journal.segments import Row
 
 
 class Fate(enum.StrEnum):

@@ -35,7 +35,7 @@ from services.common.telemetry.metrics import TrainerKey
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.parsers import state_from_json
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.segments import Row
+from services.orchestrator.journal.segments import Row
 from services.orchestrator.state.groups import split_sequence_id
 from services.orchestrator.state.run_control import RunState
 

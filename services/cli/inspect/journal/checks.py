@@ -16,10 +16,8 @@ from services.cli.console.plain import say
 from services.cli.console.tables import Column, FittingTable
 from services.cli.console.units import format_bytes
 from services.cli.inspect.trace.reading import open_journal
-from services.orchestrator.journal.quarantine import Quarantine
-from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.scan import Damage, DamageReason
-from services.orchestrator.journal.storage.segments import Row
+from services.orchestrator.journal.reader import JournalReader, Quarantine
+from services.orchestrator.journal.segments import Damage, DamageReason, Row
 
 Advance = Callable[[int, int], None]  # (records done, records in all)
 

@@ -15,13 +15,12 @@ HELP = """\
 List, verify and repair the journal of a run.
 
 The journal is RUN/journal: everything that the orchestrator has acknowledged, in segments of compressed JSON lines, and an
-index of them. RUN may be running, stopped or broken; every command but `repair` and `compact` only reads.
+index of them. RUN may be running, stopped or broken; every command but `repair` only reads.
 
     rollmill journal RUN verify              read every record, compare its checksum; exit code 1 when one is damaged
     rollmill journal RUN list --set-aside    records that the run does not use, and why
     rollmill journal RUN list --kind versions --last 5
     rollmill journal RUN repair --dry-run    records that `repair` would set aside
-    rollmill journal RUN compact             delete trajectories that are not needed any more
     rollmill journal RUN export -o rows      JSONL, or Parquet, that `datasets` opens
 
 The orchestrator sets a damaged record aside when it starts, logs it, and continues. docs/journal.md describes the effect of
@@ -118,28 +117,6 @@ def repair(
         say(console, f"{noted.reason.value}: {noted.kind} {noted.key} ({place}) {noted.detail}")
     done = "would be set aside; no file has changed" if dry_run else "set aside; the index was made anew"
     say(console, f"{len(repaired)} records {done}")
-
-
-@journal_app.command()
-def compact(
-    context: typer.Context,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how much would be freed.")] = False,
-) -> None:
-    """Delete trajectories that are not needed any more, and superseded states.
-
-    Needed are all records that are not trained yet, and the batches after the oldest checkpoint in RUN/checkpoints.
-    Segments of which less than half is needed are rewritten. `orchestrator.retention: needed` does the same during a
-    run. Refused while the run's orchestrator is alive.
-    """
-    from services.cli.console.units import format_bytes
-    from services.cli.inspect.journal.mending import compact_journal
-
-    found = compact_journal(context.obj, dry_run=dry_run)
-    did = "would free" if dry_run else "freed"
-    say(
-        console,
-        f"{did} {format_bytes(found.num_bytes)}: {len(found.removed)} segments deleted, {len(found.rewritten)} rewritten",
-    )
 
 
 @journal_app.command()

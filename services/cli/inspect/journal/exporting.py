@@ -12,7 +12,7 @@ from services.cli.inspect.journal.checks import Advance, walk
 from services.cli.inspect.trace.reading import open_journal
 from services.common.errors import ConfigError, CorruptDataError
 from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.quarantine import Quarantine
+from services.orchestrator.journal.reader import Quarantine
 
 ROWS_OF_A_GROUP = 1000  # of a Parquet file
 

@@ -15,9 +15,8 @@ from rich.text import Text
 from services.cli.console.plain import say
 from services.cli.console.tables import Column, FittingTable
 from services.cli.inspect.trace.reading import open_journal
-from services.orchestrator.journal.quarantine import Quarantine
-from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.segments import Row
+from services.orchestrator.journal.reader import JournalReader, Quarantine
+from services.orchestrator.journal.segments import Row
 
 Listed = dict[str, Any]
 

@@ -26,7 +26,7 @@ from services.common.telemetry.metrics import TrainerKey
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict
-from services.orchestrator.journal.storage.segments import Row
+from services.orchestrator.journal.segments import Row
 from services.orchestrator.state.groups import split_sequence_id
 
 Pulls = Mapping[tuple[str, int], Mapping[int, float]]  # (policy, step) -> rank -> when it first asked
