@@ -34,9 +34,7 @@ from services.orchestrator.dispatch.evaluation_pass import EvaluationPass
 from services.orchestrator.dispatch.published_versions import FanOut, PublishedVersions
 from services.orchestrator.dispatch.retry_limit import RetryLimit
 from services.orchestrator.dispatch.threshold import Threshold
-from services.orchestrator.ingest.bounds import RecordBounds
-from services.orchestrator.ingest.ingest import Ingest, Refusals
-from services.orchestrator.ingest.masked import MaskedSamples
+from services.orchestrator.ingest import Ingest, MaskedSamples, RecordBounds, Refusals
 from services.orchestrator.journal import records
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader, Quarantine

@@ -33,7 +33,7 @@ from services.common.records.fates import ClosedReason, GroupFate, RunCount, Set
 from services.common.records.types import WeightVersion
 from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.buffer.experience import AdvantageGroup
-from services.orchestrator.buffer.recorded import read_fresh_groups
+from services.orchestrator.buffer.recorded import read_fresh_groups, read_what_is_left
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.dispatch.threshold import step_of
 from services.orchestrator.journal import records, rollouts
@@ -323,6 +323,9 @@ class Recovery:
         elif row.kind == records.VERSION:
             self._apply_version(row, *value)
         elif row.kind == records.BATCH:
+            policy, step = numbered(row)
+            if step is not None and (policy, step) not in self.version_rows:
+                read_what_is_left(self.reader, policy, step)  # one without a trajectory is set aside and made again
             self._apply_batch(row, value)
         elif row.kind == records.EVALUATION_START:
             self._apply_evaluation_start(*value)

@@ -32,14 +32,18 @@ from services.common.records.types import (
     WeightVersion,
 )
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
-from services.orchestrator.ingest.bounds import (
+from services.orchestrator.ingest import (
+    MOST_SENDERS,
     MOST_SEQUENCES,
+    OTHERS,
+    Answer,
     PolicyBounds,
     RecordBounds,
+    RecordOutcome,
     RecordRefusedError,
+    Refusals,
     bounded_failure,
 )
-from services.orchestrator.ingest.ingest import MOST_SENDERS, OTHERS, Answer, RecordOutcome, Refusals
 from services.orchestrator.members.replica import Held
 from services.orchestrator.rpc import report_bounds
 from services.orchestrator.tasks.vocabulary import vocab_size

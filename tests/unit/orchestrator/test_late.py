@@ -14,7 +14,7 @@ from services.common.errors import DeadlineError
 from services.common.records.fates import TOO_OLD, StepFact
 from services.common.records.types import RankBatch, Segment, Sequence, StopReason, TaskGroupOrder
 from services.orchestrator.buffer.assembly import Batch
-from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.members.commands import CancelGroup

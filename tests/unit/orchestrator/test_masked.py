@@ -15,7 +15,7 @@ from services.common.records.fates import TOO_OLD
 from services.common.records.masked import MaskedCause, cause_of
 from services.common.records.types import RolloutPhase, RolloutTiming
 from services.common.rpc.statuses import CLASS_OF_REASON
-from services.orchestrator.ingest.masked import MaskedSamples
+from services.orchestrator.ingest import MaskedSamples
 from tests.unit.orchestrator.builders import failure, trajectory
 from tests.unit.orchestrator.world import World
 

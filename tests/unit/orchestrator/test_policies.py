@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from services.common.errors import DeadlineError
-from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members.replica import Held, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World

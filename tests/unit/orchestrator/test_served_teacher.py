@@ -10,7 +10,7 @@ import pytest
 
 from services.common.records.types import Sequence
 from services.orchestrator.buffer.experience import mask_sequence
-from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members.replica import Held, Hello, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World

@@ -11,8 +11,7 @@ import pytest
 
 from services.common.records.kept_tokens import KeptRow, kept_rows, left_out_row, pack
 from services.common.records.types import Sampling, Sequence, TaskGroupOrder, Trajectory
-from services.orchestrator.ingest.bounds import PolicyBounds, RecordBounds, RecordRefusedError
-from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.ingest import PolicyBounds, RecordBounds, RecordOutcome, RecordRefusedError
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S

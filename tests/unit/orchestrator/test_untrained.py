@@ -10,7 +10,7 @@ import pytest
 from services.cli.inspect.fate.reading import read_fates
 from services.common.errors import ConfigError, UnknownPolicyError
 from services.orchestrator import wiring
-from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members.replica import Held, Replica
 from services.orchestrator.monitoring.progress import progress, waits
 from services.orchestrator.state.run_control import RunState

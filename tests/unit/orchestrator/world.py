@@ -14,7 +14,7 @@ from services.common.config.recipe import Recipe
 from services.common.records.types import TaskGroupOrder, WeightVersion
 from services.orchestrator import lifecycle, wiring
 from services.orchestrator.core import OrchestratorCore
-from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader, Quarantine
 from services.orchestrator.members.commands import PlayGroup

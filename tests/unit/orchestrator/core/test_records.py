@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from services.common.telemetry.log_events import LogEvent
-from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.ingest import RecordOutcome
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.common.records.fates import ClosedReason, SetAsideReason
-from services.orchestrator.ingest.ingest import Answer, RecordOutcome
+from services.orchestrator.ingest import Answer, RecordOutcome
 from services.orchestrator.journal import records
 from services.orchestrator.state.run_control import RunState
 from tests.unit.orchestrator.builders import trajectory
