@@ -525,20 +525,6 @@ class RecordBounds:
         if vocab_size > 0:
             self.policies[policy] = replace(self.policies[policy], vocab_size=vocab_size)
 
-    def fault_of_trained(self, sequence: Sequence) -> str:
-        """Reason for which the trainer would refuse a sequence of a recorded batch; empty for a valid one. The record
-        may be older than the known vocabulary size."""
-        bounds = self.policies[sequence.policy]
-        written = [segment for segment in sequence.segments if segment.num_tokens]
-        try:
-            _check_ids(sequence, bounds.vocab_size)
-            for segment in written:
-                if segment.kept:
-                    kept_tokens.check(segment.kept, segment.token_ids, bounds.vocab_size)
-        except (RecordRefusedError, ValueError) as error:
-            return str(error)
-        return "the sequence begins with a token of the policy" if written and written[0].is_policy else ""
-
     def check(self, trajectory: Trajectory, order: TaskGroupOrder, newest: Callable[[str], int]) -> None:
         """``newest``: the newest version of a policy in the ledger.
 

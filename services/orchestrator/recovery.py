@@ -32,8 +32,8 @@ from services.common.records import fates
 from services.common.records.fates import ClosedReason, GroupFate, RunCount, SetAsideReason, StepFact
 from services.common.records.types import WeightVersion
 from services.common.telemetry.log_events import LogEvent
-from services.orchestrator.buffer.experience import AdvantageGroup
-from services.orchestrator.buffer.recorded import read_fresh_groups, read_what_is_left
+from services.orchestrator.buffer.assembly import read_fresh_groups, read_what_is_left
+from services.orchestrator.buffer.buffer import AdvantageGroup
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.dispatch.threshold import step_of
 from services.orchestrator.journal import records, rollouts

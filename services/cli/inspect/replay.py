@@ -15,7 +15,7 @@ from services.common import run_files
 from services.common.config.reading.loading import load_resolved
 from services.common.errors import ConfigError
 from services.common.records.types import RankBatch
-from services.orchestrator.buffer.recorded import read_batch
+from services.orchestrator.buffer.assembly import read_batch
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.trainer.replay import replay

@@ -22,7 +22,7 @@ from services.common.config.data import EvaluationConfig
 from services.common.records.fates import RunCount
 from services.common.records.types import TaskGroupOrder
 from services.common.telemetry.log_events import LogEvent
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.dispatch.evaluation import Evaluations, Evaluators
 from services.orchestrator.dispatch.published_versions import Announcer, FanOut
 from services.orchestrator.journal import records

@@ -20,8 +20,7 @@ from itertools import islice
 
 from services.common.records.fates import RunCount
 from services.common.records.types import FetchPlan, WeightVersion
-from services.orchestrator.buffer.batches import Batches
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
 from services.orchestrator.dispatch.evaluation import Evaluators
 from services.orchestrator.dispatch.threshold import Threshold
 from services.orchestrator.journal import records

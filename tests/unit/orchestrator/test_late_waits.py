@@ -11,8 +11,7 @@ import pytest
 
 from services.common.config.training.policy import BatchConfig
 from services.orchestrator.buffer.assembly import Batch
-from services.orchestrator.buffer.batches import Batches
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
 from services.orchestrator.state.groups import TaskGroup
 from tests.unit.orchestrator.builders import order
 from tests.unit.orchestrator.test_late import straggling

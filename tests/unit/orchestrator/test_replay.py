@@ -15,8 +15,7 @@ from pydantic import ValidationError
 from services.common.config.training.policy import BatchConfig, ReplayConfig
 from services.common.records.types import RankBatch
 from services.orchestrator.buffer.assembly import Batch
-from services.orchestrator.buffer.experience import AdvantageGroup, ReplayStore
-from services.orchestrator.buffer.rewards import advantage_groups
+from services.orchestrator.buffer.buffer import AdvantageGroup, ReplayStore, advantage_groups
 from services.orchestrator.journal.reader import collect
 from tests.unit.orchestrator.builders import complete_group
 from tests.unit.orchestrator.world import World

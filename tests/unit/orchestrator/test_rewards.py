@@ -23,8 +23,14 @@ from services.inference.rollouts.player import RolloutPlayer
 from services.inference.workflows.base import Outcome as WorkflowOutcome
 from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
 from services.orchestrator.buffer.assembly import Batch
-from services.orchestrator.buffer.experience import AdvantageGroup
-from services.orchestrator.buffer.rewards import RewardRules, RewardTransform, filled, statistics, without_masked
+from services.orchestrator.buffer.buffer import (
+    AdvantageGroup,
+    RewardRules,
+    RewardTransform,
+    filled,
+    statistics,
+    without_masked,
+)
 from services.orchestrator.state.groups import Outcome, TaskGroup
 from services.trainer.algorithms.advantages.sequences import sequence_advantages
 from tests.unit.inference.fakes import FakeGateway, Records, make_task, served_policy

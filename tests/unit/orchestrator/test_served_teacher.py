@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.common.records.types import Sequence
-from services.orchestrator.buffer.experience import mask_sequence
+from services.orchestrator.buffer.buffer import mask_sequence
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members.replica import Held, Hello, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory

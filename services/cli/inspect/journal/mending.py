@@ -14,7 +14,7 @@ from services.cli.inspect.trace.reading import open_journal
 from services.common import run_files
 from services.common.errors import BatchLostError
 from services.common.records.fates import SetAsideReason
-from services.orchestrator.buffer.recorded import read_what_is_left
+from services.orchestrator.buffer.assembly import read_what_is_left
 from services.orchestrator.config import Settings
 from services.orchestrator.journal import records
 from services.orchestrator.journal.index import INDEX_FILE, remove_index

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.errors import BatchLostError, CorruptDataError, DeadlineError
 from services.common.records.fates import SetAsideReason
-from services.orchestrator.buffer.recorded import read_batch
+from services.orchestrator.buffer.assembly import read_batch
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from tests.unit.orchestrator.damage import flip, loaded

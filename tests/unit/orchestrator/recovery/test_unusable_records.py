@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -10,12 +9,11 @@ import pytest
 from services.common.errors import ConfigError
 from services.common.records.fates import ClosedReason, SetAsideReason
 from services.common.records.types import WeightVersion
-from services.orchestrator.buffer import batches
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.records import GroupVerdict
 from services.orchestrator.state.groups import Outcome, TaskGroup
-from tests.unit.orchestrator.builders import sequence, trajectory, with_tokens
+from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.recovery.helpers import (
     Make,
     begun,
@@ -23,52 +21,6 @@ from tests.unit.orchestrator.recovery.helpers import (
     set_aside,
     trains_on,
 )
-from tests.waiting import WAIT_S
-
-
-async def test_a_recorded_batch_is_served_without_what_its_trainer_cannot_read(worlds: Make) -> None:
-    """The vocabulary is known when the trainer joins, and the batch was recorded before."""
-    world = worlds()
-    orders = await begun(world)
-    for order in orders[1:]:
-        await world.play(order)
-    name = orders[0].task_group_id
-    beyond = trajectory(name, 0, with_tokens(sequence(1.0), [5, 700]), reward=1.0)
-    await world.send(beyond, *(trajectory(name, index) for index in (1, 2, 3)))
-    world.trainer_api.join("model0", "t", 1, 0, {}, vocab_size=500)
-    for _ in range(2):
-        batch = None
-        for step in (1, 2):
-            batch = await world.trainer_api.pull_batch("model0", step, WAIT_S)
-            ids = {entry.sequence_id for entry in batch.record.entries}
-            if any(i.startswith(name) for i in ids):
-                break
-            await world.publish(step)
-        assert batch is not None and f"{name}/0/0" not in ids and len(ids) == 7
-        assert sum(totals.num_sequences for totals in batch.share(0, 1).minibatches) == 7
-        assert world.core.counters["sequences_lost"] == 1
-        world.core.batches["model0"]._recent.clear()
-        world.core.counters.clear()
-
-
-async def test_what_a_trainer_cannot_read_is_counted_once_for_all_its_ranks(
-    worlds: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A large batch is checked in threads, for several ranks at a time."""
-    monkeypatch.setattr(batches, "MOST_AT_ONCE", 1)
-    world = worlds()
-    orders = await begun(world)
-    name = orders[0].task_group_id
-    beyond = trajectory(name, 0, with_tokens(sequence(1.0), [5, 700]), reward=1.0)
-    await world.send(beyond, *(trajectory(name, index) for index in (1, 2, 3)))
-    for order in orders[1:]:
-        await world.play(order)
-    world.trainer_api.join("model0", "t", 1, 0, {}, vocab_size=500)
-    pulled = await asyncio.gather(*(world.trainer_api.pull_batch("model0", 1, WAIT_S) for _ in range(4)))
-    for batch in pulled:
-        assert f"{name}/0/0" not in batch.sequences and len(batch.sequences) == 7
-        assert batch.record is pulled[0].record
-    assert world.core.counters["sequences_lost"] == 1
 
 
 async def test_what_cannot_be_computed_costs_its_task_group(worlds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
