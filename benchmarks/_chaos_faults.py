@@ -15,9 +15,9 @@ from benchmarks._chaos_schedule import Fault, Kind
 from benchmarks._chaos_world import LEASE_S, POLICY, World
 from services.common.rpc.client.health import is_serving
 from services.orchestrator.journal import records
+from services.orchestrator.journal.index import INDEX_FILE
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.index import INDEX_FILE
-from services.orchestrator.journal.storage.segments import Row, segment_path
+from services.orchestrator.journal.segments import Row, segment_path
 
 T = TypeVar("T")
 

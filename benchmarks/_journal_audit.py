@@ -21,8 +21,8 @@ from typing import Any
 from services.common.records import fates
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.segments import Row
-from services.orchestrator.recovery.completion import KINDS, recount
+from services.orchestrator.journal.segments import Row
+from services.orchestrator.recovery import KINDS, recount
 from services.orchestrator.state.groups import split_sequence_id
 
 _SLOTS = (records.TRAJECTORY, records.FAILURE)

@@ -38,7 +38,7 @@ from services.common.records.types import (
 )
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict, MemberFate
-from services.orchestrator.journal.storage.segments import Files, Packer, SegmentWriter, write_header
+from services.orchestrator.journal.segments import Files, Packer, SegmentWriter, write_header
 
 POLICY = "model0"
 RUN_ID = "benchmark"

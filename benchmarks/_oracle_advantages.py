@@ -15,8 +15,8 @@ from services.common.config.training.algorithm import AlgorithmConfig
 from services.common.config.training.policy import OverlongPenaltyConfig
 from services.common.records.types import MinibatchTotals, Segment, StopReason, TrainingSequence
 from services.common.records.types import Sequence as TokenSequence
-from services.orchestrator.buffer.rewards import overlong_penalty as penalty_of
-from services.orchestrator.buffer.rewards import statistics
+from services.orchestrator.buffer.buffer import overlong_penalty as penalty_of
+from services.orchestrator.buffer.buffer import statistics
 from services.trainer.algorithms.advantages.sequences import Moments, normalize, sequence_advantages
 from services.trainer.algorithms.advantages.tokens import at_last_token, discounted_sums, gae
 from services.trainer.algorithms.base import aggregate

@@ -38,9 +38,8 @@ from services.common.telemetry.metrics import MetricsWriter, RowKind, StallMomen
 from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.common.weights.snapshot import Encoding
 from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.index import INDEX_FILE, Index
 from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict, MemberFate
-from services.orchestrator.journal.storage.index import INDEX_FILE, Index
-from services.orchestrator.journal.storage.index_keeper import synchronise
 
 POLICY = "model0"
 GROUP_SIZE = 8
@@ -85,7 +84,7 @@ class RunWriter:
         self._journal.close()
         self._metrics.close()
         index = Index(self._directory / INDEX_FILE, timeout_s=1.0)  # as the run's own writer leaves it
-        synchronise(self._directory, index)
+        index.catch_up(self._directory)
         index.close()
 
     def _make_templates(self, tokenizer: Path, count: int) -> list[tuple[float, bytes]]:

@@ -35,8 +35,7 @@ from services.common.records.types import (
     TokenSource,
     Trajectory,
 )
-from services.orchestrator.buffer.batches import LateGroups
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.buffer.batches import ExperiencePipeline, LateGroups
 from services.orchestrator.state.groups import Outcome, TaskGroup, split_sequence_id
 
 POLICY = "model0"
@@ -130,7 +129,7 @@ class Ring:
         self._case = case
         self._draw = DISTRIBUTIONS[case.distribution]
         self._rng = random.Random(f"{case.distribution}/{case.seed}")
-        self._experience = ExperiencePipeline({POLICY: case.config()}, 1_000_000, Counter(), self._closed)
+        self._experience = ExperiencePipeline({POLICY: case.config()}, 1_000_000, Counter(), on_closed=self._closed)
         self._late = LateGroups(POLICY, case.config(), self._experience, self._cancel, lambda: self._now)
         self._now = 0.0
         self._events: list[tuple[float, int, str, int]] = []  # (when, tie, task group or "", slot)

@@ -28,8 +28,7 @@ from services.common.text.chat import Chat
 from services.common.text.huggingface import load_tokenizer
 from services.inference.workflows.tools.tool_use import ToolUse, ToolUseSettings
 from services.orchestrator.buffer.assembly import Batch, assemble
-from services.orchestrator.buffer.experience import AdvantageGroup
-from services.orchestrator.buffer.rewards import advantage_groups
+from services.orchestrator.buffer.buffer import AdvantageGroup, advantage_groups
 from services.orchestrator.state.groups import TaskGroup
 from services.orchestrator.tasks.orders import sampling_of
 from services.trainer.ranks.sharding import Ranks

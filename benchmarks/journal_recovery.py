@@ -42,10 +42,10 @@ from benchmarks._report import report_facts
 from services.common.errors import RollmillError
 from services.common.records.types import Segment, Sequence, StopReason, Trajectory
 from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.index import INDEX_FILE, IndexKeeper
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.index import INDEX_FILE
-from services.orchestrator.journal.storage.index_keeper import IndexKeeper
-from services.orchestrator.journal.storage.segments import (
+from services.orchestrator.journal.segments import (
     Packer,
     Unpacker,
     checksum_of,
@@ -53,7 +53,6 @@ from services.orchestrator.journal.storage.segments import (
     sizes_in,
     write_header,
 )
-from services.orchestrator.journal.writer import Journal
 
 MILLION = 1_000_000
 VOCABULARY = 150_000

@@ -33,14 +33,12 @@ from services.orchestrator.config import Settings
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.disk_wait import wait_for_room
 from services.orchestrator.journal import records
-from services.orchestrator.journal.quarantine import Quarantine
-from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.survey import first_facts
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.journal.journal import Journal
+from services.orchestrator.journal.reader import JournalReader, Quarantine
 from services.orchestrator.lock import RunLock
 from services.orchestrator.monitoring.gauges import METRICS, gauges
 from services.orchestrator.monitoring.progress import waits
-from services.orchestrator.recovery.recover import recovered
+from services.orchestrator.recovery import first_facts, recovered
 from services.orchestrator.tasks.datasets import TaskSource, log_opened, open_source
 from services.orchestrator.tasks.prompt_length import short_prompts
 from services.orchestrator.tasks.requirements import requirement
@@ -95,9 +93,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     for where, source in sources.items():
         log_opened(where, source)
     sources = short_prompts(sources, recipe, settings.run_dir)
-    core = recovered(
-        lambda aside: _core(settings.run_dir, recipe, journal, reader, sources, aside), wiring.recovery_parts, reader
-    )
+    core = recovered(lambda aside: _core(settings.run_dir, recipe, journal, reader, sources, aside), reader)
     reader.close()
     server = _server(core, recipe, settings, sources)
     await server.start()

@@ -25,23 +25,19 @@ from services.common.config.processes.trackers import Tracker
 from services.common.config.recipe import Recipe
 from services.common.errors import StateError
 from services.common.records import fates
-from services.orchestrator.buffer.batches import Batches
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
-from services.orchestrator.buffer.rewards import RewardRules
+from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
+from services.orchestrator.buffer.buffer import RewardRules
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.dispatch.evaluation import Evaluations
 from services.orchestrator.dispatch.evaluation_pass import EvaluationPass
 from services.orchestrator.dispatch.published_versions import FanOut, PublishedVersions
 from services.orchestrator.dispatch.retry_limit import RetryLimit
 from services.orchestrator.dispatch.threshold import Threshold
-from services.orchestrator.ingest.bounds import RecordBounds
-from services.orchestrator.ingest.ingest import Ingest, Refusals
-from services.orchestrator.ingest.masked import MaskedSamples
+from services.orchestrator.ingest import Ingest, MaskedSamples, RecordBounds, Refusals
 from services.orchestrator.journal import records
-from services.orchestrator.journal.quarantine import Quarantine
-from services.orchestrator.journal.reader import JournalReader
+from services.orchestrator.journal.journal import Journal
+from services.orchestrator.journal.reader import Quarantine
 from services.orchestrator.journal.records import EvaluationResult, GroupVerdict
-from services.orchestrator.journal.writer import Journal
 from services.orchestrator.members.absences import Absences
 from services.orchestrator.members.commands import PauseTraining, ResumeTraining, SaveCheckpoint, StopTraining
 from services.orchestrator.members.device_turns import DeviceTurns
@@ -133,15 +129,15 @@ class OrchestratorCore:
             self._batch_configs,
             self.num_steps,
             self.counters,
-            partial(records.close_group, self.journal),
-            recipe.rollout.admit,
-            self.rewards,
-            recipe.run.seed,
-            self._judged,
-            recipe.run.deterministic,
-            recipe.data.sources,
-            recipe.data.exhausted_after,
-            lambda policy: self.dispatcher.may_issue(policy),
+            admit=recipe.rollout.admit,
+            deterministic=recipe.run.deterministic,
+            exhausted_after=recipe.data.exhausted_after,
+            issuable=lambda policy: self.dispatcher.may_issue(policy),
+            on_closed=partial(records.close_group, self.journal),
+            on_judged=self._judged,
+            rules=self.rewards,
+            seed=recipe.run.seed,
+            sources=recipe.data.sources,
         )
         self.bounds = RecordBounds.of(recipe, vocab_sizes)
         shared = recipe.placement is Placement.SHARED
@@ -152,12 +148,10 @@ class OrchestratorCore:
                 config,
                 self.experience,
                 self.journal,
-                lambda: JournalReader(self.journal.directory),
-                (lambda step: self.versions.may_begin(step)) if limited else None,
-                lambda groups: self.retry_limit.cancel_too_old(groups),
-                self.bounds.fault_of_trained,
-                self.clock,
-                partial(self.turns.may_compute, name) if shared else None,
+                cancel=lambda groups: self.retry_limit.cancel_too_old(groups),
+                clock=self.clock,
+                may_begin=(lambda step: self.versions.may_begin(step)) if limited else None,
+                may_compute=partial(self.turns.may_compute, name) if shared else None,
             )
             for name, config in self._batch_configs.items()
         }

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.common.config.training.policy import BatchConfig
-from services.orchestrator.buffer.batches import Batches
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
 from services.orchestrator.members.trainers import Trainer, TrainerLeases
 from services.orchestrator.state.admission import Account
 from services.orchestrator.state.versions import VersionLedger

@@ -14,37 +14,11 @@ from services.orchestrator.monitoring.progress import progress, waits
 from services.orchestrator.monitoring.stall_watch import StallWatch
 from services.orchestrator.monitoring.views import ProgressView, StallView
 from services.orchestrator.monitoring.watch import Collector, ThroughputRows, Watch
-from services.orchestrator.recovery.parts import RecoveryParts
 from services.orchestrator.rpc.gateway_api import GatewayApi
 from services.orchestrator.rpc.replica_api import ReplicaApi
 from services.orchestrator.rpc.servicer_pool import PoolServicer
 from services.orchestrator.rpc.servicer_run import RunServicer
 from services.orchestrator.rpc.servicer_training import TrainerApi, TrainingServicer
-
-
-def recovery_parts(core: OrchestratorCore) -> RecoveryParts:
-    return RecoveryParts(
-        aside=core.aside,
-        batch_configs={name: policy.config for name, policy in core.policies.items()},
-        batches=core.batches,
-        bounds=core.bounds,
-        control=core.control,
-        counters=core.counters,
-        dispatcher=core.dispatcher,
-        evaluations=core.evaluations,
-        events=core,
-        experience=core.experience,
-        groups=core.groups,
-        ingest=core.ingest,
-        journal=core.journal,
-        judged_before=core.judged_before,
-        ledgers=core.ledgers,
-        names=core.names,
-        pool=core.pool,
-        timeline=core.timeline,
-        training_orders=core.training_orders,
-        versions=core.versions,
-    )
 
 
 def run_parts(core: OrchestratorCore) -> RunParts:

@@ -20,8 +20,8 @@ from services.common.pb import trajectory_pb2
 from services.common.records.types import Sampling, Segment, Trajectory
 from services.common.wire import records as serde
 from services.orchestrator.buffer.assembly import Batch, assemble
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
-from services.orchestrator.ingest.bounds import PolicyBounds, RecordBounds, RecordRefusedError
+from services.orchestrator.buffer.batches import ExperiencePipeline
+from services.orchestrator.ingest import PolicyBounds, RecordBounds, RecordRefusedError
 from services.orchestrator.journal import records, rollouts
 from services.trainer.algorithms.advantages.sequences import sequence_advantages
 from services.trainer.data.packing import Document

@@ -16,7 +16,7 @@ from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import warm_start_dir
 from services.common.records.types import Sequence
 from services.common.text.huggingface import load_model
-from services.orchestrator.buffer.recorded import read_batch
+from services.orchestrator.buffer.assembly import read_batch
 from services.orchestrator.journal.reader import JournalReader
 from services.trainer.warm_start import make_starting_checkpoint
 from tests.e2e.conftest import REPOSITORY, Run

@@ -18,7 +18,7 @@ from services.cli.inspect.checkpoints import replay_step
 from services.cli.run.fork_server import ForkServer
 from services.common.config.reading.loading import load_resolved
 from services.common.records.types import TokenSource
-from services.orchestrator.buffer.recorded import read_batch
+from services.orchestrator.buffer.assembly import read_batch
 from services.orchestrator.journal.reader import JournalReader
 from services.trainer.model.attention import Documents
 from services.trainer.ranks.sharding import Ranks

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from services.common.config.reading.loading import load_recipe
-from services.orchestrator.buffer.experience import LateRule
+from services.orchestrator.buffer.buffer import LateRule
 from tests.recipe_runs import ROOT, left_running, rows, run_recipe
 
 RECIPES = sorted(path.parent.relative_to(ROOT / "recipes").as_posix() for path in ROOT.glob("recipes/*/*/recipe.yaml"))

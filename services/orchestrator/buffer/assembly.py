@@ -1,4 +1,5 @@
-"""From advantage groups to a recorded batch: minibatch, position and statistics of every sequence, and the ranks' shares.
+"""From advantage groups to a recorded batch (minibatch, position and statistics of every sequence, the ranks' shares), and
+from the journal back, whole or without what is lost; also without an orchestrator.
 
 Sequences go to minibatches independent of the number of ranks, then those of each minibatch to ranks. Both splits place
 sequences in decreasing length, each into the bin with the fewest tokens so far (first such bin). That balances tokens,
@@ -11,19 +12,26 @@ first minibatch. Pure: every rank, and every repetition, gets the same answer.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from services.common import finite as finite_numbers
+from services.common.errors import (
+    BatchLostError,
+    CorruptDataError,
+)
 from services.common.finite import finite
 from services.common.records import fates
 from services.common.records.fates import StepFact
 from services.common.records.types import MinibatchTotals, RankBatch, Sequence, TrainingSequence, Trajectory
 from services.common.telemetry.metrics import ROLE_REWARD, SourceKey, StepKey, source_key
-from services.orchestrator.buffer.experience import AdvantageGroup
-from services.orchestrator.buffer.rewards import is_timeout
+from services.orchestrator.buffer.buffer import AdvantageGroup, Member, is_timeout, mask_sequence
+from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
-from services.orchestrator.state.groups import Outcome
+from services.orchestrator.state.groups import GroupBy, Outcome, group_key, split_sequence_id
 
 # Sequences: to put together, check or cut a batch of more takes many milliseconds, and is done in a thread, because orders
 # and records would wait meanwhile.
@@ -33,41 +41,36 @@ OTHER_ROLES = "other"
 _OF_ENTRY = set(TrainingSequence.__slots__) - {"sequence"}
 
 
+_COUNTED = (
+    StepKey.ROLLOUTS_FINISHED, StepKey.FAILURES, StepKey.GROUPS_EQUAL_DROPPED, StepFact.SEQUENCES_EXPIRED,
+    StepFact.TOKENS_EXPIRED, StepFact.SLOTS_CANCELLED, StepFact.TIMEOUTS, StepFact.TRUNCATED_MASKED,
+    StepFact.REWARDS_CLIPPED,
+)  # fmt: skip
+
+
 @dataclass(slots=True)
 class StepStatistics:
     """Statistics of a policy since its previous batch was assembled."""
 
+    counts: Counter[StepKey | StepFact] = field(default_factory=Counter)
     reward_sum: float = 0.0
-    num_trajectories: int = 0
-    num_failures: int = 0
-    num_groups_equal: int = 0
-    num_expired: int = 0
-    num_tokens_expired: int = 0
-    num_cancelled: int = 0
     roles: dict[str, tuple[float, int]] = field(default_factory=dict)  # "role/attempt" -> rewards, sequences
     num_shaped: int = 0  # sequences with a judged length
     num_overlong: int = 0
     penalty_sum: float = 0.0
-    num_timeouts: int = 0  # of the failures
-    num_truncated_masked: int = 0
-    num_clipped: int = 0
     trained_sum: float = 0.0  # of the transformed rewards of all complete groups, also of dropped ones
     num_transformed: int = 0
 
     def note(self, policy: str, outcome: Outcome) -> None:
         """Count the outcome of a slot of a task group of the policy."""
-        if isinstance(outcome, Trajectory):
-            self.note_roles(policy, outcome)
-            self.reward_sum = finite(self.reward_sum + outcome.reward)
-            self.num_trajectories += 1
-        elif outcome.reason == fates.TOO_OLD:
-            self.num_cancelled += 1
-        else:
-            self.num_failures += 1
-            self.num_timeouts += is_timeout(outcome)
-
-    def note_roles(self, policy: str, trajectory: Trajectory) -> None:
-        for sequence in trajectory.sequences:
+        if not isinstance(outcome, Trajectory):
+            cancelled = outcome.reason == fates.TOO_OLD
+            self.counts[StepFact.SLOTS_CANCELLED if cancelled else StepKey.FAILURES] += 1
+            self.counts[StepFact.TIMEOUTS] += is_timeout(outcome)
+            return
+        self.counts[StepKey.ROLLOUTS_FINISHED] += 1
+        self.reward_sum = finite(self.reward_sum + outcome.reward)
+        for sequence in outcome.sequences:
             if sequence.policy == policy:
                 role = f"{sequence.role}/{sequence.attempt}"
                 if role not in self.roles and len(self.roles) >= MOST_ROLES:
@@ -77,21 +80,11 @@ class StepStatistics:
 
     def summary(self) -> dict[str, float]:
         """Statistics as metrics; without ``rollout_reward_mean`` when no trajectory arrived."""
-        values = {
-            StepKey.ROLLOUTS_FINISHED.value: float(self.num_trajectories),
-            StepKey.FAILURES.value: float(self.num_failures),
-            StepKey.GROUPS_EQUAL_DROPPED.value: float(self.num_groups_equal),
-            fates.StepFact.SEQUENCES_EXPIRED.value: float(self.num_expired),
-            fates.StepFact.TOKENS_EXPIRED.value: float(self.num_tokens_expired),
-            fates.StepFact.SLOTS_CANCELLED.value: float(self.num_cancelled),
-            fates.StepFact.TIMEOUTS.value: float(self.num_timeouts),
-            fates.StepFact.TRUNCATED_MASKED.value: float(self.num_truncated_masked),
-            fates.StepFact.REWARDS_CLIPPED.value: float(self.num_clipped),
-        }
+        values = {name.value: float(self.counts[name]) for name in _COUNTED}
         if self.num_transformed:
             values[StepKey.TRAINED_REWARD_MEAN.value] = self.trained_sum / self.num_transformed
-        if self.num_trajectories:
-            values[StepKey.ROLLOUT_REWARD_MEAN.value] = self.reward_sum / self.num_trajectories
+        if finished := self.counts[StepKey.ROLLOUTS_FINISHED]:
+            values[StepKey.ROLLOUT_REWARD_MEAN.value] = self.reward_sum / finished
         values |= {f"{ROLE_REWARD}{role}": total / count for role, (total, count) in self.roles.items()}
         if self.num_shaped:
             values[StepKey.OVERLONG_SHARE.value] = self.num_overlong / self.num_shaped
@@ -272,3 +265,116 @@ def _statistics(entries: list[BatchEntry], sequences: list[Sequence], trained: i
         StepFact.TOKENS_MASKED.value: float(sum(masked)),
         **replay,
     }
+
+
+def read_batch(reader: JournalReader, policy: str, training_step: int) -> Batch:
+    """A recorded batch from the journal, also without an orchestrator; ``CorruptDataError`` for an incomplete one."""
+    record, sequences = _read(reader, policy, training_step)
+    missing = [entry.sequence_id for entry in record.entries if entry.sequence_id not in sequences]
+    if missing:
+        lost = sorted({name.rpartition("/")[0] for name in missing})
+        raise CorruptDataError(
+            f"the batch of step {training_step} of {policy} lacks trajectories {', '.join(lost[:5])}: they are damaged "
+            "(`rollmill journal RUN verify`), or were collected, as orchestrator.retention: needed does with those from "
+            "before the oldest kept checkpoint"
+        )
+    return Batch(record=record, sequences=sequences, replayed=True)
+
+
+def read_what_is_left(reader: JournalReader, policy: str, training_step: int) -> tuple[Batch, list[str]]:
+    """A recorded batch without its lost sequences, and the ids of those.
+
+    Raises:
+        BatchLostError: no sequence of the batch is usable.
+    """
+    record, sequences = _read(reader, policy, training_step)
+    lost = [entry.sequence_id for entry in record.entries if entry.sequence_id not in sequences]
+    if lost:
+        record = reduced(record, sequences)
+    return Batch(record=record, sequences=sequences, replayed=True), lost
+
+
+def reduced(record: BatchRecord, sequences: Mapping[str, Sequence]) -> BatchRecord:
+    """The batch reduced to these of its sequences; raises ``BatchLostError`` without any."""
+    left = tuple(entry for entry in record.entries if entry.sequence_id in sequences)
+    if not left:
+        raise BatchLostError(
+            f"no trajectory of the batch of step {record.training_step} of {record.policy} can be used any more: "
+            "the next start of the orchestrator sets it aside, if its version is not published, and assembles another one"
+        )
+    return replace(record, entries=left, minibatches=_totals(left, sequences, len(record.minibatches)))
+
+
+def _totals(
+    entries: Iterable[BatchEntry], sequences: Mapping[str, Sequence], num_minibatches: int
+) -> tuple[MinibatchTotals, ...]:
+    counts = [[0, 0] for _ in range(num_minibatches)]
+    for entry in entries:
+        counts[entry.minibatch][0] += 1
+        counts[entry.minibatch][1] += sequences[entry.sequence_id].num_trained_tokens
+    return tuple(MinibatchTotals(num_sequences=n, num_trained_tokens=t) for n, t in counts)
+
+
+def read_fresh_groups(
+    reader: JournalReader, policy: str, training_step: int, group_by: GroupBy
+) -> list[AdvantageGroup]:
+    """The groups that a recorded batch trained first, in its order, without incomplete groups."""
+    record, sequences = _read(reader, policy, training_step)
+    found: dict[tuple[str, str, str, int], list[BatchEntry]] = {}
+    lost: set[str] = set()  # task groups
+    for entry in record.entries:
+        task_group_id = split_sequence_id(entry.sequence_id)[0]
+        sequence = sequences.get(entry.sequence_id)
+        if sequence is None:
+            lost.add(task_group_id)
+        elif not entry.replayed:
+            found.setdefault((task_group_id, *group_key(sequence, group_by)), []).append(entry)
+    return [
+        AdvantageGroup(
+            task_group_id=task_group_id, policy=policy, role=role, attempt=attempt,
+            members=tuple(
+                Member(
+                    sequence_id=e.sequence_id, sequence=sequences[e.sequence_id],
+                    trained_from=e.trained_from, num_masked_tokens=e.num_masked_tokens,
+                )
+                for e in entries
+            ),
+            mean=entries[0].group_mean, std=entries[0].group_std, num_compared=entries[0].group_size, group_by=group_by,
+            advantage_scale=entries[0].advantage_scale,
+        )
+        for (task_group_id, _, role, attempt), entries in found.items()
+        if task_group_id not in lost
+    ]  # fmt: skip
+
+
+def _read(reader: JournalReader, policy: str, training_step: int) -> tuple[BatchRecord, dict[str, Sequence]]:
+    """A recorded batch with its readable sequences."""
+    key = records.batch_key(policy, training_step)
+    found = reader.find(records.BATCH, [key]).get(key)
+    if found is None:
+        raise BatchLostError(f"the batch of step {training_step} of {policy} is not in the journal")
+    record = records.batch_from_json(found)
+    places = [split_sequence_id(entry.sequence_id) for entry in record.entries]
+    keys = [rollouts.trajectory_key(group, index) for group, index, _ in places]
+    readable = ((key, _trajectory(value)) for key, value in reader.find(records.TRAJECTORY, keys).items())
+    trajectories = {key: trajectory for key, trajectory in readable if trajectory is not None}
+    sequences = {
+        entry.sequence_id: _as_trained(trajectories[key].sequences[position], entry)
+        for entry, key, (_, _, position) in zip(record.entries, keys, places, strict=True)
+        if key in trajectories
+    }
+    return record, sequences
+
+
+def _trajectory(record: dict[str, Any]) -> Trajectory | None:
+    """None for a record that is no trajectory."""
+    try:
+        return rollouts.trajectory_from_json(record)
+    except (CorruptDataError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _as_trained(sequence: Sequence, entry: BatchEntry) -> Sequence:
+    if entry.trained_from:
+        sequence = mask_sequence(sequence, entry.trained_from)
+    return sequence if entry.reward is None else replace(sequence, reward=entry.reward)

@@ -1,40 +1,449 @@
-"""Batches of one policy: assembled once per training step, recorded, then served to any rank at any later time.
+"""From resolved slots to batches that are recorded once and served to any rank.
 
+    slot resolved -> quota
+    last slot -> advantage groups -> dynamic sampling -> resampling -> shaping, statistics -> buffer
     ranks -> get(step) -> [recorded? memory, else journal] or [wait for the buffer -> assemble -> record] -> Batch
 
-Invariant: a batch is served only after its ordered ids are durable. So every later call, with any number of ranks and
-after any crash, returns the same batch. Independent of grpc and trainers' leases.
+``ExperiencePipeline`` has one buffer and quota account per policy. Live operation and recovery call the same methods in
+journal order, so a restarted orchestrator has the same state as the earlier one.
+
+Invariant of ``Batches``: a batch is served only after its ordered ids are durable. So every later call, with any number
+of ranks and after any crash, returns the same batch. Independent of replicas, grpc and trainers' leases.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Literal
 
 import structlog
 
 from services.common.aio import called, deadline
+from services.common.config.data import SourceConfig
 from services.common.config.training.policy import BatchConfig
 from services.common.errors import (
     DeadlineError,
     InfrastructureError,
     InvalidRequestError,
 )
+from services.common.finite import finite
+from services.common.records import fates
 from services.common.records.fates import StepFact
-from services.common.records.types import Sequence
+from services.common.records.types import Trajectory
 from services.common.telemetry.metrics import StepKey
-from services.orchestrator.buffer.assembly import MOST_AT_ONCE, Batch, assemble
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
-from services.orchestrator.buffer.recorded import read_what_is_left, reduced
+from services.orchestrator.buffer.assembly import (
+    MOST_AT_ONCE,
+    Batch,
+    StepStatistics,
+    assemble,
+    of_sources,
+    read_what_is_left,
+)
+from services.orchestrator.buffer.buffer import (
+    AdvantageGroup,
+    ExperienceBuffer,
+    LateRule,
+    Member,
+    ReplayStore,
+    RewardRules,
+    member_fates,
+    resample_group,
+    shape_group,
+    sizes_by_source,
+    without_masked,
+)
 from services.orchestrator.journal import records
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.records import BatchRecord
-from services.orchestrator.journal.writer import Journal
-from services.orchestrator.state.groups import TaskGroup
+from services.orchestrator.journal.records import BatchRecord, GroupVerdict
+from services.orchestrator.state.admission import Admission, Limits, Mixture
+from services.orchestrator.state.groups import Outcome, TaskGroup, UnfinishedGroups
 
 log = structlog.get_logger()
+
+_NOTHING_LEARNT = {fates.GroupFate.EQUAL_REWARDS, fates.GroupFate.RESAMPLED_AWAY, fates.GroupFate.TRUNCATED}
+
+
+class ExperiencePipeline:
+    def __init__(
+        self,
+        policies: Mapping[str, BatchConfig],
+        num_steps: int,
+        counters: Counter[str],
+        *,
+        admit: Literal["all", "any"] = "all",
+        deterministic: bool = False,
+        exhausted_after: int = 100,
+        issuable: Callable[[str], bool] | None = None,
+        on_closed: Callable[[str, fates.ClosedReason], None] = lambda group_id, reason: None,
+        on_judged: Callable[[str, list[GroupVerdict]], None] = lambda group_id, verdicts: None,
+        rules: RewardRules | None = None,
+        seed: int = 0,
+        sources: Mapping[str, SourceConfig] = MappingProxyType({}),
+    ) -> None:
+        """``sources``: of a mixture, by name; without one, tasks come from one dataset. ``issuable``: whether another task
+        group for a policy may be issued now; left out, whether its quota has room. ``on_closed`` receives (task group,
+        reason) when a training group ends, ``on_judged`` the fates of its advantage groups before that. ``seed``: of the
+        run. ``deterministic``: contents and order of a batch do not depend on the time at which rollouts end."""
+        self._rules = rules or RewardRules(group_by={name: batch.group_by for name, batch in policies.items()})
+        self._policies = policies
+        self._seed = seed
+        self._counters = counters
+        self._on_closed = on_closed
+        self._on_judged = on_judged
+        self._sources = sources
+        self._issuable = issuable
+        weights = {name: source.weight for name, source in sources.items()} or {"": 1.0}
+        self.mixtures = {policy: Mixture(weights, exhausted_after) for policy in policies}
+        self.buffers = {
+            name: ExperienceBuffer(
+                batch.fresh_size, LateRule.of(batch), "issued" if deterministic else batch.order, self.mixtures[name],
+                partial(self._may_come, name),
+            )
+            for name, batch in policies.items()
+        }  # fmt: skip
+        self.admission = Admission(
+            {
+                name: Limits(
+                    batch_size=batch.fresh_size,
+                    max_staleness=batch.max_staleness,
+                    num_steps=num_steps,
+                    counts_unfinished=batch.late_rule in ("mask", "drop"),
+                    exact=deterministic,
+                )
+                for name, batch in policies.items()
+            },
+            admit,
+        )
+        self.replay = {name: ReplayStore(name, batch.replay, seed) for name, batch in policies.items()}
+        self._fresh: dict[tuple[str, int], list[AdvantageGroup]] = {}  # of batches in training, where they are replayed
+        self._since_batch = {name: StepStatistics() for name in policies}
+        self._of_sources = {(name, source): StepStatistics() for name in policies for source in sources}
+        self._in_training: dict[tuple[str, int], int] = {}  # (policy, step) -> sequences the trainer holds
+        self.num_kept: Counter[str] = Counter()  # sequences that were kept for training, by policy
+        self.num_filtered: Counter[str] = Counter()  # dropped for equal rewards
+        self.num_filtered_in_a_row: Counter[str] = Counter()  # dropped for equal rewards since one was kept
+        self._buffered: Counter[str] = Counter()  # task group -> advantage groups in buffers
+        self.unfinished = UnfinishedGroups()
+        # In a recovery: judged task groups -> which (policy, role, attempt) of them the earlier process had no use for.
+        self.surplus_before: Mapping[str, set[tuple[str, str, int]]] = {}
+
+    def policies_of(self, group: TaskGroup) -> tuple[str, ...]:
+        """The trained policies that a task group may have sequences for."""
+        named = group.order.policies
+        return tuple(policy for policy in self._policies if not named or policy in named)
+
+    def next_source(self, policies: Iterable[str]) -> str:
+        """The source of the next task group for these policies: the one that is furthest behind its share."""
+        trained = [policy for policy in policies if self.admission.accounts[policy].steps_left > 0]
+
+        def level(source: str) -> float:
+            return sum(
+                self.mixtures[policy].level(
+                    source, self.buffers[policy].num_of_source[source] + self.mixtures[policy].expected(source)
+                )
+                for policy in trained
+            )
+
+        return min(self._sources or ("",), key=level)
+
+    def _may_come(self, policy: str, source: str) -> bool:
+        """Whether a group of the source may come before a batch of the policy is taken."""
+        if self.mixtures[policy].is_running(source):
+            return True
+        return self.admission.accounts[policy].has_room() if self._issuable is None else self._issuable(policy)
+
+    def issued(self, group: TaskGroup) -> None:
+        """Count an issued training group; ``group.born`` has the start versions of its slots."""
+        self.unfinished.add(group)
+        self.admission.issued(len(group.unresolved), self.policies_of(group))
+        for policy in self.policies_of(group):
+            self.mixtures[policy].issued(group.order.source, len(group.order.indices))
+
+    def reissued(self, group: TaskGroup, born: Mapping[str, int]) -> None:
+        """Note that open slots of a training group begin again, on these versions."""
+        self.unfinished.remove(group)
+        group.born = dict(born)
+        self.unfinished.add(group)
+
+    def due(self, policy: str) -> list[TaskGroup]:
+        """Unfinished groups whose open slots began on a version that only the policy's next step can train."""
+        return self.unfinished.begun_before(policy, self._oldest_allowed(policy) + 1)
+
+    def is_due_everywhere(self, group: TaskGroup) -> bool:
+        """The same for every policy of the group with remaining steps and a trainer, if all of these drop late tokens:
+        with another ``batch.late`` a policy can still train the results of its open slots."""
+        return all(
+            self._policies[policy].late_rule == "drop"
+            and group.born.get(policy, self._oldest_allowed(policy) + 1) <= self._oldest_allowed(policy)
+            for policy in self.policies_of(group)
+            if self.admission.accounts[policy].steps_left > 0 and policy not in self.admission.absent
+        )
+
+    def _oldest_allowed(self, policy: str) -> int:
+        return self.buffers[policy].version - self._policies[policy].max_staleness
+
+    def cancelled(self, group: TaskGroup) -> None:
+        """Cancel a running training group."""
+        self.unfinished.remove(group)
+        self.admission.given_up(len(group.unresolved), self.policies_of(group))
+        self.admission.ended(len(group.order.indices), self.policies_of(group))
+        for policy in self.policies_of(group):
+            self.mixtures[policy].ended(group.order.source, len(group.order.indices))
+        for policy, count in self._sequences_per_policy(group.trajectories).items():
+            self.admission.finished(policy, count)
+            self.admission.returned(policy, count)
+
+    def resolved(self, group: TaskGroup, outcome: Outcome) -> list[GroupVerdict]:
+        """Handle the outcome of a slot of a training group (the group holds the outcome). The last slot judges the
+        advantage groups."""
+        policies = self.policies_of(group)
+        if isinstance(outcome, Trajectory):
+            self.admission.resolved(self._sequences_per_policy([outcome]), policies)
+        else:
+            self.admission.given_up(1, policies)
+        for policy in policies:
+            for statistics in self._statistics(policy, group.order.source):
+                statistics.note(policy, outcome)
+        return self._completed(group) if group.complete else []
+
+    def _statistics(self, policy: str, source: str) -> list[StepStatistics]:
+        """Those of the policy, and those of the source where there are several."""
+        own = self._of_sources.get((policy, source))
+        return [self._since_batch[policy], *([] if own is None else [own])]
+
+    def _completed(self, group: TaskGroup) -> list[GroupVerdict]:
+        self.unfinished.remove(group)
+        policies, source, num_slots = self.policies_of(group), group.order.source, len(group.order.indices)
+        self.admission.ended(num_slots, policies)
+        found_of = self._sequences_per_policy(group.trajectories)
+        for policy in policies:
+            self.mixtures[policy].ended(source, num_slots, found_of.get(policy, 0))
+        for policy, count in found_of.items():
+            self.admission.finished(policy, count)
+        verdicts = [
+            self._take_in(found, group.order.seed)
+            for found in self._rules.groups(group)
+            if found.policy in self._policies
+        ]
+        for policy in policies:
+            self._note_use(
+                policy, source, [verdict.outcome for verdict in verdicts if verdict.policy == policy], num_slots
+            )
+        if verdicts:
+            self._on_judged(group.id, verdicts)
+        if not self._buffered[group.id]:
+            del self._buffered[group.id]
+            self._on_closed(group.id, fates.ClosedReason.NOTHING_TO_TRAIN)
+        return verdicts
+
+    def _note_use(self, policy: str, source: str, outcomes: list[fates.GroupFate], num_slots: int) -> None:
+        """Note whether a complete task group has anything that its policy can train, now or if it were in time."""
+        if not set(outcomes) <= _NOTHING_LEARNT:
+            self.mixtures[policy].kept(source)
+        elif self.mixtures[policy].dropped(source, num_slots) and self.mixtures[policy].is_mixed:
+            log.warning(
+                "source.exhausted", policy=policy, source=source, task_groups=self.mixtures[policy].exhausted[source],
+                effect="batches no longer wait for it (data.exhausted_after)",
+            )  # fmt: skip
+
+    def _take_in(self, group: AdvantageGroup, seed: int) -> GroupVerdict:
+        scaled = self._sources.get(group.source)
+        if scaled is not None and scaled.advantage_scale != 1.0:
+            group = replace(group, advantage_scale=scaled.advantage_scale)
+        outcome, kept, num_expired = self._judge(group, seed)
+        return GroupVerdict(
+            policy=group.policy,
+            role=group.role,
+            attempt=group.attempt,
+            num_sequences=group.size,
+            num_kept=kept.size if kept else 0,
+            mean=kept.mean if kept else group.mean,
+            std=kept.std if kept else group.std,
+            outcome=outcome,
+            members=member_fates(group, kept, outcome, self._policies[group.policy].resample, seed),
+            num_expired=num_expired,
+        )
+
+    def _judge(self, group: AdvantageGroup, seed: int) -> tuple[fates.GroupFate, AdvantageGroup | None, int]:
+        """Put a complete advantage group into its buffer, or drop the group. Returns the fate, the buffered part, and
+        the number of members that are too old. ``seed``: of its task group."""
+        policy = group.policy
+        config = self._policies[policy]
+        judged, num_clipped = self._rules.transformed(group)  # a clip can make rewards equal, and never unequal
+        self._count(policy, StepFact.REWARDS_CLIPPED, num_clipped)
+        since = self._since_batch[policy]
+        since.trained_sum = finite(since.trained_sum + judged.mean * judged.num_compared)
+        since.num_transformed += judged.num_compared
+        if config.dynamic_sampling and judged.rewards_equal:  # they carry no gradient
+            for statistics in self._statistics(policy, group.source):
+                statistics.counts[StepKey.GROUPS_EQUAL_DROPPED] += 1
+            self.num_filtered[policy] += group.size
+            self.num_filtered_in_a_row[policy] += group.size
+            self._drop(group, fates.RunCount.SEQUENCES_EQUAL_REWARDS)
+            return fates.GroupFate.EQUAL_REWARDS, None, 0
+        if config.resample is not None:
+            kept = resample_group(group, config.resample, seed)
+            left_out = group.size - (kept.size if kept else 0)
+            self.admission.returned(policy, left_out)
+            self._counters[fates.RunCount.SEQUENCES_RESAMPLED_AWAY.value] += left_out
+            if kept is None:
+                since.counts[StepKey.GROUPS_EQUAL_DROPPED] += 1
+                return fates.GroupFate.RESAMPLED_AWAY, None, 0
+            group = kept
+        if config.overlong_penalty is not None:
+            group, penalties = shape_group(group, config.overlong_penalty)
+            since.num_shaped += len(penalties)
+            since.num_overlong += sum(penalty > 0 for penalty in penalties)
+            since.penalty_sum += sum(penalties)
+        trained = without_masked(self._rules.transformed(group)[0])
+        num_masked = group.size - (trained.size if trained else 0)
+        self.admission.returned(policy, num_masked)
+        self._count(policy, StepFact.TRUNCATED_MASKED, num_masked)
+        if trained is None:
+            return fates.GroupFate.TRUNCATED, None, 0
+        group = trained
+        if self._is_surplus(group):
+            self._drop(group, fates.RunCount.SEQUENCES_SURPLUS)
+            return fates.GroupFate.SURPLUS, None, 0
+        kept, old = self.buffers[policy].add(group)
+        self._expire(policy, old)
+        if kept is None:
+            return fates.GroupFate.EXPIRED, None, len(old)
+        self._buffered[group.task_group_id] += 1
+        self.num_kept[policy] += kept.size
+        self._counters[fates.RunCount.SEQUENCES_KEPT.value] += kept.size
+        self.num_filtered_in_a_row[policy] = 0
+        return fates.GroupFate.KEPT, kept, len(old)
+
+    def _is_surplus(self, group: AdvantageGroup) -> bool:
+        """Whether no batch has room for the group. The verdict keeps the answer: a recovery does not know which
+        trainers were absent, nor the outstanding slots of closed task groups."""
+        before = self.surplus_before.get(group.task_group_id)
+        if before is not None:
+            return (group.policy, group.role, group.attempt) in before
+        return self.admission.is_surplus(group.policy, group.size)
+
+    def _expire(self, policy: str, members: list[Member]) -> None:
+        """Count members that are too old to be trained."""
+        self._count(policy, StepFact.SEQUENCES_EXPIRED, len(members))
+        self._count(policy, StepFact.TOKENS_EXPIRED, sum(member.sequence.num_trained_tokens for member in members))
+        self.admission.returned(policy, len(members))
+
+    def _count(self, policy: str, fact: StepFact, number: int) -> None:
+        """Add to the statistics of the policy's step and to the counters of the run."""
+        self._since_batch[policy].counts[fact] += number
+        self._counters[fact.value] += number
+
+    def _drop(self, group: AdvantageGroup, counter: fates.RunCount) -> None:
+        self.admission.returned(group.policy, group.size)
+        self._counters[counter.value] += group.size
+
+    def buffered_groups(self) -> set[str]:
+        """Task groups with sequences that wait for a batch, or may be in another one."""
+        replayable = (group.task_group_id for store in self.replay.values() for group in store.groups)
+        return set(self._buffered) | set(replayable)
+
+    def take_batch(self, policy: str, training_step: int) -> tuple[list[AdvantageGroup], dict[str, float]]:
+        """Groups for the next batch, and the statistics since the previous batch."""
+        groups = self.buffers[policy].take()
+        statistics = self._since_batch[policy].summary() | self.mixtures[policy].facts(sizes_by_source(groups))
+        statistics |= of_sources({source: self._of_sources[policy, source] for source in self._sources})
+        self._begin_statistics(policy)
+        self._given_to_trainer(policy, training_step, sum(group.size for group in groups))
+        if self.replay[policy].enabled:
+            self._fresh[policy, training_step] = groups
+        return groups, statistics
+
+    def _begin_statistics(self, policy: str) -> None:
+        self._since_batch[policy] = StepStatistics()
+        for source in self._sources:
+            self._of_sources[policy, source] = StepStatistics()
+
+    def _given_to_trainer(self, policy: str, training_step: int, num_sequences: int) -> None:
+        self._in_training[policy, training_step] = num_sequences
+        self.admission.taken(policy, num_sequences)
+
+    def draw_replayed(self, policy: str, training_step: int, num_fresh: int) -> list[AdvantageGroup]:
+        """Trained groups that fill up a batch with this many fresh sequences, as far as young enough groups exist."""
+        if not self.replay[policy].enabled:
+            return []
+        drawn = self.replay[policy].draw(training_step, self._policies[policy].size - num_fresh)
+        self._counters[fates.RunCount.SEQUENCES_REPLAYED.value] += sum(group.size for group in drawn)
+        return drawn
+
+    def refill_replay(self, policy: str, first_step: int, fresh: Iterable[list[AdvantageGroup]]) -> None:
+        """Refill the replay store with the groups that an earlier process trained first in the steps from
+        ``first_step`` on."""
+        version = self.replay[policy].version
+        self.replay[policy] = ReplayStore(policy, self._policies[policy].replay, self._seed)
+        for training_step, groups in enumerate(fresh, start=first_step):
+            if training_step <= version:
+                self.replay[policy].trained(groups, training_step)
+            else:
+                self._fresh[policy, training_step] = groups
+
+    def batch_recorded(self, groups: Iterable[AdvantageGroup]) -> None:
+        """Note that a batch of these groups is durable."""
+        for group in groups:
+            self._left_buffer(group, fates.ClosedReason.TRAINED)
+
+    def recover_batch(self, record: BatchRecord) -> None:
+        """Apply a batch that an earlier process recorded: its sequences leave the buffer."""
+        policy = record.policy
+        fresh = [entry for entry in record.entries if not entry.replayed]
+        groups = self.buffers[policy].take_named({entry.sequence_id for entry in fresh})
+        self._begin_statistics(policy)
+        missing = len(fresh) - sum(group.size for group in groups)  # of task groups closed long ago
+        self.admission.accounts[policy].accepted += missing
+        self._given_to_trainer(policy, record.training_step, len(fresh))
+        self.batch_recorded(groups)
+
+    def note_lost(self, num_sequences: int) -> None:
+        """Count sequences of a recorded batch that the journal cannot read; the batch is served without them."""
+        self._counters[fates.RunCount.SEQUENCES_LOST.value] += num_sequences
+
+    def lose_batch(self, policy: str, named: Collection[str]) -> None:
+        """Handle the lost record of a batch: drop the waiting groups that no later batch names, as they may have been
+        in the lost batch and must not be trained twice."""
+        self._begin_statistics(policy)
+        for group in self.buffers[policy].take_unnamed(named):
+            self._drop(group, fates.RunCount.SEQUENCES_SET_ASIDE)
+            self._left_buffer(group, fates.ClosedReason.SET_ASIDE)
+
+    def advanced(self, policy: str, version: int) -> None:
+        """Handle a published version: its batch is trained, and groups that are too old leave."""
+        self.admission.advanced(policy, version)
+        for key in [k for k in self._in_training if k[0] == policy and k[1] <= version]:
+            self.admission.trained(policy, self._in_training.pop(key))
+        self.replay[policy].trained(self._fresh.pop((policy, version), []), version)
+        for group, old in self.buffers[policy].advance(version):
+            self._expire(policy, old)
+            if len(old) == group.size:
+                self._left_buffer(group, fates.ClosedReason.EXPIRED)
+
+    def _left_buffer(self, group: AdvantageGroup, reason: fates.ClosedReason) -> None:
+        name = group.task_group_id
+        self._buffered[name] -= 1
+        if self._buffered[name] <= 0:
+            del self._buffered[name]
+            self._on_closed(name, reason)
+
+    def _sequences_per_policy(self, trajectories: Iterable[Trajectory]) -> dict[str, int]:
+        """Number of sequences per trained policy."""
+        found: dict[str, int] = {}  # a Counter takes longer to make than to fill
+        for trajectory in trajectories:
+            for sequence in trajectory.sequences:
+                if sequence.policy in self._policies:
+                    found[sequence.policy] = found.get(sequence.policy, 0) + 1
+        return found
+
 
 KEPT_IN_MEMORY = 2  # the newest batches, for the ranks that ask a little later
 WAIT_SHARE = 0.25  # of the time that the training step before took, where the recipe does not say
@@ -117,24 +526,20 @@ class Batches:
         config: BatchConfig,
         experience: ExperiencePipeline,
         journal: Journal,
-        open_reader: Callable[[], JournalReader],
-        may_begin: Callable[[int], bool] | None = None,
-        cancel: Callable[[list[TaskGroup]], None] = lambda groups: None,
-        fault_of: Callable[[Sequence], str] = lambda sequence: "",
-        clock: Callable[[], float] = time.monotonic,
-        may_compute: Callable[[bool], bool] | None = None,
+        *,
+        cancel: Callable[[list[TaskGroup]], None],
+        clock: Callable[[], float],
+        may_begin: Callable[[int], bool] | None,
+        may_compute: Callable[[bool], bool] | None,
     ) -> None:
         """``may_begin``: whether lockstep and threshold, where the run has one, let a step begin. ``cancel`` ends the open
-        slots of groups whose results could only be dropped; ``fault_of`` returns the reason for which the trainer would refuse
-        a sequence. ``may_compute``, of a shared device, is told whether a batch that a rank asks for is ready, and returns
+        slots of groups whose results could only be dropped. ``may_compute``, of a shared device, is told whether a batch that a rank asks for is ready, and returns
         whether the trainer may compute on it now."""
         self.policy = policy
         self._config = config
         self._experience = experience
         self._journal = journal
-        self._open_reader = open_reader
         self._may_begin = may_begin
-        self._fault_of = fault_of
         self._may_compute = may_compute
         self._clock = clock
         self.late = LateGroups(policy, config, experience, cancel, clock)
@@ -210,35 +615,9 @@ class Batches:
         finally:
             self.num_waiting -= 1
         if training_step <= self.newest_step:
-            return await self._usable(await self._replay(training_step))
+            return await self._replay(training_step)
         # Shielded: a rank that goes away must not tear an assembly that has taken sequences from the buffer.
-        return await self._usable(await asyncio.shield(asyncio.ensure_future(self._assemble(training_step))))
-
-    async def _usable(self, batch: Batch) -> Batch:
-        """The batch without the sequences that the trainer would refuse after each restart.
-
-        Raises:
-            BatchLostError: no sequence is left.
-        """
-        faults = await called(self._faults, batch, in_thread=len(batch.sequences) > MOST_AT_ONCE)
-        if not faults:
-            return batch
-        recent = self._recent.get(batch.record.training_step)
-        if recent is not None and recent.sequences.keys().isdisjoint(faults):  # found by the call of another rank
-            return Batch(record=recent.record, sequences=recent.sequences, replayed=batch.replayed)
-        name, fault = next(iter(faults.items()))
-        log.error(
-            "batch.unusable", policy=self.policy, step=batch.record.training_step, sequences=len(faults), first=name,
-            fault=fault, effect="the batch is trained without them", see="rollmill journal RUN list",
-        )  # fmt: skip
-        left = {name: found for name, found in batch.sequences.items() if name not in faults}
-        batch = Batch(record=reduced(batch.record, left), sequences=left, replayed=batch.replayed)
-        self._experience.note_lost(len(faults))
-        self._remember(batch)
-        return batch
-
-    def _faults(self, batch: Batch) -> dict[str, str]:
-        return {name: fault for name, found in batch.sequences.items() if (fault := self._fault_of(found))}
+        return await asyncio.shield(asyncio.ensure_future(self._assemble(training_step)))
 
     def _is_granted(self, training_step: int) -> bool:
         """Whether the batch can be served, and the trainer may compute on it now."""
@@ -312,11 +691,8 @@ class Batches:
         return batch
 
     def _read(self, training_step: int) -> tuple[Batch, list[str]]:
-        reader = self._open_reader()
-        try:
+        with contextlib.closing(JournalReader(self._journal.directory)) as reader:
             return read_what_is_left(reader, self.policy, training_step)
-        finally:
-            reader.close()
 
     def _note(self, record: BatchRecord) -> None:
         self.newest_step = max(self.newest_step, record.training_step)

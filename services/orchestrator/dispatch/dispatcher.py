@@ -22,12 +22,12 @@ from services.common.config.data import EvaluationConfig
 from services.common.records.fates import RunCount
 from services.common.records.types import TaskGroupOrder
 from services.common.telemetry.log_events import LogEvent
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.dispatch.evaluation import Evaluations, Evaluators
 from services.orchestrator.dispatch.published_versions import Announcer, FanOut
 from services.orchestrator.journal import records
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.records import GroupRecord
-from services.orchestrator.journal.writer import Journal
 from services.orchestrator.members.commands import CancelGroup, PlayGroup
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.members.replica import Held, Replica, Shelf

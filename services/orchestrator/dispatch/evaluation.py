@@ -29,7 +29,7 @@ from services.common.config.data import EvaluationConfig
 from services.common.config.recipe import Recipe
 from services.common.records.types import Purpose, TaskGroupOrder, Trajectory
 from services.common.seeds import derived_seed
-from services.orchestrator.buffer.rewards import RewardRules, filled_rows
+from services.orchestrator.buffer.buffer import RewardRules, filled_rows
 from services.orchestrator.dispatch.evaluation_pass import EvaluationPass, kind_of
 from services.orchestrator.dispatch.threshold import step_of
 from services.orchestrator.journal.records import EvaluationResult

@@ -20,12 +20,11 @@ from itertools import islice
 
 from services.common.records.fates import RunCount
 from services.common.records.types import FetchPlan, WeightVersion
-from services.orchestrator.buffer.batches import Batches
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
 from services.orchestrator.dispatch.evaluation import Evaluators
 from services.orchestrator.dispatch.threshold import Threshold
 from services.orchestrator.journal import records
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.members.commands import AnnounceVersion
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.members.replica import Held, Replica

@@ -16,7 +16,7 @@ from services.common.records.masked import REPLICAS_LOST
 from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.dispatch.evaluation import Evaluations
-from services.orchestrator.ingest.ingest import Ingest
+from services.orchestrator.ingest import Ingest
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.state.groups import TaskGroup
 from services.orchestrator.state.versions import VersionLedger

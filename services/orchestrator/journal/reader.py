@@ -1,8 +1,7 @@
 """Reads the journal: durable records by kind and key, checked against their checksums.
 
-Trusts the index as far as the segments confirm the index. Scans records that the index lacks. When the index
-contradicts the segments, or another process has locked the index, reads from a private index made from the segments.
-Changes no file. Independent of the meaning of records.
+Trusts an index that fits the segments, and scans the records that it lacks. Without such an index, scans all segments
+into an index of its own. Changes no file. Independent of the meaning of records.
 """
 
 from __future__ import annotations
@@ -11,37 +10,52 @@ import heapq
 import math
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import structlog
 
 from services.common.errors import CorruptDataError
-from services.orchestrator.journal.storage.index import IN_MEMORY, INDEX_FILE, NOTHING, UNUSABLE, Index, Indexed
-from services.orchestrator.journal.storage.index_keeper import compare, synchronise
-from services.orchestrator.journal.storage.scan import Damage, DamageReason, header_before, scan
-from services.orchestrator.journal.storage.segments import (
+from services.common.records.fates import SetAsideReason
+from services.common.telemetry.log_events import LogEvent
+from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.index import IN_MEMORY, INDEX_FILE, UNUSABLE, Index, is_in_place, place_of
+from services.orchestrator.journal.journal import Journal
+from services.orchestrator.journal.records import SetAside
+from services.orchestrator.journal.segments import (
     COLLECTED,
+    Damage,
+    DamageReason,
     Place,
     Row,
     Unpacker,
     checksum_of,
+    scan,
     segment_path,
     sizes_in,
 )
+from services.orchestrator.state.groups import split_sequence_id
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
 LOCK_S = 1.0  # for a lock of another process
+MOST_LOGGED = 20  # set-aside records of one start; others are counted, and `rollmill journal RUN list` shows them
+
+# Errors of parsing a record whose bytes are whole.
+UNREADABLE = (CorruptDataError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 
 
 class JournalReader:
     """Reads durable records, beside the writer or without one. Used by one thread at a time."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ``ConfigError`` for a journal of an earlier release, ``CorruptDataError`` for one of a later."""
+        """Raises ``CorruptDataError`` for a journal of a later release."""
         self._directory = directory
         self._unpacker = Unpacker()
         self._open_files: dict[str, tuple[int, int]] = {}  # kind -> segment and descriptor
@@ -49,14 +63,15 @@ class JournalReader:
         self._tail: list[Row] = []  # behind the index, in order of numbers
         self._tail_ends: dict[Place, int] = {}
         self._tail_damage: dict[Place, list[Damage]] = {}
-        self._known: dict[Place, Indexed] = {}
-        self._changes = -1  # of the index when ``_known`` was read
-        self._indexes: list[Index] = []
-        self._private = False
+        self._ends: dict[Place, int] = {}  # of the indexed parts
+        self._changes = -1  # of the index when ``_ends`` was read
+        self._indexes: list[Index] = []  # the last one counts; others may still serve an iteration
+        self._own = False  # whether that one was made by this reader
         try:
-            self._use_shared()
+            self._indexes.append(Index(directory / INDEX_FILE, timeout_s=LOCK_S, read_only=True))
+            self._check(self._index.unfit(directory))
         except UNUSABLE as error:
-            self._use_private(error)
+            self._scan(error)
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
@@ -88,7 +103,7 @@ class JournalReader:
                     before = row.number
                     yield row
         except sqlite3.Error as error:
-            self._use_private(error)
+            self._scan(error)
             yield from (row for row in self._index.last_rows(kind) if row.number < before)
 
     def last_number(self) -> int:
@@ -113,10 +128,6 @@ class JournalReader:
         return self.select(
             condition, (kind, prefix, prefix[:-1] + "0"), lambda row: row.kind == kind and row.key.startswith(prefix)
         )
-
-    def segment_sizes(self, kind: str) -> dict[int, int]:
-        """Bytes of every segment file of a kind."""
-        return {segment: size for (found, segment), size in sizes_in(self._directory).items() if found == kind}
 
     def find(self, kind: str, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
         """The newest intact record of each key; keys without one are absent."""
@@ -146,7 +157,9 @@ class JournalReader:
                 return
             except UNUSABLE as error:
                 if index is self._index:
-                    self._use_private(error)
+                    if self._own:
+                        raise
+                    self._scan(error)
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -167,13 +180,13 @@ class JournalReader:
     def load_line(self, row: Row) -> bytes | None:
         """The same as the written JSON line."""
         line, reason = self._read(row)
-        if line is None:
-            moved = self._moved(row)
-            if moved is None:  # deleted: collected, or reported as a gap
-                return None
-            row = moved
+        if line is None and reason is DamageReason.CHECKSUM and not is_in_place(self._directory, row):
+            # The index has changed bytes, or the header is damaged, too.
+            others = scan(self._directory, row.kind, row.segment)
+            row = next((found for found in others if isinstance(found, Row) and found.number == row.number), row)
             line, reason = self._read(row)
-        if line is None:
+        is_gone = reason is DamageReason.LOST and any(self.rows_of(COLLECTED, f"{row.kind}/{row.segment}"))
+        if line is None and not is_gone:
             self._note_unreadable(row, reason)
         return line
 
@@ -185,22 +198,6 @@ class JournalReader:
             number=row.number, key=row.key,
         )  # fmt: skip
         log.error("journal.corrupted", kind=row.kind, key=row.key, segment=row.segment, offset=row.offset)
-
-    def _moved(self, row: Row) -> Row | None:
-        """The current position of a record in a segment that may have been rewritten since; None for a deleted record."""
-        opened = self._open_files.pop(row.kind, None)
-        if opened is not None:
-            os.close(opened[1])
-        found = next(self.select("r.number = ?", (row.number,), lambda found: found.number == row.number), None)
-        if found is None or self._is_in_place(found):
-            return found
-        # The index has the places in the file that was there before, or the record's header is damaged, too.
-        rows = scan(self._directory, found.kind, found.segment)
-        return next((other for other in rows if isinstance(other, Row) and other.number == found.number), found)
-
-    def _is_in_place(self, row: Row) -> bool:
-        header = header_before(self._directory, row.kind, row.segment, row.offset, row.key)
-        return header is not None and (header.number, header.checksum) == (row.number, row.checksum)
 
     def _read(self, row: Row) -> tuple[bytes | None, DamageReason]:
         """A line, or the reason for which the line is unreadable."""
@@ -254,69 +251,48 @@ class JournalReader:
     def _index(self) -> Index:
         return self._indexes[-1]
 
-    def _use_shared(self) -> None:
-        self._indexes.append(Index(self._directory / INDEX_FILE, timeout_s=LOCK_S, read_only=True))
-        found = compare(self._directory, self._index)
-        self._check(bool(found.replaced or found.shortened))
-        self._check(not set(found.missing) <= self._index.collected())
+    def _check(self, contradiction: str) -> None:
+        if contradiction:
+            raise sqlite3.DatabaseError(contradiction)
 
-    def _check(self, contradicts: bool) -> None:
-        if contradicts:
-            raise sqlite3.DatabaseError("the index contradicts the segments")
-
-    def _use_private(self, reason: Exception) -> None:
-        if self._private:
-            raise reason
+    def _scan(self, reason: Exception) -> None:
+        """Make an index of all segments for this reader."""
         log.warning("journal.read_without_index", directory=str(self._directory), reason=str(reason))
-        private = Index(IN_MEMORY, timeout_s=LOCK_S)
-        try:
-            if self._indexes:
-                private.copy_from(self._index)
-            usable = private.is_consistent()
-        except UNUSABLE:
-            usable = False
-        if not usable:
-            private.close()
-            private = Index(IN_MEMORY, timeout_s=LOCK_S)
-        synchronise(self._directory, private)
-        self._indexes.append(private)
-        self._private = True
+        self._indexes.append(Index(IN_MEMORY, timeout_s=LOCK_S))
+        self._index.catch_up(self._directory, torn_ends=False)
+        self._own = True
+        self._changes = -1
         self._tail, self._tail_ends, self._tail_damage = [], {}, {}
 
     def _refresh(self) -> None:
-        """Index the records written since the last call."""
-        if self._private:
-            synchronise(self._directory, self._index)
-            return
+        """Find the records written since the last call."""
         try:
             self._scan_tails()
         except UNUSABLE as error:
-            self._use_private(error)
+            self._scan(error)
+            self._scan_tails()
 
     def _scan_tails(self) -> None:
         changes = self._index.changes()
         if changes != self._changes:
-            self._known = self._index.segments()  # before the sizes: a record in progress appears in its segment first
+            # Before the sizes: a record in progress appears in its segment first.
+            self._ends = {place: end for place, end, *_ in self._index.segments()}
             self._changes = changes
-            self._tail = [
-                row for row in self._tail if row.offset >= self._known.get((row.kind, row.segment), NOTHING).end
-            ]
+            self._tail = [row for row in self._tail if row.offset >= self._ends.get((row.kind, row.segment), 0)]
         sizes = sizes_in(self._directory)
-        missing = self._known.keys() - sizes.keys()
-        if missing:
-            self._check(not missing <= self._index.collected())
         new: list[Row] = []
         for place, size in sizes.items():
-            known = self._known.get(place, NOTHING)
-            self._check(size < known.end)
-            if size < self._tail_ends.get(place, 0):  # rewritten since
-                del self._tail_ends[place]
-                self._tail = [row for row in self._tail if (row.kind, row.segment) != place]
-            start = max(known.end, self._tail_ends.get(place, 0))
+            end = self._ends.get(place, 0)
+            self._check(f"{place[0]}-{place[1]:06d} has {size} bytes, not {end}" if size < end else "")
+            start = max(end, self._tail_ends.get(place, 0))
             if size > start:
                 new += self._scan_tail(place, start)
         if new:
             self._tail = sorted([*self._tail, *new])
+        missing = self._ends.keys() - sizes.keys()
+        if missing and not self._own:
+            collected = self._index.collected() | {place_of(row) for row in self._tail if row.kind == COLLECTED}
+            self._check(f"{min(missing - collected)} is gone" if missing - collected else "")
 
     def _scan_tail(self, place: Place, start: int) -> Iterator[Row]:
         self._tail_damage[place] = []
@@ -341,3 +317,188 @@ def _without(gaps: Iterable[tuple[int, int]], present: list[tuple[int, int]]) ->
             at += 1
         if begin <= end:
             yield begin, end
+
+
+# --- records that are set aside --------------------------------------------------------------------------------------
+
+_Identity = int | tuple[str, int, int]  # the record's number, else its kind, segment and offset
+
+
+def _identity(number: int, kind: str, segment: int, offset: int) -> _Identity:
+    return number or (kind, segment, offset)
+
+
+class Quarantine:
+    """Set-aside records: damaged, unreadable or unusable ones, each named once in the journal itself.
+
+    A record is known by its number, so a later record of the same slot is valid; damaged bytes without a known record are
+    identified by their position. A start reads the set-aside records of earlier starts and does not check them again, so
+    no record is tried twice, and a restart alone does not grow the journal.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[_Identity, SetAside] = {}
+        self._new: dict[_Identity, SetAside] = {}  # of these, not in the journal yet
+
+    @classmethod
+    def of(cls, reader: JournalReader) -> Quarantine:
+        """With the set-aside records of earlier processes."""
+        found = cls()
+        for row in reader.rows_of(records.SET_ASIDE):
+            try:
+                if (record := reader.load(row)) is not None:
+                    noted = records.set_aside_from_json(record)
+                    found._known[_identity(noted.number, noted.kind, noted.segment, noted.offset)] = noted
+            except (KeyError, TypeError, ValueError):
+                log.warning("journal.unreadable", kind=row.kind, segment=row.segment, offset=row.offset)
+        return found
+
+    def __contains__(self, row: Row) -> bool:
+        return _identity(row.number, row.kind, row.segment, row.offset) in self._known
+
+    def __iter__(self) -> Iterator[SetAside]:
+        return iter(self._known.values())
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, row: Row, reason: SetAsideReason, detail: str = "") -> None:
+        """Set a record aside; a repetition has no effect."""
+        identity = _identity(row.number, row.kind, row.segment, row.offset)
+        if identity in self._known:
+            return
+        noted = SetAside(
+            kind=row.kind, key=row.key, number=row.number, segment=row.segment, offset=row.offset, reason=reason,
+            detail=detail,
+        )  # fmt: skip
+        self._known[identity] = self._new[identity] = noted
+
+    def add_span(self, span: Damage) -> Row:
+        """Set an unreadable span aside; returns its row, as far as the span names one."""
+        row = Row(span.number, span.kind, span.key, span.segment, span.offset, 0, 0)
+        self.add(row, SetAsideReason.DAMAGED, str(span))
+        return row
+
+    def is_new(self, row: Row) -> bool:
+        """Whether this process set the record aside."""
+        return _identity(row.number, row.kind, row.segment, row.offset) in self._new
+
+    def write(self, journal: Journal) -> None:
+        """Write the records set aside since the last call to the journal and the log."""
+        for noted in list(self._new.values())[:MOST_LOGGED]:
+            log.error(LogEvent.RECORD_SET_ASIDE, **records.set_aside_to_json(noted))
+        if self._new:
+            log.error("journal.set_aside_in_all", records=len(self._new), see="rollmill journal RUN list --set-aside")
+        for noted in self._new.values():
+            record = records.set_aside_to_json(noted)
+            journal.submit(records.SET_ASIDE, f"{noted.kind}/{noted.segment}/{noted.offset}", record.copy)
+        self._new.clear()
+
+    def counts(self) -> Counter[tuple[str, SetAsideReason]]:
+        """Records by kind and reason."""
+        return Counter((noted.kind, noted.reason) for noted in self._known.values())
+
+
+def decode(reader: JournalReader, row: Row, aside: Quarantine, parse: Callable[[dict[str, Any]], T]) -> T | None:
+    """A record, or None for one that is, or now was, set aside."""
+    if row in aside:
+        return None
+    try:
+        record = reader.load(row)
+        if record is not None:
+            return parse(record)
+    except UNREADABLE as error:
+        aside.add(row, SetAsideReason.UNREADABLE, f"{type(error).__name__}: {error}")
+        return None
+    aside.add(row, SetAsideReason.DAMAGED)
+    return None
+
+
+# --- selections of records -------------------------------------------------------------------------------------------
+
+
+def numbered(row: Row) -> tuple[str, int | None]:
+    """Policy and number of the key of a version or batch; None for a key without them."""
+    policy, _, number = row.key.rpartition("/")
+    return policy, int(number) if number.isdecimal() else None
+
+
+def open_groups(reader: JournalReader) -> list[Row]:
+    """Task groups that no record closes."""
+    closed = f"EXISTS (SELECT 1 FROM records AS c WHERE c.kind = '{records.CLOSED}' AND c.key = r.key)"
+    rows = list(
+        reader.select(f"r.kind = '{records.GROUP}' AND NOT {closed}", (), lambda row: row.kind == records.GROUP)
+    )
+    closed_since = {row.key for row in reader.find_all_rows(records.CLOSED, [row.key for row in rows])}
+    return [row for row in rows if row.key not in closed_since]
+
+
+# --- retention -------------------------------------------------------------------------------------------------------
+
+
+def collect(
+    journal: Journal,
+    oldest_checkpoint_steps: Mapping[str, int],
+    live_groups: Collection[str],
+    *,
+    current: Mapping[str, int] | None = None,
+) -> list[Place]:
+    """Delete the closed segments of which the run can need no record, and return them. Blocking: call from a thread.
+
+    Needed are trajectories of batches since the oldest kept checkpoint of their policy and of live task groups, and the
+    newest state. All other kinds stay for ever: they are small, and metrics, fates and traces are made from them
+    (docs/journal.md). A segment with damage stays.
+
+    ``oldest_checkpoint_steps``: by policy, the oldest checkpoint that its trainer may start from. ``live_groups`` are task
+    groups that are running or have sequences in a buffer; ``current`` are the open segments at a moment before the listing
+    of these groups (default: now), so that later records stay.
+
+    Raises ``OSError``, and ``InfrastructureError`` where the journal cannot delete a segment.
+    """
+    current = journal.current_segments() if current is None else current
+    with closing(JournalReader(journal.directory)) as reader:
+        stays = {(d.kind, d.segment) for d in reader.damage() if d.reason is not DamageReason.TORN}
+        needed: dict[str, Iterable[Row]] = {records.STATE: _newest(reader, records.STATE)}
+        trajectories = needed_trajectories(reader, oldest_checkpoint_steps, live_groups)
+        if trajectories is not None:
+            needed[records.TRAJECTORY] = trajectories
+        stays |= {(row.kind, row.segment) for rows in needed.values() for row in rows}
+    removed = [
+        place
+        for place in sizes_in(journal.directory)
+        if place[0] in needed and place[1] < current.get(place[0], 0) and place not in stays
+    ]
+    for kind, segment in removed:
+        journal.remove_segments(kind, [segment])
+    return removed
+
+
+def needed_trajectories(
+    reader: JournalReader, oldest_checkpoint_steps: Mapping[str, int], live_groups: Collection[str]
+) -> list[Row] | None:
+    """Rows of the needed trajectories: of batches after the oldest kept checkpoint, and of live task groups. None while one of these
+    batches is unreadable: a failing disk may return the batch later."""
+    keys: dict[str, None] = {}
+    for row in reader.rows_of(records.BATCH):
+        policy, _, step = row.key.rpartition("/")
+        if not step.isdecimal() or int(step) <= oldest_checkpoint_steps.get(policy, 0):
+            continue
+        try:
+            batch = records.batch_from_json(reader.load(row) or {})
+            slots = [split_sequence_id(entry.sequence_id)[:2] for entry in batch.entries]
+        except (CorruptDataError, KeyError, TypeError, ValueError, AttributeError) as error:
+            log.warning("journal.nothing_collected", batch=row.key, reason=f"{type(error).__name__}: {error}")
+            return None
+        keys |= dict.fromkeys(rollouts.trajectory_key(group, index) for group, index in slots)
+    rows = {row.number: row for row in reader.find_all_rows(records.TRAJECTORY, keys)}
+    for name in live_groups:
+        rows |= {row.number: row for row in reader.rows_below(records.TRAJECTORY, f"{name}/")}
+    return list(rows.values())
+
+
+def _newest(reader: JournalReader, kind: str) -> Iterator[Row]:
+    """Rows of a kind from the newest back to the first readable one."""
+    for row in reader.last_rows(kind):
+        yield row
+        if reader.load(row) is not None:
+            return

@@ -27,7 +27,7 @@ from services.common.records.types import (
 from services.orchestrator.state.scores import DatasetScore, Estimate
 
 if TYPE_CHECKING:
-    from services.orchestrator.journal.writer import Journal
+    from services.orchestrator.journal.journal import Journal
 
 # Kinds of records; each is the name of its segment files.
 RUN = "runs"
@@ -158,7 +158,7 @@ def group_from_json(record: Json) -> GroupRecord:
         evaluation=record["evaluation"],
         replica_id=record["replica_id"],
         incarnation=record["incarnation"],
-        born=born_from_json(record),
+        born=_versions_from_json(record["born"]),
     )
 
 
@@ -174,7 +174,7 @@ def assignment_to_json(task_group_id: str, replica_id: str, incarnation: str, bo
 
 def assignment_from_json(record: Json) -> tuple[str, str, dict[str, int]]:
     """(replica id, incarnation, start versions by policy)."""
-    return record["replica_id"], record["incarnation"], born_from_json(record)
+    return record["replica_id"], record["incarnation"], _versions_from_json(record["born"])
 
 
 def closed_to_json(task_group_id: str, reason: fates.ClosedReason) -> Json:
@@ -188,13 +188,8 @@ def close_group(journal: Journal, task_group_id: str, reason: fates.ClosedReason
 
 
 def closed_reason(record: Json) -> str:
-    """A ``ClosedReason``, or the reason of another release."""
+    """A ``ClosedReason``."""
     return str(record["reason"])
-
-
-def born_from_json(record: Json) -> dict[str, int]:
-    """Of the record of a task group or of an assignment; None for records without a version."""
-    return _versions_from_json(record.get("born", []))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,7 @@ from services.common.errors import ConfigError, ModelMismatchError, UnknownPolic
 from services.common.records.fates import RunCount
 from services.common.records.masked import MaskedCause, cause_of
 from services.orchestrator.dispatch.dispatcher import Dispatcher
-from services.orchestrator.ingest.ingest import Ingest
-from services.orchestrator.ingest.masked import MaskedSamples
+from services.orchestrator.ingest import Ingest, MaskedSamples
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.members.trainers import TrainerLeases
 from services.orchestrator.stalls.facts import PAUSED_ITSELF, Hold

@@ -9,10 +9,9 @@ from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.dispatch.evaluation import Evaluations
 from services.orchestrator.dispatch.published_versions import PublishedVersions
 from services.orchestrator.dispatch.threshold import Threshold
-from services.orchestrator.ingest.ingest import Ingest
-from services.orchestrator.ingest.masked import MaskedSamples
-from services.orchestrator.journal.quarantine import Quarantine
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.ingest import Ingest, MaskedSamples
+from services.orchestrator.journal.journal import Journal
+from services.orchestrator.journal.reader import Quarantine
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.members.trainers import TrainerLeases
 from services.orchestrator.policy_view import PolicyView

@@ -14,8 +14,8 @@ from services.common.telemetry.components import ORCHESTRATOR, is_of_trainer, is
 from services.common.telemetry.metrics import ThroughputKey
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.dispatch.retry_limit import GoneVersions, OverdueGroups
-from services.orchestrator.journal.retention import MOST_REWRITTEN, collect
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.journal.journal import Journal
+from services.orchestrator.journal.reader import collect
 from services.orchestrator.members.absences import Absences
 from services.orchestrator.members.pool import REPORT_S, ReplicaPool
 from services.orchestrator.members.trainers import TrainerLeases
@@ -93,25 +93,21 @@ class Collector:
         self._collected: dict[str, int] = {}  # oldest checkpoint steps at the last complete collection
 
     async def collect(self) -> None:
-        """Delete unneeded records. On a full disk, only delete whole segments: rewriting one needs space."""
-        most_rewritten = 0 if self._journal.blocked else MOST_REWRITTEN
+        """Delete segments of unneeded records."""
         steps = {trainer.policy: trainer.oldest_checkpoint_step for trainer in self._trainers}
         if len(steps) < self._num_trainers or steps == self._collected:
             return
         current = self._journal.current_segments()
         live = self._live_groups()
         try:
-            found = await asyncio.to_thread(
-                collect, self._journal, steps, live, current=current, most_rewritten=most_rewritten
-            )
+            removed = await asyncio.to_thread(collect, self._journal, steps, live, current=current)
         except (OSError, InfrastructureError) as error:
-            # No space for the rewrite, or a failing disk: try again later.
+            # No space for the record of a deletion, or a failing disk: try again later.
             log.warning("journal.not_collected", reason=str(error))
             return
-        if len(found.rewritten) < most_rewritten:  # else there may be more
-            self._collected = steps
-        if found.removed or found.rewritten:
-            log.info("journal.collected", removed=found.removed, rewritten=found.rewritten, num_bytes=found.num_bytes)
+        self._collected = steps
+        if removed:
+            log.info("journal.collected", removed=removed)
 
 
 class Watch:

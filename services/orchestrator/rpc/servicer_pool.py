@@ -29,7 +29,7 @@ from services.common.wire import records as serde
 from services.common.wire.accounts import account_from_proto, peer_from_proto
 from services.common.wire.refusals import refusal_reason_to_proto
 from services.common.wire.weights import fetch_plan_to_proto, weight_transfer_from_proto, weight_version_to_proto
-from services.orchestrator.ingest.ingest import INVALID_RECORD, Answer, Ingest, RecordOutcome
+from services.orchestrator.ingest import INVALID_RECORD, Answer, Ingest, RecordOutcome
 from services.orchestrator.members.commands import (
     AnnounceVersion,
     CancelGroup,

@@ -25,9 +25,9 @@ from services.common.wire.weights import weight_version_from_proto
 from services.orchestrator.buffer.assembly import MOST_AT_ONCE, Batch
 from services.orchestrator.buffer.batches import Batches
 from services.orchestrator.dispatch.published_versions import PublishedVersions
-from services.orchestrator.ingest.bounds import RecordBounds
+from services.orchestrator.ingest import RecordBounds
 from services.orchestrator.journal import records
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.members.absences import Absences
 from services.orchestrator.members.commands import (
     PauseTraining,

@@ -14,7 +14,7 @@ from benchmarks._peers import ScriptedReplica, ScriptedTrainer
 from services.common.records.fates import SetAsideReason
 from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.journal import records
-from services.orchestrator.journal.storage.index import INDEX_FILE, remove_index
+from services.orchestrator.journal.index import INDEX_FILE, remove_index
 from tests.integration.orchestrator.conftest import Orchestrator
 from tests.unit.orchestrator.damage import flip, loaded, rows
 from tests.waiting import until

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from benchmarks import _process_tree, _race_arms, _race_curves, _race_programs, _race_report, race, where_time_goes
 from services.common.records.types import RolloutPhase, RolloutTiming
 from services.orchestrator.journal import records
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.rollouts import trajectory_to_json
-from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.builders import trajectory
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"

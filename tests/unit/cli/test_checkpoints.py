@@ -34,7 +34,7 @@ from services.common.config.reading.loading import RESOLVED, load_recipe
 from services.common.errors import ConfigError, CorruptDataError
 from services.common.records.types import WeightVersion
 from services.orchestrator.journal import records
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.journal.journal import Journal
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 WEIGHT = "weights/causal_lm.w"

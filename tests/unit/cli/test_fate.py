@@ -240,8 +240,8 @@ async def test_masked_tokens_are_told_apart_from_trained_ones(worlds: Worlds) ->
 
 def change_batch(run_dir: Path, change: Callable[[dict[str, Any], int], dict[str, Any]], masked: int) -> None:
     """Write the only batch record anew."""
-    from services.orchestrator.journal.storage.index import INDEX_FILE, remove_index
-    from services.orchestrator.journal.storage.segments import Packer, segment_path, write_header
+    from services.orchestrator.journal.index import INDEX_FILE, remove_index
+    from services.orchestrator.journal.segments import Packer, segment_path, write_header
 
     reader = JournalReader(run_dir / "journal")
     (row,) = reader.rows_of(records.BATCH)

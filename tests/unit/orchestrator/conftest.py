@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.journal import writer
+from services.orchestrator.journal import journal
 from tests.unit.orchestrator.world import World, worlds_in
 
 
 @pytest.fixture
 def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commits follow each other at once: these tests wait for hundreds of single records."""
-    monkeypatch.setattr(writer, "LINGER_S", 0.0)
+    monkeypatch.setattr(journal, "LINGER_S", 0.0)
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from services.orchestrator.journal.index import INDEX_FILE, remove_index
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.index import INDEX_FILE, remove_index
-from services.orchestrator.journal.storage.segments import Row, segment_path
+from services.orchestrator.journal.segments import Row, segment_path
 
 
 def rows(run_dir: Path, kind: str, key: str | None = None) -> list[Row]:

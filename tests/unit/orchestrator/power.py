@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.orchestrator.journal.storage.segments import Files
+from services.orchestrator.journal.segments import Files
 
 Operation = tuple[Any, ...]
 

@@ -20,7 +20,7 @@ async def test_a_large_pool_hears_of_a_version_a_part_at_a_time_and_of_the_newes
         await world.publish(1)
         told = [replica for replica in replicas if replica.moving]
         assert len(told) < len(replicas), "not all at one moment"
-        world.parts.pool.expect(replicas[-1].replica_id, "another life")  # replicas that left hear of no version
+        world.core.pool.expect(replicas[-1].replica_id, "another life")  # replicas that left hear of no version
         await world.publish(2)
         async with asyncio.timeout(WAIT_S):
             while not all(replica.announced == {"model0": (2, world.clock.now)} for replica in replicas[:-1]):
@@ -61,13 +61,13 @@ async def test_relays_hear_of_a_version_before_those_that_fetch_from_them(tmp_pa
             for number in range(2 * AT_ONCE)
         ]
         told: list[str] = []
-        tell = world.parts.pool.tell
+        tell = world.core.pool.tell
 
         def noted(replica: Replica, version: AnnounceVersion) -> None:
             told.append(replica.replica_id)
             tell(replica, version)
 
-        world.parts.pool.tell = noted  # type: ignore[method-assign]
+        world.core.pool.tell = noted  # type: ignore[method-assign]
         await world.publish(1)
         async with asyncio.timeout(WAIT_S):
             while len(told) < len(replicas):

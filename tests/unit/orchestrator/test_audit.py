@@ -14,9 +14,9 @@ from benchmarks._journal_audit import Findings, Rule, audit
 from services.common.records import fates
 from services.common.records.types import MinibatchTotals, WeightVersion
 from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import BatchEntry, BatchRecord, GroupRecord, GroupVerdict
-from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.builders import failure, order, trajectory
 
 SIZE, STEPS = 2, 3

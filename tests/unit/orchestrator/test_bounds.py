@@ -32,14 +32,18 @@ from services.common.records.types import (
     WeightVersion,
 )
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
-from services.orchestrator.ingest.bounds import (
+from services.orchestrator.ingest import (
+    MOST_SENDERS,
     MOST_SEQUENCES,
+    OTHERS,
+    Answer,
     PolicyBounds,
     RecordBounds,
+    RecordOutcome,
     RecordRefusedError,
+    Refusals,
     bounded_failure,
 )
-from services.orchestrator.ingest.ingest import MOST_SENDERS, OTHERS, Answer, RecordOutcome, Refusals
 from services.orchestrator.members.replica import Held
 from services.orchestrator.rpc import report_bounds
 from services.orchestrator.tasks.vocabulary import vocab_size
@@ -195,7 +199,7 @@ def test_a_failure_keeps_what_fits_and_loses_the_rest() -> None:
 
 async def answered(world: World, made: Trajectory | RolloutFailure, sender: tuple[str, str] | None) -> list[Answer]:
     answers: list[Answer] = []
-    world.parts.ingest.submit(made, answers.append, sender)
+    world.core.ingest.submit(made, answers.append, sender)
     await world.settle()
     return answers
 
@@ -214,7 +218,7 @@ async def test_a_slot_is_filled_by_whom_it_was_given_to_now_or_before(worlds: Wo
     )
     world.clock.now += 31.0  # the first one's lease runs out, and its slots are issued again
     world.join("second")
-    world.parts.pool.expire()
+    world.core.pool.expire()
     await world.settle()
     assert name in {issued.task_group_id for issued in await world.orders(second)}
     zombie = (await answered(world, trajectory(name, 0, reward=1.0), ("first", "1")))[0]
@@ -224,7 +228,7 @@ async def test_a_slot_is_filled_by_whom_it_was_given_to_now_or_before(worlds: Wo
         (refused,) = await answered(world, trajectory(name, 1), nobody)
         assert refused.outcome is RecordOutcome.REFUSED
         assert refused.refusal is not None and refused.refusal.reason is Reason.NOT_A_MEMBER
-    assert 1 in world.parts.groups[name].unresolved  # its slot is still open
+    assert 1 in world.core.groups[name].unresolved  # its slot is still open
 
 
 async def test_owners_are_known_after_a_restart_and_a_stranger_cannot_adopt_a_task_group(worlds: Worlds) -> None:
@@ -238,7 +242,7 @@ async def test_owners_are_known_after_a_restart_and_a_stranger_cannot_adopt_a_ta
     refused = (await answered(world, trajectory(names[0], 1), ("second", "1")))[0].refusal
     assert refused is not None and refused.reason is Reason.NOT_A_MEMBER
     world.clock.now += 31.0
-    world.parts.pool.expire()  # the groups have no replica now
+    world.core.pool.expire()  # the groups have no replica now
     thief = world.join("thief", running=names, slots=1)
     assert not thief.assignments
     back = world.join("first", running=names)
@@ -255,14 +259,14 @@ async def test_a_refused_slot_fails_so_that_its_group_completes_and_the_reason_i
     (told,) = await answered(world, bad, ("a", "1"))
     assert told.outcome is RecordOutcome.INVALID
     assert told.refusal is not None and told.refusal.reason is Reason.REWARD
-    stored = world.parts.groups[name].outcomes[0]
+    stored = world.core.groups[name].outcomes[0]
     assert isinstance(stored, RolloutFailure) and stored.reason == "INVALID_RECORD"
-    assert world.parts.counters["refused_reward"] == world.parts.counters["failures_invalid_record"] == 1
+    assert world.core.counters["refused_reward"] == world.core.counters["failures_invalid_record"] == 1
     for index in (1, 2, 3):
         await answered(world, trajectory(name, index, reward=float(index % 2)), ("a", "1"))
-    assert name not in world.parts.groups
+    assert name not in world.core.groups
     await world.crash()
-    assert world.parts.experience.buffers["model0"].num_sequences == 3
+    assert world.core.experience.buffers["model0"].num_sequences == 3
 
 
 async def test_a_failure_of_a_replica_does_not_pose_as_a_word_of_the_orchestrator(worlds: Worlds) -> None:
@@ -273,8 +277,8 @@ async def test_a_failure_of_a_replica_does_not_pose_as_a_word_of_the_orchestrato
     name = (await world.orders(replica))[0].task_group_id
     posing = RolloutFailure(task_group_id=name, index=0, reason="TOO_OLD", replica_id="a")
     await answered(world, posing, ("a", "1"))
-    assert world.parts.counters["slots_cancelled"] == 0
-    assert world.parts.counters["failures_replica_too_old"] == 1
+    assert world.core.counters["slots_cancelled"] == 0
+    assert world.core.counters["failures_replica_too_old"] == 1
 
 
 # -- reports about refusals -------------------------------------------------------------------------------------------

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from services.common.config.training.policy import BatchConfig
 from services.common.records.types import Segment
-from services.orchestrator.buffer.experience import AdvantageGroup, ExperienceBuffer, Expired, LateRule, mask_sequence
-from services.orchestrator.buffer.rewards import advantage_groups
+from services.orchestrator.buffer.buffer import (
+    AdvantageGroup,
+    ExperienceBuffer,
+    Expired,
+    LateRule,
+    advantage_groups,
+    mask_sequence,
+)
 from tests.unit.orchestrator.builders import complete_group, group, sequence, trajectory
 
 

@@ -61,11 +61,11 @@ class Shared:
 
     async def fill_buffer(self, version: int = 0) -> None:
         """Play until a batch is ready, and no further."""
-        ready = self.world.parts.experience.buffers["model0"]
+        ready = self.world.core.experience.buffers["model0"]
         while not ready.ready:
             for replica in self.replicas.values():
                 self.orders += await self.world.orders(replica)
-            assert self.orders, self.world.parts.dispatcher.waits_for
+            assert self.orders, self.world.core.dispatcher.waits_for
             await self.world.play(self.orders.pop(0), version)
 
     async def begin(self, policies: Iterable[str] = ("model0",)) -> None:
@@ -241,7 +241,7 @@ async def test_apart_members_are_told_nothing(tmp_path: Path) -> None:
     trainer = world.trainer_api.join("model0", "t", 1, 0, {})
     await world.publish(0)
     world.train()
-    buffer, found = world.parts.experience.buffers["model0"], await world.commands(replica)
+    buffer, found = world.core.experience.buffers["model0"], await world.commands(replica)
     for command in found:
         if isinstance(command, PlayGroup) and not buffer.ready:
             await world.play(command.order)

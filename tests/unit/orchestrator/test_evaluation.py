@@ -64,7 +64,7 @@ async def test_with_replicas_to_spare_one_is_pinned_and_the_others_go_on(worlds:
         other = second if evaluator is first else first
         assert any(isinstance(c, AnnounceVersion) for c in await world.commands(other))
         await world.send(*(trajectory(o.task_group_id, 0, version=1, reward=1.0) for o in evaluation))
-        result = world.parts.evaluations.results["step-1/greedy"]
+        result = world.core.evaluations.results["step-1/greedy"]
         assert (result.pinned, dict(result.versions), result.mean_reward) == (True, {"model0": 1}, 1.0)
         assert any(isinstance(c, AnnounceVersion) for c in await world.commands(evaluator)), "now it moves on"
 
@@ -88,7 +88,7 @@ async def test_a_lone_replica_evaluates_on_a_share_and_says_which_versions(world
         await world.send(
             failure(evaluation[1].task_group_id, 0), trajectory(more[0].task_group_id, 0, version=1, reward=1.0)
         )
-        result = world.parts.evaluations.results["step-1/greedy"]
+        result = world.core.evaluations.results["step-1/greedy"]
         assert not result.pinned
         assert (dict(result.versions), dict(result.newest_versions)) == ({"model0": 0}, {"model0": 1})
         (score,) = result.datasets
@@ -107,7 +107,7 @@ async def test_a_dataset_may_have_its_own_number_of_samples(worlds: Callable[...
             await world.send(
                 *(trajectory(order.task_group_id, i, version=0, reward=float(i == 0)) for i in order.indices)
             )
-        result = world.parts.evaluations.results["start/greedy"]
+        result = world.core.evaluations.results["start/greedy"]
         assert {score.name: score.samples_per_item for score in result.datasets} == {"large": 1, "small": 3}
         assert (result.num_trajectories, result.mean_reward) == (12, (1 + 1 / 3) / 2)
 
@@ -129,10 +129,10 @@ async def test_an_evaluator_that_dies_is_replaced_by_one_with_the_same_version(w
         for replica in replicas.values():
             report(world, replica, 1)
         world.clock.now += 20.0
-        assert [r.replica_id for r in world.parts.pool.expire()] == [left.replica_id]
+        assert [r.replica_id for r in world.core.pool.expire()] == [left.replica_id]
         for order in training[2:]:
             await world.play(order)
-        world.parts.dispatcher.schedule()
+        world.core.dispatcher.schedule()
         again = [o for r in replicas.values() for o in split(await world.orders(r))[1]]
         assert {o.task_group_id for o in got[pinned]} <= {o.task_group_id for o in again}
 
@@ -148,7 +148,7 @@ async def test_each_policy_that_plays_apart_is_evaluated_by_itself(worlds: Calla
     for order in orders:
         (policy,) = order.policies
         await world.send(trajectory(order.task_group_id, 0, sequence(policy=policy), reward=float(policy == "a")))
-    results = {name: result.mean_reward for name, result in world.parts.evaluations.results.items()}
+    results = {name: result.mean_reward for name, result in world.core.evaluations.results.items()}
     assert results == {"asked/greedy/a": 1.0, "asked/greedy/b": 0.0}
 
 
@@ -165,12 +165,12 @@ async def test_a_run_that_only_evaluates_takes_the_replicas_checkpoint_for_its_v
         other = world.replica_api.join(
             Hello(replica_id="other", incarnation="1", num_slots=8, held={"model0": Held(0, "another digest")})
         )
-        assert not world.parts.dispatcher.may_play(other.held, {"model0": 0}), "it loaded something else"
+        assert not world.core.dispatcher.may_play(other.held, {"model0": 0}), "it loaded something else"
         await world.settle()
         end = await world.orders(replica)
         await world.send(*(trajectory(order.task_group_id, 0, reward=1.0) for order in end))
         await asyncio.wait_for(life, WAIT_S)
-    assert world.parts.evaluations.results["start/greedy"].mean_reward == 1.0
+    assert world.core.evaluations.results["start/greedy"].mean_reward == 1.0
 
 
 async def test_a_replica_that_was_told_of_a_newer_version_is_pinned_to_that_one(worlds: Callable[..., World]) -> None:
@@ -208,7 +208,7 @@ async def test_when_training_ends_an_evaluation_that_nobody_plays_yet_is_played_
         training, _ = split(await world.orders(first) + await world.orders(second))
         await train_one_step(world, training[:2], 1, 0)
         await train_one_step(world, training[2:4], 2, 0)
-        world.parts.dispatcher.train = False
+        world.core.dispatcher.train = False
         for replica in (first, second):
             report(world, replica, 2)
         orders = split(await world.orders(first) + await world.orders(second))[1]
@@ -223,7 +223,7 @@ async def test_no_more_trajectories_of_evaluations_are_played_at_once_than_is_al
         await world.publish(0)
         _, first = split(await world.orders(world.join(slots=16)))
         assert len(first) == 2, "of three, with slots for all"
-        assert "evaluation.max_in_flight" in world.parts.dispatcher.waits_for
+        assert "evaluation.max_in_flight" in world.core.dispatcher.waits_for
     await world.crash()  # work in progress continues
     async with living(world):
         replica = world.join(slots=16, running=[order.task_group_id for order in first])
@@ -235,7 +235,7 @@ async def test_no_more_trajectories_of_evaluations_are_played_at_once_than_is_al
         await world.send(
             failure(first[1].task_group_id, 0), trajectory(more[0].task_group_id, 0, version=0, reward=1.0)
         )
-        result = world.parts.evaluations.results["start/greedy"]
+        result = world.core.evaluations.results["start/greedy"]
         assert (result.num_trajectories, result.num_failed) == (3, 1)
 
 
@@ -268,13 +268,13 @@ async def test_a_rows_seed_depends_on_its_dataset_and_row_and_on_nothing_else(wo
 
     async def seeds(world: World, evaluation_id: str) -> dict[str, list[int]]:
         await world.core.begin_evaluation(evaluation_id)
-        version = world.parts.ledgers["model0"].newest_number
+        version = world.core.ledgers["model0"].newest_number
         orders = await world.orders(world.join(number=version))
         await world.send(
             *(trajectory(o.task_group_id, i, version=version, reward=1.0) for o in orders for i in o.indices)
         )
         found: dict[str, list[int]] = {}
-        for row in world.parts.evaluations._rows:
+        for row in world.core.evaluations._rows:
             found.setdefault(row[0], []).append(orders.pop(0).seed)
         assert not orders
         return found
@@ -301,7 +301,7 @@ async def test_an_evaluation_is_compared_with_the_first_of_its_kind_item_by_item
 
     async def evaluate(evaluation_id: str, rewards: list[float]) -> None:
         await world.core.begin_evaluation(evaluation_id)
-        version = world.parts.ledgers["model0"].newest_number
+        version = world.core.ledgers["model0"].newest_number
         orders = await world.orders(world.join(number=version))
         for order, reward in zip(orders, rewards * 2, strict=True):
             await world.send(trajectory(order.task_group_id, 0, version=version, reward=reward))
@@ -311,7 +311,7 @@ async def test_an_evaluation_is_compared_with_the_first_of_its_kind_item_by_item
     await world.crash()
     await world.publish(1)
     await evaluate("second", [1.0, 0.0, 1.0, 0.5, 0.0, 0.25])
-    first, second = (world.parts.evaluations.results[f"{name}/drawn"] for name in ("first", "second"))
+    first, second = (world.core.evaluations.results[f"{name}/drawn"] for name in ("first", "second"))
     assert (first.compared_with, first.difference) == ("", None)
     assert second.compared_with == "first/drawn"
     one, two = second.datasets
@@ -321,7 +321,7 @@ async def test_an_evaluation_is_compared_with_the_first_of_its_kind_item_by_item
     assert two.difference.value == pytest.approx(-0.25)
     assert second.difference is not None and second.difference.value == pytest.approx((1 / 3 - 0.25) / 2)
     await world.crash()
-    assert world.parts.evaluations.results["second/drawn"] == second
+    assert world.core.evaluations.results["second/drawn"] == second
 
 
 def test_an_evaluation_is_read_from_the_journal_as_it_was() -> None:
@@ -375,7 +375,7 @@ async def test_a_lone_replica_is_pinned_also_for_a_pass_that_is_larger_than_its_
         await train_one_step(world, training, 1, 0)
         report(world, replica, 1)
         played: list[str] = []
-        while "step-1/greedy" not in world.parts.evaluations.results:
+        while "step-1/greedy" not in world.core.evaluations.results:
             training, evaluation = split(await world.orders(replica))
             assert not training or len(played) + len(evaluation) in (0, 3), "none between the first task and the last"
             for order in training:
@@ -384,7 +384,7 @@ async def test_a_lone_replica_is_pinned_also_for_a_pass_that_is_larger_than_its_
             for order in evaluation:
                 played.append(order.task_group_id)
                 await world.send(*(trajectory(order.task_group_id, i, version=1) for i in order.indices))
-        result = world.parts.evaluations.results["step-1/greedy"]
+        result = world.core.evaluations.results["step-1/greedy"]
         assert (result.pinned, dict(result.versions), dict(result.newest_versions)) == (True, *[{"model0": 1}] * 2)
 
 
@@ -408,11 +408,11 @@ async def test_an_evaluation_after_a_slow_one_is_named_after_the_step_that_it_ev
         await world.send(*(trajectory(order.task_group_id, 0, version=5) for order in next_one))
         await world.publish(6)
         await world.settle()
-        results = world.parts.evaluations.results
+        results = world.core.evaluations.results
         assert {name: dict(result.versions) for name, result in results.items()} == {
             "step-2/greedy": {"model0": 2}, "step-5/greedy": {"model0": 5},
         }  # fmt: skip
-        assert [current.name for current in world.parts.evaluations] == ["step-6/greedy"]
+        assert [current.name for current in world.core.evaluations] == ["step-6/greedy"]
 
 
 @pytest.mark.parametrize("share", [None, 0.125])
@@ -425,8 +425,8 @@ async def test_an_evaluation_of_a_step_that_would_repeat_the_one_of_the_end_is_s
     async def ends(replica: Replica) -> None:
         _, orders = split(await world.orders(replica))
         assert [dict(order.required_versions) for order in orders] == [{"model0": 2}] * 3
-        assert list(world.parts.evaluations.results) == []
-        assert [current.name for current in world.parts.evaluations] == ["end/greedy"]
+        assert list(world.core.evaluations.results) == []
+        assert [current.name for current in world.core.evaluations] == ["end/greedy"]
 
     async with living(world):
         await world.publish(0)
@@ -439,7 +439,7 @@ async def test_an_evaluation_of_a_step_that_would_repeat_the_one_of_the_end_is_s
         for order in training[2:4]:
             await world.play(order)
         await world.trainer_api.pull_batch("model0", 2, timeout_s=WAIT_S)
-        world.parts.dispatcher.train = False
+        world.core.dispatcher.train = False
         report(world, replica, 2)  # the replica is past version 1
         await world.publish(2)
         await world.settle()
@@ -471,7 +471,7 @@ async def test_an_evaluation_on_its_own_version_is_finished_after_training(world
         report(world, replica, 2)
         _, orders = split(await world.orders(replica))
         await world.send(*(trajectory(order.task_group_id, 0, version=2) for order in orders))
-        found = {name: dict(result.versions) for name, result in world.parts.evaluations.results.items()}
+        found = {name: dict(result.versions) for name, result in world.core.evaluations.results.items()}
         assert found == {"step-1/greedy": {"model0": 1}, "end/greedy": {"model0": 2}}
 
 
@@ -500,18 +500,18 @@ async def test_an_evaluation_of_a_step_whose_version_is_lost_is_begun_again_on_t
             await watch.tick()
             world.clock.now += 5.0
         await world.settle()
-        assert {current.evaluation_id for current in world.parts.evaluations} == {"step-2"}
-        assert world.parts.ingest.failures_in_a_row == 0 and not world.parts.control.paused
+        assert {current.evaluation_id for current in world.core.evaluations} == {"step-2"}
+        assert world.core.ingest.failures_in_a_row == 0 and not world.core.control.paused
     if restarts:
         await world.crash()
     async with living(world):
         replica = world.join(number=2, slots=8, incarnation="3")
-        while len(world.parts.evaluations.results) < 2:
+        while len(world.core.evaluations.results) < 2:
             for order in await world.orders(replica):
                 if order.purpose is Purpose.EVALUATION:
                     assert dict(order.required_versions) == {"model0": 2}
                 await world.send(*(trajectory(order.task_group_id, i, version=2, reward=1.0) for i in order.indices))
-        results = world.parts.evaluations.results
+        results = world.core.evaluations.results
         assert {name: (r.mean_reward, r.num_failed) for name, r in results.items()} == {
             "step-2/greedy": (1.0, 0), "step-2/sampled": (1.0, 0),
         }  # fmt: skip
@@ -528,9 +528,9 @@ async def test_an_evaluation_is_played_by_the_replica_with_the_nearest_version_a
         for name, slots, number in (("near", 8, 4), ("far", 64, 5), ("farther", 32, 6)):
             world.join(name, number=number, slots=slots)
         for version in (4, 5, 6):
-            world.parts.versions.apply(WeightVersion(policy="model0", number=version, digest=f"d{version}"), {})
+            world.core.versions.apply(WeightVersion(policy="model0", number=version, digest=f"d{version}"), {})
         await world.core.begin_evaluation("asked")
-        (current,) = world.parts.evaluations
+        (current,) = world.core.evaluations
         current.wanted = {"model0": 4}
         await world.settle()
         assert (dict(current.versions), current.evaluators) == ({"model0": 4}, {"near"})

@@ -17,9 +17,8 @@ from services.common.errors import RolloutTimeoutError
 from services.common.records import fates
 from services.common.records.types import Segment, Sequence, StopReason, Trajectory
 from services.orchestrator.buffer.assembly import assemble
-from services.orchestrator.buffer.experience import AdvantageGroup
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
-from services.orchestrator.buffer.rewards import RewardRules, RewardTransform
+from services.orchestrator.buffer.batches import ExperiencePipeline
+from services.orchestrator.buffer.buffer import AdvantageGroup, RewardRules, RewardTransform
 from services.orchestrator.journal.records import BatchRecord, GroupVerdict
 from services.orchestrator.state.groups import Outcome, TaskGroup
 from tests.unit.orchestrator.builders import failure, order, trajectory
@@ -93,8 +92,8 @@ class Events(RuleBasedStateMachine):
             self.surplus[name] = {(v.policy, v.role, v.attempt) for v in found}
 
         return ExperiencePipeline(
-            self.configs, NUM_STEPS, Counter(), on_closed, self.admit, self.reward_rules, seed=7, on_judged=on_judged,
-            sources=self.sources, exhausted_after=3,
+            self.configs, NUM_STEPS, Counter(), admit=self.admit, on_closed=on_closed, on_judged=on_judged,
+            rules=self.reward_rules, seed=7, sources=self.sources, exhausted_after=3,
         )  # fmt: skip
 
     def version(self, policy: str) -> int:

@@ -15,10 +15,16 @@ from hypothesis import example, given
 from services.common.config.training.policy import BatchConfig, OverlongPenaltyConfig, ResampleConfig
 from services.common.records.types import StopReason
 from services.orchestrator.buffer.assembly import assemble
-from services.orchestrator.buffer.experience import AdvantageGroup
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
-from services.orchestrator.buffer.resample import resample_group
-from services.orchestrator.buffer.rewards import RewardRules, RewardTransform, advantage_groups, shape_group, statistics
+from services.orchestrator.buffer.batches import ExperiencePipeline
+from services.orchestrator.buffer.buffer import (
+    AdvantageGroup,
+    RewardRules,
+    RewardTransform,
+    advantage_groups,
+    resample_group,
+    shape_group,
+    statistics,
+)
 from services.orchestrator.state.scores import Estimate, compared, mean_difference, overall, score
 from services.orchestrator.tasks.curation import FilterSolved, Greso
 from tests.unit.orchestrator.builders import complete_group

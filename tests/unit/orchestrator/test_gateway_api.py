@@ -28,7 +28,7 @@ async def test_a_gateway_of_node_0_is_where_the_recipe_says_and_nothing_waits_fo
     api = gateway_of(world)
     assert api.address == "127.0.0.1:50099"
     api.left(api.join(HERE))
-    assert api.address == "127.0.0.1:50099" and not world.parts.dispatcher.holds
+    assert api.address == "127.0.0.1:50099" and not world.core.dispatcher.holds
 
 
 async def test_nothing_is_issued_until_the_gateway_of_another_node_has_joined(worlds: Callable[..., World]) -> None:
@@ -38,7 +38,7 @@ async def test_nothing_is_issued_until_the_gateway_of_another_node_has_joined(wo
     await world.publish(0)
     world.train()
     assert api.address == "" and await world.orders(replica) == []
-    assert "gateway of node 1 (envgateway.node) has not joined" in world.parts.dispatcher.held_back
+    assert "gateway of node 1 (envgateway.node) has not joined" in world.core.dispatcher.held_back
 
     number = api.join(HERE)
     commands = await world.commands(replica)
@@ -46,10 +46,10 @@ async def test_nothing_is_issued_until_the_gateway_of_another_node_has_joined(wo
     assert len(commands) > 1 and api.address == HERE
 
     api.left(number)
-    assert "envgateway" in world.parts.dispatcher.holds
+    assert "envgateway" in world.core.dispatcher.holds
     assert api.address == HERE, "for replicas that join meanwhile: it may come back there"
     api.join(HERE)
-    assert not world.parts.dispatcher.holds
+    assert not world.core.dispatcher.holds
     assert UseGateway(HERE) not in await world.commands(replica), "which they know"
 
 
@@ -61,7 +61,7 @@ async def test_the_gateway_that_joined_last_counts_and_then_the_one_that_is_left
     second = api.join(THERE)
     assert api.address == THERE
     api.left(second)
-    assert api.address == HERE and not world.parts.dispatcher.holds
+    assert api.address == HERE and not world.core.dispatcher.holds
     told = [command for command in await world.commands(replica) if isinstance(command, UseGateway)]
     assert told == [UseGateway(HERE), UseGateway(THERE), UseGateway(HERE)]
 

@@ -27,7 +27,7 @@ COUNTERS = {
 async def test_every_gauge_and_counter_of_the_orchestrator_has_its_metric(tmp_path: Path) -> None:
     world = World(tmp_path, policies=("actor", "verifier"))
     try:
-        parts = world.parts
+        parts = world.core
         parts.counters.update(dict.fromkeys(COUNTERS, 5))
         parts.versions.last_metrics["actor"] = {"trainer/loss": 0.5, "rollout_reward_mean": 1.0, "broken": float("nan")}
         rows = [{"prompt": "a"}, {"prompt": "a a"}, {"prompt": {1, 2}}, {"answer": "1"}]

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 
-from services.orchestrator.buffer.rewards import advantage_groups, dynamic_sampling, statistics
+from services.common.config.training.policy import BatchConfig
+from services.orchestrator.buffer.batches import ExperiencePipeline
+from services.orchestrator.buffer.buffer import advantage_groups, statistics
 from services.orchestrator.state.groups import TaskGroup, sequence_id, split_sequence_id
 from tests.unit.orchestrator.builders import complete_group, failure, group, sequence, trajectory
 
@@ -95,10 +98,17 @@ def test_an_incomplete_group_has_no_statistics() -> None:
 
 
 def test_dynamic_sampling_drops_equal_rewards_and_off_is_truly_off() -> None:
-    equal = advantage_groups(complete_group("a", [1.0, 1.0]))
-    mixed = advantage_groups(complete_group("b", [1.0, 0.0]))
-    assert dynamic_sampling([*equal, *mixed], enabled=True) == (mixed, equal)
-    assert dynamic_sampling([*equal, *mixed], enabled=False) == ([*equal, *mixed], [])
+    for enabled, kept in ((True, ["b"]), (False, ["a", "b"])):
+        config = BatchConfig(size=4, dynamic_sampling=enabled)
+        experience = ExperiencePipeline({"model0": config}, 3, Counter())
+        for name, rewards in (("a", [1.0, 1.0]), ("b", [1.0, 0.0])):
+            made = complete_group(name, rewards)
+            outcomes, made.outcomes = list(made.outcomes.values()), {}
+            experience.issued(made)
+            for outcome in outcomes:
+                made.resolve(outcome)
+                experience.resolved(made, outcome)
+        assert [found.task_group_id for found in experience.buffers["model0"].groups] == kept
 
 
 def test_sequence_ids_are_read_back() -> None:

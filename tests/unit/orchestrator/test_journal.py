@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ConfigError, CorruptDataError, InfrastructureError
+from services.common.errors import CorruptDataError, InfrastructureError
 from services.common.records.kept_tokens import left_out_row, pack
 from services.common.records.types import NO_TIMING, RolloutPhase, RolloutTiming
-from services.orchestrator.journal import records, rollouts, writer
+from services.orchestrator.journal import journal as journal_module
+from services.orchestrator.journal import records, rollouts
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.scan import DamageReason
-from services.orchestrator.journal.storage.segments import COLLECTED, Files, SegmentWriter, segment_path
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.journal.segments import COLLECTED, DamageReason, Files, SegmentWriter, segment_path
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.waiting import WAIT_S, until
 
@@ -145,7 +146,7 @@ class Disk(Files):
 async def test_without_free_disk_nothing_is_acknowledged_and_nothing_is_lost(
     open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "RETRY_S", 0.02)
+    monkeypatch.setattr(journal_module, "RETRY_S", 0.02)
     disk = Disk()
     journal = open_journal(files=disk)
     await put(journal, 1)
@@ -163,7 +164,7 @@ async def test_without_free_disk_nothing_is_acknowledged_and_nothing_is_lost(
 async def test_without_free_disk_segments_are_deleted_and_the_record_of_it_takes_the_last_bytes(
     open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "RETRY_S", 0.02)
+    monkeypatch.setattr(journal_module, "RETRY_S", 0.02)
     disk = Disk()
     journal = open_journal(files=disk, segment_bytes=1)
     for number in range(4):
@@ -205,7 +206,7 @@ async def test_a_segment_stays_where_no_byte_is_left_for_the_record_of_its_delet
 async def test_a_write_that_fails_half_way_is_undone_and_tried_again(
     open_journal: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "RETRY_S", 0.02)
+    monkeypatch.setattr(journal_module, "RETRY_S", 0.02)
     journal = open_journal()
     await put(journal, 1)
     real = SegmentWriter.append
@@ -260,7 +261,7 @@ def test_an_array_of_another_length_is_refused(text: str, count: int) -> None:
 
 
 def through_json(value: dict[str, Any]) -> dict[str, Any]:
-    loaded: dict[str, Any] = writer.orjson.loads(writer.orjson.dumps(value, option=writer.orjson.OPT_SERIALIZE_NUMPY))
+    loaded: dict[str, Any] = orjson.loads(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
     return loaded
 
 
@@ -306,15 +307,6 @@ async def test_every_record_says_when_it_became_durable(open_journal: Open, tmp_
     assert begin <= times[0] <= times[1] <= time.time()
 
 
-async def test_a_journal_of_plain_jsonl_is_refused_and_left_alone(tmp_path: Path) -> None:
-    old = tmp_path / "task_groups-000001.jsonl"
-    old.write_text('{"n": 1}\n')
-    for make in (Journal, JournalReader):
-        with pytest.raises(ConfigError, match=r"task_groups-000001\.jsonl.*before its segments were compressed"):
-            make(tmp_path)
-    assert old.read_text() == '{"n": 1}\n'
-
-
 async def test_segments_can_be_opened_as_datasets(open_journal: Open, tmp_path: Path) -> None:
     import datasets
 
@@ -330,7 +322,7 @@ async def test_segments_can_be_opened_as_datasets(open_journal: Open, tmp_path: 
 async def test_a_record_that_is_awaited_does_not_wait_for_others(
     open_journal: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "LINGER_S", 3600.0)
+    monkeypatch.setattr(journal_module, "LINGER_S", 3600.0)
     journal = open_journal()
     written: list[str] = []
     async with asyncio.timeout(WAIT_S):

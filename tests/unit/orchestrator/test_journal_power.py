@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.journal import writer
+from services.orchestrator.journal import journal as journal_module
+from services.orchestrator.journal.index import INDEX_FILE
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.index import INDEX_FILE
-from services.orchestrator.journal.storage.segments import COLLECTED, Files
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.journal.segments import COLLECTED, Files
 from tests.unit.orchestrator.power import Disk, Operation, RecordingFiles
 from tests.waiting import WAIT_S
 
@@ -100,7 +100,7 @@ async def a_run(tmp_path: Path, files: RecordingFiles) -> list[Path]:
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "RETRY_S", 0.01)
+    monkeypatch.setattr(journal_module, "RETRY_S", 0.01)
 
 
 async def test_what_is_acknowledged_survives_a_power_cut_at_any_operation(tmp_path: Path) -> None:
@@ -169,26 +169,6 @@ async def test_a_deleted_segment_is_named_before_it_goes_at_any_power_cut(tmp_pa
             shutil.rmtree(state)
 
 
-async def test_a_rewritten_segment_keeps_what_is_needed_at_any_power_cut(tmp_path: Path) -> None:
-    directory, files = tmp_path / "journal", RecordingFiles()
-    journal = Journal(directory, durability="power", files=files, segment_bytes=400)
-    journal.start()
-    for number in (1, 3, 5, 9, 11, 13, 15, 17, 19):
-        await put(journal, files, number)
-    with closing(JournalReader(directory)) as reader:
-        rows = [row for row in reader.rows_of("others") if row.segment == 1]
-    dropped = rows[1]
-    indexes = [tmp_path / "before.sqlite", directory / INDEX_FILE]
-    shutil.copy(directory / INDEX_FILE, indexes[0])
-    keep = {row.number for row in rows} - {dropped.number}
-    assert await asyncio.to_thread(journal.compact_segment, "others", 1, keep)
-    await put(journal, files, 21)
-    await journal.close()
-    assert "replace" in {operation[0] for operation in files.trace}
-    gone = frozenset([int(dropped.key[1:])])
-    assert check_every_cut(files.trace, tmp_path, indexes, choices=2, collected=gone) > 50
-
-
 async def test_a_process_that_is_killed_after_any_write_leaves_no_record_without_those_before(tmp_path: Path) -> None:
     """The close of a task group, say, without the verdict that was submitted before."""
     directory = tmp_path / "journal"
@@ -240,7 +220,7 @@ async def test_new_segments_share_one_sync_of_the_directory(tmp_path: Path) -> N
 CHILD = """
 import asyncio, sys
 from pathlib import Path
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.journal.journal import Journal
 
 async def main():
     journal = Journal(Path(sys.argv[1]))

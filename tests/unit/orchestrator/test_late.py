@@ -14,7 +14,7 @@ from services.common.errors import DeadlineError
 from services.common.records.fates import TOO_OLD, StepFact
 from services.common.records.types import RankBatch, Segment, Sequence, StopReason, TaskGroupOrder
 from services.orchestrator.buffer.assembly import Batch
-from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.members.commands import CancelGroup
@@ -142,7 +142,7 @@ async def test_a_batch_is_the_same_after_a_restart_whatever_becomes_of_late_toke
     assert len(seen) >= 6, "their siblings were trained"
     if late == "drop":
         assert not oldest & seen
-        assert world.parts.counters["sequences_expired"] >= len(oldest)
+        assert world.core.counters["sequences_expired"] >= len(oldest)
     else:
         assert {name for name in oldest if name.split("/")[0] + "/1/0" in seen} == oldest & seen
     before = [(b.record, content(b.share(0, 1))) for b in batches]
@@ -155,17 +155,17 @@ async def test_a_batch_is_the_same_after_a_restart_whatever_becomes_of_late_toke
 async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(worlds: Callable[..., World]) -> None:
     world = worlds(run={"steps": 9}, late="drop", max_staleness=1)
     replica, slow = await straggling(world)
-    assert world.parts.groups[slow.task_group_id].born == {"model0": 0}
+    assert world.core.groups[slow.task_group_id].born == {"model0": 0}
     batch = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
     mine = [e for e in batch.record.entries if e.sequence_id.startswith(f"{slow.task_group_id}/")]
     assert [(e.staleness, e.group_size) for e in mine] == [(1, 3)] * 3, "the last step that may train them"
     assert [c.task_group_id for c in await world.commands(replica) if isinstance(c, CancelGroup)] == [
         slow.task_group_id
     ]
-    assert slow.task_group_id not in world.parts.groups
+    assert slow.task_group_id not in world.core.groups
     assert slow.task_group_id not in replica.assignments
-    assert world.parts.counters["slots_cancelled"] == 1
-    assert world.parts.ingest.failures_in_a_row == 0, "nothing failed"
+    assert world.core.counters["slots_cancelled"] == 1
+    assert world.core.ingest.failures_in_a_row == 0, "nothing failed"
     assert batch.record.statistics[StepFact.SLOTS_CANCELLED] == 1
     assert batch.record.statistics["failures"] == 0
     reader = JournalReader(world.run_dir / "journal")
@@ -173,7 +173,7 @@ async def test_drop_cancels_what_could_only_be_dropped_and_trains_its_siblings(w
     reader.close()
     assert [(f["task_group_id"], f["index"], f["reason"]) for f in failures if f] == [(slow.task_group_id, 3, TOO_OLD)]
     await world.crash()
-    assert slow.task_group_id not in world.parts.groups
+    assert slow.task_group_id not in world.core.groups
     again = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
     assert again.record == batch.record
 
@@ -183,8 +183,8 @@ async def test_what_can_still_be_trained_is_not_cancelled(worlds: Callable[..., 
     world = worlds(run={"steps": 9}, late=late, max_staleness=1)
     replica, slow = await straggling(world)
     await step(world, replica, 2)
-    assert world.parts.groups[slow.task_group_id].unresolved == (3,)
-    assert world.parts.counters["slots_cancelled"] == 0
+    assert world.core.groups[slow.task_group_id].unresolved == (3,)
+    assert world.core.counters["slots_cancelled"] == 0
     await finish(world, slow, 3, 0, 2)
     for order in await world.orders(replica):
         for index in order.indices:
@@ -194,7 +194,7 @@ async def test_what_can_still_be_trained_is_not_cancelled(worlds: Callable[..., 
     assert {e.group_size for e in mine.values()} == {4}
     if late == "mask":
         assert [(name.split("/")[1], e.staleness, e.num_masked_tokens) for name, e in mine.items()] == [("3", 0, 2)]
-        assert world.parts.counters["sequences_expired"] == 3, "all of their tokens would be masked"
+        assert world.core.counters["sequences_expired"] == 3, "all of their tokens would be masked"
     else:
         assert [e.staleness for e in mine.values()] == [2] * 4, "its true age"
 
@@ -208,18 +208,18 @@ async def test_what_is_played_when_the_last_batch_is_put_together_is_cancelled(
     """No batch can take the group any more, so the dispatcher cancels the group while the last step is computed."""
     world = worlds(run={"steps": 2}, late=late, max_staleness=2)
     replica, slow = await straggling(world)
-    assert slow.task_group_id in world.parts.groups
+    assert slow.task_group_id in world.core.groups
     await world.trainer_api.pull_batch("model0", 2, WAIT_S)
     cancelled = [c.task_group_id for c in await world.commands(replica) if isinstance(c, CancelGroup)]
     assert slow.task_group_id in cancelled
-    assert world.parts.groups == {} and replica.assignments == {}
-    account = world.parts.experience.admission.accounts["model0"]
+    assert world.core.groups == {} and replica.assignments == {}
+    account = world.core.experience.admission.accounts["model0"]
     assert (account.running_slots, account.unfinished) == (0, 0)
     assert not account.has_room(), "and nothing is issued in its place"
     assert await finish_again(world, slow) == [RecordOutcome.DUPLICATE]
     again = await world.trainer_api.pull_batch("model0", 2, WAIT_S)
     await world.crash()
-    assert world.parts.groups == {}
+    assert world.core.groups == {}
     assert (await world.trainer_api.pull_batch("model0", 2, WAIT_S)).record == again.record
     await world.publish(2)
 
@@ -245,9 +245,9 @@ async def test_what_another_policy_can_still_train_is_played_on_after_the_last_b
         trajectory(first.task_group_id, 3, sequence(1.0, policy="a"), sequence(1.0, policy="b"), reward=1.0)
     )
     await world.trainer_api.pull_batch("a", 1, WAIT_S)
-    assert slow and set(world.parts.groups) == {order.task_group_id for order in slow}, "b may train it"
+    assert slow and set(world.core.groups) == {order.task_group_id for order in slow}, "b may train it"
     await world.trainer_api.pull_batch("b", 1, WAIT_S)
-    assert world.parts.groups == {}
+    assert world.core.groups == {}
 
 
 async def test_wait_trains_a_due_group_first_and_waits_for_it_no_longer_than_its_share(
@@ -255,7 +255,7 @@ async def test_wait_trains_a_due_group_first_and_waits_for_it_no_longer_than_its
 ) -> None:
     world = worlds(run={"steps": 9}, late="wait", late_wait_share=0.5, max_staleness=1)
     _, slow = await straggling(world)
-    batches = world.parts.batches["model0"]
+    batches = world.core.batches["model0"]
     batches.late.step_s = 10.0  # taken by step 1
     pull = asyncio.ensure_future(world.trainer_api.pull_batch("model0", 2, 30.0))
     await world.settle()
@@ -273,7 +273,7 @@ async def test_wait_trains_a_due_group_first_and_waits_for_it_no_longer_than_its
 async def test_wait_is_over_after_its_share_and_happens_once(worlds: Callable[..., World]) -> None:
     world = worlds(run={"steps": 9}, late="wait", late_wait_share=0.5, max_staleness=1)
     replica, slow = await straggling(world)
-    late = world.parts.batches["model0"].late
+    late = world.core.batches["model0"].late
     late.step_s = 10.0
     with pytest.raises(DeadlineError, match="batch of step 2"):
         await world.trainer_api.pull_batch("model0", 2, 0.05)
@@ -301,17 +301,17 @@ async def test_on_which_version_open_slots_began_survives_a_restart_and_a_lost_r
             await finish(world, order, index, 0)
     await step(world, replica, 1)
     await world.crash()
-    group = world.parts.groups[orders[0].task_group_id]
+    group = world.core.groups[orders[0].task_group_id]
     assert group.born == {"model0": 0}
-    world.clock.now += world.parts.pool.lease_s + 1  # its replica does not come back
+    world.clock.now += world.core.pool.lease_s + 1  # its replica does not come back
     await world.watch().tick()
     world.train()
     assert orders[0].task_group_id in {o.task_group_id for o in await world.orders(world.join("b", number=1))}
     assert group.born == {"model0": 1}
     await world.crash()
-    group = world.parts.groups[orders[0].task_group_id]
+    group = world.core.groups[orders[0].task_group_id]
     assert group.born == {"model0": 1}
-    assert world.parts.experience.unfinished.begun_before("model0", 2) != []
+    assert world.core.experience.unfinished.begun_before("model0", 2) != []
 
 
 async def test_drop_cancels_nothing_that_another_policy_can_still_train(worlds: Callable[..., World]) -> None:
@@ -325,12 +325,12 @@ async def test_drop_cancels_nothing_that_another_policy_can_still_train(worlds: 
         await world.play(order)
     await world.trainer_api.pull_batch("a", 1, WAIT_S)
     await world.publish(1, policy="a")
-    experience = world.parts.experience
+    experience = world.core.experience
     assert [group.id for group in experience.due("a")] == [slow.task_group_id]
     assert not experience.is_due_everywhere(experience.due("a")[0]), "b is still at version 0"
     with pytest.raises(DeadlineError):
         await world.trainer_api.pull_batch("a", 2, 0.1)
-    assert world.parts.counters["slots_cancelled"] == 0
+    assert world.core.counters["slots_cancelled"] == 0
     world.lose_trainer("b")
     assert experience.is_due_everywhere(experience.due("a")[0]), "nobody trains b"
 
@@ -349,9 +349,9 @@ async def test_sampled_tokens_that_reached_no_record_can_be_counted(worlds: Call
     await finish(world, orders[0], 0, 0, 1)  # of a version from the future: the ledger records no such version
     await finish(world, orders[0], 1, 0)
     report(replica, 13)
-    counters = world.parts.counters
+    counters = world.core.counters
     assert (counters["tokens_sampled"], counters["tokens_recorded"]) == (13, 2)
-    world.clock.now += world.parts.pool.lease_s + 1
+    world.clock.now += world.core.pool.lease_s + 1
     await world.watch().tick()
     replica = world.join()
     report(replica, 20)
@@ -362,7 +362,7 @@ async def test_sampled_tokens_that_reached_no_record_can_be_counted(worlds: Call
     replica = world.join()
     report(replica, 30)  # unknown: an earlier process may have counted some of these
     report(replica, 35)
-    assert world.parts.counters["tokens_sampled"] == 25
+    assert world.core.counters["tokens_sampled"] == 25
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ async def test_on_policy_training_trains_no_token_of_an_older_version(worlds: Ca
         late_group, *others = left
         for index in late_group.indices[:-1]:
             await finish(world, late_group, index, version)
-        while not world.parts.experience.buffers["model0"].ready:
+        while not world.core.experience.buffers["model0"].ready:
             others = others or await world.orders(replica)
             if not others:  # the batch needs the open slot, too
                 await finish(world, late_group, late_group.indices[-1], version)
@@ -414,12 +414,12 @@ async def test_on_policy_training_trains_no_token_of_an_older_version(worlds: Ca
         assert {entry.staleness for entry in batch.record.entries} == {0}
         await world.publish(number)
         hold(world, replica, number)
-        for group in [*world.parts.groups.values()]:  # begun on the version before
+        for group in [*world.core.groups.values()]:  # begun on the version before
             num_late += 1
             for index in group.unresolved:
                 await finish(world, group.order, index, version, number)
         left = await world.orders(replica)
-    assert num_late or world.parts.counters["slots_cancelled"], "some outlived their step"
+    assert num_late or world.core.counters["slots_cancelled"], "some outlived their step"
 
 
 @pytest.mark.parametrize("late", ["keep", "wait", "drop"])
@@ -433,7 +433,7 @@ async def test_on_policy_training_of_equal_groups_wastes_none(worlds: Callable[.
         assert not await world.orders(replica), "a batch is there"
         await step(world, replica, number)
         orders = await world.orders(replica)
-    assert world.parts.counters["sequences_expired"] == world.parts.counters["slots_cancelled"] == 0
+    assert world.core.counters["sequences_expired"] == world.core.counters["slots_cancelled"] == 0
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 
 from services.common.config.training.policy import BatchConfig
 from services.orchestrator.buffer.assembly import Batch
-from services.orchestrator.buffer.batches import Batches
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.buffer.batches import Batches, ExperiencePipeline
 from services.orchestrator.state.groups import TaskGroup
 from tests.unit.orchestrator.builders import order
 from tests.unit.orchestrator.test_late import straggling
@@ -27,7 +26,7 @@ async def waiting(worlds: Callable[..., World], **settings: Any) -> tuple[World,
     """A batch that is there and waits for due groups, for 5 s at most."""
     world = worlds(late="wait", late_wait_share=0.5, max_staleness=1, **settings)
     await straggling(world)
-    batches = world.parts.batches["model0"]
+    batches = world.core.batches["model0"]
     batches.late.step_s = 10.0
     pull = asyncio.ensure_future(world.trainer_api.pull_batch("model0", 2, 30.0))
     await world.settle()
@@ -58,7 +57,7 @@ async def test_a_pause_within_a_wait_for_due_groups_does_not_poll(
     world.core.pause()
     await world.settle()
     world.clock.now += 5.0  # the wait is over, and the pause is not
-    assert await asked_again(world.parts.batches["model0"], monkeypatch) <= 1, "nothing changed since"
+    assert await asked_again(world.core.batches["model0"], monkeypatch) <= 1, "nothing changed since"
     assert not pull.done()
     world.core.resume()
     batch = await asyncio.wait_for(pull, WAIT_S)
@@ -70,10 +69,10 @@ async def test_training_that_ends_within_a_wait_for_due_groups_does_not_poll(
 ) -> None:
     until = {"evaluation": "greedy", "at_least": 0.9, "in_a_row": 1}
     world, pull = await waiting(worlds, run={"steps": 9, "until": until}, evaluation={"every": 1})
-    world.parts.evaluations.recover_result(result("step-1/greedy", 1.0))
-    assert world.parts.versions.reached_threshold
+    world.core.evaluations.recover_result(result("step-1/greedy", 1.0))
+    assert world.core.versions.reached_threshold
     world.clock.now += 5.0  # the wait is over, and no batch begins any more
-    assert await asked_again(world.parts.batches["model0"], monkeypatch) <= 1, "nothing changed since"
+    assert await asked_again(world.core.batches["model0"], monkeypatch) <= 1, "nothing changed since"
     assert not pull.done()
     pull.cancel()
 
@@ -96,7 +95,7 @@ def test_a_group_is_cancelled_only_where_every_policy_would_drop_it(other: LateN
 @pytest.mark.parametrize("rounds", range(5))
 async def test_a_call_that_is_cancelled_as_the_buffer_changes_ends(worlds: Callable[..., World], rounds: int) -> None:
     world, pull = await waiting(worlds, run={"steps": 9})
-    world.parts.batches["model0"].notify()
+    world.core.batches["model0"].notify()
     for _ in range(rounds):
         await asyncio.sleep(0)
     pull.cancel()

@@ -15,7 +15,7 @@ from services.common.records.fates import TOO_OLD
 from services.common.records.masked import MaskedCause, cause_of
 from services.common.records.types import RolloutPhase, RolloutTiming
 from services.common.rpc.statuses import CLASS_OF_REASON
-from services.orchestrator.ingest.masked import MaskedSamples
+from services.orchestrator.ingest import MaskedSamples
 from tests.unit.orchestrator.builders import failure, trajectory
 from tests.unit.orchestrator.world import World
 
@@ -92,7 +92,7 @@ async def test_a_run_whose_grader_fails_too_often_pauses_with_the_reason_and_goe
     worlds: Callable[..., World],
 ) -> None:
     world = worlds(rollout={"max_masked_share": 0.3, "masked_window": 8}, size=16, max_staleness=4)
-    parts, watch, replica = world.parts, world.watch(), world.join()
+    parts, watch, replica = world.core, world.watch(), world.join()
     await world.publish(0)
     world.train()
 
@@ -118,14 +118,14 @@ async def test_a_run_whose_grader_fails_too_often_pauses_with_the_reason_and_goe
     await watch.tick()
     assert not parts.control.paused and "max_masked_share" not in parts.dispatcher.held_back
     await world.crash()
-    assert world.parts.counters["masked/model0/grader_failed"] in (0, 3)  # as far as the state was written
+    assert world.core.counters["masked/model0/grader_failed"] in (0, 3)  # as far as the state was written
 
 
 async def test_a_run_whose_trainer_refuses_its_batch_pauses_with_the_reason_until_it_trains(
     worlds: Callable[..., World],
 ) -> None:
     world = worlds()
-    parts, watch = world.parts, world.watch()
+    parts, watch = world.core, world.watch()
     trainer = world.trainer_api.join("model0", "t", 1, 0, {})
     trainer.refusal = "engine and trainer of model0 disagree by 0.3 nats a token"
     await watch.tick()

@@ -16,7 +16,7 @@ from services.common.config.data import SourceConfig
 from services.common.config.training.policy import BatchConfig
 from services.common.telemetry.metrics import SourceKey, StepKey, source_key, sources_in
 from services.orchestrator.buffer.assembly import assemble
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.journal.records import BatchRecord
 from services.orchestrator.state.admission import Mixture
 from services.orchestrator.state.groups import TaskGroup

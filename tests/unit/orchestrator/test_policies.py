@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from services.common.errors import DeadlineError
-from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members.replica import Held, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World
@@ -75,7 +75,7 @@ async def test_together_the_slowest_policy_sets_the_pace_until_its_trainer_is_lo
     world.lose_trainer("b")
     assert len(await world.orders(replica)) == 2, "a goes on alone"
     world.trainer_api.join("b", "t2", 1, 0, {})
-    assert not world.parts.experience.admission.absent
+    assert not world.core.experience.admission.absent
 
 
 async def test_policies_that_play_apart_survive_a_restart(worlds: Callable[..., World]) -> None:
@@ -83,8 +83,8 @@ async def test_policies_that_play_apart_survive_a_restart(worlds: Callable[..., 
     replica = await begin(world)
     before = {order.task_group_id: order.policies for order in await world.orders(replica)}
     await world.crash()
-    assert {group.id: group.order.policies for group in world.parts.groups.values()} == before
-    accounts = world.parts.experience.admission.accounts
+    assert {group.id: group.order.policies for group in world.core.groups.values()} == before
+    accounts = world.core.experience.admission.accounts
     assert [accounts[policy].running_slots for policy in AB] == [16, 16]
 
 

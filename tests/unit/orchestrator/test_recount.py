@@ -22,11 +22,11 @@ async def test_what_was_recorded_behind_the_newest_state_is_counted_again_once(w
     await world.send(trajectory(first.task_group_id, 1))
     await world.send(failure(second.task_group_id, 0))
     await world.send(failure(second.task_group_id, 1, fates.TOO_OLD))
-    before = {name: world.parts.counters[name] for name in TOLD}
+    before = {name: world.core.counters[name] for name in TOLD}
     assert all(before.values()), before
     for _ in range(2):
         await world.crash()
-        assert {name: world.parts.counters[name] for name in TOLD} == before
+        assert {name: world.core.counters[name] for name in TOLD} == before
 
 
 async def test_without_any_state_all_of_the_journal_is_counted(worlds: Callable[..., World]) -> None:
@@ -36,6 +36,6 @@ async def test_without_any_state_all_of_the_journal_is_counted(worlds: Callable[
     world.train()
     order, *_ = await world.orders(replica)
     await world.send(trajectory(order.task_group_id, 0))
-    before = {name: world.parts.counters[name] for name in TOLD}
+    before = {name: world.core.counters[name] for name in TOLD}
     await world.crash()
-    assert {name: world.parts.counters[name] for name in TOLD} == before
+    assert {name: world.core.counters[name] for name in TOLD} == before

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.journal import records, survey
+from services.orchestrator import recovery
+from services.orchestrator.core import OrchestratorCore
+from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.segments import Row
-from services.orchestrator.recovery import recover
-from services.orchestrator.recovery.parts import RecoveryParts
+from services.orchestrator.journal.segments import Row
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
@@ -28,26 +28,21 @@ class Plain:
         return [row for row in reader.rows() if row.kind == records.GROUP and row.key not in closed]
 
     @staticmethod
-    def of_groups(reader: JournalReader, kind: str, names: Iterable[str]) -> list[Row]:
-        wanted = set(names)
-        return [row for row in reader.rows() if row.kind == kind and row.key in wanted]
+    def find_all_rows(reader: JournalReader, kind: str, keys: Iterable[str]) -> Iterator[Row]:
+        wanted = set(keys)
+        return (row for row in reader.rows() if row.kind == kind and row.key in wanted)
 
     @staticmethod
-    def slots_of(reader: JournalReader, kind: str, names: Iterable[str]) -> list[Row]:
-        wanted = set(names)
-        return [row for row in reader.rows() if row.kind == kind and row.key.rpartition("/")[0] in wanted]
-
-    @staticmethod
-    def rows_that_matter(reader: JournalReader, found: survey.Survey, *, observes: bool) -> Iterator[Row]:
+    def rows_that_matter(found: recovery.Recovery) -> Iterator[Row]:
         dead = {records.CLOSED, records.STATE, records.RUN, records.VERDICT, records.SET_ASIDE, "marks"}
-        for row in reader.rows():
+        for row in found.reader.rows():
             name = row.key.rpartition("/")[0] if row.kind in (records.TRAJECTORY, records.FAILURE) else row.key
             of_group = row.kind in (records.GROUP, records.ASSIGNMENT, records.TRAJECTORY, records.FAILURE)
             if row.kind not in dead and not (of_group and name not in found.groups):
                 yield row
 
 
-def fingerprint(parts: RecoveryParts) -> dict[str, Any]:
+def fingerprint(parts: OrchestratorCore) -> dict[str, Any]:
     experience = parts.experience
     return {
         "groups": {
@@ -91,19 +86,19 @@ async def live(world: World, rng: random.Random, num_actions: int) -> None:
         action = rng.random()
         if action < 0.75 and open_slots:
             name, index, policies = open_slots.pop(rng.randrange(min(len(open_slots), 6)))
-            version = max(0, min(b.newest_version for b in world.parts.batches.values()))
+            version = max(0, min(b.newest_version for b in world.core.batches.values()))
             played = [sequence(float(rng.random() < 0.5), version, policy=policy) for policy in policies]
             record = failure(name, index) if rng.random() < 0.1 else trajectory(name, index, *played, reward=1.0)
             await world.send(record)
         elif action < 0.93:
             policy = rng.choice(world.policies)
-            batches = world.parts.batches[policy]
+            batches = world.core.batches[policy]
             step = batches.newest_version + 1
-            if batches.newest_step >= step or (world.parts.experience.buffers[policy].ready and step <= world.steps):
+            if batches.newest_step >= step or (world.core.experience.buffers[policy].ready and step <= world.steps):
                 await world.trainer_api.pull_batch(policy, step, WAIT_S)
                 if rng.random() < 0.8:
                     await world.publish(step, policy=policy)
-                    replica = world.join(number=min(b.newest_version for b in world.parts.batches.values()))
+                    replica = world.join(number=min(b.newest_version for b in world.core.batches.values()))
         elif action < 0.96:
             await world.core.begin_evaluation(f"mine-{number}")
         else:
@@ -129,14 +124,14 @@ async def test_what_is_selected_brings_back_what_all_rows_bring_back(
     await world.crash()
     await live(world, rng, 90)
     await world.crash()
-    selected = fingerprint(world.parts)
+    selected = fingerprint(world.core)
     await world.settle()
     with monkeypatch.context() as plain:
-        for name in ("open_groups", "of_groups", "slots_of"):
-            plain.setattr(survey, name, getattr(Plain, name))
-        plain.setattr(recover, "rows_that_matter", Plain.rows_that_matter)
-        plain.setattr(survey.Survey, "is_settled", lambda self, row: False)
+        plain.setattr(recovery, "open_groups", Plain.open_groups)
+        plain.setattr(JournalReader, "find_all_rows", Plain.find_all_rows)
+        plain.setattr(recovery.Recovery, "rows_that_matter", Plain.rows_that_matter)
+        plain.setattr(recovery.Recovery, "is_settled", lambda self, row: False)
         await world.crash()
-    assert fingerprint(world.parts) == selected
-    assert world.parts.batches["model0"].newest_step > 0
+    assert fingerprint(world.core) == selected
+    assert world.core.batches["model0"].newest_step > 0
     await world.close()

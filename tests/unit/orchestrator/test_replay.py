@@ -15,9 +15,8 @@ from pydantic import ValidationError
 from services.common.config.training.policy import BatchConfig, ReplayConfig
 from services.common.records.types import RankBatch
 from services.orchestrator.buffer.assembly import Batch
-from services.orchestrator.buffer.experience import AdvantageGroup, ReplayStore
-from services.orchestrator.buffer.rewards import advantage_groups
-from services.orchestrator.journal.retention import collect
+from services.orchestrator.buffer.buffer import AdvantageGroup, ReplayStore, advantage_groups
+from services.orchestrator.journal.reader import collect
 from tests.unit.orchestrator.builders import complete_group
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
@@ -104,7 +103,7 @@ class LongWorld(World):
         return batch
 
     def stored(self) -> list[tuple[str, float, float, list[tuple[str, float]]]]:
-        groups = self.parts.experience.replay["model0"].groups
+        groups = self.core.experience.replay["model0"].groups
         return [
             (g.task_group_id, g.mean, g.std, [(m.sequence_id, m.sequence.reward) for m in g.members]) for g in groups
         ]
@@ -144,8 +143,8 @@ async def test_fresh_sequences_are_trained_once_and_replayed_ones_are_marked_and
         assert len(again) == (0 if number == 1 else 4)
         assert len(entries) - len(again) == 4
     assert len(fresh) == len(set(fresh)) == 24
-    assert world.parts.counters["sequences_replayed"] == 20
-    assert world.parts.experience.admission.accounts["model0"].accepted == 0, "replayed sequences hold no quota"
+    assert world.core.counters["sequences_replayed"] == 20
+    assert world.core.experience.admission.accounts["model0"].accepted == 0, "replayed sequences hold no quota"
 
 
 async def test_a_batch_tells_replayed_and_fresh_staleness_apart(worlds: Make) -> None:
@@ -186,7 +185,7 @@ async def test_a_restart_at_any_moment_gives_the_same_batches_and_the_same_store
         await mortal.crash()
         assert mortal.stored() == steady.stored()
         mortal.train()
-        accounts = [world.parts.experience.admission.accounts["model0"].accepted for world in (steady, mortal)]
+        accounts = [world.core.experience.admission.accounts["model0"].accepted for world in (steady, mortal)]
         assert accounts[0] == accounts[1]
 
 
@@ -209,10 +208,8 @@ async def test_trajectories_that_may_be_replayed_are_not_collected(worlds: Make)
     world.train()
     for number in (1, 2, 3):
         await world.step(number)
-    live = world.parts.experience.buffered_groups()
-    assert collect(world.journal, {"model0": 3}, live | set(world.parts.groups)).removed, (
-        "some are too old to be drawn again"
-    )
+    live = world.core.experience.buffered_groups()
+    assert collect(world.journal, {"model0": 3}, live | set(world.core.groups)), "some are too old to be drawn again"
     fourth = await world.step(4)
     assert any(entry.replayed for entry in fourth.record.entries)
     await world.crash()

@@ -11,10 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.config.training.policy import BatchConfig, ResampleConfig
-from services.orchestrator.buffer.experience import AdvantageGroup
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
-from services.orchestrator.buffer.resample import quotas, resample_group, resample_on_correct
-from services.orchestrator.buffer.rewards import advantage_groups
+from services.orchestrator.buffer.batches import ExperiencePipeline
+from services.orchestrator.buffer.buffer import (
+    AdvantageGroup,
+    advantage_groups,
+    quotas,
+    resample_group,
+    resample_on_correct,
+)
 from services.orchestrator.state.groups import TaskGroup, split_sequence_id
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 

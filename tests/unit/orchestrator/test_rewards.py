@@ -23,8 +23,14 @@ from services.inference.rollouts.player import RolloutPlayer
 from services.inference.workflows.base import Outcome as WorkflowOutcome
 from services.inference.workflows.single_turn import SingleTurn, SingleTurnSettings
 from services.orchestrator.buffer.assembly import Batch
-from services.orchestrator.buffer.experience import AdvantageGroup
-from services.orchestrator.buffer.rewards import RewardRules, RewardTransform, filled, statistics, without_masked
+from services.orchestrator.buffer.buffer import (
+    AdvantageGroup,
+    RewardRules,
+    RewardTransform,
+    filled,
+    statistics,
+    without_masked,
+)
 from services.orchestrator.state.groups import Outcome, TaskGroup
 from services.trainer.algorithms.advantages.sequences import sequence_advantages
 from tests.unit.inference.fakes import FakeGateway, Records, make_task, served_policy
@@ -88,7 +94,7 @@ async def trained(world: World, *slots: Made) -> tuple[dict[str, float], Batch]:
 
 def outstanding(world: World) -> int:
     """Sequences that count against the quota and do not wait in the buffer."""
-    experience = world.parts.experience
+    experience = world.core.experience
     return experience.admission.accounts["model0"].accepted - experience.buffers["model0"].num_sequences
 
 
@@ -140,7 +146,7 @@ async def test_the_clip_moves_mean_and_deviation_of_its_group(worlds: Worlds) ->
     assert list(found.values()) == pytest.approx(expected([0.0, 20.0, 0.0, 20.0]))
     assert [round(a, 3) for a in found.values()] == [-0.866, 0.866, -0.866, 0.866]
     statistics = batch.record.statistics
-    assert statistics["rewards_clipped"] == world.parts.counters["rewards_clipped"] == 2
+    assert statistics["rewards_clipped"] == world.core.counters["rewards_clipped"] == 2
     assert statistics["trained_reward_mean"] != statistics["rollout_reward_mean"], "both are told"
 
 
@@ -237,7 +243,7 @@ async def test_a_group_with_time_outs_is_the_same_after_a_restart(worlds: Worlds
     await world.send(trajectory(name, 0, reward=1.0), timed_out(name, 1), timed_out(name, 2))
     await world.crash()
     await world.send(trajectory(name, 3, reward=1.0))
-    (group,) = world.parts.experience.buffers["model0"].groups
+    (group,) = world.core.experience.buffers["model0"].groups
     assert (group.size, group.mean, group.num_compared) == (2, -0.5, 4)
 
 
@@ -361,7 +367,7 @@ async def evaluated(world: World, *slots: Made) -> float:
     await world.core.begin_evaluation("start")
     orders = await world.orders(world.join())
     await world.send(*(make(order.task_group_id, 0) for make, order in zip(slots, orders, strict=True)))
-    (result,) = world.parts.evaluations.results.values()
+    (result,) = world.core.evaluations.results.values()
     assert result.num_trajectories == 3, "the denominator never shrinks"
     return result.mean_reward
 
@@ -382,7 +388,7 @@ async def test_a_failed_sample_never_passes(worlds: Worlds) -> None:
     """Where a return of -20 passes, a failure that is scored -2 among returns of -2 has not passed."""
     world = worlds(evaluation={"pass_reward": -20.0})
     assert await evaluated(world, scored(-2.0), timed_out, broken) == -2.0
-    (result,) = world.parts.evaluations.results.values()
+    (result,) = world.core.evaluations.results.values()
     ((k, share),) = result.datasets[0].pass_at
     assert (k, share.value, result.num_failed) == (1, pytest.approx(1 / 3), 2)
 
@@ -443,9 +449,9 @@ async def test_a_group_of_rollouts_comes_back_from_the_journal_with_its_statisti
     world = worlds(size=8, group_by="rollout", replay={"ratio": 0.5, "max_staleness": 3}, run={"steps": 4})
     await trained(world, *[threads(1.0, 1)] * 3, threads(0.0, 6))
     await world.publish(1)
-    before = [(g.mean, g.std, g.num_compared, rewards(g)) for g in world.parts.experience.replay["model0"].groups]
+    before = [(g.mean, g.std, g.num_compared, rewards(g)) for g in world.core.experience.replay["model0"].groups]
     await world.crash()
-    after = [(g.mean, g.std, g.num_compared, rewards(g)) for g in world.parts.experience.replay["model0"].groups]
+    after = [(g.mean, g.std, g.num_compared, rewards(g)) for g in world.core.experience.replay["model0"].groups]
     assert after == before and (0.75, 0.5, 4, [1.0] * 3 + [0.0] * 6) in after
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from services.common.records.types import Sequence
-from services.orchestrator.buffer.experience import mask_sequence
-from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.buffer.buffer import mask_sequence
+from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members.replica import Held, Hello, Replica
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World
@@ -69,7 +69,7 @@ async def test_a_record_without_usable_scores_is_a_failure_and_no_reward(
     world = taught(worlds)
     issued = (await world.orders(await begin(world)))[0]
     assert await world.send(trajectory(issued.task_group_id, 0, made)) == [RecordOutcome.INVALID]
-    assert world.parts.experience.admission.accounts["student"].num_trajectories == 0
+    assert world.core.experience.admission.accounts["student"].num_trajectories == 0
 
 
 async def test_apart_too_a_student_is_played_only_where_its_teacher_is_served(worlds: Callable[..., World]) -> None:

@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from services.common.config.training.policy import BatchConfig, OverlongPenaltyConfig, ResampleConfig
-from services.orchestrator.buffer.experience import AdvantageGroup
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
-from services.orchestrator.buffer.rewards import advantage_groups, overlong_penalty, shape_group, statistics
+from services.orchestrator.buffer.batches import ExperiencePipeline
+from services.orchestrator.buffer.buffer import (
+    AdvantageGroup,
+    advantage_groups,
+    overlong_penalty,
+    shape_group,
+    statistics,
+)
 from services.orchestrator.state.groups import TaskGroup
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World

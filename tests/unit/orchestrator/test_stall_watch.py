@@ -20,7 +20,7 @@ def report(world: World, name: str = "a", *, running: tuple[str, ...] = (), peer
         component=f"replica/{name}",
         activities=(ActivityTime(name="waiting for task groups", on="orchestrator", seconds=1),),
     )
-    replica = world.parts.pool.get(name)
+    replica = world.core.pool.get(name)
     assert replica is not None
     world.replica_api.report(
         name,
@@ -83,11 +83,11 @@ async def test_no_lease_runs_out_while_the_orchestrator_itself_stood_still(world
     await watch.tick()
     world.clock.now += 100.0  # SIGSTOP, SIGCONT
     await watch.tick()
-    assert world.parts.pool.get("a") is not None
+    assert world.core.pool.get("a") is not None
     for _ in range(31):
         world.clock.now += 1.0
         await watch.tick()
-    assert world.parts.pool.get("a") is None
+    assert world.core.pool.get("a") is None
 
 
 async def test_orders_that_the_reports_know_nothing_of_are_named_and_sent_again(worlds: Callable[..., World]) -> None:
@@ -124,7 +124,7 @@ async def test_the_orchestrators_own_time_says_whom_the_run_waits_for(worlds: Ca
     world.train()
     await world.orders(replica)
     assert own_activity(world.stall_view) == ("waiting for room in the quota", "trainer/model0")
-    world.parts.dispatcher.hold(Hold.DISK, "full")
+    world.core.dispatcher.hold(Hold.DISK, "full")
     assert own_activity(world.stall_view) == ("waiting for free disk", "disk")
     world.core.pause()
     assert own_activity(world.stall_view) == ("paused", "person")
@@ -147,7 +147,7 @@ async def test_ranks_report_beside_the_first_and_renew_no_lease(worlds: Callable
 
 async def test_curation_that_refuses_every_task_is_named(worlds: Callable[..., World]) -> None:
     world = worlds()
-    orders = world.parts.training_orders
+    orders = world.core.training_orders
     orders.next_group()
     assert not orders.nothing_to_play
 

@@ -11,8 +11,7 @@ import pytest
 
 from services.common.records.kept_tokens import KeptRow, kept_rows, left_out_row, pack
 from services.common.records.types import Sampling, Sequence, TaskGroupOrder, Trajectory
-from services.orchestrator.ingest.bounds import PolicyBounds, RecordBounds, RecordRefusedError
-from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.ingest import PolicyBounds, RecordBounds, RecordOutcome, RecordRefusedError
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
@@ -61,7 +60,7 @@ async def test_what_was_kept_is_in_the_batch_and_the_same_after_a_restart(worlds
         assert before.kept == after.kept == pack(rows_for(np.arange(4)), 4)
         assert before.temperature == after.temperature
     assert {segment.temperature for segment in said[1]} == {None, 0.5}
-    assert {live.order.sampling for live in world.parts.groups.values()} == {Sampling(**CUT)}
+    assert {live.order.sampling for live in world.core.groups.values()} == {Sampling(**CUT)}
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def report(world: World, replica: Replica, number: int) -> None:
 
 
 def state_of(world: World) -> RunState:
-    return world.parts.control.state
+    return world.core.control.state
 
 
 async def play_training(world: World, replica: Replica, version: int) -> list[TaskGroupOrder]:
@@ -252,7 +252,7 @@ async def test_a_threshold_that_holds_before_training_ends_the_run_without_a_ste
         await asyncio.wait_for(life, WAIT_S)
     told = json.loads((world.run_dir / "summary.json").read_text())
     assert (told["steps"], told["until"]["reached"], told["until"]["step"]) == ({"model0": 0}, True, 0)
-    assert world.parts.counters["task_groups_issued"] == 6
+    assert world.core.counters["task_groups_issued"] == 6
 
 
 async def test_a_threshold_that_cannot_be_reached_ends_at_the_last_step(worlds: Make) -> None:
@@ -296,7 +296,7 @@ async def test_a_lone_replica_plays_what_fits_at_once_on_one_version_and_trains_
         assert not any(isinstance(command, AnnounceVersion) for command in await world.commands(replica))
         await answer(world, evaluation, 1.0)
         assert any(isinstance(command, AnnounceVersion) for command in await world.commands(replica))
-        found = world.parts.evaluations.results["step-1/greedy"]
+        found = world.core.evaluations.results["step-1/greedy"]
         assert (found.pinned, dict(found.versions), dict(found.newest_versions)) == (True, {"model0": 1}, {"model0": 1})
 
 
@@ -312,12 +312,12 @@ async def test_evaluations_of_steps_play_their_samplings_and_the_next_tasks(worl
             orders = await train(world, replica, step)
             played.append([order.task.task_id for order in orders])
             await answer(world, orders, 0.0)
-        names = set(world.parts.evaluations.results)
+        names = set(world.core.evaluations.results)
     assert names == {f"step-{step}/greedy" for step in (1, 2, 3, 4)}
     assert [len(tasks) for tasks in played] == [1] * 4
     assert len({tasks[0] for tasks in played[:3]}) == 3, "no task twice while there are others"
     assert played[3] == played[0]
-    found = world.parts.evaluations.results
+    found = world.core.evaluations.results
     assert found["step-4/greedy"].datasets[0].items == found["step-1/greedy"].datasets[0].items
     assert found["step-2/greedy"].datasets[0].items != found["step-1/greedy"].datasets[0].items
     assert found["step-2/greedy"].num_trajectories == found["step-2/greedy"].datasets[0].num_items == 1
@@ -337,7 +337,7 @@ async def test_a_crash_in_the_middle_of_such_an_evaluation_plays_the_same_tasks(
         left = [order for order in await world.orders(replica) if order.purpose is Purpose.EVALUATION]
         assert [order.task.task_id for order in left] == tasks[1:]
         await answer(world, left, 1.0)
-        assert world.parts.evaluations.results["step-1/greedy"].num_trajectories == 2
+        assert world.core.evaluations.results["step-1/greedy"].num_trajectories == 2
 
 
 async def test_it_reads_the_pass_of_a_lone_policy_of_several_that_play_apart(worlds: Make) -> None:
@@ -345,6 +345,6 @@ async def test_it_reads_the_pass_of_a_lone_policy_of_several_that_play_apart(wor
         worlds, policies=("a", "b"), rollout={"policies": "apart"}, evaluation={"policies": ["a"]},
         until={"at_least": {"a": 0.9}, "in_a_row": 1},
     )  # fmt: skip
-    (name,) = world.parts.evaluations.names_of("step-1")
-    world.parts.evaluations.recover_result(result(name, 1.0))
-    assert world.parts.versions.reached_threshold
+    (name,) = world.core.evaluations.names_of("step-1")
+    world.core.evaluations.recover_result(result(name, 1.0))
+    assert world.core.versions.reached_threshold

@@ -10,7 +10,7 @@ import pytest
 from services.cli.inspect.fate import read_fates
 from services.common.errors import ConfigError, UnknownPolicyError
 from services.orchestrator import wiring
-from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members.replica import Held, Replica
 from services.orchestrator.monitoring.progress import progress, waits
 from services.orchestrator.state.run_control import RunState
@@ -36,7 +36,7 @@ async def test_version_0_is_what_the_first_replica_loaded_and_others_must_hold_t
     world.train()
     assert "run waits for a replica that serves b" in waits(world.progress_view)
     first = world.join("first")
-    assert world.parts.ledgers["b"].newest is not None and world.parts.ledgers["b"].knows(0, "d0")
+    assert world.core.ledgers["b"].newest is not None and world.core.ledgers["b"].knows(0, "d0")
     other = world.join("other", digests={"b": "d-of-another-model"})
     assert await world.orders(first) and await world.orders(other) == []
 
@@ -50,8 +50,8 @@ async def test_a_group_is_trained_for_one_and_played_by_both(worlds: Callable[..
         await world.play(order)  # a sequence of each policy
     batch = (await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)).share(0, 1)
     assert {item.sequence.policy for item in batch.sequences} == {"a"}
-    assert list(world.parts.experience.admission.accounts) == ["a"] == list(world.parts.batches)
-    account = world.parts.experience.admission.accounts["a"]
+    assert list(world.core.experience.admission.accounts) == ["a"] == list(world.core.batches)
+    account = world.core.experience.admission.accounts["a"]
     assert (account.running_slots, account.accepted) == (0, 16)
     assert [policy.policy for policy in progress(world.progress_view).policies] == ["a"]
 
@@ -70,7 +70,7 @@ async def test_its_versions_its_steps_and_its_trainer_hold_nothing_up(worlds: Ca
             held = {"a": Held(step, f"d{step}"), "b": Held(0, "d0")}
             world.replica_api.report("a", "1", held=held, num_tokens=0, emission=[], gauges={})
         await asyncio.wait_for(run, WAIT_S)
-    assert world.parts.control.phase is RunState.FINISHED
+    assert world.core.control.phase is RunState.FINISHED
     assert wiring.run_parts(world.core).summary()["steps"] == {"a": world.steps}
 
 
@@ -99,9 +99,9 @@ async def test_a_restarted_orchestrator_holds_what_the_earlier_one_held(worlds: 
     for order in orders[:3]:
         await world.play(order)
     await world.trainer_api.pull_batch("a", 1, timeout_s=WAIT_S)
-    before = world.parts
+    before = world.core
     await world.crash()
-    after = world.parts
+    after = world.core
     assert after.ledgers["b"].knows(0, "d0")
     was, now = (parts.experience.admission.accounts["a"] for parts in (before, after))
     assert (now.accepted, now.in_training, now.running_slots) == (was.accepted, was.in_training, was.running_slots)

@@ -14,15 +14,14 @@ from services.common.config.recipe import Recipe
 from services.common.records.types import TaskGroupOrder, WeightVersion
 from services.orchestrator import lifecycle, wiring
 from services.orchestrator.core import OrchestratorCore
-from services.orchestrator.ingest.ingest import RecordOutcome
-from services.orchestrator.journal.quarantine import Quarantine
-from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.ingest import RecordOutcome
+from services.orchestrator.journal.journal import Journal
+from services.orchestrator.journal.reader import JournalReader, Quarantine
 from services.orchestrator.members.commands import PlayGroup
 from services.orchestrator.members.replica import Held, Hello, Replica
 from services.orchestrator.monitoring.stall_watch import StallWatch
 from services.orchestrator.monitoring.watch import Watch
-from services.orchestrator.recovery.recover import recovered
+from services.orchestrator.recovery import recovered
 from services.orchestrator.state.groups import Outcome
 from services.orchestrator.tasks.task_rows import ListRows, UsableRows
 from tests.unit.orchestrator.builders import sequence, trajectory
@@ -104,10 +103,9 @@ class World:
         recipe = validate(tree, source="test")  # before the journal: a refused recipe leaves no open file
         self.journal = Journal(self.run_dir / "journal", segment_bytes=self.segment_bytes)
         reader = JournalReader(self.run_dir / "journal")
-        self.core = recovered(lambda aside: self._core(recipe, aside), wiring.recovery_parts, reader)
+        self.core = recovered(lambda aside: self._core(recipe, aside), reader)
         reader.close()
         self.replica_api, self.trainer_api = wiring.replica_api(self.core), wiring.trainer_api(self.core)
-        self.parts = wiring.recovery_parts(self.core)
         self.turns = self.core.turns
         self.progress_view, self.stall_view = wiring.progress_view(self.core), wiring.stall_view(self.core)
         self.journal.start()
@@ -187,7 +185,7 @@ class World:
     async def send(self, *outcomes: Outcome) -> list[RecordOutcome]:
         answers: list[RecordOutcome] = []
         for outcome in outcomes:
-            self.parts.ingest.submit(outcome, lambda answer: answers.append(answer.outcome))
+            self.core.ingest.submit(outcome, lambda answer: answers.append(answer.outcome))
         await self.settle()
         return answers
 

@@ -36,7 +36,7 @@ from services.common.config.training.policy import (
     ReplayConfig,
     ResampleConfig,
 )
-from services.orchestrator.buffer.resample import quotas
+from services.orchestrator.buffer.buffer import quotas
 from services.trainer.algorithms import ALGORITHMS, algorithm_of
 from services.trainer.algorithms.base import TokenBatch
 from tests.unit.trainer.building import algorithm, rank_batch, train_step, training_sequences

@@ -69,7 +69,7 @@ async def test_all_ranks_get_one_batch_however_they_ask(worlds: Callable[..., Wo
         await world.play(order)
     batches = await asyncio.gather(*asking[1:])
     assert batches[0].record is batches[1].record
-    assert world.parts.batches["model0"].newest_step == 1
+    assert world.core.batches["model0"].newest_step == 1
 
 
 async def test_a_large_batch_is_put_together_beside_the_event_loop(
@@ -93,7 +93,7 @@ async def test_a_large_batch_is_put_together_beside_the_event_loop(
             await world.play(order)
         pulled = await asyncio.gather(*asking)
         assert all(batch.record is pulled[0].record for batch in pulled)
-        assert world.parts.batches["model0"].newest_step == 1
+        assert world.core.batches["model0"].newest_step == 1
         is_beside = threading.get_ident() not in threads
         found.append((is_beside, [(e.minibatch, e.position, e.num_tokens, e.reward) for e in pulled[0].record.entries]))
         threads.clear()

@@ -11,7 +11,7 @@ from services.common.errors import (
     LeaseLostError,
     VersionConflictError,
 )
-from services.orchestrator.journal import writer
+from services.orchestrator.journal import journal
 from services.orchestrator.members.commands import AnnounceVersion, PlayGroup
 from services.orchestrator.members.replica import Held
 from services.orchestrator.monitoring.progress import waits
@@ -27,7 +27,7 @@ async def test_a_replica_with_an_unknown_digest_gets_no_work_and_is_told_to_fetc
     commands = await world.commands(replica)
     assert [c.version.digest for c in commands if isinstance(c, AnnounceVersion)] == ["right"]
     assert not any(isinstance(c, PlayGroup) for c in commands)
-    assert "no replica holds a version" in world.parts.dispatcher.waits_for
+    assert "no replica holds a version" in world.core.dispatcher.waits_for
     world.replica_api.report("a", "1", held={"model0": Held(0, "right")}, num_tokens=0, emission=[], gauges={})
     assert len(await world.orders(replica)) == 4
 
@@ -61,7 +61,7 @@ async def test_a_replica_that_still_holds_the_version_before_gets_only_what_can_
     await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     await world.publish(1)  # its batch returns 8, but 8 of version 0 are ahead of any sample of that replica
     assert await world.orders(replica) == []
-    assert "only for replicas that hold newer versions" in world.parts.dispatcher.waits_for
+    assert "only for replicas that hold newer versions" in world.core.dispatcher.waits_for
     world.replica_api.report("a", "1", held={"model0": Held(1, "d1")}, num_tokens=0, emission=[], gauges={})
     assert len(await world.orders(replica)) == 2
 
@@ -109,7 +109,7 @@ async def test_work_goes_to_the_replica_with_the_most_free_slots(worlds: Callabl
     world.train()
     assert len(await world.orders(large)) == 3
     assert len(await world.orders(small)) == 1
-    assert "staleness quota full (model0: 16 of 16)" in world.parts.dispatcher.waits_for
+    assert "staleness quota full (model0: 16 of 16)" in world.core.dispatcher.waits_for
 
 
 async def test_a_report_that_changes_nothing_does_not_look_for_work(worlds: Callable[..., World]) -> None:
@@ -120,8 +120,8 @@ async def test_a_report_that_changes_nothing_does_not_look_for_work(worlds: Call
     world.train()
     await world.settle()
     looks: list[str] = []
-    pump = world.parts.dispatcher.pump
-    world.parts.dispatcher.pump = lambda: (looks.append("look"), pump())[1]  # type: ignore[func-returns-value, method-assign]
+    pump = world.core.dispatcher.pump
+    world.core.dispatcher.pump = lambda: (looks.append("look"), pump())[1]  # type: ignore[func-returns-value, method-assign]
 
     async def report(number: int) -> None:
         held = {"model0": Held(number, f"d{number}")}
@@ -143,7 +143,7 @@ async def test_a_report_that_changes_nothing_does_not_look_for_work(worlds: Call
 async def test_an_order_leaves_only_after_its_issue_is_durable(
     worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "RETRY_S", 0.01)
+    monkeypatch.setattr(journal, "RETRY_S", 0.01)
     world = worlds()
     replica = world.join()
     await world.publish(0)

@@ -29,7 +29,7 @@ async def test_pause_issues_nothing_and_starts_no_step_and_resume_goes_on(worlds
     world.train()
     assert await world.orders(replica) == []
     await world.crash()
-    assert world.parts.control.state is RunState.PAUSED
+    assert world.core.control.state is RunState.PAUSED
     trainer = world.trainer_api.join("model0", "t", 1, 0, {})
     assert trainer.mailbox is not None
     assert type(await trainer.mailbox.get()).__name__ == "PauseTraining"
@@ -51,7 +51,7 @@ async def test_little_free_disk_holds_back_new_work_and_says_so(
     await world.watch().tick()
     world.train()
     assert await world.orders(replica) == []
-    assert "free disk is below orchestrator.min_free_bytes" in world.parts.dispatcher.waits_for
+    assert "free disk is below orchestrator.min_free_bytes" in world.core.dispatcher.waits_for
     monkeypatch.undo()
     await world.watch().tick()
     assert len(await world.orders(replica)) == 4
@@ -62,7 +62,7 @@ async def test_evaluation_comes_before_training_and_its_denominator_never_shrink
     async with living(world):
         replica = world.join()
         await world.publish(0)
-        await until(lambda: world.parts.control.state is RunState.EVALUATING_START)
+        await until(lambda: world.core.control.state is RunState.EVALUATING_START)
         orders = await world.orders(replica)
         assert [dict(o.required_versions) for o in orders] == [{"model0": 0}] * 3
         await world.send(trajectory(orders[0].task_group_id, 0, reward=1.0), failure(orders[1].task_group_id, 0))
@@ -73,8 +73,8 @@ async def test_evaluation_comes_before_training_and_its_denominator_never_shrink
         assert left.task_group_id == orders[2].task_group_id
         wrong = trajectory(left.task_group_id, 0, sequence(1.0, version=0), reward=1.0)
         await world.send(wrong)
-        await until(lambda: world.parts.control.state is RunState.TRAINING)
-        result = world.parts.evaluations.results["start/greedy"]
+        await until(lambda: world.core.control.state is RunState.TRAINING)
+        result = world.core.evaluations.results["start/greedy"]
         assert (result.mean_reward, result.num_trajectories, result.num_failed) == (2 / 3, 3, 1)
         assert len(await world.orders(replica)) == 4
 
@@ -82,7 +82,7 @@ async def test_evaluation_comes_before_training_and_its_denominator_never_shrink
 async def test_evaluation_groups_go_only_to_replicas_that_hold_the_version(worlds: Callable[..., World]) -> None:
     world = worlds()
     await world.publish(0)
-    world.parts.versions.apply(WeightVersion(policy="model0", number=1, digest="d1"), {})
+    world.core.versions.apply(WeightVersion(policy="model0", number=1, digest="d1"), {})
     await world.core.begin_evaluation("asked")
     old = world.join("old", number=0)
     assert await world.orders(old) == []
@@ -90,8 +90,8 @@ async def test_evaluation_groups_go_only_to_replicas_that_hold_the_version(world
     orders = await world.orders(new)
     assert len(orders) == 3
     # During the evaluation the replica hears of no newer weights; afterwards it does.
-    world.parts.versions.apply(WeightVersion(policy="model0", number=2, digest="d2"), {})
-    world.parts.versions.announce("model0", True)
+    world.core.versions.apply(WeightVersion(policy="model0", number=2, digest="d2"), {})
+    world.core.versions.announce("model0", True)
     assert not any(isinstance(c, AnnounceVersion) for c in await world.commands(new))
     for order in orders:
         await world.send(trajectory(order.task_group_id, 0, version=1))
@@ -104,17 +104,17 @@ async def test_an_evaluation_on_a_version_that_nobody_holds_any_more_ends(worlds
     await world.core.begin_evaluation("asked")
     world.join(number=0)
     await world.settle()  # decided: the pass runs on version 0
-    world.parts.versions.apply(WeightVersion(policy="model0", number=1, digest="d1"), {})
+    world.core.versions.apply(WeightVersion(policy="model0", number=1, digest="d1"), {})
     watch = world.watch()
     for _ in range(8):
         world.join(number=1)
         await watch.tick()
         world.clock.now += 5.0
     await world.settle()
-    result = world.parts.evaluations.results["asked/greedy"]
+    result = world.core.evaluations.results["asked/greedy"]
     assert (result.mean_reward, result.num_trajectories, result.num_failed) == (None, 3, 3)
-    assert world.parts.counters["failures_version_unavailable"] == 3
-    assert world.parts.ingest.failures_in_a_row == 0, "a lost version tells nothing about rollouts"
+    assert world.core.counters["failures_version_unavailable"] == 3
+    assert world.core.ingest.failures_in_a_row == 0, "a lost version tells nothing about rollouts"
 
 
 async def test_stop_ends_the_run_before_its_last_step(worlds: Callable[..., World]) -> None:
@@ -123,23 +123,23 @@ async def test_stop_ends_the_run_before_its_last_step(worlds: Callable[..., Worl
         await world.publish(0)
         replica = world.join()
         await world.orders(replica)
-        world.parts.control.stop("enough")
+        world.core.control.stop("enough")
         await asyncio.wait_for(life, WAIT_S)
         commands = await world.commands(replica)
         assert isinstance(commands[-1], LeavePool)
-        assert world.parts.control.state is RunState.STOPPED
+        assert world.core.control.state is RunState.STOPPED
         assert (world.run_dir / "summary.json").is_file()
         late = world.join("late")
         assert [type(c) for c in await world.commands(late)] == [LeavePool]
     await world.crash()
-    assert world.parts.control.state is RunState.STARTING  # after a restart the run continues
+    assert world.core.control.state is RunState.STARTING  # after a restart the run continues
 
 
 async def test_a_run_that_had_succeeded_pauses_when_every_rollout_fails_and_says_why(
     worlds: Callable[..., World],
 ) -> None:
     world = worlds()
-    parts = world.parts
+    parts = world.core
     parts.counters[RunCount.TOKENS_RECORDED.value] = 1
     watch = world.watch()
     parts.ingest.failures_in_a_row = 255
@@ -189,7 +189,7 @@ async def test_a_run_in_which_no_rollout_ever_succeeded_ends_with_the_reason_and
     assert "`rollmill run --resume RUN`" in told and "`rollmill fate RUN`" in told
     assert not (world.run_dir / "summary.json").exists()
     await world.crash()
-    assert world.parts.control.state is RunState.STARTING
+    assert world.core.control.state is RunState.STARTING
     replica = world.join()
     world.train()
     assert await world.orders(replica)
@@ -198,7 +198,7 @@ async def test_a_run_in_which_no_rollout_ever_succeeded_ends_with_the_reason_and
 @pytest.mark.parametrize("reason", ["INVALID_CONFIG", "UNKNOWN_POLICY", "MODEL_MISMATCH"])
 async def test_a_wrong_recipe_ends_also_a_run_that_had_succeeded(worlds: Callable[..., World], reason: str) -> None:
     world = worlds()
-    parts, watch = world.parts, world.watch()
+    parts, watch = world.core, world.watch()
     parts.counters[RunCount.TOKENS_RECORDED.value] = 1
     parts.ingest.failures_in_a_row = 256
     parts.ingest.last_failure = f"{reason}: no such setting"
@@ -212,7 +212,7 @@ async def test_one_wrong_setting_among_rollouts_without_a_reward_pauses_a_run_an
     worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = worlds()
-    parts, watch = world.parts, world.watch()
+    parts, watch = world.core, world.watch()
     parts.ingest.failures_in_a_row = 1
     parts.ingest.last_failure = "INVALID_CONFIG: no such setting"
     monkeypatch.setattr(world.progress_view.masked, "too_many", lambda: "30% of the newest 64 rollouts have no reward")
@@ -230,7 +230,7 @@ async def test_failing_machinery_pauses_a_run_that_tries_again_by_itself_and_not
     worlds: Callable[..., World], reason: str, num_tokens: int
 ) -> None:
     world = worlds()
-    parts, watch, began = world.parts, world.watch(), world.clock.now
+    parts, watch, began = world.core, world.watch(), world.clock.now
     parts.counters[RunCount.TOKENS_RECORDED.value] = num_tokens
 
     async def passes(seconds: float) -> None:
@@ -276,23 +276,23 @@ async def test_a_pause_for_failures_ends_with_the_process_and_that_of_a_person_d
     worlds: Callable[..., World],
 ) -> None:
     world = worlds()
-    world.parts.counters[RunCount.TOKENS_RECORDED.value] = 1
-    world.parts.ingest.failures_in_a_row = 256
+    world.core.counters[RunCount.TOKENS_RECORDED.value] = 1
+    world.core.ingest.failures_in_a_row = 256
     world.clock.now += 2
     await world.watch().tick()
-    assert world.parts.control.paused
+    assert world.core.control.paused
     await world.crash()
-    assert not world.parts.control.paused
+    assert not world.core.control.paused
     world.core.pause()
     await world.crash()
-    assert world.parts.control.paused
+    assert world.core.control.paused
 
 
 async def test_a_run_paused_because_replicas_could_not_reach_a_peer_goes_on_when_they_hear_of_it(
     worlds: Callable[..., World],
 ) -> None:
     world = worlds()
-    parts, watch = world.parts, world.watch()
+    parts, watch = world.core, world.watch()
     parts.counters[RunCount.TOKENS_RECORDED.value] = 1
     replica = world.join()
     await watch.tick()

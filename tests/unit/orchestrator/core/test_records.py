@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from services.common.telemetry.log_events import LogEvent
-from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.ingest import RecordOutcome
 from tests.unit.orchestrator.builders import failure, sequence, trajectory
 from tests.unit.orchestrator.world import World
 
@@ -22,10 +22,10 @@ async def test_first_durable_record_of_a_slot_wins_and_later_ones_are_counted(wo
     first, second = trajectory(name, 0, reward=1.0), trajectory(name, 0, reward=0.0)
     assert await world.send(first, second) == [RecordOutcome.ACCEPTED, RecordOutcome.DUPLICATE]
     assert await world.send(failure(name, 0)) == [RecordOutcome.DUPLICATE]
-    assert world.parts.groups[name].outcomes[0] is first
-    assert world.parts.counters["records_duplicate"] == 2
+    assert world.core.groups[name].outcomes[0] is first
+    assert world.core.counters["records_duplicate"] == 2
     await world.crash()
-    outcome = world.parts.groups[name].outcomes[0]
+    outcome = world.core.groups[name].outcomes[0]
     assert not isinstance(outcome, type(failure()))
     assert outcome.reward == 1.0
 
@@ -58,9 +58,9 @@ async def test_unknown_and_malformed_records_are_answered_and_counted(worlds: Ca
         await world.send(trajectory(name, 0, sequence(policy="nobody")), trajectory(name, 1, sequence(version=5)), nan)
         == [RecordOutcome.INVALID] * 3
     )
-    outcomes = world.parts.groups[name].outcomes
+    outcomes = world.core.groups[name].outcomes
     assert [outcomes[i].reason for i in range(3)] == ["INVALID_RECORD"] * 3  # type: ignore[union-attr]
     assert "unknown policy 'nobody'" in outcomes[0].detail  # type: ignore[union-attr]
     assert "version 5 of model0 is from the future: the newest is 0" in outcomes[1].detail  # type: ignore[union-attr]
-    assert world.parts.counters["records_unknown"] == 3
-    assert world.parts.counters["records_invalid"] == 3
+    assert world.core.counters["records_unknown"] == 3
+    assert world.core.counters["records_invalid"] == 3

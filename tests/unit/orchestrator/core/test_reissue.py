@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from services.common.telemetry.log_events import LogEvent
-from services.orchestrator.ingest.ingest import RecordOutcome
+from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members.commands import CancelGroup, PlayGroup
 from services.orchestrator.members.replica import Hello
 from tests.unit.orchestrator.builders import failure, trajectory
@@ -66,8 +66,8 @@ async def test_a_restarted_orchestrator_sends_a_rejoining_replica_only_what_is_u
         orders[2].task_group_id: (0, 1, 2, 3),
         orders[3].task_group_id: (0, 1, 2, 3),
     }
-    assert world.parts.experience.admission.accounts["model0"].running_slots == 11
-    assert world.parts.experience.buffers["model0"].num_sequences == 4
+    assert world.core.experience.admission.accounts["model0"].running_slots == 11
+    assert world.core.experience.buffers["model0"].num_sequences == 4
 
 
 async def test_a_replica_that_does_not_come_back_after_a_restart_loses_its_lease(worlds: Callable[..., World]) -> None:
@@ -81,7 +81,7 @@ async def test_a_replica_that_does_not_come_back_after_a_restart_loses_its_lease
     world.clock.now += 31.0
     world.join("other")
     await world.watch().tick()
-    assert {o.task_group_id for o in await world.orders(world.parts.pool.get("other"))} == {
+    assert {o.task_group_id for o in await world.orders(world.core.pool.get("other"))} == {
         o.task_group_id for o in orders
     }  # type: ignore[arg-type]
 
@@ -93,7 +93,7 @@ async def test_a_task_group_that_is_never_done_is_taken_away(worlds: Callable[..
     replica = world.join()
     orders = await world.orders(replica)
     world.clock.now += 10.0 * 3 + 61.0
-    world.parts.pool.join(Hello(replica_id="a", incarnation="1", num_slots=64, held=replica.held))
+    world.core.pool.join(Hello(replica_id="a", incarnation="1", num_slots=64, held=replica.held))
     await world.watch().tick()
     commands = await world.commands(replica)
     assert {c.task_group_id for c in commands if isinstance(c, CancelGroup)} == {o.task_group_id for o in orders}
@@ -107,8 +107,8 @@ async def test_a_task_group_that_loses_every_replica_is_given_up(worlds: Callabl
     name = (await world.orders(world.join(incarnation="0")))[0].task_group_id
     for incarnation in range(1, 8):
         await world.orders(world.join(incarnation=str(incarnation)))
-    assert name not in world.parts.groups
-    assert world.parts.counters["failures_replicas_lost"] == 4
+    assert name not in world.core.groups
+    assert world.core.counters["failures_replicas_lost"] == 4
 
 
 async def test_a_task_group_is_not_given_up_because_the_link_to_its_replica_flaps(worlds: Callable[..., World]) -> None:
@@ -119,10 +119,10 @@ async def test_a_task_group_is_not_given_up_because_the_link_to_its_replica_flap
     for _ in range(20):
         world.clock.now += 35.0
         await world.watch().tick()  # the lease has run out
-        assert world.parts.pool.get("a") is None
+        assert world.core.pool.get("a") is None
         await world.orders(world.join(running=[name]))
-    assert world.parts.groups[name].num_lost == 0
-    assert world.parts.counters["failures_replicas_lost"] == 0
+    assert world.core.groups[name].num_lost == 0
+    assert world.core.counters["failures_replicas_lost"] == 0
     assert await world.send(trajectory(name, 0)) == [RecordOutcome.ACCEPTED]
 
 

@@ -37,20 +37,20 @@ async def test_curation_passes_over_solved_tasks_also_after_a_restart(worlds: Ca
     await world.publish(0)
     world.train()
     solved = (await world.orders(world.join()))[0]
-    played = TaskGroup(order=solved, position=world.parts.groups[solved.task_group_id].position)
+    played = TaskGroup(order=solved, position=world.core.groups[solved.task_group_id].position)
     for index in solved.indices:
         played.resolve(trajectory(solved.task_group_id, index, reward=1.0))
     for _ in range(28):  # and once more below: 1 - 0.9 ** 29 is the first that reaches 0.95
-        assert all(world.parts.training_orders.streams[""].curation.accepts(row, 0) for row in range(10))
+        assert all(world.core.training_orders.streams[""].curation.accepts(row, 0) for row in range(10))
         world.core.observe(played)
     await world.send(*(trajectory(solved.task_group_id, i, reward=1.0) for i in solved.indices))
-    orders = world.parts.training_orders
+    orders = world.core.training_orders
     [row] = [row for row in range(10) if not orders.streams[""].curation.accepts(row, 0)]
     assert row == orders.row_of(played)
     await world.crash()
-    curation = world.parts.training_orders.streams[""].curation
+    curation = world.core.training_orders.streams[""].curation
     assert [r for r in range(10) if not curation.accepts(r, 0)] == [row]
-    drawn = [world.parts.training_orders.next_group().order.task.task_id for _ in range(40)]
+    drawn = [world.core.training_orders.next_group().order.task.task_id for _ in range(40)]
     assert solved.task.task_id not in drawn and len(set(drawn)) == 9
 
 
@@ -61,7 +61,7 @@ async def test_what_a_prompt_brought_is_observed_once_by_whichever_process_lives
     await world.publish(0)
     world.train()
     first, second, *_ = await world.orders(world.join())
-    played = [world.parts.training_orders.row_of(world.parts.groups[order.task_group_id]) for order in (first, second)]
+    played = [world.core.training_orders.row_of(world.core.groups[order.task_group_id]) for order in (first, second)]
     await world.play(first)
     with monkeypatch.context() as dying:
         dying.setattr(world.core, "observe", lambda group: None)  # the process dies before this
@@ -83,9 +83,9 @@ async def test_what_a_prompt_brought_is_observed_once_by_whichever_process_lives
 async def test_when_every_task_is_solved_they_are_played_rather_than_nothing(worlds: Callable[..., World]) -> None:
     world = worlds(curation="filter_solved")
     for row in list(range(10)) * 29:
-        world.parts.training_orders.streams[""].curation.observe(row, [1.0, 1.0])
-    assert not any(world.parts.training_orders.streams[""].curation.accepts(row, 0) for row in range(10))
-    assert world.parts.training_orders.next_group().order.task.task_id
+        world.core.training_orders.streams[""].curation.observe(row, [1.0, 1.0])
+    assert not any(world.core.training_orders.streams[""].curation.accepts(row, 0) for row in range(10))
+    assert world.core.training_orders.next_group().order.task.task_id
 
 
 MIXTURE = [{"source": "a"}, {"source": "b", "weight": 2, "advantage_scale": 0.5}]
@@ -104,7 +104,7 @@ async def test_each_source_goes_on_in_its_own_curriculum_and_share_after_a_resta
     batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     assert len(batch.sequences) == 12
     await world.crash()
-    assert world.parts.experience.mixtures["model0"].trained == {"a": 4, "b": 8}
+    assert world.core.experience.mixtures["model0"].trained == {"a": 4, "b": 8}
     await world.publish(1)
     world.train()
     second = await world.orders(world.join(number=1))
@@ -138,16 +138,16 @@ async def test_each_source_has_a_curation_of_its_own_also_after_a_restart(worlds
     first = {order.source: order for order in (await world.orders(world.join()))[:2]}
     for reward, order in zip((0.0, 1.0), (first["a"], first["b"]), strict=True):
         for _ in range(2):  # as many groups as the share is of
-            played = TaskGroup(order=order, position=world.parts.groups[order.task_group_id].position)
+            played = TaskGroup(order=order, position=world.core.groups[order.task_group_id].position)
             for index in order.indices:
                 played.resolve(trajectory(order.task_group_id, index, reward=reward))
             world.core.observe(played)
     await world.settle()
     await world.crash()
     for source, side in {"a": "hard", "b": "easy"}.items():
-        curation = world.parts.training_orders.streams[source].curation
+        curation = world.core.training_orders.streams[source].curation
         assert isinstance(curation, PassRate)
         outside = [row for row in range(10) if curation.outside(row) is not None]
         assert len(outside) == 1 and curation.outside(outside[0]) == side
-    gauges = world.parts.training_orders.gauges()
+    gauges = world.core.training_orders.gauges()
     assert gauges["curation_solved"] == gauges["curation_unsolved"] == 1

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.scan import Damage
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.journal.segments import Damage
 
 KINDS = ("things", "others")
 

@@ -13,12 +13,19 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import CorruptDataError
+from services.orchestrator.journal import segments
+from services.orchestrator.journal.index import INDEX_FILE
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage import segments
-from services.orchestrator.journal.storage.index import INDEX_FILE
-from services.orchestrator.journal.storage.scan import Damage, DamageReason, scan
-from services.orchestrator.journal.storage.segments import Packer, segment_path, sizes_in, write_header
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.journal.segments import (
+    Damage,
+    DamageReason,
+    Packer,
+    scan,
+    segment_path,
+    sizes_in,
+    write_header,
+)
 from tests.unit.orchestrator.journal.helpers import (
     COUNT,
     KINDS,
@@ -259,7 +266,7 @@ async def test_a_place_that_the_disk_cannot_read_costs_what_follows_in_its_segme
         return real(fd, length, offset)
 
     monkeypatch.setattr(os, "pread", pread)
-    monkeypatch.setattr("services.orchestrator.journal.storage.scan._READ_BYTES", 100)
+    monkeypatch.setattr("services.orchestrator.journal.segments._READ_BYTES", 100)
     journal = Journal(tmp_path)
     assert [(span.kind, span.reason) for span in journal.damage] == [("others", DamageReason.UNREADABLE)]
     found = kept(tmp_path)
@@ -274,7 +281,7 @@ async def test_a_segment_that_is_deleted_while_it_is_looked_at_fails_nothing(tmp
     (tmp_path / INDEX_FILE).unlink()
     segment_path(tmp_path, "others", 1).unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.orchestrator.journal.storage.index_keeper.sizes_in", lambda directory: sizes)
+        patch.setattr("services.orchestrator.journal.index.sizes_in", lambda directory: sizes)
         assert kept(tmp_path) == list(range(0, COUNT, 2))
     assert kept(tmp_path) == list(range(0, COUNT, 2))
 

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.journal.storage import index
-from services.orchestrator.journal.storage import index_keeper as keeper
-from services.orchestrator.journal.storage.index import INDEX_FILE
-from services.orchestrator.journal.storage.segments import Place, Row, sizes_in
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.journal import index
+from services.orchestrator.journal.index import INDEX_FILE
+from services.orchestrator.journal.journal import Journal
+from services.orchestrator.journal.segments import Place, Row, sizes_in
 from tests.unit.orchestrator.journal.helpers import (
     SPOILED,
     damage,
@@ -30,15 +29,15 @@ async def test_commits_share_a_transaction_of_the_index_and_readers_find_their_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transactions: list[int] = []
-    add_all = index.Index.add_all
+    add = index.Index.add
 
     def counted(self: index.Index, rows: Sequence[Row], ends: dict[Place, int]) -> None:
         transactions.append(len(rows))
-        add_all(self, rows, ends)
+        add(self, rows, ends)
 
-    monkeypatch.setattr(index.Index, "add_all", counted)
-    monkeypatch.setattr(keeper, "FLUSH_S", 600.0)
-    monkeypatch.setattr(keeper, "FLUSH_ROWS", 20)
+    monkeypatch.setattr(index.Index, "add", counted)
+    monkeypatch.setattr(index, "FLUSH_S", 600.0)
+    monkeypatch.setattr(index, "FLUSH_ROWS", 20)
     journal = Journal(tmp_path, segment_bytes=1000)
     journal.start()
     for n in range(50):
@@ -49,13 +48,13 @@ async def test_commits_share_a_transaction_of_the_index_and_readers_find_their_r
     assert kept(tmp_path) == list(range(50))
     await journal.close()
     assert transactions == [20, 20, 10]
-    assert keeper.IndexKeeper(tmp_path).found == []
+    assert index.IndexKeeper(tmp_path).found == []
 
 
 async def test_the_index_gets_the_last_rows_though_nothing_more_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "FLUSH_S", 0.02)
+    monkeypatch.setattr(index, "FLUSH_S", 0.02)
     journal = Journal(tmp_path)
     journal.start()
     await put(journal, range(3))
@@ -69,7 +68,7 @@ async def test_the_index_gets_the_last_rows_though_nothing_more_is_written(
 async def test_what_a_killed_process_had_not_put_into_the_index_is_found_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "FLUSH_S", 600.0)
+    monkeypatch.setattr(index, "FLUSH_S", 600.0)
     journal = Journal(tmp_path / "killed")
     journal.start()
     await put(journal, range(7))
@@ -97,7 +96,7 @@ async def test_another_holder_of_the_index_stops_nothing(tmp_path: Path) -> None
     await put(journal, range(10, 11))
     await journal.close()
     assert kept(tmp_path) == list(range(11))
-    assert keeper.IndexKeeper(tmp_path).found == []
+    assert index.IndexKeeper(tmp_path).found == []
 
 
 @pytest.mark.usefixtures("impatient")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ConfigError
-from services.orchestrator.journal.storage import index, segments
-from services.orchestrator.journal.storage.index import INDEX_FILE
-from services.orchestrator.journal.storage.segments import Packer, segment_path, write_header
-from services.orchestrator.journal.writer import Journal
+from services.orchestrator.journal import index, segments
+from services.orchestrator.journal.index import INDEX_FILE
+from services.orchestrator.journal.journal import Journal
+from services.orchestrator.journal.segments import Packer, segment_path, write_header
 from tests.unit.orchestrator.journal.helpers import (
     damage,
     gaps,

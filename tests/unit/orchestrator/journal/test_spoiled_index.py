@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from services.orchestrator.journal.index import INDEX_FILE
+from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.index import INDEX_FILE
-from services.orchestrator.journal.writer import Journal
 from tests.unit.orchestrator.journal.helpers import (
     COUNT,
     SPOILED,

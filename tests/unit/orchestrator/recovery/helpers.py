@@ -42,7 +42,7 @@ async def spoiled(world: World, kind: str, key: str, which: int = 0) -> None:
 
 
 def set_aside(world: World) -> list[tuple[str, str, SetAsideReason]]:
-    return [(noted.kind, noted.key, noted.reason) for noted in world.parts.aside]
+    return [(noted.kind, noted.key, noted.reason) for noted in world.core.aside]
 
 
 def closed(world: World) -> dict[str, str]:
@@ -52,7 +52,7 @@ def closed(world: World) -> dict[str, str]:
 async def trains_on(world: World, step: int) -> None:
     """The next step is played, assembled and published."""
     world.clock.now += 31.0
-    world.parts.pool.expire()  # the replicas of before the restart do not come back
+    world.core.pool.expire()  # the replicas of before the restart do not come back
     world.train()
     replica = world.join("fresh", number=step - 1)
     for _ in range(4):

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.errors import BatchLostError, CorruptDataError, DeadlineError
 from services.common.records.fates import SetAsideReason
-from services.orchestrator.buffer.recorded import read_batch
+from services.orchestrator.buffer.assembly import read_batch
 from services.orchestrator.journal import records
 from services.orchestrator.journal.reader import JournalReader
 from tests.unit.orchestrator.damage import flip, loaded
@@ -31,9 +31,9 @@ async def test_a_damaged_record_of_a_superseded_version_stops_nothing(worlds: Ma
     for step in (1, 2, 3):
         await stepped(world, step)
     await spoiled(world, records.VERSION, f"model0/{lost}")
-    ledger = world.parts.ledgers["model0"]
+    ledger = world.core.ledgers["model0"]
     assert ledger.newest_number == 3 and ledger.get(lost) is None and not ledger.lacks_newest
-    assert world.parts.batches["model0"].newest_version == 3
+    assert world.core.batches["model0"].newest_version == 3
     assert set_aside(world) == [(records.VERSION, f"model0/{lost}", SetAsideReason.DAMAGED)]
     await trains_on(world, 4)
 
@@ -50,9 +50,9 @@ async def test_the_trainer_offers_a_newest_version_again_whose_record_is_damaged
     flip(world.run_dir, records.VERSION, "model0/2")
     world.core.close_metrics()
     world.open()
-    ledger = world.parts.ledgers["model0"]
+    ledger = world.core.ledgers["model0"]
     assert ledger.newest_number == 2 and ledger.lacks_newest and ledger.newest is None
-    assert world.parts.batches["model0"].newest_version == 2
+    assert world.core.batches["model0"].newest_version == 2
     replica = world.join(number=2)
     world.train()
     assert await world.orders(replica) == []  # the digest of version 2 is unknown
@@ -72,7 +72,7 @@ async def test_a_damaged_batch_that_was_trained_is_not_trained_again(worlds: Mak
         await stepped(world, step)
         seen += [e["sequence_id"] for e in loaded(world.run_dir, records.BATCH, f"model0/{step}")[0]["sequences"]]
     await spoiled(world, records.BATCH, "model0/2")
-    assert world.parts.batches["model0"].newest_step == 2
+    assert world.core.batches["model0"].newest_step == 2
     await trains_on(world, 3)
     again = [e["sequence_id"] for e in loaded(world.run_dir, records.BATCH, "model0/3")[0]["sequences"]]
     assert not set(again) & set(seen)
@@ -84,7 +84,7 @@ async def test_a_damaged_batch_that_was_not_trained_is_put_together_again_of_oth
         await world.play(order)
     first = {entry.sequence_id for entry in (await world.trainer_api.pull_batch("model0", 1, WAIT_S)).record.entries}
     await spoiled(world, records.BATCH, "model0/1")
-    assert world.parts.batches["model0"].newest_step == 0
+    assert world.core.batches["model0"].newest_step == 0
     with pytest.raises(DeadlineError):
         await world.trainer_api.pull_batch("model0", 1, 0.05)
     await trains_on(world, 1)
@@ -107,7 +107,7 @@ async def test_a_recorded_batch_is_served_without_what_of_it_is_lost(worlds: Mak
     assert {s.sequence_id for s in share.sequences} == {e.sequence_id for e in whole.record.entries} - {lost}
     assert sum(totals.num_sequences for totals in share.minibatches) == 7
     assert sum(totals.num_trained_tokens for totals in share.minibatches) == 7 * 4
-    assert world.parts.counters["sequences_lost"] == 1
+    assert world.core.counters["sequences_lost"] == 1
     reader = JournalReader(world.run_dir / "journal")
     with pytest.raises(CorruptDataError, match="lacks trajectories"):
         read_batch(reader, "model0", 1)  # `rollmill replay` compares digests, which needs the whole batch
@@ -134,6 +134,6 @@ async def test_a_part_that_is_not_in_the_damaged_batch_for_sure_is_not_trained(w
         await world.play(order)
     await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     await spoiled(world, records.BATCH, "model0/1")
-    assert world.parts.experience.buffers["model0"].num_sequences == 0
-    assert world.parts.experience.buffers["model1"].num_sequences == 16
-    assert world.parts.counters["sequences_set_aside"] == 16
+    assert world.core.experience.buffers["model0"].num_sequences == 0
+    assert world.core.experience.buffers["model1"].num_sequences == 16
+    assert world.core.counters["sequences_set_aside"] == 16

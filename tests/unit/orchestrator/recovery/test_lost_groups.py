@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.common.records.fates import ClosedReason, SetAsideReason
-from services.orchestrator.ingest.ingest import Answer, RecordOutcome
+from services.orchestrator.ingest import Answer, RecordOutcome
 from services.orchestrator.journal import records
 from services.orchestrator.state.run_control import RunState
 from tests.unit.orchestrator.builders import trajectory
@@ -30,14 +30,14 @@ async def test_the_slot_of_a_damaged_trajectory_is_open_again(worlds: Make) -> N
     await world.play(first)  # complete, judged and waiting in the buffer
     name = first.task_group_id
     await spoiled(world, records.TRAJECTORY, f"{name}/1")
-    assert world.parts.groups[name].unresolved == (1,)
+    assert world.core.groups[name].unresolved == (1,)
     assert set_aside(world) == [(records.TRAJECTORY, f"{name}/1", SetAsideReason.DAMAGED)]
     assert await world.send(trajectory(name, 1, reward=1.0)) == [RecordOutcome.ACCEPTED]
-    assert world.parts.experience.buffers["model0"].num_sequences == 4
+    assert world.core.experience.buffers["model0"].num_sequences == 4
     assert len(loaded(world.run_dir, records.VERDICT, name)) == 2  # judged again
     await world.crash()
-    assert name not in world.parts.groups
-    assert world.parts.experience.buffers["model0"].num_sequences == 4
+    assert name not in world.core.groups
+    assert world.core.experience.buffers["model0"].num_sequences == 4
     await trains_on(world, 1)
 
 
@@ -54,7 +54,7 @@ async def test_nothing_is_set_aside_twice_and_a_start_adds_nothing(worlds: Make)
         await world.crash()
     await world.settle()
     assert len(loaded(world.run_dir, records.SET_ASIDE)) == 1
-    assert len(world.parts.aside) == 1
+    assert len(world.core.aside) == 1
 
 
 async def test_a_damaged_task_group_is_not_waited_for_and_the_curriculum_goes_on_behind_it(worlds: Make) -> None:
@@ -64,7 +64,7 @@ async def test_a_damaged_task_group_is_not_waited_for_and_the_curriculum_goes_on
     await world.send(trajectory(last.task_group_id, 0))
     tasks = {order.task.task_id for order in orders}
     await spoiled(world, records.GROUP, last.task_group_id)
-    assert last.task_group_id not in world.parts.groups
+    assert last.task_group_id not in world.core.groups
     assert sorted(set_aside(world)) == [
         (records.GROUP, last.task_group_id, SetAsideReason.DAMAGED),
         (records.TRAJECTORY, f"{last.task_group_id}/0", SetAsideReason.ORPHANED),
@@ -77,18 +77,18 @@ async def test_a_damaged_task_group_is_not_waited_for_and_the_curriculum_goes_on
     assert len(fresh) == 1 and fresh[0].task.task_id not in tasks
     assert await world.send(trajectory(last.task_group_id, 1)) == [RecordOutcome.DUPLICATE]
     await world.crash()
-    assert last.task_group_id not in world.parts.groups and len(world.parts.aside) == 2
+    assert last.task_group_id not in world.core.groups and len(world.core.aside) == 2
 
 
 async def test_the_group_of_a_damaged_assignment_is_issued_again(worlds: Make) -> None:
     world = worlds()
     orders = await begun(world)
     world.clock.now += 31.0
-    world.parts.pool.expire()
+    world.core.pool.expire()
     other = world.join("other")
     name = (await world.orders(other))[0].task_group_id
     await spoiled(world, records.ASSIGNMENT, name)
-    assert world.parts.pool.owner(name) is None and len(world.parts.groups) == len(orders)
+    assert world.core.pool.owner(name) is None and len(world.core.groups) == len(orders)
     world.train()
     assert name in {order.task_group_id for order in await world.orders(world.join("other", running=[name]))}
 
@@ -100,13 +100,13 @@ async def test_the_record_of_a_group_of_a_damaged_assignment_is_taken_before_its
     world = worlds()
     await begun(world)
     world.clock.now += 31.0
-    world.parts.pool.expire()
+    world.core.pool.expire()
     (name,) = [order.task_group_id for order in await world.orders(world.join("other", slots=4))]
     await spoiled(world, records.ASSIGNMENT, name)
-    assert not world.parts.pool.has_met("other", "1"), "no other record says who it was"
+    assert not world.core.pool.has_met("other", "1"), "no other record says who it was"
     answers: list[Answer] = []
-    world.parts.ingest.submit(trajectory(name, 0), answers.append, ("other", "1"))
-    world.parts.ingest.submit(trajectory(name, 1), answers.append, ("other", ""))
+    world.core.ingest.submit(trajectory(name, 0), answers.append, ("other", "1"))
+    world.core.ingest.submit(trajectory(name, 1), answers.append, ("other", ""))
     await world.settle()
     assert sorted(answer.outcome for answer in answers) == [RecordOutcome.ACCEPTED, RecordOutcome.REFUSED]
 
@@ -119,17 +119,17 @@ async def test_a_group_of_which_a_part_was_trained_is_not_played_again(worlds: M
     batch = await world.trainer_api.pull_batch("model0", 1, WAIT_S)
     name = batch.record.entries[0].sequence_id.split("/")[0]
     await spoiled(world, records.TRAJECTORY, f"{name}/2")
-    assert name not in world.parts.groups
+    assert name not in world.core.groups
     await world.settle()
     assert closed(world)[name] == ClosedReason.SET_ASIDE
-    assert world.parts.experience.buffers["model1"].num_sequences == 12
+    assert world.core.experience.buffers["model1"].num_sequences == 12
     await world.crash()
-    assert name not in world.parts.groups
+    assert name not in world.core.groups
 
 
 def mark_of(world: World) -> str:
     """The run's mark, in the names of its task groups."""
-    return world.parts.names.draw().rpartition("-")[0]
+    return world.core.names.draw().rpartition("-")[0]
 
 
 @pytest.mark.parametrize("kind", [records.VERDICT, records.CLOSED, records.STATE, records.OBSERVATION, records.RUN])
@@ -154,12 +154,12 @@ async def test_the_state_before_a_damaged_one_counts(worlds: Make) -> None:
     await begun(world)
     world.core.pause()
     await world.settle()
-    world.parts.counters["records_duplicate"] = 7
+    world.core.counters["records_duplicate"] = 7
     world.core.write_state()
     await spoiled(world, records.STATE, "", -1)
-    assert world.parts.control.state is RunState.PAUSED
-    assert world.parts.counters["records_duplicate"] == 0
-    assert world.parts.counters["task_groups_issued"] > 0
+    assert world.core.control.state is RunState.PAUSED
+    assert world.core.counters["records_duplicate"] == 0
+    assert world.core.counters["task_groups_issued"] > 0
 
 
 async def test_a_damaged_start_of_an_evaluation_lets_go_of_its_task_groups(worlds: Make) -> None:
@@ -167,11 +167,11 @@ async def test_a_damaged_start_of_an_evaluation_lets_go_of_its_task_groups(world
     await world.publish(0)
     await world.core.begin_evaluation("mine")
     await world.orders(world.join())
-    assert len(world.parts.groups) == 3
+    assert len(world.core.groups) == 3
     await spoiled(world, records.EVALUATION_START, "mine")
-    assert not world.parts.groups and not world.parts.evaluations.running
+    assert not world.core.groups and not world.core.evaluations.running
     await world.core.begin_evaluation("mine")
-    assert world.parts.evaluations.running
+    assert world.core.evaluations.running
 
 
 async def test_a_damaged_result_of_an_evaluation_is_computed_again(worlds: Make) -> None:
@@ -180,9 +180,9 @@ async def test_a_damaged_result_of_an_evaluation_is_computed_again(worlds: Make)
     await world.core.begin_evaluation("mine")
     for order in await world.orders(world.join()):
         await world.play(order)
-    before = dict(world.parts.evaluations.results)
+    before = dict(world.core.evaluations.results)
     [name] = before
     await spoiled(world, records.EVALUATION, name)
-    assert world.parts.evaluations.results == before
+    assert world.core.evaluations.results == before
     await world.crash()
-    assert world.parts.evaluations.results == before
+    assert world.core.evaluations.results == before

@@ -34,7 +34,7 @@ async def lived(world: World) -> None:
         await stepped(world, step)
     assert await world.orders(world.join(number=2))
     world.clock.now += 31.0
-    world.parts.pool.expire()
+    world.core.pool.expire()
     first, *_ = await world.orders(world.join("other", number=2))
     world.journal.submit(records.RUN, "", lambda: {"run_id": "unit", "mark": "abc", "started_at": 0.0})
     await world.send(trajectory(first.task_group_id, 0, version=2), failure(first.task_group_id, 1))
@@ -56,7 +56,7 @@ async def test_the_run_goes_on_without_all_records_of_a_kind(worlds: Make, kind:
     remove(world.run_dir, kind, with_index=with_index)
     world.core.close_metrics()
     world.open()
-    newest = world.parts.ledgers["model0"]
+    newest = world.core.ledgers["model0"]
     if kind == records.VERSION:
         for number in range(newest.newest_number + 1):
             await world.publish(number)
@@ -69,9 +69,9 @@ async def test_the_run_goes_on_without_all_records_of_a_kind(worlds: Make, kind:
     assert len(set(issued)) == len(issued)
     if kind != records.GROUP:
         assert names <= set(issued)
-    before = len(world.parts.aside)
+    before = len(world.core.aside)
     await world.crash()
-    assert len(world.parts.aside) == before
+    assert len(world.core.aside) == before
 
 
 @pytest.mark.parametrize("kind", [records.GROUP, records.TRAJECTORY, records.CLOSED, records.BATCH, records.VERSION])
@@ -83,7 +83,7 @@ async def test_the_run_goes_on_when_a_record_does_not_even_tell_which_it_was(wor
     flip_header(world.run_dir, kind, rows(world.run_dir, kind)[-1].key, -1)
     world.core.close_metrics()
     world.open()
-    if world.parts.ledgers["model0"].lacks_newest or kind == records.VERSION:
+    if world.core.ledgers["model0"].lacks_newest or kind == records.VERSION:
         await world.publish(2)
     await trains_on(world, 3)
     batches = {
@@ -91,7 +91,7 @@ async def test_the_run_goes_on_when_a_record_does_not_even_tell_which_it_was(wor
         for row, batch in zip(rows(world.run_dir, records.BATCH), loaded(world.run_dir, records.BATCH), strict=True)
     }
     assert not seen & {entry["sequence_id"] for entry in batches["model0/3"]["sequences"]}
-    assert sum(world.parts.aside.counts().values()) >= 1
-    before = len(world.parts.aside)
+    assert sum(world.core.aside.counts().values()) >= 1
+    before = len(world.core.aside)
     await world.crash()
-    assert len(world.parts.aside) == before
+    assert len(world.core.aside) == before

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from services.common.errors import ConfigError
 from services.common.records.fates import ClosedReason, SetAsideReason
-from services.common.records.types import Trajectory, WeightVersion
-from services.orchestrator.buffer import batches
-from services.orchestrator.buffer.pipeline import ExperiencePipeline
+from services.common.records.types import WeightVersion
+from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.records import GroupVerdict
 from services.orchestrator.state.groups import Outcome, TaskGroup
-from tests.unit.orchestrator.builders import sequence, trajectory, with_tokens
-from tests.unit.orchestrator.damage import loaded
+from tests.unit.orchestrator.builders import trajectory
 from tests.unit.orchestrator.recovery.helpers import (
     Make,
     begun,
@@ -26,82 +21,6 @@ from tests.unit.orchestrator.recovery.helpers import (
     set_aside,
     trains_on,
 )
-from tests.waiting import WAIT_S
-
-ABSURD = {
-    "a huge reward": trajectory("g", 3, reward=1e300),
-    "the largest reward": trajectory("g", 3, reward=-sys.float_info.max),
-    "a token id beyond the vocabulary": trajectory("g", 3, with_tokens(sequence(), [5, 700])),
-    "a negative token id": trajectory("g", 3, with_tokens(sequence(), [-1])),
-    "a log-probability of 3e38": trajectory("g", 3, with_tokens(sequence(), [1], logprob=3e38)),
-    "no sequence": Trajectory(task_group_id="g", index=3, sequences=(), reward=0.0),
-    "attempt -9": trajectory("g", 3, sequence(attempt=-9)),
-    "a policy of nobody": trajectory("g", 3, sequence(policy="nobody")),
-}
-
-
-@pytest.mark.parametrize("name", ABSURD)
-async def test_what_an_earlier_release_took_in_and_nobody_can_train_is_set_aside(worlds: Make, name: str) -> None:
-    world = worlds()
-    world.vocab_sizes = {"model0": 500}
-    await world.crash()
-    orders = await begun(world)
-    group = orders[0].task_group_id
-    await world.send(*(trajectory(group, index, reward=float(index)) for index in range(3)))
-    absurd = replace(ABSURD[name], task_group_id=group)
-    world.journal.submit(records.TRAJECTORY, f"{group}/3", lambda: rollouts.trajectory_to_json(absurd))
-    await world.settle()
-    await world.crash()
-    assert set_aside(world) == [(records.TRAJECTORY, f"{group}/3", SetAsideReason.REFUSED)]
-    assert world.parts.groups[group].unresolved == (3,)
-    await world.crash()
-    assert len(loaded(world.run_dir, records.SET_ASIDE)) == len(world.parts.aside) == 1
-    await trains_on(world, 1)
-
-
-async def test_a_recorded_batch_is_served_without_what_its_trainer_cannot_read(worlds: Make) -> None:
-    """The vocabulary is known when the trainer joins, and the batch was recorded before."""
-    world = worlds()
-    orders = await begun(world)
-    for order in orders[1:]:
-        await world.play(order)
-    name = orders[0].task_group_id
-    beyond = trajectory(name, 0, with_tokens(sequence(1.0), [5, 700]), reward=1.0)
-    await world.send(beyond, *(trajectory(name, index) for index in (1, 2, 3)))
-    world.trainer_api.join("model0", "t", 1, 0, {}, vocab_size=500)
-    for _ in range(2):
-        batch = None
-        for step in (1, 2):
-            batch = await world.trainer_api.pull_batch("model0", step, WAIT_S)
-            ids = {entry.sequence_id for entry in batch.record.entries}
-            if any(i.startswith(name) for i in ids):
-                break
-            await world.publish(step)
-        assert batch is not None and f"{name}/0/0" not in ids and len(ids) == 7
-        assert sum(totals.num_sequences for totals in batch.share(0, 1).minibatches) == 7
-        assert world.parts.counters["sequences_lost"] == 1
-        world.parts.batches["model0"]._recent.clear()
-        world.parts.counters.clear()
-
-
-async def test_what_a_trainer_cannot_read_is_counted_once_for_all_its_ranks(
-    worlds: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A large batch is checked in threads, for several ranks at a time."""
-    monkeypatch.setattr(batches, "MOST_AT_ONCE", 1)
-    world = worlds()
-    orders = await begun(world)
-    name = orders[0].task_group_id
-    beyond = trajectory(name, 0, with_tokens(sequence(1.0), [5, 700]), reward=1.0)
-    await world.send(beyond, *(trajectory(name, index) for index in (1, 2, 3)))
-    for order in orders[1:]:
-        await world.play(order)
-    world.trainer_api.join("model0", "t", 1, 0, {}, vocab_size=500)
-    pulled = await asyncio.gather(*(world.trainer_api.pull_batch("model0", 1, WAIT_S) for _ in range(4)))
-    for batch in pulled:
-        assert f"{name}/0/0" not in batch.sequences and len(batch.sequences) == 7
-        assert batch.record is pulled[0].record
-    assert world.parts.counters["sequences_lost"] == 1
 
 
 async def test_what_cannot_be_computed_costs_its_task_group(worlds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,12 +38,12 @@ async def test_what_cannot_be_computed_costs_its_task_group(worlds: Make, monkey
 
     monkeypatch.setattr(ExperiencePipeline, "resolved", overflows)
     await world.crash()
-    assert name not in world.parts.groups
+    assert name not in world.core.groups
     assert (records.GROUP, name, SetAsideReason.REFUSED) in set_aside(world)
     await world.settle()
     assert closed(world)[name] == ClosedReason.SET_ASIDE
-    accounts = world.parts.experience.admission.accounts["model0"]
-    live = world.parts.groups.values()
+    accounts = world.core.experience.admission.accounts["model0"]
+    live = world.core.groups.values()
     assert (accounts.running_slots, accounts.accepted) == (sum(len(group.unresolved) for group in live), 0)
     await world.crash()
     await trains_on(world, 1)
@@ -137,7 +56,7 @@ async def test_a_journal_of_which_nothing_can_be_applied_is_refused_with_the_com
     await begun(world)
     await world.settle()
     await world.journal.close()
-    monkeypatch.setattr("services.orchestrator.recovery.recover.MOST_TRIES", 2)
+    monkeypatch.setattr("services.orchestrator.recovery.MOST_TRIES", 2)
     monkeypatch.setattr(ExperiencePipeline, "issued", lambda *args: {}["x"])
     with pytest.raises(ConfigError, match=r"rollmill journal .* list --content.*rollmill export"):
         world.open()
@@ -161,7 +80,7 @@ async def test_a_trajectory_that_says_nothing_sensible_is_unreadable(worlds: Mak
     world.journal.submit(records.TRAJECTORY, f"{name}/2", lambda: record)
     await world.settle()
     await world.crash()
-    assert world.parts.groups[name].unresolved == (0, 1, 2, 3)
+    assert world.core.groups[name].unresolved == (0, 1, 2, 3)
     assert set_aside(world) == [(records.TRAJECTORY, f"{name}/2", SetAsideReason.UNREADABLE)]
     await trains_on(world, 1)
 
@@ -185,8 +104,8 @@ async def test_a_record_that_can_be_read_and_not_applied_is_set_aside(
     await world.crash()
     assert (kind, key, SetAsideReason.REFUSED) in set_aside(world)
     await world.crash()
-    assert len(world.parts.aside) == 1
-    assert world.parts.ledgers["model0"].knows(0, "d0")
+    assert len(world.core.aside) == 1
+    assert world.core.ledgers["model0"].knows(0, "d0")
 
 
 async def test_versions_after_a_gap_are_taken_in_the_order_of_their_numbers(worlds: Make) -> None:
@@ -202,6 +121,6 @@ async def test_versions_after_a_gap_are_taken_in_the_order_of_their_numbers(worl
         )
     await world.settle()
     await world.crash()
-    assert world.parts.ledgers["model0"].newest_number == 4
-    assert world.parts.experience.admission.accounts["model0"].version == 4
+    assert world.core.ledgers["model0"].newest_number == 4
+    assert world.core.experience.admission.accounts["model0"].version == 4
     await trains_on(world, 5)

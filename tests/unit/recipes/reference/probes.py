@@ -29,7 +29,7 @@ from services.inference.workflows.base import Episode
 from services.inference.workflows.codegen.generated_cases import read_cases
 from services.inference.workflows.tools.tool_math import ToolMathSettings, format_term
 from services.inference.workflows.verdicts import ReviewVerdict, read_verdict
-from services.orchestrator.buffer.rewards import advantage_groups, dynamic_sampling
+from services.orchestrator.buffer.buffer import advantage_groups
 from tests.integration.envgateway.conftest import CONFIG
 from tests.unit.envgateway.webshop.made import write_catalogue
 from tests.unit.envgateway.webshop.test_search import _product
@@ -52,7 +52,7 @@ def a_failed_sample_leaves_its_siblings_compared() -> None:
     alone = group(size=2)
     alone.resolve(failure(index=1))
     alone.resolve(trajectory(index=0, reward=1.0))
-    assert dynamic_sampling(advantage_groups(alone), enabled=True)[0] == [], "one alone is compared with no other"
+    assert all(found.rewards_equal for found in advantage_groups(alone)), "one alone is compared with no other"
 
 
 def log_probabilities_are_over_what_is_kept() -> None:

@@ -16,10 +16,9 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,17 @@ import structlog
 from services.common.errors import ConfigError, InfrastructureError
 from services.common.system import disk
 from services.common.system.disk import RESERVE_BYTES
-from services.orchestrator.journal.storage import compaction
-from services.orchestrator.journal.storage.index_keeper import IndexKeeper, log_damage
-from services.orchestrator.journal.storage.scan import Damage, numbers_in
-from services.orchestrator.journal.storage.segments import (
+from services.orchestrator.journal.index import IndexKeeper, log_damage
+from services.orchestrator.journal.segments import (
     COLLECTED,
     MAX_NUMBER,
+    Damage,
     Durability,
     Files,
     Packer,
     Row,
     SegmentSet,
+    numbers_in,
 )
 
 log = structlog.get_logger()
@@ -70,16 +69,6 @@ class _Removal:
     done: Future[None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Replacement:
-    """Request to the writer thread: rename the file of ``compaction.prepare`` over a segment."""
-
-    kind: str
-    segment: int
-    prepared: compaction.Prepared
-    done: Future[bool]
-
-
 class Journal:
     """Open the journal on the event loop that receives the callbacks."""
 
@@ -92,8 +81,8 @@ class Journal:
         on_failure: Callable[[BaseException], None] | None = None,
         files: Files | None = None,
     ) -> None:
-        """Raises ``ConfigError`` for an unreadable journal, a journal of an earlier release, or impossible record
-        numbers; ``CorruptDataError`` for a journal of a later release."""
+        """Raises ``ConfigError`` for an unreadable journal or impossible record numbers, ``CorruptDataError`` for a journal of
+        a later release."""
         self.directory = directory
         self._on_failure = on_failure
         self._files = files or Files()
@@ -103,7 +92,6 @@ class Journal:
         # Damage that no earlier start reported; ``JournalReader.damage`` has all.
         self.damage: list[Damage] = self._index.found
         log_damage(self.damage, directory)
-        compaction.remove_prepared(directory, self._files)
         next_number = self._index.last_number() + 1
         if next_number > MAX_NUMBER // 2:
             self._index.close()
@@ -114,8 +102,8 @@ class Journal:
         self._segments = SegmentSet(
             directory, next_number=next_number, segment_bytes=segment_bytes, durability=durability, files=self._files
         )
-        self._queue: queue.SimpleQueue[_Entry | _Removal | _Replacement | None] = queue.SimpleQueue()
-        self._removals: queue.SimpleQueue[_Removal] = queue.SimpleQueue()  # those in the queue: done before their turn
+        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()  # None: a removal waits, or the end
+        self._removals: queue.SimpleQueue[_Removal] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -182,7 +170,7 @@ class Journal:
             if self._failed is not None or self._closed:
                 raise InfrastructureError(f"the journal is closed: {kind}-{segment:06d} is not deleted")
             self._removals.put(removal)
-            self._queue.put(removal)
+            self._queue.put(None)
             try:
                 removal.done.result(REMOVE_DEADLINE_S)
             except TimeoutError:
@@ -195,26 +183,6 @@ class Journal:
         assert self._thread is None
         self._queue = queue.SimpleQueue()
         self._num_submitted = self.num_records
-
-    def compact_segment(self, kind: str, segment: int, keep: Collection[int]) -> bool:
-        """Rewrite a closed segment with the records of these numbers alone; False where that is not possible now.
-        Blocking: call from a thread, not from the event loop.
-
-        Raises:
-            CorruptDataError: the segment has damage, and stays unchanged.
-            InfrastructureError: the journal is closed, has failed or is blocked for too long.
-        """
-        prepared = compaction.prepare(self.directory, kind, segment, keep, self._files)
-        if self._failed is not None or self._closed:
-            raise InfrastructureError(f"the journal is closed: {kind}-{segment:06d} is not rewritten")
-        replacement = _Replacement(kind, segment, prepared, Future())
-        self._queue.put(replacement)
-        try:
-            return replacement.done.result(REMOVE_DEADLINE_S)
-        except TimeoutError:
-            raise InfrastructureError(
-                f"{kind}-{segment:06d} was not rewritten within {REMOVE_DEADLINE_S:g} s: {self.blocked or 'no answer'}"
-            ) from None
 
     @property
     def waiting_s(self) -> float:
@@ -245,54 +213,41 @@ class Journal:
 
     def _run(self) -> None:
         try:
-            while True:
-                entries, after = self._collect()
-                if entries:
+            while not (self._closing.is_set() and self._queue.empty()):
+                if entries := self._collect():
                     self._write(entries)
                     awaited = [entry.on_durable for entry in entries if entry.on_durable is not None]
                     if awaited:  # avoids needless wake-ups of the loop
                         self._notify(self._announce, awaited)
-                if isinstance(after, _Removal):
-                    self._carry_out_removals()
-                elif isinstance(after, _Replacement):
-                    after.done.set_result(self._replace(after))
-                elif after is None:
-                    return
+                self._carry_out_removals()
         except BaseException as error:  # noqa: BLE001 - told to the process, which stops: the disk does not work
             self._failed = error
             log.error("journal.failed", error=repr(error))
             if self._on_failure is not None:
                 self._notify(self._on_failure, error)
 
-    def _collect(self) -> tuple[list[_Entry], _Entry | _Removal | _Replacement | None]:
-        """The next records, at most ``MAX_RECORDS``, and the actions after them; None when closing."""
-        first = self._wait()
-        if not isinstance(first, _Entry):
-            return [], first
-        # A lone record is committed at once; in a stream of them, commits are at least LINGER_S apart.
-        linger_s = self._committed_at + LINGER_S - time.monotonic()
-        if linger_s > 0 and self._queue.qsize() < MAX_RECORDS - 1 and not self._closing.is_set():
-            self._urgent.wait(linger_s)
-        self._urgent.clear()  # before the queue is read: a later record ends the next lingering
-        entries = [first]
-        while len(entries) < MAX_RECORDS:
+    def _collect(self) -> list[_Entry]:
+        """The next records, at most ``MAX_RECORDS``; none where a removal waits, or the end. Waits for them; after a pause
+        in the queue, the index gets its waiting rows."""
+        while True:
             try:
-                entry = self._queue.get_nowait()
-            except queue.Empty:
+                first = self._queue.get(timeout=self._index.due_in_s)
                 break
-            if not isinstance(entry, _Entry):
-                return entries, entry
-            entries.append(entry)
-        return entries, first
-
-    def _wait(self) -> _Entry | _Removal | _Replacement | None:
-        """The next entry of the queue. After a pause in the queue, the index gets its waiting rows."""
-        while (due_in_s := self._index.due_in_s) is not None:
-            try:
-                return self._queue.get(timeout=due_in_s)
             except queue.Empty:
                 self._index.flush()
-        return self._queue.get()
+        # A lone record is committed at once; in a stream of them, commits are at least LINGER_S apart.
+        linger_s = self._committed_at + LINGER_S - time.monotonic()
+        if first and linger_s > 0 and self._queue.qsize() < MAX_RECORDS - 1 and not self._closing.is_set():
+            self._urgent.wait(linger_s)
+        self._urgent.clear()  # before the queue is read: a later record ends the next lingering
+        entries: list[_Entry] = []
+        found = first
+        while found is not None:
+            entries.append(found)
+            if len(entries) == MAX_RECORDS or self._queue.empty():  # no other thread reads the queue
+                break
+            found = self._queue.get_nowait()
+        return entries
 
     def _write(self, entries: list[_Entry]) -> None:
         payloads = [self._packer.pack(_line(entry)) for entry in entries]
@@ -303,7 +258,7 @@ class Journal:
                 self._block(f"{free} bytes free in {self.directory}")
             else:
                 try:
-                    rows = self._transaction(entries, payloads)
+                    rows = self._commit(entries, payloads)
                     break
                 except OSError as error:
                     if not disk.says_full(error):
@@ -317,12 +272,12 @@ class Journal:
             self.blocked = ""
         self._index.add(rows, self._segments.ends())
 
-    def _transaction(self, entries: list[_Entry], payloads: list[bytes]) -> list[Row]:
-        rows = self._segments.append(entries, payloads)
-        self._waiting_since = time.monotonic()
+    def _commit(self, entries: list[_Entry], payloads: list[bytes]) -> list[Row]:
+        named = [(entry.kind, entry.key, payload) for entry, payload in zip(entries, payloads, strict=True)]
+        rows = self._segments.append(named)
+        self._waiting_since = self._committed_at = time.monotonic()
         self.num_records += len(rows)
         self.num_commits += 1
-        self._committed_at = time.monotonic()
         return rows
 
     def _carry_out_removals(self) -> None:
@@ -347,28 +302,12 @@ class Journal:
         runs = numbers_in(self.directory, kind, segment)
         record = {"kind": kind, "segment": segment, "numbers": runs}
         entry = _Entry(COLLECTED, f"{kind}/{segment}", lambda: record, None)
-        rows = self._transaction([entry], [self._packer.pack(_line(entry))])
+        rows = self._commit([entry], [self._packer.pack(_line(entry))])
         self._index.add(rows, self._segments.ends())
         self._index.flush()  # a reader that misses the segment finds its deletion in the index
         self.num_records -= 1  # written by the journal itself
         self._segments.remove(kind, segment)
-        self._index.forget(kind, segment, runs)
-
-    def _replace(self, wanted: _Replacement) -> bool:
-        """Replace a segment with its rewritten file; the record before names the deleted numbers."""
-        kind, segment, prepared = wanted.kind, wanted.segment, wanted.prepared
-        if self._index.behind:
-            compaction.remove_prepared(self.directory, self._files)
-            return False
-        record = {"kind": kind, "segment": segment, "numbers": compaction.runs_of(prepared.left_out)}
-        self._write([_Entry(COLLECTED, f"{kind}/{segment}/part", lambda: record, None)])
-        self.num_records -= 1  # written by the journal itself
-        take_place = partial(compaction.take_place, self.directory, kind, segment, self._files)
-        if not self._index.replace((kind, segment), prepared.rows, prepared.size, take_place):
-            compaction.remove_prepared(self.directory, self._files)
-            return False
-        self._segments.renamed()
-        return True
+        self._index.forget((kind, segment), runs)
 
     def _block(self, reason: str) -> None:
         if not self.blocked:

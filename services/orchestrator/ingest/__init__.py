@@ -1,1 +1,0 @@
-"""Checks records of replicas and makes them durable."""

@@ -1,1 +1,0 @@
-"""Files of the journal: segments of records, and the index that finds them."""

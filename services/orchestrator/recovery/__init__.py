@@ -1,1 +1,0 @@
-"""Restores the parts of the orchestrator from the journal."""
