@@ -12,7 +12,7 @@ from benchmarks.numerics_gate import INJECTED, with_fault
 from services.cli.doctor.diagnosis import examine
 from services.cli.doctor.findings import Failure
 from services.common.checkpoints.directory import steps
-from services.orchestrator.stalls.facts import Cause
+from services.orchestrator.stalls import Cause
 
 pytestmark = pytest.mark.slow
 

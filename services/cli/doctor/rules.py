@@ -17,7 +17,7 @@ from services.common.records.fates import StepFact
 from services.common.telemetry.components import trainer
 from services.common.telemetry.metrics import StepKey, TrainerKey
 from services.common.telemetry.weight_transfers import ReportedTransfer
-from services.orchestrator.stalls.facts import ADVICE, Cause
+from services.orchestrator.stalls import ADVICE, Cause
 
 Row = Mapping[str, Any]
 

@@ -42,7 +42,6 @@ def open_stalls(rows: Iterable[Row]) -> list[Json]:
             "detail": stall["text"],
             "since": stall["at"],
             "advice": "",
-            "chain": [],
         }
         for stall in _stalls(rows)
         if stall["seconds"] is None

@@ -179,7 +179,6 @@ def as_json(progress: run_pb2.RunProgress) -> Json:
                 "detail": stall.detail,
                 "since": stall.since.ToNanoseconds() / 1e9,
                 "advice": stall.advice,
-                "chain": list(stall.chain),
             }
             for stall in progress.stalls
         ],

@@ -24,9 +24,8 @@ from services.common.pb import run_pb2
 from services.common.system.disk import RESERVE_BYTES
 from services.common.telemetry.components import ORCHESTRATOR
 from services.common.telemetry.log_events import LogEvent
-from services.orchestrator.stalls.facts import Cause
-from services.orchestrator.trackers.follower import all_sent, read_position
-from services.orchestrator.trackers.process import followed
+from services.orchestrator.stalls import Cause
+from services.orchestrator.trackers import all_sent, followed, read_position
 
 log = structlog.get_logger()
 

@@ -20,7 +20,7 @@ from services.common.records.fates import RunCount
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.metrics import StepKey, TrainerKey, sources_in
 from services.orchestrator.dispatch.evaluation_pass import played_by
-from services.orchestrator.stalls.facts import Cause
+from services.orchestrator.stalls import Cause
 
 STATE_WORDS = {
     run_pb2.RUN_STATE_STARTING: "waiting for weights and replicas",
@@ -99,10 +99,9 @@ def threshold_words(threshold: run_pb2.Threshold) -> str:
 
 
 def stall_words(stall: run_pb2.Stall) -> str:
-    """A stall in words, with the chain to its cause and the remedy."""
+    """A stall in words, with the remedy."""
     since = time.strftime("%H:%M:%S", time.localtime(stall.since.ToSeconds()))
     lines = [f"  STALLED since {since}: {stall.component}, {stall.cause.replace('_', ' ')}: {stall.detail}"]
-    lines += [f"    {link}" for link in stall.chain]
     return "\n".join([*lines, f"    what to do: {stall.advice}"])
 
 

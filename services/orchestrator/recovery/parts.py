@@ -18,9 +18,9 @@ from services.orchestrator.ingest.ingest import Ingest
 from services.orchestrator.journal.quarantine import Quarantine
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.members.pool import ReplicaPool
+from services.orchestrator.metrics import Timeline
 from services.orchestrator.state.groups import Outcome, TaskGroup
 from services.orchestrator.state.run_control import RunControl
-from services.orchestrator.state.timeline import Timeline
 from services.orchestrator.state.versions import VersionLedger
 from services.orchestrator.tasks.orders import GroupNames, TrainingOrders
 

@@ -18,7 +18,7 @@ from services.common.wire import records as serde
 from services.common.wire.accounts import account_to_proto
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.members.pool import ReplicaPool
-from services.orchestrator.monitoring.progress import Progress
+from services.orchestrator.progress import Progress
 from services.orchestrator.rpc.report_bounds import check_id
 from services.orchestrator.state.run_control import RunControl, RunState
 from services.orchestrator.state.scores import Estimate

@@ -14,7 +14,7 @@ import pytest
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.rpc.server import Server
-from services.orchestrator.monitoring.progress import Progress
+from services.orchestrator.progress import Progress
 from services.orchestrator.rpc import servicer_run
 from services.orchestrator.rpc.servicer_run import RunServicer
 from services.orchestrator.state.run_control import RunState
