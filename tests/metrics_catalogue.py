@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from services.common.prometheus.metric import METRICS as PROCESS
-from services.common.prometheus.metric import Metric
+from services.common.prometheus import METRICS as PROCESS
+from services.common.prometheus import Metric
 from services.envgateway.prometheus import METRICS as ENVGATEWAY
 from services.envgateway.prometheus import WORKER_METRICS as WORKER
 from services.inference.metrics.gauges import METRICS as INFERENCE

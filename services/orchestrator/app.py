@@ -21,12 +21,12 @@ from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.pb import pool_pb2_grpc, run_pb2_grpc, training_pb2_grpc
-from services.common.prometheus.serving import serve_metrics
+from services.common.prometheus import serve_metrics
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.identity import check_keys_are_there
 from services.common.system.garbage import GarbageSweeper
-from services.common.system.watchdog import Watchdog
+from services.common.system.threads import Watchdog
 from services.common.telemetry import logs
 from services.orchestrator import lifecycle, wiring
 from services.orchestrator.config import Settings

@@ -11,7 +11,7 @@ from typing import cast
 
 from services.common.checkpoints.gauges import CheckpointGauge
 from services.common.config.data import is_training
-from services.common.prometheus.metric import Metric
+from services.common.prometheus import Metric
 from services.common.records.fates import FAILURES_PREFIX, RunCount, SetAsideReason
 from services.common.telemetry.accounts import AccountState
 from services.common.telemetry.metrics import StepKey

@@ -459,8 +459,9 @@ def _no_progress(facts: Facts, usual: Usual) -> Iterator[Stall]:
             )
             if still_s is None or (computing and account.cpu_s and not rests):
                 continue
-            if activity.on == GATEWAY and (gateway is None or gateway.silent_s):
-                continue  # its silence says more, soon
+            awaited = facts.peers.get(activity.on)
+            if activity.on == GATEWAY if awaited is None else awaited.silent_s:
+                continue  # the silence says more, soon
             blamed, cause = _blamed(account, activity, facts)
             detail = f"{component} has been {activity.name} without progress for {still_s:.0f} s"
             if activity.num_now > 1:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from services.common.config.processes.services import MetricsConfig
-from services.common.prometheus.serving import metrics_server
+from services.common.prometheus import metrics_server
 from services.common.telemetry.status import ProcessStatus
 from services.envgateway.judge.judge import Judge
 from services.envgateway.prometheus import WORKER_METRICS
