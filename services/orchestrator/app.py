@@ -40,6 +40,7 @@ from services.orchestrator.journal.writer import Journal
 from services.orchestrator.lock import RunLock
 from services.orchestrator.progress import METRICS, gauges, waits
 from services.orchestrator.recovery.recover import recovered
+from services.orchestrator.rpc.servicer_run import RunServicer
 from services.orchestrator.tasks.datasets import TaskSource, log_opened, open_source
 from services.orchestrator.tasks.prompt_length import short_prompts
 from services.orchestrator.tasks.requirements import requirement
@@ -139,7 +140,7 @@ def _server(core: OrchestratorCore, recipe: Recipe, settings: Settings, sources:
         port=port,
         run_id=recipe.run.id or "",
     )
-    runs, pool, training = wiring.run_servicer(core), wiring.pool_servicer(core), wiring.training_servicer(core)
+    runs, pool, training = RunServicer(core), wiring.pool_servicer(core), wiring.training_servicer(core)
     counted_before = dict(core.counters)
     server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, pool, "rollmill.v1.PoolService")
     server.add(training_pb2_grpc.add_TrainingServiceServicer_to_server, training, "rollmill.v1.TrainingService")

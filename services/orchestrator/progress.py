@@ -6,98 +6,118 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import cast
 
 from services.common.checkpoints.gauges import CheckpointGauge
 from services.common.config.data import is_training
+from services.common.pb import run_pb2
 from services.common.prometheus import Metric
-from services.common.records.fates import FAILURES_PREFIX, RunCount, SetAsideReason
-from services.common.telemetry.accounts import AccountState
+from services.common.records.fates import FAILURES_PREFIX, RunCount
+from services.common.records.types import by_name
 from services.common.telemetry.metrics import StepKey
 from services.common.telemetry.summary import RunSummary, ThresholdSummary
+from services.common.wire import records as serde
+from services.common.wire.accounts import account_to_proto
 from services.orchestrator.core import OrchestratorCore
-from services.orchestrator.dispatch.threshold import ThresholdState
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.metrics import DiskOutlook, evaluation_values
 from services.orchestrator.policy_view import PolicyView
-from services.orchestrator.stalls import Stall
 from services.orchestrator.state.run_control import RunState
+from services.orchestrator.state.scores import Estimate
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.prompt_length import ShortPrompts
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyProgress:
-    policy: str
-    version: int
-    num_steps: int
-    num_buffered: int
-    num_expected: int
-    reward_mean: float | None  # of rollouts that finished before the newest batch, raw; None where none did
-    staleness_max: int
-    trainer_state: str
-    metrics: Mapping[str, float]
-    quota: int = 0
+_AS_RECORDED = set(EvaluationResult.__slots__) - {"datasets", "difference", "elapsed_s"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaProgress:
-    replica_id: str
-    num_slots: int
-    num_running: int
-    tokens_per_s: float
-    versions: Mapping[str, int]
-    lease_left_s: float
-    draining: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StallProgress:
-    """A stall; ``since`` in seconds since the epoch."""
-
-    component: str
-    cause: str
-    detail: str
-    since: float
-    advice: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    at: float
-    state: RunState
-    policies: tuple[PolicyProgress, ...]
-    replicas: tuple[ReplicaProgress, ...]
-    tokens_per_s: float
-    evaluations: tuple[EvaluationResult, ...]
-    counters: Mapping[str, int]
-    waits: tuple[str, ...]
-    started_at: float = 0.0
-    stalls: tuple[StallProgress, ...] = ()
-    accounts: tuple[AccountState, ...] = ()
-    disk: DiskOutlook | None = None
-    set_aside: Mapping[tuple[str, SetAsideReason], int] = field(default_factory=dict)  # records by kind and reason
-    threshold: ThresholdState | None = None  # of ``run.until``
-
-
-def progress(core: OrchestratorCore) -> Progress:
-    return Progress(
-        at=time.time(),
-        state=core.control.state,
-        policies=tuple(_policy(core, policy) for policy in core.policies.values()),
-        replicas=tuple(_replicas(core)),
+def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
+    """The run at this moment."""
+    disk, threshold = core.disk.outlook, core.threshold
+    wall_s = time.time() - core.clock()
+    return run_pb2.RunProgress(
+        at=serde.timestamp_to_proto(time.time()),
+        state=_state(core.control.state),
+        policies=[_policy(core, policy) for policy in core.policies.values()],
+        replicas=[
+            run_pb2.ReplicaProgress(
+                replica_id=replica.replica_id,
+                num_slots=replica.num_slots,
+                num_running=replica.num_running,
+                tokens_per_s=replica.tokens_per_s,
+                versions={policy: held.number for policy, held in replica.held.items()},
+                lease_left_s=max(0.0, replica.lease_until - core.clock()),
+                draining=replica.draining,
+            )
+            for replica in core.pool
+        ],
         tokens_per_s=core.pool.tokens_per_s,
-        evaluations=tuple(core.evaluations.results.values()),
+        evaluations=[evaluation_to_proto(result) for result in core.evaluations.results.values()],
         counters={**core.counters, **_of_checkpoints(core)},
-        waits=tuple(waits(core)),
-        started_at=core.started_at,
-        stalls=tuple(_stall(core, stall) for stall in core.stall_state.stalls),
-        accounts=core.stall_state.book.totals(),
-        disk=core.disk.outlook,
-        set_aside=core.aside.counts(),
-        threshold=None if core.threshold is None else core.threshold.state(),
+        waits=waits(core),
+        started_at=serde.timestamp_to_proto(core.started_at),
+        stalls=[
+            run_pb2.Stall(
+                component=stall.component,
+                cause=stall.cause.value,
+                detail=stall.detail,
+                since=serde.timestamp_to_proto(wall_s + stall.since),
+                advice=stall.advice,
+            )
+            for stall in core.stall_state.stalls
+        ],
+        accounts=[account_to_proto(account) for account in core.stall_state.book.totals()],
+        disk=None if disk is None else run_pb2.DiskOutlook(**by_name(disk)),
+        set_aside=[
+            run_pb2.SetAsideRecords(kind=kind, reason=reason.value, count=count)
+            for (kind, reason), count in sorted(core.aside.counts().items())
+        ],
+        threshold=None if threshold is None else run_pb2.Threshold(**by_name(threshold.state())),
     )
+
+
+def _state(state: RunState) -> run_pb2.RunState.ValueType:
+    return run_pb2.RunState.Value(f"RUN_STATE_{state.name}")
+
+
+def _policy(core: OrchestratorCore, policy: PolicyView) -> run_pb2.PolicyProgress:
+    trainer = policy.trainer
+    metrics = core.versions.last_metrics[policy.name]
+    return run_pb2.PolicyProgress(
+        policy=policy.name,
+        version=policy.ledger.newest_number,
+        num_steps=core.versions.last_step(policy.name),
+        num_buffered=policy.num_buffered,
+        num_expected=round(policy.account.expected),
+        reward_mean=metrics.get(StepKey.ROLLOUT_REWARD_MEAN, 0.0),
+        staleness_max=int(metrics.get(StepKey.STALENESS_MAX, 0)),
+        trainer_state=trainer.state if trainer is not None else "absent",
+        metrics=metrics,
+        quota=policy.account.quota,
+    )
+
+
+def evaluation_to_proto(result: EvaluationResult) -> run_pb2.EvaluationResult:
+    return run_pb2.EvaluationResult(
+        **{name: getattr(result, name) for name in _AS_RECORDED},
+        datasets=[
+            run_pb2.DatasetScore(
+                name=found.name,
+                num_items=found.num_items,
+                samples_per_item=found.samples_per_item,
+                mean_reward=_estimate_to_proto(found.mean_reward),
+                pass_at=[run_pb2.PassAt(k=k, share=_estimate_to_proto(share)) for k, share in found.pass_at],
+                failed=found.failed,
+                difference=_estimate_to_proto(found.difference),
+            )
+            for found in result.datasets
+        ],
+        difference=_estimate_to_proto(result.difference),
+    )
+
+
+def _estimate_to_proto(found: Estimate | None) -> run_pb2.Estimate | None:
+    return None if found is None else run_pb2.Estimate(**by_name(found))
 
 
 def summary(core: OrchestratorCore) -> RunSummary:
@@ -172,46 +192,6 @@ def _not_served(core: OrchestratorCore, policy: str, number: int) -> str:
         f"{told}, and no replica holds a version that is new enough: stop the run and begin another one from its newest "
         "checkpoint (rollmill export RUN, then policies.<name>.model.path)"
     )
-
-
-def _policy(core: OrchestratorCore, policy: PolicyView) -> PolicyProgress:
-    trainer = policy.trainer
-    metrics = core.versions.last_metrics[policy.name]
-    return PolicyProgress(
-        policy=policy.name,
-        version=policy.ledger.newest_number,
-        num_steps=core.versions.last_step(policy.name),
-        num_buffered=policy.num_buffered,
-        num_expected=round(policy.account.expected),
-        reward_mean=metrics.get(StepKey.ROLLOUT_REWARD_MEAN),
-        staleness_max=int(metrics.get(StepKey.STALENESS_MAX, 0)),
-        trainer_state=trainer.state if trainer is not None else "absent",
-        metrics=metrics,
-        quota=policy.account.quota,
-    )
-
-
-def _stall(core: OrchestratorCore, stall: Stall) -> StallProgress:
-    since = time.time() - (core.clock() - stall.since)
-    return StallProgress(
-        component=stall.component, cause=stall.cause.value, detail=stall.detail, since=since, advice=stall.advice
-    )
-
-
-def _replicas(core: OrchestratorCore) -> list[ReplicaProgress]:
-    now = core.clock()
-    return [
-        ReplicaProgress(
-            replica_id=replica.replica_id,
-            num_slots=replica.num_slots,
-            num_running=replica.num_running,
-            tokens_per_s=replica.tokens_per_s,
-            versions={policy: held.number for policy, held in replica.held.items()},
-            lease_left_s=max(0.0, replica.lease_until - now),
-            draining=replica.draining,
-        )
-        for replica in core.pool
-    ]
 
 
 def _of_checkpoints(core: OrchestratorCore) -> dict[str, int]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.lifecycle import RunParts
 from services.orchestrator.metrics import StepRows
-from services.orchestrator.progress import progress, summary
+from services.orchestrator.progress import summary
 from services.orchestrator.recovery.parts import RecoveryParts
 from services.orchestrator.rpc.gateway_api import GatewayApi
 from services.orchestrator.rpc.replica_api import ReplicaApi
 from services.orchestrator.rpc.servicer_pool import PoolServicer
-from services.orchestrator.rpc.servicer_run import RunServicer
 from services.orchestrator.rpc.servicer_training import TrainerApi, TrainingServicer
 
 
@@ -125,16 +124,4 @@ def training_servicer(core: OrchestratorCore) -> TrainingServicer:
         turns=core.turns,
         ledgers=core.ledgers,
         num_steps=core.num_steps,
-    )
-
-
-def run_servicer(core: OrchestratorCore) -> RunServicer:
-    return RunServicer(
-        core.run_id,
-        core.run_dir,
-        core.recipe,
-        progress=lambda: progress(core),
-        requests=core,
-        control=core.control,
-        pool=core.pool,
     )

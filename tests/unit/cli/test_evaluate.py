@@ -27,7 +27,7 @@ from services.orchestrator.journal import records
 from services.orchestrator.journal.records import EvaluationResult, evaluation_from_json, evaluation_to_json
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.metrics import RunMetrics, evaluation_values, scalars_of
-from services.orchestrator.rpc.servicer_run import evaluation_to_proto
+from services.orchestrator.progress import evaluation_to_proto
 from services.orchestrator.state.scores import Estimate, overall, score
 
 ROOT = Path(__file__).parents[3]

@@ -173,7 +173,7 @@ async def test_training_ends_when_two_evaluations_in_a_row_hold(worlds: Make) ->
         with pytest.raises(DeadlineError):
             await world.trainer_api.pull_batch("model0", 5, timeout_s=0.05)
         now = progress(world.core)
-        assert now.threshold is not None and now.threshold.reached and now.threshold.step == 4
+        assert now.threshold.reached and now.threshold.step == 4
         assert now.policies[0].num_steps == 4
         assert not any("trainer model0 waits" in wait for wait in now.waits)
         assert trainer.mailbox is not None
