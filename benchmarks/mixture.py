@@ -38,7 +38,7 @@ from benchmarks._processes import free_port, kill, orchestrator
 from benchmarks._report import report_facts
 from services.common.config.reading.loading import save_resolved, validate
 from services.common.pb import pool_pb2
-from services.common.telemetry.metrics import SourceKey, source_key
+from services.common.telemetry.metrics import StepKey, source_key
 
 GROUP_SIZE, BATCH, MAX_STALENESS, SLOTS = 8, 64, 2, 512
 FAST_S, SLOW_S, MIDDLE_S = 0.02, 0.2, 0.06
@@ -161,15 +161,15 @@ def _found(arm: Arm, replica: ScriptedReplica, trainer: ScriptedTrainer, run_dir
     for name, source in arm.sources.items():
         share = found.sequences[name] / found.sequences.total()
         found.error = max(found.error, abs(share - source.weight / total))
-        told: float = steps[-1][source_key(name, SourceKey.SHARE)]
+        told: float = steps[-1][source_key(name, StepKey.SHARE)]
         found.told_error = max(found.told_error, abs(share - told))
         found.staleness[name] = _staleness(steps, name)
     return found
 
 
 def _staleness(rows: list[dict[str, Any]], source: str) -> dict[str, float]:
-    means = [row[key] for row in rows if (key := source_key(source, SourceKey.STALENESS_MEAN)) in row]
-    most = [row[key] for row in rows if (key := source_key(source, SourceKey.STALENESS_MAX)) in row]
+    means = [row[key] for row in rows if (key := source_key(source, StepKey.STALENESS_MEAN)) in row]
+    most = [row[key] for row in rows if (key := source_key(source, StepKey.STALENESS_MAX)) in row]
     return {"mean": sum(means) / len(means), "max": max(most)}
 
 

@@ -36,9 +36,8 @@ from services.common.config.processes.trackers import Tracker, missing_packages
 from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.records.types import WeightTransfer
 from services.common.system.child import module_command
-from services.orchestrator.metrics.run_metrics import RunMetrics
-from services.orchestrator.trackers.follower import read_position
-from services.orchestrator.trackers.process import MODULE
+from services.orchestrator.metrics import RunMetrics
+from services.orchestrator.trackers import MODULE, read_position
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP_S = 0.5  # of the quickstart on two cores; those of larger models are longer

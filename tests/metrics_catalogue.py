@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from services.common.prometheus.metric import METRICS as PROCESS
-from services.common.prometheus.metric import Metric
+from services.common.prometheus import METRICS as PROCESS
+from services.common.prometheus import Metric
 from services.envgateway.prometheus import METRICS as ENVGATEWAY
 from services.envgateway.prometheus import WORKER_METRICS as WORKER
 from services.inference.metrics.gauges import METRICS as INFERENCE
-from services.orchestrator.monitoring.gauges import METRICS as ORCHESTRATOR
+from services.orchestrator.progress import METRICS as ORCHESTRATOR
 from services.trainer.prometheus import METRICS as TRAINER
 from services.trainer.prometheus import PUBLISHER_METRICS as PUBLISHER
 from tests.documented import DOCS

@@ -21,7 +21,7 @@ from services.common.config.reading.inherit import shipped_recipe
 from services.common.errors import ConfigError, RollmillError, UserError
 from services.common.pb import run_pb2
 from services.common.telemetry.logs import escaped
-from services.common.telemetry.metrics import SourceKey, source_key, sources_in
+from services.common.telemetry.metrics import StepKey, source_key, sources_in
 
 
 def say(console: Console, text: str, style: str | None = None, *, wrap: bool = False) -> None:
@@ -331,18 +331,18 @@ def source_table(progress: run_pb2.RunProgress) -> FittingTable:
 
 
 def _cells(metrics: Mapping[str, float], source: str) -> list[str]:
-    def value(key: SourceKey, form: str) -> str:
+    def value(key: StepKey, form: str) -> str:
         found = metrics.get(source_key(source, key))
         return _DASH if found is None else format(found, form)
 
-    most = value(SourceKey.STALENESS_MAX, ".0f")
+    most = value(StepKey.STALENESS_MAX, ".0f")
     return [
-        value(SourceKey.SHARE, ".1%"),
-        value(SourceKey.WANTED_SHARE, ".1%"),
-        value(SourceKey.ROLLOUT_REWARD_MEAN, ".3f"),
+        value(StepKey.SHARE, ".1%"),
+        value(StepKey.WANTED_SHARE, ".1%"),
+        value(StepKey.ROLLOUT_REWARD_MEAN, ".3f"),
         most if most == _DASH else f"≤ {most}",
-        value(SourceKey.ROLLOUTS_FINISHED, ".0f"),
-        value(SourceKey.GROUPS_EQUAL_DROPPED, ".0f"),
+        value(StepKey.ROLLOUTS_FINISHED, ".0f"),
+        value(StepKey.GROUPS_EQUAL_DROPPED, ".0f"),
     ]
 
 
@@ -356,7 +356,7 @@ def source_words(row: Mapping[str, float]) -> str:
     told = []
     for source in sources_in(row):
         share, wanted, reward, *_ = _cells(row, source)
-        batch = row.get(source_key(source, SourceKey.BATCH_REWARD_MEAN))
+        batch = row.get(source_key(source, StepKey.BATCH_REWARD_MEAN))
         shown = f"batch reward {batch:.3f}" if reward == _DASH and batch is not None else f"reward {reward}"
         told.append(f"{source} {share} of the sequences (wanted {wanted}), {shown}")
     return "; ".join(told)

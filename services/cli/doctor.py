@@ -24,6 +24,7 @@ from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, Tra
 from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.dispatch.evaluation_pass import kind_of
 from services.orchestrator.stalls.facts import ADVICE, Cause
+from services.orchestrator.stalls import ADVICE, Cause
 
 LEAST_POINTS = 10  # with fewer there is no telling a change from noise
 FIRST_MOST = 16  # a long run may learn within its first steps, and they are the beginning that counts

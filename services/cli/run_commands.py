@@ -243,8 +243,7 @@ def track(run: RunArgument = None) -> None:
     """
     from services.cli.inspect.run_state import check_run_directory
     from services.common.errors import ConfigError, InfrastructureError
-    from services.orchestrator.trackers.follower import read_position
-    from services.orchestrator.trackers.process import send_rows
+    from services.orchestrator.trackers import read_position, send_rows
 
     run = chosen_run(run)
     check_run_directory(run)

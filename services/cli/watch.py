@@ -355,10 +355,9 @@ def threshold_words(threshold: run_pb2.Threshold) -> str:
 
 
 def stall_words(stall: run_pb2.Stall) -> str:
-    """A stall in words, with the chain to its cause and the remedy."""
+    """A stall in words, with the remedy."""
     since = time.strftime("%H:%M:%S", time.localtime(stall.since.ToSeconds()))
     lines = [f"  STALLED since {since}: {stall.component}, {stall.cause.replace('_', ' ')}: {stall.detail}"]
-    lines += [f"    {link}" for link in stall.chain]
     return "\n".join([*lines, f"    what to do: {stall.advice}"])
 
 

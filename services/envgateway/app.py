@@ -20,13 +20,13 @@ from services.common.errors import ConfigError, InfrastructureError
 from services.common.net.hosts import check_place
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.pb import judge_pb2_grpc
-from services.common.prometheus.serving import serve_metrics
+from services.common.prometheus import serve_metrics
 from services.common.rpc.interceptors import AccountInterceptor
 from services.common.rpc.server import Server
 from services.common.system.child import DIE_WITH_PARENT
 from services.common.system.children import exited, process_group
 from services.common.system.garbage import GarbageSweeper
-from services.common.system.watchdog import Watchdog
+from services.common.system.threads import Watchdog
 from services.common.telemetry.accounts import Activity, TimeAccount
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.components import GATEWAY, INFERENCE

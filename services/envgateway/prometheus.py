@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.prometheus.metric import Metric
+from services.common.prometheus import Metric
 from services.common.telemetry.gateway_queue import QueueGauge
 
 _QUEUE = (

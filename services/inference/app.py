@@ -24,14 +24,14 @@ from services.common.config.processes.services import InferenceConfig
 from services.common.errors import DeadlineError
 from services.common.net.hosts import host_of, is_loopback
 from services.common.pb import pool_pb2_grpc
-from services.common.prometheus.serving import serve_metrics
+from services.common.prometheus import serve_metrics
 from services.common.rpc.client.channel import channel
 from services.common.rpc.client.peer_watch import PeerWatch
 from services.common.rpc.client.run_client import RunSettings, fetch_run
 from services.common.rpc.server import Server
 from services.common.security.roles import Peer
 from services.common.system.garbage import GarbageSweeper
-from services.common.system.watchdog import Watchdog
+from services.common.system.threads import Watchdog
 from services.common.telemetry.accounts import Activity, TimeAccount
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.components import GATEWAY

@@ -21,12 +21,12 @@ from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.pb import pool_pb2_grpc, run_pb2_grpc, training_pb2_grpc
-from services.common.prometheus.serving import serve_metrics
+from services.common.prometheus import serve_metrics
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.identity import check_keys_are_there
 from services.common.system.garbage import GarbageSweeper
-from services.common.system.watchdog import Watchdog
+from services.common.system.threads import Watchdog
 from services.common.telemetry import logs
 from services.orchestrator import lifecycle, wiring
 from services.orchestrator.config import Settings
@@ -39,11 +39,15 @@ from services.orchestrator.lock import RunLock
 from services.orchestrator.monitoring.gauges import METRICS, gauges
 from services.orchestrator.monitoring.progress import waits
 from services.orchestrator.recovery import first_facts, recovered
+from services.orchestrator.progress import METRICS, gauges, waits
+from services.orchestrator.recovery.recover import recovered
+from services.orchestrator.rpc.servicer_run import RunServicer
 from services.orchestrator.tasks.datasets import TaskSource, log_opened, open_source
 from services.orchestrator.tasks.prompt_length import short_prompts
 from services.orchestrator.tasks.requirements import requirement
 from services.orchestrator.tasks.vocabulary import vocab_sizes
-from services.orchestrator.trackers.process import TrackersProcess
+from services.orchestrator.trackers import TrackersProcess
+from services.orchestrator.watch import Watch
 
 log = structlog.get_logger()
 
@@ -104,7 +108,7 @@ async def _serve(settings: Settings, recipe: Recipe) -> None:
     watchdog.start()
     async with TaskOwner() as tasks:
         try:
-            tasks.start(wiring.watch(core).run(), "watch")
+            tasks.start(Watch(core).run(), "watch")
             tasks.start(GarbageSweeper(lambda: not core.has_work).run(), "collect garbage")
             server.set_ready()
             ending = tasks.start(_live_and_part(core), "lifecycle")
@@ -135,17 +139,16 @@ def _server(core: OrchestratorCore, recipe: Recipe, settings: Settings, sources:
         port=port,
         run_id=recipe.run.id or "",
     )
-    runs, pool, training = wiring.run_servicer(core), wiring.pool_servicer(core), wiring.training_servicer(core)
-    view = wiring.progress_view(core)
-    counted_before = dict(view.counters)
+    runs, pool, training = RunServicer(core), wiring.pool_servicer(core), wiring.training_servicer(core)
+    counted_before = dict(core.counters)
     server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, pool, "rollmill.v1.PoolService")
     server.add(training_pb2_grpc.add_TrainingServiceServicer_to_server, training, "rollmill.v1.TrainingService")
     server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, "rollmill.v1.RunService")
     server.set_gauges(
-        lambda: gauges(view, sources, counted_before),
-        lambda: {"state": view.control.state.value, "waits": "; ".join(waits(view))},
+        lambda: gauges(core, sources, counted_before),
+        lambda: {"state": core.control.state.value, "waits": "; ".join(waits(core))},
     )
-    server.set_accounts(lambda: [view.stall_state.account.state()])
+    server.set_accounts(lambda: [core.stall_state.account.state()])
     server.on_stop(runs.closing.set)
     server.on_stop(pool.closing.set)
     server.on_stop(core.close)

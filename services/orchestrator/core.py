@@ -4,8 +4,8 @@
        ^                                                                               |
        '------------------ Dispatcher <----- VersionLedger <---------version-----------'
 
-No part imports the core: the core passes each part its inputs and handles its callbacks. ``wiring`` alone reads its
-parts, and gives servicers, monitoring, recovery and lifecycle those that they need. Independent of grpc.
+No part imports the core: the core passes each part its inputs and handles its callbacks. Progress and periodic checks read
+its parts; ``wiring`` gives servicers, recovery and lifecycle those that they need. Independent of grpc.
 """
 
 from __future__ import annotations
@@ -43,14 +43,11 @@ from services.orchestrator.members.commands import PauseTraining, ResumeTraining
 from services.orchestrator.members.device_turns import DeviceTurns
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.members.trainers import TrainerLeases
-from services.orchestrator.metrics.run_metrics import RunMetrics
+from services.orchestrator.metrics import DiskForecast, RunMetrics, Timeline
 from services.orchestrator.policy_view import PolicyView
-from services.orchestrator.stalls.detector import StallState
-from services.orchestrator.stalls.facts import PAUSED_ITSELF, Hold
-from services.orchestrator.state.disk_forecast import DiskForecast
+from services.orchestrator.stalls import PAUSED_ITSELF, Hold, StallState
 from services.orchestrator.state.groups import Outcome, TaskGroup
 from services.orchestrator.state.run_control import RunControl
-from services.orchestrator.state.timeline import Timeline
 from services.orchestrator.state.versions import VersionLedger
 from services.orchestrator.tasks.datasets import TaskSource
 from services.orchestrator.tasks.orders import GroupNames, TrainingOrders
@@ -59,8 +56,6 @@ log = structlog.get_logger()
 
 
 class OrchestratorCore:
-    """``wiring`` gives every consumer its parts of the core; no other module reads them here."""
-
     def __init__(
         self,
         recipe: Recipe,

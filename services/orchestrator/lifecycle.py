@@ -20,10 +20,11 @@ from services.common import run_files
 from services.common.config.data import EvaluationConfig
 from services.common.records import fates
 from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.summary import RunSummary
 from services.orchestrator.dispatch.evaluation import Evaluations
 from services.orchestrator.dispatch.published_versions import PublishedVersions
 from services.orchestrator.dispatch.threshold import END, START, Threshold, evaluation_of
-from services.orchestrator.metrics.run_metrics import RunMetrics, Summary
+from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.state.run_control import RunControl, RunState
 from services.orchestrator.state.versions import VersionLedger
 
@@ -63,7 +64,7 @@ class RunParts:
     ledgers: Mapping[str, VersionLedger]
     metrics: RunMetrics
     run_dir: Path
-    summary: Summary
+    summary: Callable[[], RunSummary]
     threshold: Threshold | None
     versions: PublishedVersions
 

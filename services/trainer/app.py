@@ -16,12 +16,12 @@ from services.common import run_files
 from services.common.config.processes.placement import Placement
 from services.common.config.training.policy import PolicyConfig
 from services.common.errors import UnknownPolicyError
-from services.common.prometheus.serving import serve_metrics
+from services.common.prometheus import serve_metrics
 from services.common.rpc.client.peer_watch import PeerWatch
 from services.common.rpc.client.run_client import RunSettings, fetch_run
 from services.common.rpc.server import Server
 from services.common.system.memory import keep_freed_memory
-from services.common.system.watchdog import Watchdog
+from services.common.system.threads import Watchdog
 from services.common.telemetry.activities import TrainerState
 from services.common.telemetry.components import publisher as publisher_of
 from services.common.telemetry.logs import bind, configure

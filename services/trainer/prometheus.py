@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.prometheus.metric import Metric
+from services.common.prometheus import Metric
 
 METRICS = (
     Metric("rollmill_training_step", "gauge", "The training step at hand.", "training_step"),

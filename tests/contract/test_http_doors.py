@@ -27,7 +27,7 @@ from services.common.errors import ConfigError
 from services.common.http import origin
 from services.common.http.origin import ANSWER_HEADERS, HOSTS_VARIABLE, allowed_hosts, is_served
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.prometheus.exposition import MetricsServer
+from services.common.prometheus import MetricsServer
 from services.common.security import identity
 from services.common.security.roles import Role
 from services.common.telemetry.status import ProcessStatus

@@ -24,7 +24,7 @@ from services.common.telemetry.log_events import LogEvent
 from services.common.telemetry.metrics import RolloutKey, ThroughputKey, TrainerKey
 from services.common.telemetry.summary import DatasetSummary, EstimateSummary, EvaluationSummary
 from services.orchestrator.journal.records import EvaluationResult
-from services.orchestrator.stalls.facts import Hold
+from services.orchestrator.stalls import Hold
 from services.orchestrator.state.scores import DatasetScore, Estimate
 from services.trainer.step.metrics import StepMetrics
 

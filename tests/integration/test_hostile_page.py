@@ -17,7 +17,7 @@ from aiohttp import web
 from services.common.config.processes.envgateway import HttpConfig
 from services.common.config.processes.environments import ServedTaskConfig
 from services.common.http import listener, origin
-from services.common.prometheus.exposition import MetricsServer
+from services.common.prometheus import MetricsServer
 from services.envgateway.http.schema import Submission, SubmissionOutcome
 from services.envgateway.http.server import HttpServer
 from tests import needs

@@ -23,7 +23,7 @@ from services.common.telemetry.components import is_records, is_weights
 from services.common.telemetry.metrics import (
     ROLE_REWARD,
     RowKind,
-    SourceKey,
+    StepKey,
     StepKey,
     ThroughputKey,
     TrainerKey,
@@ -255,7 +255,7 @@ def part_lines(runs: Sequence[list[Row]]) -> list[Line]:
     roles = sorted({key for steps in runs for row in steps for key in row if key.startswith(ROLE_REWARD)})
     found = [(key, key.removeprefix(ROLE_REWARD)) for key in roles] if len(roles) > 1 else []
     sources = dict.fromkeys(source for steps in runs for row in steps for source in sources_in(row))
-    found += [(source_key(source, SourceKey.ROLLOUT_REWARD_MEAN), f"source {source}") for source in sources]
+    found += [(source_key(source, StepKey.ROLLOUT_REWARD_MEAN), f"source {source}") for source in sources]
     styles = (":", "-.", "--")
     return [Line(key, label, styles[n % 3]) for n, (key, label) in enumerate(found)]
 

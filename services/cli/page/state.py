@@ -60,7 +60,6 @@ def open_stalls(rows: Iterable[Row]) -> list[Json]:
             "detail": stall["text"],
             "since": stall["at"],
             "advice": "",
-            "chain": [],
         }
         for stall in _stalls(rows)
         if stall["seconds"] is None
@@ -328,7 +327,6 @@ def as_json(progress: run_pb2.RunProgress) -> Json:
                 "detail": stall.detail,
                 "since": stall.since.ToNanoseconds() / 1e9,
                 "advice": stall.advice,
-                "chain": list(stall.chain),
             }
             for stall in progress.stalls
         ],

@@ -68,7 +68,6 @@ class ActivityTime(google.protobuf.message.Message):
     NUM_NOW_FIELD_NUMBER: builtins.int
     LONGEST_NOW_S_FIELD_NUMBER: builtins.int
     NUM_DONE_FIELD_NUMBER: builtins.int
-    LONGEST_DONE_S_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
     activity: builtins.str
     """What it does, or waits for, such as "generating" or "waiting for a batch"."""
@@ -82,8 +81,6 @@ class ActivityTime(google.protobuf.message.Message):
     """How long the one that is in it longest has been."""
     num_done: builtins.int
     """Times that it ended since the component's start."""
-    longest_done_s: builtins.float
-    """The longest of those that ended lately."""
     detail: builtins.str
     """What is known about the one that is in it longest, such as the last error."""
     def __init__(
@@ -95,10 +92,9 @@ class ActivityTime(google.protobuf.message.Message):
         num_now: builtins.int = ...,
         longest_now_s: builtins.float = ...,
         num_done: builtins.int = ...,
-        longest_done_s: builtins.float = ...,
         detail: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["activity", b"activity", "detail", b"detail", "longest_done_s", b"longest_done_s", "longest_now_s", b"longest_now_s", "num_done", b"num_done", "num_now", b"num_now", "on", b"on", "seconds", b"seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["activity", b"activity", "detail", b"detail", "longest_now_s", b"longest_now_s", "num_done", b"num_done", "num_now", b"num_now", "on", b"on", "seconds", b"seconds"]) -> None: ...
 
 Global___ActivityTime: typing_extensions.TypeAlias = ActivityTime
 

@@ -330,7 +330,6 @@ class Stall(google.protobuf.message.Message):
     DETAIL_FIELD_NUMBER: builtins.int
     SINCE_FIELD_NUMBER: builtins.int
     ADVICE_FIELD_NUMBER: builtins.int
-    CHAIN_FIELD_NUMBER: builtins.int
     component: builtins.str
     """Who is the cause, such as "envgateway" or "trainer/model0/rank1"."""
     cause: builtins.str
@@ -343,10 +342,6 @@ class Stall(google.protobuf.message.Message):
     def since(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """Since when, as far as it is known."""
 
-    @property
-    def chain(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Who waits for whom because of it, from the run down to the component."""
-
     def __init__(
         self,
         *,
@@ -355,10 +350,9 @@ class Stall(google.protobuf.message.Message):
         detail: builtins.str = ...,
         since: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         advice: builtins.str = ...,
-        chain: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["since", b"since"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["advice", b"advice", "cause", b"cause", "chain", b"chain", "component", b"component", "detail", b"detail", "since", b"since"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advice", b"advice", "cause", b"cause", "component", b"component", "detail", b"detail", "since", b"since"]) -> None: ...
 
 Global___Stall: typing_extensions.TypeAlias = Stall
 

@@ -26,8 +26,6 @@ from typing import NamedTuple
 from services.common.telemetry.activities import ActivityLabel, ActivityName, AnyActivity
 from services.common.telemetry.components import NOBODY, Component
 
-LATELY_S = 30.0  # ends of activities that ``longest_done_s`` looks at: between once and twice as long ago
-
 
 class Activity(NamedTuple):
     """The activity of a lane; ``on`` is the component waited for, if any."""
@@ -46,7 +44,6 @@ class ActivityTime:
     num_now: int = 0  # lanes in it
     longest_now_s: float = 0.0  # of those that are in it
     num_done: int = 0  # ends since the start
-    longest_done_s: float = 0.0  # of those that ended lately
     detail: str = ""  # of the one that is in it longest
 
 
@@ -87,35 +84,31 @@ class PeerState:
     accounts: tuple[AccountState, ...] = ()
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
-    activity: Activity
-    opened: float = 0.0
-    detail: str = ""
-
-
 class Wait:
-    """An activity for the body of a ``with``; ``note`` adds a detail.
+    """An activity of a lane: in the body of a ``with``, or below those. ``note`` adds a detail.
 
     A class, not a generator: a rollout enters half a dozen, and a generator costs three times as much.
     """
 
-    __slots__ = ("_account", "_entry", "_lane")
+    __slots__ = ("activity", "detail", "lane")
 
-    def __init__(self, account: TimeAccount, entry: _Entry, lane: Lane | None) -> None:
-        self._account = account
-        self._entry = entry
-        self._lane = lane
+    def __init__(self, activity: Activity, lane: Lane | None = None) -> None:
+        """Without a lane, no time is counted."""
+        self.activity = activity
+        self.lane = lane
+        self.detail = ""
 
     def __enter__(self) -> Wait:
-        self._account.open(self._lane, self._entry)
+        if self.lane is not None:
+            self.lane.account.open(self.lane, self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._account.close(self._lane, self._entry)
+        if self.lane is not None:
+            self.lane.account.close(self.lane, self)
 
     def note(self, detail: str) -> None:
-        self._entry.detail = detail
+        self.detail = detail
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +116,7 @@ class Lane:
     """One of the things that a component does at once. The last entry is the one that counts."""
 
     account: TimeAccount
-    entries: list[_Entry]
+    entries: list[Wait]
     since: float  # when the entry that counts began to, or began to again
 
 
@@ -131,7 +124,6 @@ class Lane:
 class _Total:
     seconds: float = 0.0
     num_done: int = 0
-    longest: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of this window and of the one before
 
 
 _LANE: ContextVar[Lane | None] = ContextVar("lane", default=None)
@@ -155,10 +147,9 @@ class TimeAccount:
         self._lock = threading.Lock()
         self._rest = rest
         now = clock()
-        self._lanes = [Lane(self, [_Entry(rest, now)], now) for _ in range(num_lanes)]
+        self._lanes = [Lane(self, [Wait(rest)], now) for _ in range(num_lanes)]
         self._free = list(reversed(self._lanes)) if num_lanes > 1 else []
         self._totals: defaultdict[Activity, _Total] = defaultdict(_Total)
-        self._window_since = now
         self._progress = 0
 
     # -- activities of lanes ------------------------------------------------------------------------------------------
@@ -168,8 +159,8 @@ class TimeAccount:
         """Occupy a free lane for this task; None, without counting, if all are occupied."""
         with self._lock:
             lane = self._free.pop() if self._free else None
-            if lane is not None:
-                self._open(lane, _Entry(Activity(name, on)))
+        if lane is not None:
+            self.open(lane, Wait(Activity(name, on), lane))
         token = _LANE.set(lane)
         try:
             yield lane
@@ -186,19 +177,18 @@ class TimeAccount:
     def during(self, name: AnyActivity, on: Component = NOBODY, lane: Lane | None = None) -> Wait:
         """In the body of this, the lane of this task, or the one that is given, is in this. A task without a lane counts
         only where the account has but one."""
-        return Wait(self, _Entry(Activity(name, on)), lane or self.here())
+        return Wait(Activity(name, on), lane or self.here())
 
-    def open(self, lane: Lane | None, entry: _Entry) -> None:
-        """For ``Wait``: the lane, if there is one, enters this."""
-        if lane is not None:
-            with self._lock:
-                self._open(lane, entry)
+    def open(self, lane: Lane, entry: Wait) -> None:
+        """For ``Wait``: the lane enters this."""
+        with self._lock:
+            self._settle(lane, self._clock())
+            lane.entries.append(entry)
 
-    def close(self, lane: Lane | None, entry: _Entry) -> None:
-        """For ``Wait``: the lane, if there is one, leaves this."""
-        if lane is not None:
-            with self._lock:
-                self._close(lane, entry, self._clock())
+    def close(self, lane: Lane, entry: Wait) -> None:
+        """For ``Wait``: the lane leaves this."""
+        with self._lock:
+            self._close(lane, entry, self._clock())
 
     def here(self) -> Lane | None:
         """The lane of this task."""
@@ -242,7 +232,6 @@ class TimeAccount:
         """The account now."""
         with self._lock:
             now = self._clock()
-            self._roll(now)
             current: defaultdict[Activity, list[tuple[float, str]]] = defaultdict(list)
             for lane in self._lanes:
                 entry = lane.entries[-1]
@@ -266,18 +255,12 @@ class TimeAccount:
             num_now=len(current),
             longest_now_s=longest_s,
             num_done=total.num_done,
-            longest_done_s=max(total.longest),
             detail=detail,
         )
 
     # -- bookkeeping, under the lock ---------------------------------------------------------------------------------
 
-    def _open(self, lane: Lane, entry: _Entry) -> None:
-        entry.opened = self._clock()
-        self._settle(lane, entry.opened)
-        lane.entries.append(entry)
-
-    def _close(self, lane: Lane, entry: _Entry, now: float) -> None:
+    def _close(self, lane: Lane, entry: Wait, now: float) -> None:
         if lane.entries[-1] is entry:
             self._settle(lane, now)
             lane.entries.pop()
@@ -285,7 +268,7 @@ class TimeAccount:
             lane.entries.remove(entry)
         else:
             return  # the lane was released before this activity ended
-        self._ended(entry, now)
+        self._totals[entry.activity].num_done += 1
 
     def _replace(self, lane: Lane, activity: Activity, now: float) -> None:
         """The lowest entry becomes another one."""
@@ -294,26 +277,13 @@ class TimeAccount:
             return
         if len(lane.entries) == 1:
             self._settle(lane, now)
-        self._ended(lowest, now)
-        lane.entries[0] = _Entry(activity, now)
+        self._totals[lowest.activity].num_done += 1
+        lane.entries[0] = Wait(activity)
 
     def _settle(self, lane: Lane, now: float) -> None:
         """Book the time since the last change on the counting activity."""
         self._totals[lane.entries[-1].activity].seconds += now - lane.since
         lane.since = now
-
-    def _ended(self, entry: _Entry, now: float) -> None:
-        self._roll(now)
-        total = self._totals[entry.activity]
-        total.num_done += 1
-        total.longest[0] = max(total.longest[0], now - entry.opened)
-
-    def _roll(self, now: float) -> None:
-        if now - self._window_since < LATELY_S:
-            return
-        self._window_since = now
-        for total in self._totals.values():
-            total.longest = [0.0, total.longest[0]]
 
 
 def during_here(name: AnyActivity, on: Component = NOBODY) -> AbstractContextManager[object]:

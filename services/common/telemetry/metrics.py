@@ -62,34 +62,19 @@ class StepKey(enum.StrEnum):
     # of the step
     COMPUTE_S = "compute_s"
     ELAPSED_S = "elapsed_s"
-
-
-class SourceKey(enum.StrEnum):
-    """What a row of a training step tells of each source of a mixture; ``source_key`` makes the whole key."""
-
-    # of the batch
-    NUM_SEQUENCES = "num_sequences"
-    BATCH_REWARD_MEAN = "batch_reward_mean"
-    RESPONSE_TOKENS_MEAN = "response_tokens_mean"
-    STALENESS_MEAN = "staleness_mean"
-    STALENESS_MAX = "staleness_max"
-    # of the run up to the batch
+    # of a source of a mixture only, up to the batch
     SHARE = "share"  # of the trained sequences
     WANTED_SHARE = "wanted_share"  # by its weight
     FORGIVEN = "forgiven"  # sequences that others were trained instead of, while the source was exhausted
-    # of rollouts since the batch before
-    ROLLOUTS_FINISHED = "rollouts_finished"
-    FAILURES = "failures"
-    ROLLOUT_REWARD_MEAN = "rollout_reward_mean"
-    GROUPS_EQUAL_DROPPED = "groups_equal_dropped"
 
 
 SOURCE = "source/"
 
 
-def source_key(source: str, key: SourceKey) -> str:
-    """
-    >>> source_key("maths", SourceKey.SHARE)
+def source_key(source: str, key: StepKey) -> str:
+    """The key of a value of one source of a mixture.
+
+    >>> source_key("maths", StepKey.SHARE)
     'source/maths/share'
     """
     return f"{SOURCE}{source}/{key.value}"
@@ -101,7 +86,7 @@ def sources_in(row: Mapping[str, Any]) -> list[str]:
     >>> sources_in({"source/maths/share": 0.5, "source/code/share": 0.5, "loss": 1.0})
     ['maths', 'code']
     """
-    end = f"/{SourceKey.SHARE.value}"
+    end = f"/{StepKey.SHARE.value}"
     return [key[len(SOURCE) : -len(end)] for key in row if key.startswith(SOURCE) and key.endswith(end)]
 
 

@@ -23,7 +23,6 @@ def account_to_proto(state: AccountState) -> account_pb2.TimeAccount:
             num_now=a.num_now,
             longest_now_s=a.longest_now_s,
             num_done=a.num_done,
-            longest_done_s=a.longest_done_s,
             detail=encodable(a.detail),
         )
         for a in state.activities
@@ -39,7 +38,6 @@ def _activity_from_proto(proto: account_pb2.ActivityTime) -> ActivityTime:
         num_now=proto.num_now,
         longest_now_s=finite(proto.longest_now_s),
         num_done=proto.num_done,
-        longest_done_s=finite(proto.longest_done_s),
         detail=proto.detail,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from services.common.prometheus.metric import Metric
+from services.common.prometheus import Metric
 from services.inference.loading import LoadedPolicy
 from services.inference.rollouts.player import RolloutPlayer
 from services.inference.rpc.trajectory_sender import TrajectorySender

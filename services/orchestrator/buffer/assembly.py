@@ -30,6 +30,9 @@ from services.common.telemetry.metrics import ROLE_REWARD, SourceKey, StepKey, s
 from services.orchestrator.buffer.buffer import AdvantageGroup, Member, is_timeout, mask_sequence
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
+from services.common.telemetry.metrics import ROLE_REWARD, StepKey, source_key
+from services.orchestrator.buffer.experience import AdvantageGroup
+from services.orchestrator.buffer.rewards import is_timeout
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
 from services.orchestrator.state.groups import GroupBy, Outcome, group_key, split_sequence_id
 
@@ -93,7 +96,7 @@ class StepStatistics:
 
 
 _OF_ROLLOUTS = (
-    SourceKey.ROLLOUTS_FINISHED, SourceKey.FAILURES, SourceKey.ROLLOUT_REWARD_MEAN, SourceKey.GROUPS_EQUAL_DROPPED
+    StepKey.ROLLOUTS_FINISHED, StepKey.FAILURES, StepKey.ROLLOUT_REWARD_MEAN, StepKey.GROUPS_EQUAL_DROPPED
 )  # fmt: skip
 
 
@@ -117,10 +120,10 @@ def of_batch(groups: Iterable[AdvantageGroup], entries: Mapping[str, BatchEntry]
     for source, rows in by_source.items():
         staleness = [entry.staleness for entry, _ in rows]
         found = {
-            SourceKey.BATCH_REWARD_MEAN: finite_numbers.mean(entry.reward or 0.0 for entry, _ in rows),
-            SourceKey.RESPONSE_TOKENS_MEAN: sum(tokens for _, tokens in rows) / len(rows),
-            SourceKey.STALENESS_MEAN: sum(staleness) / len(staleness),
-            SourceKey.STALENESS_MAX: float(max(staleness)),
+            StepKey.BATCH_REWARD_MEAN: finite_numbers.mean(entry.reward or 0.0 for entry, _ in rows),
+            StepKey.RESPONSE_TOKENS_MEAN: sum(tokens for _, tokens in rows) / len(rows),
+            StepKey.STALENESS_MEAN: sum(staleness) / len(staleness),
+            StepKey.STALENESS_MAX: float(max(staleness)),
         }
         values |= {source_key(source, key): value for key, value in found.items()}
     return values

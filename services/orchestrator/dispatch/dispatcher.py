@@ -31,7 +31,7 @@ from services.orchestrator.journal.records import GroupRecord
 from services.orchestrator.members.commands import CancelGroup, PlayGroup
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.members.replica import Held, Replica, Shelf
-from services.orchestrator.stalls.facts import Hold
+from services.orchestrator.stalls import Hold
 from services.orchestrator.state.admission import Admission
 from services.orchestrator.state.groups import OrphanedGroups, TaskGroup
 from services.orchestrator.state.versions import VersionLedger

@@ -14,7 +14,7 @@ from services.common.net.hosts import address, check_place
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.members.commands import UseGateway
 from services.orchestrator.members.pool import ReplicaPool
-from services.orchestrator.stalls.facts import Hold
+from services.orchestrator.stalls import Hold
 
 log = structlog.get_logger()
 

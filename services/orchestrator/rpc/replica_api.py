@@ -20,8 +20,8 @@ from services.orchestrator.members.commands import LeavePool
 from services.orchestrator.members.device_turns import DeviceTurns
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.members.replica import Held, Hello, Replica
+from services.orchestrator.metrics import Timeline
 from services.orchestrator.state.run_control import RunControl
-from services.orchestrator.state.timeline import Timeline
 from services.orchestrator.state.versions import VersionLedger
 
 log = structlog.get_logger()

@@ -40,7 +40,7 @@ from services.orchestrator.members.commands import (
 )
 from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.members.replica import Held, Hello
-from services.orchestrator.metrics.run_metrics import RunMetrics
+from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.rpc import report_bounds as bounds
 from services.orchestrator.rpc.gateway_api import GatewayApi
 from services.orchestrator.rpc.replica_api import ReplicaApi

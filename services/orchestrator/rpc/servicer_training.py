@@ -38,10 +38,9 @@ from services.orchestrator.members.commands import (
 )
 from services.orchestrator.members.device_turns import DeviceTurns
 from services.orchestrator.members.trainers import Trainer, TrainerLeases
-from services.orchestrator.metrics.run_metrics import StepRows
+from services.orchestrator.metrics import StepRows, Timeline
 from services.orchestrator.rpc import report_bounds as bounds
 from services.orchestrator.state.run_control import RunControl
-from services.orchestrator.state.timeline import Timeline
 from services.orchestrator.state.versions import VersionLedger
 
 log = structlog.get_logger()

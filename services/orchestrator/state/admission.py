@@ -49,7 +49,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from services.common.telemetry.metrics import SourceKey, source_key
+from services.common.telemetry.metrics import StepKey, source_key
 
 ONLY: Mapping[str, float] = {"": 1.0}  # weights of a run with one dataset
 UNFINISHED_SHARE = 0.5  # of the quota: accepted sequences without a complete group that need not count
@@ -319,14 +319,14 @@ class Mixture:
         total = self.trained.total()
         values = {}
         for source in self.shares:
-            values[source_key(source, SourceKey.NUM_SEQUENCES)] = float(num_sequences.get(source, 0))
-            values[source_key(source, SourceKey.SHARE)] = self.trained[source] / total if total else 0.0
-            values[source_key(source, SourceKey.WANTED_SHARE)] = self.shares[source]
-            values[source_key(source, SourceKey.FORGIVEN)] = self._forgiven[source]
+            values[source_key(source, StepKey.NUM_SEQUENCES)] = float(num_sequences.get(source, 0))
+            values[source_key(source, StepKey.SHARE)] = self.trained[source] / total if total else 0.0
+            values[source_key(source, StepKey.WANTED_SHARE)] = self.shares[source]
+            values[source_key(source, StepKey.FORGIVEN)] = self._forgiven[source]
         return values
 
     def recover(self, statistics: Mapping[str, float]) -> None:
         """Apply the facts of a batch that an earlier process recorded."""
         for source in self.shares:
-            self.trained[source] += int(statistics.get(source_key(source, SourceKey.NUM_SEQUENCES), 0))
-            self._forgiven[source] = statistics.get(source_key(source, SourceKey.FORGIVEN), self._forgiven[source])
+            self.trained[source] += int(statistics.get(source_key(source, StepKey.NUM_SEQUENCES), 0))
+            self._forgiven[source] = statistics.get(source_key(source, StepKey.FORGIVEN), self._forgiven[source])

@@ -14,10 +14,9 @@ import pytest
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.rpc.server import Server
-from services.orchestrator.monitoring.progress import Progress
+from services.common.wire.records import timestamp_to_proto
 from services.orchestrator.rpc import servicer_run
 from services.orchestrator.rpc.servicer_run import RunServicer
-from services.orchestrator.state.run_control import RunState
 from tests.integration.orchestrator.test_scripted_run import Make, Peers
 from tests.waiting import until
 
@@ -29,16 +28,16 @@ async def test_a_watcher_that_does_not_read_costs_a_window_and_then_hears_what_i
 ) -> None:
     made: list[float] = []
 
-    def progress() -> Progress:
+    def progress(core: Any) -> run_pb2.RunProgress:
         made.append(time.time())
-        return Progress(
-            at=made[-1], state=RunState.TRAINING, policies=(), replicas=(), tokens_per_s=0.0, evaluations=(),
-            counters={}, waits=(WAIT,),
-        )  # fmt: skip
+        at = timestamp_to_proto(made[-1])
+        return run_pb2.RunProgress(at=at, state=run_pb2.RUN_STATE_TRAINING, waits=[WAIT])
 
     monkeypatch.setattr(servicer_run, "WATCH_EVERY_S", 0.0005)
+    monkeypatch.setattr(servicer_run, "progress", progress)
     unused = cast(Any, SimpleNamespace(model_dump=lambda mode: {}))
-    servicer = RunServicer("unit", tmp_path, unused, progress=progress, requests=unused, control=unused, pool=unused)
+    core = cast(Any, SimpleNamespace(run_id="unit", run_dir=tmp_path, recipe=unused))
+    servicer = RunServicer(core)
     server = Server(service="orchestrator", instance_id="o", host="127.0.0.1", port=0)
     server.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, "rollmill.v1.RunService")
     server.on_stop(servicer.closing.set)

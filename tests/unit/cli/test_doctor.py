@@ -22,8 +22,8 @@ from services.common.config.recipe import Recipe
 from services.common.records.types import WeightTransfer
 from services.common.telemetry.metrics import StallMoment
 from services.orchestrator.journal.records import EvaluationResult
-from services.orchestrator.metrics.run_metrics import RunMetrics
-from services.orchestrator.stalls.facts import Cause
+from services.orchestrator.metrics import RunMetrics
+from services.orchestrator.stalls import Cause
 from services.orchestrator.state.scores import DatasetScore, Estimate
 from tests.documented import DOCS
 

@@ -29,6 +29,9 @@ from services.orchestrator.journal.records import EvaluationResult, evaluation_f
 from services.orchestrator.metrics.run_metrics import RunMetrics, evaluation_values
 from services.orchestrator.metrics.scalars import scalars_of
 from services.orchestrator.rpc.servicer_run import evaluation_to_proto
+from services.orchestrator.journal.writer import Journal
+from services.orchestrator.metrics import RunMetrics, evaluation_values, scalars_of
+from services.orchestrator.progress import evaluation_to_proto
 from services.orchestrator.state.scores import Estimate, overall, score
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from services.cli.__main__ import app
 from services.cli.inspect.checkpoints import card
 from services.common.config.reading.loading import load_recipe, save_resolved
-from services.orchestrator.metrics.run_metrics import RunMetrics
+from services.orchestrator.metrics import RunMetrics
 from tests.ports import free_port
 from tests.unit.cli.hub_server import serving
 from tests.unit.cli.test_checkpoints import write_checkpoint

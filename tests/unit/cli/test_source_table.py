@@ -8,15 +8,15 @@ from services.cli.console import source_words
 from services.cli.inspect.plot import part_lines
 from services.cli.watch import render
 from services.common.pb import run_pb2
-from services.common.telemetry.metrics import SourceKey, source_key
+from services.common.telemetry.metrics import StepKey, source_key
 
 ROW = {
     source_key(source, key): value
     for source, share in {"maths": 0.34, "code": 0.66}.items()
     for key, value in {
-        SourceKey.SHARE: share, SourceKey.WANTED_SHARE: 1 / 3 if source == "maths" else 2 / 3, SourceKey.STALENESS_MAX: 2.0
+        StepKey.SHARE: share, StepKey.WANTED_SHARE: 1 / 3 if source == "maths" else 2 / 3, StepKey.STALENESS_MAX: 2.0
     }.items()
-} | {source_key("code", SourceKey.ROLLOUT_REWARD_MEAN): 0.125}  # fmt: skip
+} | {source_key("code", StepKey.ROLLOUT_REWARD_MEAN): 0.125}  # fmt: skip
 
 
 def shown(policies: list[run_pb2.PolicyProgress]) -> str:
@@ -34,7 +34,7 @@ def test_watch_shows_a_line_for_each_source_with_share_reward_and_staleness() ->
 
 
 def test_the_line_of_a_run_has_the_reward_of_the_batch_where_no_rollout_ended_since_the_batch_before() -> None:
-    row = ROW | {source_key("maths", SourceKey.BATCH_REWARD_MEAN): 0.25}
+    row = ROW | {source_key("maths", StepKey.BATCH_REWARD_MEAN): 0.25}
     assert "(wanted 33.3%), batch reward 0.250" in source_words(row)
     assert "(wanted 66.7%), reward 0.125" in source_words(row)
 

@@ -22,11 +22,9 @@ from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.installing import install
-from services.orchestrator.metrics.run_metrics import RunMetrics
-from services.orchestrator.trackers import process
-from services.orchestrator.trackers.follower import Follower
-from services.orchestrator.trackers.process import TrackersProcess, followed
-from services.orchestrator.trackers.sink import TrackerDown
+from services.orchestrator import trackers as orchestrator_trackers
+from services.orchestrator.metrics import RunMetrics
+from services.orchestrator.trackers import Follower, TrackerDown, TrackersProcess, followed
 from tests.clock import Clock
 from tests.unit.orchestrator.trackers.rows import STEP, write_run
 from tests.waiting import WAIT_S, wait_until
@@ -125,7 +123,7 @@ def test_track_sends_what_is_left_and_says_what_is_not(tmp_path: Path, monkeypat
             pass
 
     monkeypatch.setattr(trackers, "missing", lambda _: [])
-    monkeypatch.setattr(process, "sink_maker", lambda *_: Sink)
+    monkeypatch.setattr(orchestrator_trackers, "sink_maker", lambda *_: Sink)
     save_resolved(recipe("otlp", "tensorboard"), tmp_path)
     write_run(tmp_path)
     refused = CliRunner().invoke(app, ["track", str(tmp_path)])
@@ -148,8 +146,8 @@ def test_track_does_not_wait_for_a_tracker_that_hangs(tmp_path: Path, monkeypatc
             released.wait(WAIT_S)
 
     monkeypatch.setattr(trackers, "missing", lambda _: [])
-    monkeypatch.setattr(process, "sink_maker", lambda *_: Sink)
-    monkeypatch.setattr(process, "SILENT_S", 0.05)
+    monkeypatch.setattr(orchestrator_trackers, "sink_maker", lambda *_: Sink)
+    monkeypatch.setattr(orchestrator_trackers, "SILENT_S", 0.05)
     save_resolved(recipe("otlp"), tmp_path)
     write_run(tmp_path)
     refused = CliRunner().invoke(app, ["track", str(tmp_path)])

@@ -14,9 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.common.config.processes.services import MetricsConfig
 from services.common.errors import ConfigError
-from services.common.prometheus.exposition import MetricsServer
-from services.common.prometheus.metric import OTHER, Metric, Translation
-from services.common.prometheus.serving import metrics_server
+from services.common.prometheus import OTHER, Metric, MetricsServer, Translation, metrics_server
 from services.common.security import identity
 from services.common.security.roles import Peer, Role
 from services.common.telemetry.accounts import TimeAccount
@@ -34,7 +32,7 @@ def test_a_gauge_becomes_the_first_metric_that_fits_with_its_labels() -> None:
     found = Translation([BUFFERED, STALLED, anything]).samples(
         {"buffered/actor": 3, "stall/dead peer/replica/a": 2.5, "oddities": 1}
     )
-    assert [(s.metric, s.labels, s.value) for s in found] == [
+    assert list(found) == [
         (BUFFERED, ("actor",), 3.0),
         (STALLED, ("dead peer", "replica/a"), 2.5),
         (anything, ("oddities",), 1.0),
@@ -43,7 +41,7 @@ def test_a_gauge_becomes_the_first_metric_that_fits_with_its_labels() -> None:
 
 def test_a_gauge_that_no_metric_knows_is_not_lost() -> None:
     (sample,) = Translation([BUFFERED]).samples({"a gauge of the future": 7})
-    assert (sample.metric, sample.labels, sample.value) == (OTHER, ("a gauge of the future",), 7.0)
+    assert sample == (OTHER, ("a gauge of the future",), 7.0)
 
 
 @pytest.mark.parametrize("name", ["buffered", "rollmill_Buffered", "rollmill_buffered_total"])

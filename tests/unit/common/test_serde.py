@@ -223,10 +223,10 @@ def test_times_that_are_no_numbers_are_dropped_and_never_refused() -> None:
     timing = trajectory_pb2.RolloutTiming(phases=[trajectory_pb2.RolloutPhase(begin_s=math.nan, seconds=math.inf)])
     (phase,) = timing_from_proto(wire(timing)).phases
     assert (phase.begin_s, phase.seconds) == (0.0, 0.0)
-    activity = account_pb2.ActivityTime(activity="a", seconds=math.nan, longest_now_s=math.inf, longest_done_s=-1.0)
+    activity = account_pb2.ActivityTime(activity="a", seconds=math.nan, longest_now_s=math.inf)
     account = account_pb2.TimeAccount(activities=[activity], cpu_s=math.nan)
     (read,) = account_from_proto(wire(account)).activities
-    assert (read.seconds, read.longest_now_s, read.longest_done_s) == (0.0, 0.0, 0.0)
+    assert (read.seconds, read.longest_now_s) == (0.0, 0.0)
     peer = peer_from_proto(wire(account_pb2.PeerState(silent_s=1e300, accounts=[account])))
     assert timestamp_to_proto(time.time() - peer.silent_s).seconds > 0
     assert peer.accounts[0].cpu_s == 0.0

@@ -136,7 +136,7 @@ async def test_nobody_gets_the_device_before_all_members_are_there(shared: Share
 async def test_a_member_that_never_joins_is_waited_for_one_lease(shared: Shared) -> None:
     shared.join_replica()
     await shared.carry_out()
-    shared.world.clock.now += shared.world.progress_view.trainers.lease_s - 1
+    shared.world.clock.now += shared.world.core.trainers.lease_s - 1
     shared.replicas["a"].lease_until = shared.world.clock.now + 100
     shared.world.check_leases()
     assert shared.holder is None

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.state.disk_forecast import (
-    LEAST_S,
+from services.orchestrator.metrics import (
+    LEAST_SAMPLES_S,
     SAMPLE_S,
     WINDOW_S,
     DiskForecast,
@@ -47,7 +47,7 @@ def checkpoints(forecast: DiskForecast, number: int, num_bytes: int, free: int, 
         for second in range(0, int(every_s), int(SAMPLE_S)):
             now = step * every_s + second
             outlook = forecast.note(now, free - used, used + int(100 * now), step)
-            if step == number and second > LEAST_S:
+            if step == number and second > LEAST_SAMPLES_S:
                 break
     return outlook
 
@@ -89,7 +89,7 @@ def test_with_little_space_left_the_forecast_does_not_wait_for_checkpoints() -> 
 
 
 def test_nothing_is_foretold_of_a_short_time_or_of_a_run_that_does_not_grow() -> None:
-    assert after(DiskForecast(0), LEAST_S - SAMPLE_S, used=10_000).full_in_s is None
+    assert after(DiskForecast(0), LEAST_SAMPLES_S - SAMPLE_S, used=10_000).full_in_s is None
     assert after(DiskForecast(0), 600, used=0).full_in_s is None
     assert after(DiskForecast(0), 600, used=0, shrinks=-10_000).full_in_s is None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.common.prometheus.metric import OTHER, Translation
-from services.orchestrator.monitoring.gauges import METRICS, gauges
+from services.common.prometheus import OTHER, Translation
+from services.orchestrator.progress import METRICS, gauges
 from services.orchestrator.tasks.prompt_length import ShortPrompts
 from services.orchestrator.tasks.task_rows import ListRows, UsableRows
 from tests.unit.orchestrator.world import World
@@ -34,12 +34,10 @@ async def test_every_gauge_and_counter_of_the_orchestrator_has_its_metric(tmp_pa
         counters = [lambda texts: [len(text.split()) for text in texts]]
         train = ShortPrompts(UsableRows(ListRows(rows, "train"), None), 1, counters, None, "data.train")
         held_out = UsableRows(ListRows(rows, "held_out"), None)
-        found = gauges(
-            world.progress_view, {"data.train": train, "data.evaluation.held_out": held_out}, {"slots_reissued": 2}
-        )
+        found = gauges(world.core, {"data.train": train, "data.evaluation.held_out": held_out}, {"slots_reissued": 2})
         samples = list(Translation(METRICS).samples(found))
-        assert not [sample for sample in samples if sample.metric is OTHER]
-        values = {(sample.metric.name, sample.labels): sample.value for sample in samples}
+        assert not [sample for sample in samples if sample[0] is OTHER]
+        values = {(metric.name, labels): value for metric, labels, value in samples}
         for name, told in COUNTERS.items():
             assert values[told] == (3.0 if name == "slots_reissued" else 5.0)
         told = ("tasks_too_long", "rows_left_out")

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.common.checkpoints import CheckpointGauge
 from services.orchestrator.members.trainers import TrainerLeases
-from services.orchestrator.monitoring.progress import progress
+from services.orchestrator.progress import progress
 from tests.unit.orchestrator.world import World
 
 
@@ -45,11 +45,11 @@ def test_a_trainer_that_went_back_to_the_initial_model_keeps_everything() -> Non
 
 async def test_damaged_and_failed_checkpoints_are_among_the_counters_of_the_run(worlds: Callable[..., World]) -> None:
     world = worlds()
-    assert not {gauge.value for gauge in CheckpointGauge} & progress(world.progress_view).counters.keys()
-    world.progress_view.trainers.join("model0", "t", 1, 0, {})
-    world.progress_view.trainers.report(
+    assert not {gauge.value for gauge in CheckpointGauge} & progress(world.core).counters.keys()
+    world.core.trainers.join("model0", "t", 1, 0, {})
+    world.core.trainers.report(
         "model0", "t", training_step=1, state="training", checkpoint_step=0,
         gauges={CheckpointGauge.DAMAGED: 2.0, CheckpointGauge.FAILED: 0.0},
     )  # fmt: skip
-    assert progress(world.progress_view).counters[CheckpointGauge.DAMAGED] == 2
-    assert CheckpointGauge.FAILED not in progress(world.progress_view).counters
+    assert progress(world.core).counters[CheckpointGauge.DAMAGED] == 2
+    assert CheckpointGauge.FAILED not in progress(world.core).counters

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from services.common.config.data import SourceConfig
 from services.common.config.training.policy import BatchConfig
-from services.common.telemetry.metrics import SourceKey, StepKey, source_key, sources_in
+from services.common.telemetry.metrics import StepKey, source_key, sources_in
 from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.journal.records import BatchRecord
@@ -170,7 +170,7 @@ def test_batches_go_on_without_a_source_that_gives_nothing() -> None:
     ring.train(40)
     late = Counter[str]()
     for record in ring.records[before:]:
-        late.update({s: int(record.statistics[source_key(s, SourceKey.NUM_SEQUENCES)]) for s in ring.weights})
+        late.update({s: int(record.statistics[source_key(s, StepKey.NUM_SEQUENCES)]) for s in ring.weights})
     assert late["solved"] / late.total() == pytest.approx(0.5, abs=0.05), "and does not displace the others afterwards"
     assert not ring.experience.mixtures[POLICY].exhausted
 
@@ -188,20 +188,20 @@ def test_statistics_of_a_batch_tell_each_source() -> None:
     ring.train(4)
     row = ring.records[-1].statistics
     assert sources_in(row) == ["fast", "slow"]
-    assert row[source_key("fast", SourceKey.SHARE)] == pytest.approx(0.75, abs=0.02)
-    assert row[source_key("fast", SourceKey.BATCH_REWARD_MEAN)] == 0.5
-    finished = {s: row[source_key(s, SourceKey.ROLLOUTS_FINISHED)] for s in ("fast", "slow")}
-    means = {s: row.get(source_key(s, SourceKey.ROLLOUT_REWARD_MEAN), 0.0) for s in ("fast", "slow")}
+    assert row[source_key("fast", StepKey.SHARE)] == pytest.approx(0.75, abs=0.02)
+    assert row[source_key("fast", StepKey.BATCH_REWARD_MEAN)] == 0.5
+    finished = {s: row[source_key(s, StepKey.ROLLOUTS_FINISHED)] for s in ("fast", "slow")}
+    means = {s: row.get(source_key(s, StepKey.ROLLOUT_REWARD_MEAN), 0.0) for s in ("fast", "slow")}
     total = sum(finished[s] * means[s] for s in finished)
     assert total / sum(finished.values()) == pytest.approx(row[StepKey.ROLLOUT_REWARD_MEAN])
     for key in (
-        SourceKey.NUM_SEQUENCES,
-        SourceKey.ROLLOUTS_FINISHED,
-        SourceKey.GROUPS_EQUAL_DROPPED,
-        SourceKey.FAILURES,
+        StepKey.NUM_SEQUENCES,
+        StepKey.ROLLOUTS_FINISHED,
+        StepKey.GROUPS_EQUAL_DROPPED,
+        StepKey.FAILURES,
     ):
         assert sum(row[source_key(s, key)] for s in ("fast", "slow")) == row[StepKey(key.value)]
-    assert row[StepKey.STALENESS_MAX] == max(row[source_key(s, SourceKey.STALENESS_MAX)] for s in ("fast", "slow"))
+    assert row[StepKey.STALENESS_MAX] == max(row[source_key(s, StepKey.STALENESS_MAX)] for s in ("fast", "slow"))
 
 
 def test_one_dataset_has_no_statistics_of_sources() -> None:

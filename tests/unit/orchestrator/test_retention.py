@@ -241,7 +241,7 @@ async def test_a_run_goes_on_where_there_is_no_room_to_make_room(
         calls.append(1)
         raise error
 
-    monkeypatch.setattr("services.orchestrator.monitoring.watch.collect", fail)
+    monkeypatch.setattr("services.orchestrator.watch.collect", fail)
     for _ in range(2):  # tried again
         world.clock.now += 10.0
         await watch.tick()
@@ -275,7 +275,7 @@ async def test_a_run_deletes_what_no_kept_checkpoint_needs_and_goes_on(worlds: C
         for step in range(1, 5)
     }
     assert named[3] | named[4] <= kept and not named[1] & kept
-    assert world.progress_view.disk.outlook is not None and world.progress_view.disk.outlook.run_bytes > 0
+    assert world.core.disk.outlook is not None and world.core.disk.outlook.run_bytes > 0
     await world.crash()
     assert len(world.core.aside) == 0
     for step in (3, 4):  # a trainer that falls back to the oldest checkpoint

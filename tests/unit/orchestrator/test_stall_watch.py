@@ -9,9 +9,9 @@ import structlog
 
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
 from services.common.telemetry.log_events import LogEvent
-from services.orchestrator.monitoring.progress import progress
-from services.orchestrator.monitoring.stall_watch import StallWatch, facts, own_activity
-from services.orchestrator.stalls.facts import Hold
+from services.orchestrator.progress import progress
+from services.orchestrator.stalls import Hold
+from services.orchestrator.watch import StallWatch, facts, own_activity
 from tests.unit.orchestrator.world import World
 
 
@@ -50,12 +50,12 @@ async def test_a_silent_replica_is_named_in_log_metrics_and_progress_and_so_is_i
     watch = world.stall_watch()
     with structlog.testing.capture_logs() as logs:
         pass_seconds(world, watch, 20, lambda: report(world))
-        assert not world.stall_view.stall_state.stalls
+        assert not world.core.stall_state.stalls
         pass_seconds(world, watch, 20)
-        (stall,) = progress(world.progress_view).stalls
+        (stall,) = progress(world.core).stalls
         assert (stall.component, stall.cause) == ("replica/a", "silent")
         pass_seconds(world, watch, 5, lambda: report(world))
-    assert not world.stall_view.stall_state.stalls
+    assert not world.core.stall_state.stalls
     told = [entry for entry in logs if entry["event"].startswith("run.")]
     assert [(entry["event"], entry["component"], entry["cause"]) for entry in told] == [
         ("run.stalled", "replica/a", "silent"),
@@ -71,9 +71,9 @@ async def test_a_replica_whose_lease_ran_out_is_lost_until_it_is_back(worlds: Ca
     await world.watch().tick()
     world.clock.now += 31.0
     await world.watch().tick()
-    assert facts(world.stall_view).lost == {"replica/a": world.clock.now}
+    assert facts(world.core).lost == {"replica/a": world.clock.now}
     world.join(incarnation="2")
-    assert not facts(world.stall_view).lost
+    assert not facts(world.core).lost
 
 
 async def test_no_lease_runs_out_while_the_orchestrator_itself_stood_still(worlds: Callable[..., World]) -> None:
@@ -99,11 +99,11 @@ async def test_orders_that_the_reports_know_nothing_of_are_named_and_sent_again(
     assert lost
     watch = world.stall_watch()
     pass_seconds(world, watch, 14, lambda: report(world))
-    (stall,) = world.stall_view.stall_state.stalls
+    (stall,) = world.core.stall_state.stalls
     assert (stall.component, stall.cause.value) == ("replica/a", "order_lost")
     assert {order.task_group_id for order in await world.orders(replica)} == lost
     pass_seconds(world, watch, 5, lambda: report(world, running=tuple(lost)))
-    assert not world.stall_view.stall_state.stalls
+    assert not world.core.stall_state.stalls
 
 
 async def test_of_two_replicas_the_one_that_hears_the_gateway_best_is_believed(worlds: Callable[..., World]) -> None:
@@ -112,37 +112,37 @@ async def test_of_two_replicas_the_one_that_hears_the_gateway_best_is_believed(w
     world.join("b")
     report(world, "a", peers=(PeerState(component="envgateway", silent_s=20.0, detail="no route"),))
     report(world, "b", peers=(PeerState(component="envgateway", gauges={"queue_workers": 1.0}),))
-    assert facts(world.stall_view).peers["envgateway"].silent_s == 0.0
+    assert facts(world.core).peers["envgateway"].silent_s == 0.0
 
 
 async def test_the_orchestrators_own_time_says_whom_the_run_waits_for(worlds: Callable[..., World]) -> None:
     world = worlds()
-    assert own_activity(world.stall_view) == ("waiting for a replica", "inference")
+    assert own_activity(world.core) == ("waiting for a replica", "inference")
     replica = world.join()
-    assert own_activity(world.stall_view) == ("waiting for the first version", "trainer/model0")
+    assert own_activity(world.core) == ("waiting for the first version", "trainer/model0")
     await world.publish(0)
     world.train()
     await world.orders(replica)
-    assert own_activity(world.stall_view) == ("waiting for room in the quota", "trainer/model0")
+    assert own_activity(world.core) == ("waiting for room in the quota", "trainer/model0")
     world.core.dispatcher.hold(Hold.DISK, "full")
-    assert own_activity(world.stall_view) == ("waiting for free disk", "disk")
+    assert own_activity(world.core) == ("waiting for free disk", "disk")
     world.core.pause()
-    assert own_activity(world.stall_view) == ("paused", "person")
+    assert own_activity(world.core) == ("paused", "person")
 
 
 async def test_ranks_report_beside_the_first_and_renew_no_lease(worlds: Callable[..., World]) -> None:
     world = worlds()
     world.trainer_api.join("model0", "1", 2, 0, {})
-    before = world.progress_view.trainers.get("model0")
+    before = world.core.trainers.get("model0")
     assert before is not None
     lease = before.lease_until
     world.clock.now += 5.0
-    world.progress_view.trainers.report_rank("model0", 1, (AccountState(component="trainer/model0/rank1"),))
+    world.core.trainers.report_rank("model0", 1, (AccountState(component="trainer/model0/rank1"),))
     # Not of this trainer.
-    world.progress_view.trainers.report_rank("model0", 7, (AccountState(component="trainer/model0/rank7"),))
+    world.core.trainers.report_rank("model0", 7, (AccountState(component="trainer/model0/rank7"),))
     assert before.rank_reports == {1: 1}
     assert before.lease_until == lease
-    assert "trainer/model0/rank1" in facts(world.stall_view).accounts
+    assert "trainer/model0/rank1" in facts(world.core).accounts
 
 
 async def test_curation_that_refuses_every_task_is_named(worlds: Callable[..., World]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.metrics.scalars import EventFile, crc32c
+from services.orchestrator.metrics import EventFile, crc32c
 
 
 def test_crc32c_has_its_check_value() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.state.timeline import LIVE_S, Timeline, clip, length, merge, overlap
+from services.orchestrator.metrics import LIVE_S, Timeline, clip, length, merge, overlap
 
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=20)
 

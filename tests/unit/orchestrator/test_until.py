@@ -17,7 +17,7 @@ from services.orchestrator.dispatch.threshold import Threshold
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.members.commands import AnnounceVersion, SaveCheckpoint, StopTraining
 from services.orchestrator.members.replica import Held, Replica
-from services.orchestrator.monitoring.progress import progress
+from services.orchestrator.progress import progress
 from services.orchestrator.state.run_control import RunState
 from services.orchestrator.state.scores import score
 from tests.unit.orchestrator.builders import sequence, trajectory
@@ -172,8 +172,8 @@ async def test_training_ends_when_two_evaluations_in_a_row_hold(worlds: Make) ->
         await until(lambda: state_of(world) is RunState.EVALUATING_END)
         with pytest.raises(DeadlineError):
             await world.trainer_api.pull_batch("model0", 5, timeout_s=0.05)
-        now = progress(world.progress_view)
-        assert now.threshold is not None and now.threshold.reached and now.threshold.step == 4
+        now = progress(world.core)
+        assert now.threshold.reached and now.threshold.step == 4
         assert now.policies[0].num_steps == 4
         assert not any("trainer model0 waits" in wait for wait in now.waits)
         assert trainer.mailbox is not None
@@ -205,7 +205,7 @@ async def test_a_batch_that_a_trainer_holds_is_trained_before_the_end(worlds: Ma
             "model0", 2, timeout_s=WAIT_S
         )  # beside the evaluation, which delays no training
         await answer(world, orders, 1.0)
-        await until(lambda: progress(world.progress_view).policies[0].num_steps == 2)
+        await until(lambda: progress(world.core).policies[0].num_steps == 2)
         assert state_of(world) is RunState.TRAINING
         await world.publish(2)
         await until(lambda: state_of(world) is RunState.EVALUATING_END)
@@ -222,9 +222,9 @@ async def test_a_crash_after_the_threshold_held_does_not_train_on(worlds: Make) 
         orders = await train(world, replica, 1)
         await world.trainer_api.pull_batch("model0", 2, timeout_s=WAIT_S)
         await answer(world, orders, 1.0)
-        before = progress(world.progress_view).threshold
+        before = progress(world.core).threshold
     await world.crash()
-    assert progress(world.progress_view).threshold == before
+    assert progress(world.core).threshold == before
     async with living(world) as life:
         replica = world.join(number=1)
         await world.publish(1)

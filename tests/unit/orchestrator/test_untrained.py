@@ -12,7 +12,7 @@ from services.common.errors import ConfigError, UnknownPolicyError
 from services.orchestrator import wiring
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members.replica import Held, Replica
-from services.orchestrator.monitoring.progress import progress, waits
+from services.orchestrator.progress import progress, waits
 from services.orchestrator.state.run_control import RunState
 from tests.unit.orchestrator.builders import sequence, trajectory
 from tests.unit.orchestrator.world import World, living
@@ -34,7 +34,7 @@ async def test_version_0_is_what_the_first_replica_loaded_and_others_must_hold_t
     world = worlds(policies=AB, untrained=("b",))
     await world.publish(0, policy="a")
     world.train()
-    assert "run waits for a replica that serves b" in waits(world.progress_view)
+    assert "run waits for a replica that serves b" in waits(world.core)
     first = world.join("first")
     assert world.core.ledgers["b"].newest is not None and world.core.ledgers["b"].knows(0, "d0")
     other = world.join("other", digests={"b": "d-of-another-model"})
@@ -53,7 +53,7 @@ async def test_a_group_is_trained_for_one_and_played_by_both(worlds: Callable[..
     assert list(world.core.experience.admission.accounts) == ["a"] == list(world.core.batches)
     account = world.core.experience.admission.accounts["a"]
     assert (account.running_slots, account.accepted) == (0, 16)
-    assert [policy.policy for policy in progress(world.progress_view).policies] == ["a"]
+    assert [policy.policy for policy in progress(world.core).policies] == ["a"]
 
 
 async def test_its_versions_its_steps_and_its_trainer_hold_nothing_up(worlds: Callable[..., World]) -> None:

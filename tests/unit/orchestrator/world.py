@@ -22,8 +22,10 @@ from services.orchestrator.members.replica import Held, Hello, Replica
 from services.orchestrator.monitoring.stall_watch import StallWatch
 from services.orchestrator.monitoring.watch import Watch
 from services.orchestrator.recovery import recovered
+from services.orchestrator.recovery.recover import recovered
 from services.orchestrator.state.groups import Outcome
 from services.orchestrator.tasks.task_rows import ListRows, UsableRows
+from services.orchestrator.watch import StallWatch, Watch
 from tests.unit.orchestrator.builders import sequence, trajectory
 
 
@@ -107,7 +109,6 @@ class World:
         reader.close()
         self.replica_api, self.trainer_api = wiring.replica_api(self.core), wiring.trainer_api(self.core)
         self.turns = self.core.turns
-        self.progress_view, self.stall_view = wiring.progress_view(self.core), wiring.stall_view(self.core)
         self.journal.start()
 
     def _core(self, recipe: Recipe, aside: Quarantine) -> OrchestratorCore:
@@ -207,7 +208,7 @@ class World:
 
     def lose_trainer(self, policy: str) -> None:
         """End the lease of the policy's trainer, as the periodic checks do when the lease runs out."""
-        trainer = self.progress_view.trainers.get(policy) or self.trainer_api.join(policy, "t", 1, 0, {})
+        trainer = self.core.trainers.get(policy) or self.trainer_api.join(policy, "t", 1, 0, {})
         trainer.lease_until = self.clock.now - 1.0
         self.core.absences.check()
 
@@ -217,10 +218,10 @@ class World:
 
     def watch(self) -> Watch:
         """Periodic checks that have not run yet."""
-        return wiring.watch(self.core)
+        return Watch(self.core)
 
     def stall_watch(self) -> StallWatch:
-        return wiring.stall_watch(self.core)
+        return StallWatch(self.core)
 
 
 @contextlib.asynccontextmanager

@@ -41,10 +41,9 @@
     ];
   }
 
-  function stall({ component, cause, detail, since, advice, chain }) {
+  function stall({ component, cause, detail, since, advice }) {
     return el("section", { class: "stall", role: "alert" },
       el("h2", {}, `Stalled: ${component}, ${cause}`), el("p", {}, detail),
-      chain.length > 0 && el("ol", {}, chain.map((link) => el("li", {}, link))),
       advice && el("p", {}, el("b", {}, "What to do: "), advice),
       el("p", { class: "soft" }, `since ${clock(since)}`));
   }

@@ -18,7 +18,7 @@ from services.common.records.types import Sequence
 from services.orchestrator.buffer import batches
 from services.orchestrator.buffer.assembly import assemble
 from services.orchestrator.journal.records import BatchRecord
-from services.orchestrator.monitoring.progress import progress
+from services.orchestrator.progress import progress
 from tests.metrics_catalogue import is_documented
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
@@ -144,7 +144,7 @@ async def test_a_step_before_which_no_rollout_finished_has_no_mean_reward_of_rol
     for step in (1, 2):
         await world.trainer_api.pull_batch("model0", step, 1.0)
         await world.publish(step)
-        told = progress(world.progress_view).policies[0].reward_mean
+        told = progress(world.core).policies[0].metrics.get("rollout_reward_mean")
         assert told == (0.5 if step == 1 else None)
     path = world.run_dir / "metrics" / "orchestrator.jsonl"
     rows = [row for line in path.read_bytes().splitlines() if (row := orjson.loads(line))["kind"] == "training_step"]

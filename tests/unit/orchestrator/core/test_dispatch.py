@@ -14,7 +14,7 @@ from services.common.errors import (
 from services.orchestrator.journal import journal
 from services.orchestrator.members.commands import AnnounceVersion, PlayGroup
 from services.orchestrator.members.replica import Held
-from services.orchestrator.monitoring.progress import waits
+from services.orchestrator.progress import waits
 from tests.unit.orchestrator.world import World
 from tests.waiting import WAIT_S
 
@@ -169,16 +169,16 @@ async def test_a_version_that_was_replayed_to_other_bits_is_told_with_who_can_pl
     world.join(number=1)
     with pytest.raises(VersionConflictError, match="wait for the next version"):
         await world.publish(1, digest="other")
-    (told,) = [wait for wait in waits(world.progress_view) if "other bits" in wait]
+    (told,) = [wait for wait in waits(world.core) if "other bits" in wait]
     assert "version 1 of model0" in told and "1 of 1 replicas hold a version to play on with until version 2" in told
     await world.crash()
     world.join(number=0)
     with pytest.raises(VersionConflictError):
         await world.publish(1, digest="other")
-    (told,) = [wait for wait in waits(world.progress_view) if "other bits" in wait]
+    (told,) = [wait for wait in waits(world.core) if "other bits" in wait]
     assert "no replica holds a version that is new enough" in told and "rollmill export" in told
     await world.publish(2)
-    assert not [wait for wait in waits(world.progress_view) if "other bits" in wait], "replicas fetch version 2"
+    assert not [wait for wait in waits(world.core) if "other bits" in wait], "replicas fetch version 2"
 
 
 async def test_a_version_that_is_served_as_recorded_again_is_told_no_more(worlds: Callable[..., World]) -> None:
@@ -186,6 +186,6 @@ async def test_a_version_that_is_served_as_recorded_again_is_told_no_more(worlds
     await world.publish(0)
     with pytest.raises(VersionConflictError):
         await world.publish(0, digest="other")
-    assert [wait for wait in waits(world.progress_view) if "other bits" in wait]
+    assert [wait for wait in waits(world.core) if "other bits" in wait]
     await world.publish(0)
-    assert not [wait for wait in waits(world.progress_view) if "other bits" in wait]
+    assert not [wait for wait in waits(world.core) if "other bits" in wait]

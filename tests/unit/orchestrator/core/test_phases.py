@@ -215,7 +215,7 @@ async def test_one_wrong_setting_among_rollouts_without_a_reward_pauses_a_run_an
     parts, watch = world.core, world.watch()
     parts.ingest.failures_in_a_row = 1
     parts.ingest.last_failure = "INVALID_CONFIG: no such setting"
-    monkeypatch.setattr(world.progress_view.masked, "too_many", lambda: "30% of the newest 64 rollouts have no reward")
+    monkeypatch.setattr(world.core.masked, "too_many", lambda: "30% of the newest 64 rollouts have no reward")
     world.clock.now += 2
     await watch.tick()
     assert parts.control.paused and parts.counters[RunCount.PAUSES_FOR_FAILURES.value] == 1

@@ -139,13 +139,13 @@ async def test_a_damaged_record_of_another_kind_stops_nothing(worlds: Make, kind
     await stepped(world, 1)
     world.core.write_state()
     await world.settle()
-    mark, started = mark_of(world), world.progress_view.started_at
+    mark, started = mark_of(world), world.core.started_at
     if kind == records.RUN:
         world.journal.submit(records.RUN, "", lambda: {"run_id": "unit", "mark": "abc", "started_at": 0.0})
         await world.settle()
     key = rows(world.run_dir, kind)[-1].key
     await spoiled(world, kind, key, -1)
-    assert (mark_of(world), world.progress_view.started_at) == (mark, started)
+    assert (mark_of(world), world.core.started_at) == (mark, started)
     await trains_on(world, 2)
 
 

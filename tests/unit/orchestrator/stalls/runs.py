@@ -8,8 +8,7 @@ from typing import Any
 
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
 from services.common.telemetry.activities import ActivityName
-from services.orchestrator.stalls.detector import Stall, StallDetector
-from services.orchestrator.stalls.facts import Facts, PolicyFacts, ReplicaFacts, TrainerFacts
+from services.orchestrator.stalls import Facts, PolicyFacts, ReplicaFacts, Stall, StallDetector
 
 
 def activity(name: str, on: str = "", now: int = 1, age: float = 1.0, done: int = 0, **more: Any) -> ActivityTime:
@@ -55,16 +54,20 @@ class MadeUpRun:
         )
         found = Facts(
             now=self.now,
-            wall=self.now + 5e8,
             replicas=(
                 ReplicaFacts(
                     component="replica/a",
                     num_reports=self.count("replica reports"),
-                    num_running=5,
                 ),
             ),
-            trainers=(TrainerFacts(policy="model0", num_reports=self.count("trainer reports"), state="training"),),
-            policies=(PolicyFacts(policy="model0", batch_size=8, num_kept=self.count("kept")),),
+            policies=(
+                PolicyFacts(
+                    policy="model0",
+                    batch_size=8,
+                    num_kept=self.count("kept"),
+                    rank_reports={0: self.count("trainer reports")},
+                ),
+            ),
             accounts={
                 a.component: a
                 for a in (
@@ -89,9 +92,6 @@ class MadeUpRun:
 
     def set_replica(self, **changes: Any) -> None:
         self.edits.append(lambda facts: replace(facts, replicas=(replace(facts.replicas[0], **changes),)))
-
-    def set_trainer(self, **changes: Any) -> None:
-        self.edits.append(lambda facts: replace(facts, trainers=(replace(facts.trainers[0], **changes),)))
 
     def set_policy(self, **changes: Any) -> None:
         self.edits.append(lambda facts: replace(facts, policies=(replace(facts.policies[0], **changes),)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.common.telemetry.accounts import AccountState, ActivityTime
-from services.orchestrator.stalls.account_book import WINDOW_S, AccountBook
+from services.orchestrator.stalls import WINDOW_S, AccountBook
 
 
 def trainer(training_s: float, waiting_s: float) -> AccountState:

@@ -6,16 +6,14 @@ import random
 
 import pytest
 
-from services.orchestrator.stalls.adaptive_timeouts import AdaptiveTimeouts
-from services.orchestrator.stalls.facts import Cause, Facts, PolicyFacts
-from services.orchestrator.stalls.rules_run import PRIOR_GROUPS, RARE_TIMES, nothing_is_learnt
+from services.orchestrator.stalls import PRIOR_GROUPS, RARE_TIMES, Cause, Facts, PolicyFacts, Usual, nothing_is_learnt
 
 GROUP, BATCH = 4, 16
 
 
 def stalled_looks(success: float, seed: int, num_groups: int = 600, group_s: float = 4.0) -> list[int]:
     """The numbers of groups at which the run counts as stalled; each group takes some seconds."""
-    draw, timeouts = random.Random(seed), AdaptiveTimeouts()
+    draw, usual = random.Random(seed), Usual()
     kept = filtered = in_a_row = 0
     stalled = []
     for group in range(num_groups):
@@ -32,7 +30,7 @@ def stalled_looks(success: float, seed: int, num_groups: int = 600, group_s: flo
             num_filtered_in_a_row=in_a_row,
         )
         facts = Facts(now=group * group_s, group_size=GROUP, policies=(policy,))
-        if found := list(nothing_is_learnt(facts, timeouts)):
+        if found := list(nothing_is_learnt(facts, usual)):
             assert found[0].cause is Cause.ALL_FILTERED
             stalled.append(group)
     return stalled
@@ -50,7 +48,7 @@ def test_no_success_at_all_is_a_stall_after_the_first_groups(success: float) -> 
 
 
 def test_a_run_that_succeeded_often_and_stops_to_is_stalled_soon() -> None:
-    timeouts = AdaptiveTimeouts()
+    usual = Usual()
     found = []
     for second in range(200):
         row = max(0, second - 100) * GROUP
@@ -61,6 +59,6 @@ def test_a_run_that_succeeded_often_and_stops_to_is_stalled_soon() -> None:
             num_filtered=row,
             num_filtered_in_a_row=row,
         )
-        if list(nothing_is_learnt(Facts(now=second, group_size=GROUP, policies=(policy,)), timeouts)):
+        if list(nothing_is_learnt(Facts(now=second, group_size=GROUP, policies=(policy,)), usual)):
             found.append(second)
     assert 100 < found[0] <= 130

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from services.common.records.types import WeightTransfer
 from services.common.telemetry.metrics import StallMoment
-from services.orchestrator.metrics.run_metrics import RunMetrics
+from services.orchestrator.metrics import RunMetrics
 
 STEP = {
     "rollouts_finished": 64.0,

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from services.common import run_files
 from services.common.telemetry.metrics import MetricsWriter, RowKind
-from services.orchestrator.trackers import follower
-from services.orchestrator.trackers.follower import Follower, all_sent, position_file, read_position
-from services.orchestrator.trackers.sink import Row, TrackerDown
+from services.orchestrator import trackers
+from services.orchestrator.trackers import Follower, Row, TrackerDown, all_sent, position_file, read_position
 from tests.unit.orchestrator.trackers.rows import write_run
 
 
@@ -151,4 +150,4 @@ def test_a_run_without_metrics_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_delays_of_an_outage_are_bounded() -> None:
-    assert follower.FIRST_DELAY_S <= follower.LONGEST_DELAY_S <= 60.0
+    assert trackers.FIRST_DELAY_S <= trackers.LONGEST_DELAY_S <= 60.0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.inspect.run_state import read_metrics
-from services.orchestrator.metrics.scalars import UNITS, scalars_of, unit_of
+from services.orchestrator.metrics import UNITS, scalars_of, unit_of
 from tests.documented import DOCS
 from tests.metrics_catalogue import is_documented, step_metrics
 from tests.unit.orchestrator.trackers.rows import STEP, write_run

@@ -1,1 +1,0 @@
-"""Metrics for Prometheus: the gauges of a process under conventional names."""

@@ -1,0 +1,545 @@
+"""Metrics of the run: rows in ``metrics/orchestrator.jsonl``, scalars for TensorBoard and trackers, ``summary.json``, the
+overlap of computing and generating, and the forecast of a full disk.
+
+The files are for users: the journal can produce them again, and the run does not read them. On a full disk rows are
+dropped, counted and logged once; the run continues.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import orjson
+import structlog
+
+from services.common import run_files
+from services.common.records.types import TRANSFER_STAGES, Interval, WeightTransfer, WeightVersion
+from services.common.telemetry.metrics import MetricsWriter, RowKind, StallMoment, StepKey, ThroughputKey, trainer_key
+from services.common.telemetry.summary import EstimateSummary, EvaluationSummary
+from services.common.telemetry.weight_transfers import ReportedTransfer
+from services.orchestrator.dispatch.evaluation_pass import kind_of
+
+if TYPE_CHECKING:
+    from services.orchestrator.buffer.batches import Batches
+    from services.orchestrator.dispatch.threshold import ThresholdState
+    from services.orchestrator.journal.records import EvaluationResult
+    from services.orchestrator.tasks.orders import TrainingOrders
+
+log = structlog.get_logger()
+
+
+def evaluation_values(result: EvaluationResult, items: bool = False) -> EvaluationSummary:
+    """An evaluation as plain JSON without its name; with ``items`` also the reward of each item."""
+    values = cast(EvaluationSummary, {name: value for name, value in asdict(result).items() if name != "name"})
+    for found in values["datasets"]:
+        pairs = cast(list[tuple[int, EstimateSummary]], found["pass_at"])
+        found["pass_at"] = {str(k): share for k, share in pairs}
+        if not items:
+            del found["item_rewards"]
+    return values
+
+
+class RunMetrics:
+    def __init__(self, run_dir: Path, *, tensorboard: bool = True) -> None:
+        self._run_dir = run_dir
+        self._rows = MetricsWriter(run_files.metrics(run_dir))
+        self.num_dropped = 0
+        self._board = EventFile(run_files.tensorboard(run_dir)) if tensorboard else None
+
+    def _row(self, kind: RowKind, /, **values: Any) -> None:
+        try:
+            row = self._rows.write(kind, **values)
+            scalars = scalars_of(row)
+            if scalars is not None and self._board is not None:
+                self._board.scalars(scalars.step, scalars.tagged)
+        except OSError as error:
+            if not self.num_dropped:
+                log.error("metrics.dropped", error=str(error))
+            self.num_dropped += 1
+
+    def training_step(self, policy: str, step: int, values: Mapping[str, float]) -> None:
+        self._row(RowKind.TRAINING_STEP, policy=policy, step=step, **values)
+
+    def throughput(self, step: int, waits: list[str], values: Mapping[str, float]) -> None:
+        self._row(RowKind.THROUGHPUT, step=step, **values, waits=waits)
+
+    def weight_transfer(self, replica_id: str, transfer: WeightTransfer) -> None:
+        self._row(RowKind.WEIGHT_TRANSFER, **ReportedTransfer(replica=replica_id, transfer=transfer).to_row())
+
+    def stall(self, moment: StallMoment, component: str, cause: str, detail: str, seconds: float) -> None:
+        """``seconds`` since the begin of the stall."""
+        self._row(RowKind.STALL, moment=moment, component=component, cause=cause, detail=detail, seconds=seconds)
+
+    def accounts(self, shares: Mapping[str, Mapping[str, float]], waits: Mapping[str, Mapping[str, float]]) -> None:
+        """The time of every component since its start, and the waits between components."""
+        self._row(RowKind.ACCOUNTS, shares=shares, waits=waits)
+
+    def evaluation(self, result: EvaluationResult) -> None:
+        self._row(
+            RowKind.EVALUATION,
+            name=result.name,
+            **evaluation_values(result, items=True),
+        )
+
+    def threshold(self, state: ThresholdState) -> None:
+        """Write that training ends early; repeated after a restart."""
+        self._row(RowKind.THRESHOLD, **asdict(state))
+
+    def summary(self, summary: Mapping[str, Any]) -> None:
+        """Written again by a restart when missing. The row has the shares of time under the key of the accounts."""
+        self._row(RowKind.SUMMARY, **{"shares" if key == "time" else key: value for key, value in summary.items()})
+        target = run_files.summary(self._run_dir)
+        partial = target.with_suffix(".json.partial")
+        try:
+            partial.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+            partial.replace(target)
+        except OSError as error:
+            log.error("summary.not_written", error=str(error))
+
+    def close(self) -> None:
+        self._rows.close()
+        if self._board is not None:
+            self._board.close()
+
+
+class StepRows:
+    """Writes the row of a training step: statistics of its batch, metrics of its trainer, gauges of the curation."""
+
+    def __init__(
+        self,
+        *,
+        batches: Mapping[str, Batches],
+        curation: TrainingOrders,
+        last_metrics: dict[str, dict[str, float]],
+        metrics: RunMetrics,
+        started_at: float,
+        write_state: Callable[[], None],
+    ) -> None:
+        """``last_metrics`` gets the values of every row, by policy; ``started_at`` in seconds since the epoch."""
+        self._batches = batches
+        self._curation = curation
+        self._last_metrics = last_metrics
+        self._metrics = metrics
+        self._started_at = started_at
+        self._write_state = write_state
+
+    def write(self, version: WeightVersion, metrics: Mapping[str, float], compute_s: float) -> None:
+        """Write the row of the training step that brought this version."""
+        policy, step = version.policy, version.number
+        statistics = self._batches[policy].statistics.pop(step, {})
+        values = {
+            **statistics,
+            **{trainer_key(name): value for name, value in metrics.items()},
+            **self._curation.gauges(),
+            StepKey.COMPUTE_S.value: compute_s,
+            StepKey.ELAPSED_S.value: time.time() - self._started_at,
+        }
+        self._last_metrics[policy] = values
+        self._metrics.training_step(policy, step, values)
+        self._write_state()
+
+
+# --- scalars -----------------------------------------------------------------------------------------------------------
+
+# A scalar belongs to a group: a policy (metrics of its training steps), ``evaluation``, ``throughput``, or
+# ``weights/<policy>/<replica>``. Its whole name is ``<group>/<name>``. docs/trackers.md has the table.
+
+Row = Mapping[str, Any]
+
+EVALUATION_GROUP, THROUGHPUT_GROUP, WEIGHTS_GROUP = "evaluation", "throughput", "weights"
+
+UNITS: tuple[tuple[str, str], ...] = (
+    (r".*(tokens_per_s|tokens_per_second)", "{token}/s"),
+    (r".*(_s|seconds)", "s"),
+    (r".*_bytes", "By"),
+    (r".*_gib", "GiBy"),
+    (r".*bits_per_change", "bit"),
+    (r".*tflops", "TFLOP/s"),
+    (r".*(entropy|mismatch\w*_abs|_kl|kl_reference)", "nat"),
+    (r".*(share|_min|mfu|pass@\d+|explained_variance)", "1"),
+    (r".*(response_tokens_mean|num_\w*tokens|tokens_masked|tokens_expired)", "{token}"),
+    (r".*(num_sequences|num_replayed|sequences_\w+)", "{sequence}"),
+    (r"(source/.*/)?(rollouts_finished|failures|timeouts|slots_cancelled|running)", "{rollout}"),
+    (r".*staleness\w*", "{version}"),
+)
+
+"""Pattern of a name without its group, and its unit in UCUM as OpenTelemetry writes it; the first that matches. Any other
+is a number without a unit (``1``): rewards, losses, gradient norms, counts."""
+
+_MOST = 3.4028234663852886e38  # of a float32
+_POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), reflected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scalars:
+    """Numbers of one group at one step.
+
+    Example: ``Scalars(group="model0", step=7, time_s=1767225600.0, values={"trainer/loss": -0.02})``.
+    """
+
+    group: str
+    step: int
+    """A training step; of weights the version, of throughput the newest step of any policy."""
+    time_s: float
+    """Since the epoch."""
+    values: Mapping[str, float]
+    """By name without the group; finite."""
+
+    @property
+    def tagged(self) -> dict[str, float]:
+        """By whole name."""
+        return {f"{self.group}/{name}": value for name, value in self.values.items()}
+
+
+def unit_of(name: str) -> str:
+    """The unit of a scalar by its name without the group.
+
+    >>> unit_of("compute_s"), unit_of("trainer/tokens_per_second"), unit_of("rollout_reward_mean")
+    ('s', '{token}/s', '1')
+    """
+    return next((unit for pattern, unit in UNITS if re.fullmatch(pattern, name)), "1")
+
+
+def scalars_of(row: Row) -> Scalars | None:
+    """The scalars of a row; None for a row without any: stalls, accounts, a failed transfer, the summary."""
+    makers = {
+        RowKind.TRAINING_STEP: _training_step,
+        RowKind.THROUGHPUT: _throughput,
+        RowKind.WEIGHT_TRANSFER: _weight_transfer,
+        RowKind.EVALUATION: _evaluation,
+    }
+    make = makers.get(row["kind"])
+    if make is None or (found := make(row)) is None:
+        return None
+    group, step, values = found
+    finite = {name: float(value) for name, value in values.items() if _is_number(value)}
+    return Scalars(group=group, step=step, time_s=row["time"], values=finite)
+
+
+_Found = tuple[str, int, Mapping[str, Any]]
+_NO_METRIC = ("time", "kind", "policy", "step")
+
+
+def _training_step(row: Row) -> _Found:
+    return row["policy"], row["step"], {name: value for name, value in row.items() if name not in _NO_METRIC}
+
+
+def _throughput(row: Row) -> _Found:
+    return THROUGHPUT_GROUP, row.get("step", 0), {key: row.get(key) for key in ThroughputKey}
+
+
+def _weight_transfer(row: Row) -> _Found | None:
+    report = ReportedTransfer.from_row(row)
+    found = report.transfer
+    if found.error:
+        return None
+    values = {stage: getattr(found, stage) for stage in TRANSFER_STAGES}
+    values |= {"payload_bytes": found.payload_size_bytes, "bits_per_change": found.bits_per_change}
+    return f"{WEIGHTS_GROUP}/{found.policy}/{report.replica}", found.version, values
+
+
+def _evaluation(row: Row) -> _Found:
+    kind = kind_of(row["name"])  # one curve for each way of sampling
+    values = {kind: row["mean_reward"]}
+    for found in row["datasets"]:
+        values[f"{kind}/{found['name']}"] = (found["mean_reward"] or {}).get("value")
+        values |= {f"{kind}/{found['name']}/pass@{k}": share["value"] for k, share in found["pass_at"].items()}
+    values |= {f"{kind}/{role}": reward for role, reward in row["roles"].items() if len(row["roles"]) > 1}
+    return EVALUATION_GROUP, max(row["newest_versions"].values(), default=0), values
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _checksums() -> tuple[int, ...]:
+    """Checksum of each byte."""
+    entries = list(range(256))
+    for _ in range(8):
+        entries = [(value >> 1) ^ (_POLYNOMIAL if value & 1 else 0) for value in entries]
+    return tuple(entries)
+
+
+_OF_BYTE = _checksums()
+
+
+def crc32c(data: bytes) -> int:
+    """
+    >>> hex(crc32c(b"123456789"))
+    '0xe3069283'
+    """
+    value = 0xFFFFFFFF
+    for byte in data:
+        value = _OF_BYTE[(value ^ byte) & 0xFF] ^ (value >> 8)
+    return value ^ 0xFFFFFFFF
+
+
+def _masked(data: bytes) -> int:
+    """As event files store checksums: rotated and offset."""
+    value = crc32c(data)
+    return (((value >> 15) | (value << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _bytes_field(number: int, data: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+class EventFile:
+    """Appends scalars to one event file of its own, for TensorBoard and without it.
+
+    An event file is a sequence of records (length, checksum, bytes, checksum), each a small protobuf message, of which the
+    few fields of a scalar are encoded here. tensorboardX imports torch where that is installed: 3 to 5 s.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        now = time.time()
+        name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (directory / name).open("ab", buffering=0)
+        self._write(struct.pack("<Bd", 1 << 3 | 1, now) + _bytes_field(3, b"brain.Event:2"))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """One event: field 1 is the time, 2 the step, 5 the summary with its values (1 tag, 2 simple value)."""
+        summary = b"".join(
+            _bytes_field(
+                1, _bytes_field(1, tag.encode()) + struct.pack("<Bf", 2 << 3 | 5, max(-_MOST, min(_MOST, value)))
+            )
+            for tag, value in values.items()
+        )
+        header = struct.pack("<Bd", 1 << 3 | 1, time.time()) + _varint(2 << 3) + _varint(max(step, 0))
+        self._write(header + _bytes_field(5, summary))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, event: bytes) -> None:
+        length = struct.pack("<Q", len(event))
+        self._file.write(length + struct.pack("<I", _masked(length)) + event + struct.pack("<I", _masked(event)))
+
+
+# --- overlap of computing and generating -------------------------------------------------------------------------------
+
+LIVE_S = 120.0
+LONGEST_STEP_S = 3600.0
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """Disjoint, in order.
+
+    >>> merge([(3, 4), (0, 2), (1, 3)])
+    [(0, 4)]
+    """
+    merged: list[Interval] = []
+    for begin, end in sorted(i for i in intervals if i[1] > i[0]):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def clip(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
+    return [(max(b, begin), min(e, end)) for b, e in intervals if e > begin and b < end]
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Of disjoint intervals."""
+    return sum(end - begin for begin, end in intervals)
+
+
+def overlap(left: list[Interval], right: list[Interval]) -> float:
+    """Seconds that lie in both; each list is disjoint and in order."""
+    total, i, j = 0.0, 0, 0
+    while i < len(left) and j < len(right):
+        total += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+class Timeline:
+    """Overlap of trainers' compute time and replicas' token generation.
+
+    Works on intervals of wall-clock time from the reports of peers. Intervals older than ``LIVE_S`` are folded into totals,
+    so a long run keeps little. A trainer reports a step at its end: the time since the last reported step of each policy
+    stays, up to ``LONGEST_STEP_S``. The caller passes the time in.
+    """
+
+    def __init__(self) -> None:
+        self._compute: dict[str, list[Interval]] = {}  # by policy
+        self._emission: dict[str, list[Interval]] = {}  # by replica
+        self._computed_until: dict[str, float] = {}  # by policy
+        self._settled_until = 0.0
+        self._compute_s = 0.0  # settled
+        self._overlap_s = 0.0
+
+    def totals(self) -> dict[str, float]:
+        """Input of ``restore``; includes the intervals that are still live."""
+        compute, both = self._live()
+        return {"compute_s": self._compute_s + compute, "overlap_s": self._overlap_s + both}
+
+    def restore(self, totals: Mapping[str, float]) -> None:
+        self._compute_s = totals.get("compute_s", 0.0)
+        self._overlap_s = totals.get("overlap_s", 0.0)
+
+    def computed(self, policy: str, intervals: Iterable[Interval]) -> None:
+        found = clip(intervals, self._settled_until, float("inf"))
+        _add(self._compute, policy, found)
+        self._computed_until[policy] = max([self._computed_until.get(policy, 0.0), *(end for _, end in found)])
+
+    def emitted(self, replica_id: str, intervals: Iterable[Interval]) -> None:
+        _add(self._emission, replica_id, clip(intervals, self._settled_until, float("inf")))
+
+    @property
+    def overlap_share(self) -> float:
+        """Share of the trainers' compute time in which some replica emitted tokens; 0 without compute time."""
+        totals = self.totals()
+        return totals["overlap_s"] / totals["compute_s"] if totals["compute_s"] else 0.0
+
+    def settle(self, now: float) -> None:
+        """Fold old intervals into the totals; later reports about that time do not count."""
+        reported = min(self._computed_until.values(), default=0.0)
+        until = max(min(now - LIVE_S, reported), now - LONGEST_STEP_S)
+        if until <= self._settled_until:
+            return
+        compute, both = self._live(until)
+        self._compute_s += compute
+        self._overlap_s += both
+        self._settled_until = until
+        for table in (self._compute, self._emission):
+            for name in list(table):
+                table[name] = clip(table[name], until, float("inf"))
+                if not table[name]:
+                    del table[name]
+
+    def _live(self, until: float = float("inf")) -> tuple[float, float]:
+        emission = merge(i for intervals in self._emission.values() for i in intervals)
+        emission = clip(emission, 0.0, until)
+        compute_s = overlap_s = 0.0
+        for intervals in self._compute.values():
+            compute = clip(intervals, 0.0, until)
+            compute_s += length(compute)
+            overlap_s += overlap(compute, emission)
+        return compute_s, overlap_s
+
+
+def _add(table: dict[str, list[Interval]], name: str, intervals: list[Interval]) -> None:
+    merged = merge([*table.get(name, []), *intervals])
+    if merged:  # intervals without length
+        table[name] = merged
+
+
+# --- free disk ---------------------------------------------------------------------------------------------------------
+
+SAMPLE_S = 10.0
+WINDOW_S = 1800.0
+LEAST_SAMPLES_S = 120.0  # of samples, before the first forecast
+LEAST_CHECKPOINTS = 2
+LITTLE_BYTES = 1 << 30  # less, or less than the run has written, is little
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskOutlook:
+    """Disk state of a run; ``full_in_s`` is None while the run does not grow, or samples are missing."""
+
+    free_bytes: int
+    run_bytes: int
+    bytes_per_s: float = 0.0
+    full_in_s: float | None = None
+
+
+class DiskForecast:
+    """Forecasts when the disk will be full, from the growth of the run directory over a window.
+
+    every SAMPLE_S: (time, bytes of the run) -> least squares over WINDOW_S -> seconds until min_free_bytes
+
+    Only the run's own bytes count: other programs come and go. The window begins when the run has written the checkpoints
+    that it keeps, which is a large growth that ends; with little free space it begins at once.
+    """
+
+    def __init__(self, reserve_bytes: int, checkpoints: int = LEAST_CHECKPOINTS) -> None:
+        """``reserve_bytes``: with less free space the run issues no task groups, so this counts as full.
+        ``checkpoints``: that the run keeps, of all policies."""
+        self._reserve_bytes = reserve_bytes
+        self._awaited = max(LEAST_CHECKPOINTS, checkpoints)
+        self._checkpoint: int | None = None  # the newest
+        self._samples: deque[tuple[float, int]] = deque()  # (when, bytes of the run)
+        self.outlook: DiskOutlook | None = None  # of the newest sample; None before the first
+
+    def note(self, now: float, free_bytes: int, run_bytes: int, checkpoint: int = 0) -> DiskOutlook:
+        """Add a sample; returns the disk state, which is ``outlook`` until the next sample. ``checkpoint`` changes with
+        every written checkpoint."""
+        if self._awaited and self._checkpoint not in (None, checkpoint):
+            self._awaited -= 1
+            if not self._awaited:
+                self._samples.clear()
+        self._checkpoint = checkpoint
+        self._samples.append((now, run_bytes))
+        while now - self._samples[0][0] > WINDOW_S:
+            self._samples.popleft()
+        self.outlook = self._outlook(now, free_bytes, run_bytes)
+        return self.outlook
+
+    def _outlook(self, now: float, free_bytes: int, run_bytes: int) -> DiskOutlook:
+        times = [when for when, _ in self._samples]
+        left = max(0, free_bytes - self._reserve_bytes)
+        if now - times[0] < LEAST_SAMPLES_S or (self._awaited and left > max(LITTLE_BYTES, run_bytes)):
+            return DiskOutlook(free_bytes=free_bytes, run_bytes=run_bytes)
+        rate = max(slope(times, [used for _, used in self._samples]), 0.0)
+        full_in_s = left / rate if rate > 0 else None if left else 0.0
+        return DiskOutlook(free_bytes=free_bytes, run_bytes=run_bytes, bytes_per_s=rate, full_in_s=full_in_s)
+
+
+def slope(times: Sequence[float], values: Sequence[float]) -> float:
+    """Slope of the least-squares line through the points; 0 for points of one time.
+
+    >>> slope([0.0, 1.0, 2.0], [5.0, 7.0, 9.0])
+    2.0
+    """
+    middle = sum(times) / len(times)
+    spread = sum((time - middle) ** 2 for time in times)
+    level = sum(values) / len(values)
+    rise = sum((time - middle) * (value - level) for time, value in zip(times, values, strict=True))
+    return rise / spread if spread else 0.0
+
+
+def bytes_below(directory: Path) -> int:
+    """Bytes on disk of all files below a directory, without files that vanish meanwhile or cannot be read."""
+    total = 0
+    waiting = [str(directory)]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                found = list(entries)
+        except OSError:
+            continue
+        for entry in found:
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                else:
+                    total += 512 * entry.stat(follow_symlinks=False).st_blocks
+            except OSError:
+                continue
+    return total

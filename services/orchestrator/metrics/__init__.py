@@ -1,1 +1,0 @@
-"""Metrics of the run as files: rows, TensorBoard events and the summary."""

@@ -1,1 +1,0 @@
-"""Monitoring for people and tools: periodic checks, progress, gauges and stalls."""

@@ -1,1 +1,0 @@
-"""Detects stalls of a run: the component, the cause, the start and the advice."""

@@ -1,0 +1,410 @@
+"""Periodic checks: leases, overdue groups, free disk, stalls, failures that pause the run, throughput, and the deletion of
+trajectories that no replay needs.
+
+A stall changes no decision of the run, except that a lost order is sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import structlog
+
+from services.common.errors import ConfigError, InfrastructureError, ModelMismatchError, UnknownPolicyError
+from services.common.records.fates import RunCount
+from services.common.records.masked import MaskedCause, cause_of
+from services.common.telemetry.accounts import Activity, PeerState
+from services.common.telemetry.activities import ActivityName
+from services.common.telemetry.components import (
+    DISK,
+    GATEWAY,
+    INFERENCE,
+    ORCHESTRATOR,
+    PERSON,
+    Component,
+    is_of_trainer,
+    is_replica,
+    replica_id,
+)
+from services.common.telemetry.components import trainer as trainer_component
+from services.common.telemetry.log_events import LogEvent
+from services.common.telemetry.metrics import StallMoment, ThroughputKey
+from services.orchestrator import metrics
+from services.orchestrator.core import OrchestratorCore
+from services.orchestrator.dispatch.retry_limit import GoneVersions, OverdueGroups
+from services.orchestrator.journal.reader import collect
+from services.orchestrator.members.pool import REPORT_S
+from services.orchestrator.members.replica import Replica
+from services.orchestrator.policy_view import PolicyView
+from services.orchestrator.progress import waits
+from services.orchestrator.stalls import (
+    COMPUTING,
+    PAUSED_ITSELF,
+    Cause,
+    Facts,
+    Hold,
+    PolicyFacts,
+    ReplicaFacts,
+    Stall,
+    StallDetector,
+)
+
+log = structlog.get_logger()
+
+TICK_S = 0.25
+DISK_S = 1.0
+THROUGHPUT_S = 2.0
+STALLS_S = 1.0
+ACCOUNTS_S = 10.0
+STOOD_STILL_S = 5.0  # between two ticks
+STATE_S = 5.0
+UNSEEN_REPORTS = 2  # one may cross the order on its way
+LEAST_FAILURES = 256
+FAILED_GROUPS = 16
+RETRY_S = 60.0
+PATIENCE_S = 600.0  # from the first pause after a success
+PASSING = {
+    MaskedCause.CAPACITY, MaskedCause.DEADLINE, MaskedCause.EPISODE_LOST, MaskedCause.INFRASTRUCTURE,
+    MaskedCause.INVALID_RECORD,  # of one faulty replica, beside which others may join
+    MaskedCause.REPLICA_LOST,
+}  # fmt: skip
+LASTING = tuple(f"{error.reason}: " for error in (ConfigError, ModelMismatchError, UnknownPolicyError))
+_NONE: Mapping[str, int] = MappingProxyType({})
+_NO_RANKS: Mapping[int, int] = MappingProxyType({})
+
+
+class Watch:
+    def __init__(self, core: OrchestratorCore) -> None:
+        config, rollout = core.recipe.orchestrator, core.recipe.rollout
+        self._core = core
+        self._stalls = StallWatch(core)
+        self._failures = FailurePause(core)
+        self._gone_versions = GoneVersions(
+            core.ledgers, core.pool, core.dispatcher, core.evaluations, core.abandon_evaluations, core.clock
+        )
+        self._overdue = OverdueGroups(core.pool, core.retry_limit, rollout, core.counters, core.clock)
+        self._deletes = config.retention == "needed"
+        self._collected: dict[str, int] = {}  # oldest checkpoint steps at the last complete collection
+        self._due: dict[str, float] = {}
+        self._counters_written: Mapping[str, int] = {}
+        self._ticked_at: float | None = None
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            await self.tick()
+
+    async def tick(self) -> None:
+        core = self._core
+        self._prolong_leases()
+        core.absences.check()
+        if self._is_due("disk", DISK_S):
+            self._hold_back(await asyncio.to_thread(core.journal.free_bytes))
+            self._failures.check()
+            self._overdue.take_back()
+            self._gone_versions.check()
+            core.dispatcher.schedule()  # decisions that depend on time alone
+        if self._is_due("forecast", metrics.SAMPLE_S):
+            used = await asyncio.to_thread(metrics.bytes_below, core.run_dir)
+            newest = sum(trainer.checkpoint_step for trainer in core.trainers)
+            core.disk.note(core.clock(), core.journal.free_bytes(), used, newest)
+        pace = core.pool.report_every_s / REPORT_S  # longer interval for values that replicas report seldom
+        if self._is_due("stalls", STALLS_S * pace):
+            self._stalls.look()
+        if self._is_due("throughput", THROUGHPUT_S * pace):
+            self._write_throughput()
+        if self._is_due("state", STATE_S):
+            core.timeline.settle(time.time())
+            if self._is_due("accounts", ACCOUNTS_S * pace):
+                core.metrics.accounts(core.stall_state.book.summary(), core.stall_state.book.waits())
+            if core.counters != self._counters_written:
+                self._counters_written = dict(core.counters)
+                core.write_state()
+            if self._deletes:
+                await self._collect()
+
+    def _prolong_leases(self) -> None:
+        """Extend the leases by the time during which this process did not run: no member could renew its lease."""
+        now, before = self._core.clock(), self._ticked_at
+        self._ticked_at = now
+        if before is not None and now - before > STOOD_STILL_S:
+            log.warning("orchestrator.stood_still", seconds=round(now - before, 1))
+            self._core.absences.prolong(now - before)
+
+    def _is_due(self, name: str, every_s: float) -> bool:
+        now = self._core.clock()
+        if now < self._due.get(name, now):
+            return False
+        self._due[name] = now + every_s
+        return True
+
+    def _hold_back(self, free_bytes: int) -> None:
+        least = self._core.recipe.orchestrator.min_free_bytes
+        reason = ""
+        if self._core.journal.blocked:
+            reason = "the journal has no free disk"
+        elif free_bytes < least:
+            reason = f"free disk is below orchestrator.min_free_bytes ({least})"
+        self._core.dispatcher.hold(Hold.DISK, reason)
+
+    def _write_throughput(self) -> None:
+        """Write the row of the run's throughput and of the shares of idle time."""
+        core, book = self._core, self._core.stall_state.book
+        step = max((ledger.newest_number for ledger in core.versions.trained_ledgers.values()), default=0)
+        book.mark(core.clock())
+        values = {
+            ThroughputKey.TOKENS_PER_S: core.pool.tokens_per_s,
+            ThroughputKey.REPLICAS: float(len(core.pool)),
+            ThroughputKey.RUNNING: float(core.pool.num_running),
+            ThroughputKey.TRAINER_IDLE_SHARE: book.share_lately(is_of_trainer, lambda a: a.name not in COMPUTING),
+            ThroughputKey.REPLICA_IDLE_SHARE: book.share_lately(is_replica, lambda a: a.on == ORCHESTRATOR),
+        }
+        known = {key.value: value for key, value in values.items() if value is not None}
+        core.metrics.throughput(max(step, 0), waits(core), known)
+
+    async def _collect(self) -> None:
+        """Delete segments of unneeded records."""
+        core = self._core
+        steps = {trainer.policy: trainer.oldest_checkpoint_step for trainer in core.trainers}
+        if len(steps) < len(core.versions.trained_ledgers) or steps == self._collected:
+            return
+        current, live = core.journal.current_segments(), core.live_groups()
+        try:
+            removed = await asyncio.to_thread(collect, core.journal, steps, live, current=current)
+        except (OSError, InfrastructureError) as error:
+            # No space for the record of a deletion, or a failing disk: try again later.
+            log.warning("journal.not_collected", reason=str(error))
+            return
+        self._collected = steps
+        if removed:
+            log.info("journal.collected", removed=removed)
+
+
+class StallWatch:
+    """Runs the stall detector on the facts of the orchestrator, and writes its results to logs, metrics and progress."""
+
+    def __init__(self, core: OrchestratorCore) -> None:
+        self._core = core
+        self._detector = StallDetector()
+
+    def look(self) -> None:
+        """Run the detector; the caller does so once a second."""
+        core = self._core
+        core.stall_state.account.enter(*own_activity(core))
+        seen = facts(core)
+        core.stall_state.book.note(seen.accounts.values())
+        begun, ended = self._detector.look(seen)
+        core.stall_state.stalls = self._detector.stalls
+        for stall in begun:
+            self._begun(stall)
+        for stall in ended:
+            seconds = round(core.clock() - stall.since, 1)
+            log.info(LogEvent.RUN_UNSTALLED, component=stall.component, cause=stall.cause.value, seconds=seconds)
+            core.metrics.stall(StallMoment.END, stall.component, stall.cause.value, stall.detail, seconds)
+
+    def _begun(self, stall: Stall) -> None:
+        core = self._core
+        seconds = round(core.clock() - stall.since, 1)
+        log.warning(
+            "run.stalled",
+            component=stall.component,
+            cause=stall.cause.value,
+            detail=stall.detail,
+            since=time.time() - seconds,
+            seconds=seconds,
+            advice=stall.advice,
+        )
+        core.counters[RunCount.STALLS.value] += 1
+        core.metrics.stall(StallMoment.BEGIN, stall.component, stall.cause.value, stall.detail, seconds)
+        if stall.cause is Cause.ORDER_LOST:
+            replica = core.pool.get(replica_id(stall.component))
+            if replica is not None:
+                core.dispatcher.rejoined(replica)  # sends the orders again; repeating one is harmless
+
+
+def facts(core: OrchestratorCore) -> Facts:
+    control, peers = core.control, _peers(core)
+    accounts = [account for replica in core.pool for account in replica.accounts]
+    accounts += [account for trainer in core.trainers for told in trainer.accounts.values() for account in told]
+    progress = {"records": float(core.ingest.num_durable)}
+    progress |= {f"{account.component}/done": float(account.progress) for account in accounts}
+    progress |= {f"{replica.replica_id}/tokens": float(replica.num_tokens) for replica in core.pool}
+    progress |= {f"{trainer.policy}/checkpoint": float(trainer.checkpoint_step) for trainer in core.trainers}
+    for name, policy in core.policies.items():
+        progress[f"{name}/version"] = float(policy.ledger.newest_number)
+        progress[f"{name}/batch"] = float(policy.batches.newest_step)
+    # Only of components with a lease: older reports do not describe the present.
+    accounts += [account for peer in peers.values() for account in peer.accounts]
+    accounts.append(core.stall_state.account.state())
+    return Facts(
+        now=core.clock(),
+        ended=control.ended,
+        paused=control.paused and PAUSED_ITSELF.isdisjoint(core.dispatcher.holds),
+        training=core.dispatcher.train,
+        held_back=dict(core.dispatcher.holds),
+        journal_blocked=core.journal.blocked,
+        journal_oldest_s=core.journal.waiting_s,
+        replicas=tuple(_replica(replica) for replica in core.pool),
+        lost=dict(core.stall_state.lost),
+        policies=tuple(_policy(core, policy) for policy in core.policies.values()),
+        accounts={account.component: account for account in accounts},
+        peers=peers,
+        failures_in_a_row=core.ingest.failures_in_a_row,
+        last_failure=core.ingest.last_failure,
+        refused=core.ingest.refusals.streaks,
+        group_size=core.recipe.rollout.group_size,
+        nothing_to_play=core.training_orders.nothing_to_play and core.dispatcher.train,
+        progress=progress,
+    )
+
+
+def own_activity(core: OrchestratorCore) -> Activity:
+    """The orchestrator's activity: the component that the run waits for."""
+    control, holds = core.control, core.dispatcher.holds
+    if control.ended:
+        return Activity(ActivityName.RUN_ENDED)
+    if not PAUSED_ITSELF.isdisjoint(holds) or control.paused:
+        return Activity(ActivityName.PAUSED, PERSON)
+    if Hold.DISK in holds or core.journal.blocked:
+        return Activity(ActivityName.WAITING_FOR_DISK, DISK)
+    if Hold.GATEWAY in holds:
+        return Activity(ActivityName.WAITING_FOR_GATEWAY_TO_JOIN, GATEWAY)
+    if not any(replica.takes_work for replica in core.pool):
+        return Activity(ActivityName.WAITING_FOR_REPLICA, INFERENCE)
+    if missing := [policy for policy, ledger in core.ledgers.items() if ledger.newest is None]:
+        on = trainer_component(missing[0]) if missing[0] in core.policies else INFERENCE
+        return Activity(ActivityName.WAITING_FOR_FIRST_VERSION, on)
+    full = [policy for policy in core.policies.values() if policy.quota_full]
+    if full and len(full) == len(core.policies):
+        fullest = max(full, key=lambda policy: policy.account.fullness)
+        return Activity(ActivityName.WAITING_FOR_QUOTA, trainer_component(fullest.name))
+    busiest = max(core.pool, key=lambda replica: replica.num_running, default=None)
+    if busiest is not None and busiest.num_running:
+        return Activity(ActivityName.WAITING_FOR_ROLLOUTS, busiest.component)
+    return Activity(ActivityName.NOTHING_TO_DO)
+
+
+def _replica(replica: Replica) -> ReplicaFacts:
+    return ReplicaFacts(
+        component=replica.component,
+        num_reports=replica.num_reports,
+        stream_open=replica.mailbox is not None,
+        unseen_orders=tuple([assignment.since for assignment in replica.unseen(UNSEEN_REPORTS)]),
+        untaken={policy: replica.held[policy].number for policy in replica.moving} if replica.moving else _NONE,
+        peers=replica.peers,
+    )
+
+
+def _policy(core: OrchestratorCore, policy: PolicyView) -> PolicyFacts:
+    trainer, experience = policy.trainer, policy.experience
+    return PolicyFacts(
+        policy=policy.name,
+        batch_size=policy.config.fresh_size,
+        num_kept=experience.num_kept[policy.name],
+        num_filtered=experience.num_filtered[policy.name],
+        num_filtered_in_a_row=experience.num_filtered_in_a_row[policy.name],
+        quota_full=policy.quota_full,
+        trainer_wanted=policy.ledger.newest_number < core.versions.last_step(policy.name),
+        trainer_joined=trainer is not None,
+        refusal=trainer.refusal if trainer is not None else "",
+        rank_reports={0: trainer.num_reports, **trainer.rank_reports} if trainer is not None else _NO_RANKS,
+    )
+
+
+def _peers(core: OrchestratorCore) -> dict[Component, PeerState]:
+    """Dependencies of components, each by the report of the component with the best view. Publishers are of their
+    trainer's lease."""
+    found: dict[Component, PeerState] = {}
+    told = [peer for replica in core.pool for peer in replica.peers]
+    told += [peer for trainer in core.trainers for peer in trainer.peers]
+    for peer in told:
+        known = found.get(peer.component)
+        if known is None or peer.silent_s < known.silent_s:
+            found[peer.component] = peer
+    return found
+
+
+class FailurePause:
+    """Pauses the run when a broken reward, a lost gateway or failing machinery would use up the dataset, or a trainer
+    refuses its batch because the engines compute other log-probabilities.
+
+    Ends the run instead when no rollout has ever succeeded, or the recipe itself is wrong: no resume repairs that. The
+    journal does not record such an end, so `rollmill run --resume` continues the run with a repaired workflow, reward or
+    setting. After the loss of a peer that replicas could not reach, such as a gateway on a restarted machine, the run
+    resumes by itself when the replicas reach the peer again. After failures of other machinery, such as a judge that still
+    loads, it tries again after ``RETRY_S``. After ``PATIENCE_S`` without a success it tries once more; the next pause is one
+    that a person ends and that ``PAUSES_FOR_FAILURES`` counts, or the run ends.
+    """
+
+    def __init__(self, core: OrchestratorCore) -> None:
+        self._core = core
+        self._limit = max(LEAST_FAILURES, FAILED_GROUPS * core.recipe.rollout.group_size)  # failures in a row
+        self._paused = False
+        self._num_tokens = -1  # recorded by the last pause
+        self._patient_until = 0.0
+        self._retry_at = math.inf
+        self._unreachable: frozenset[str] = frozenset()  # peers that were silent at the pause
+
+    def check(self) -> None:
+        """Pause or resume the run if needed; the caller repeats this every second.
+
+        Raises ``ConfigError`` to end a run in which no rollout can succeed.
+        """
+        if self._paused:
+            self._resume_by_itself()
+            return
+        core, ingest = self._core, self._core.ingest
+        refusal = "; ".join(trainer.refusal for trainer in core.trainers if trainer.refusal)
+        all_fail = not refusal and ingest.failures_in_a_row >= self._limit
+        streak = f"the last {ingest.failures_in_a_row} rollouts all failed"
+        why = refusal or (streak if all_fail else core.masked.too_many())
+        if not why or core.control.paused or core.control.ended:
+            return
+        now, num_tokens = core.clock(), core.counters[RunCount.TOKENS_RECORDED.value]
+        if num_tokens != self._num_tokens:
+            self._num_tokens, self._patient_until = num_tokens, now + PATIENCE_S
+        self._unreachable = frozenset() if refusal else self._peers(silent=True)
+        passes = all_fail and cause_of(ingest.last_failure.partition(":")[0]) in PASSING
+        by_itself = not refusal and now < self._patient_until and (passes or bool(self._unreachable))
+        newest = f"the newest with {ingest.last_failure}"
+        if all_fail and not by_itself and (not num_tokens or ingest.last_failure.startswith(LASTING)):
+            before = "" if num_tokens else "no rollout of this run has succeeded: "
+            raise ConfigError(
+                f"{before}{why}, {newest}; `rollmill fate RUN` counts the failures, and RUN/logs has the tracebacks. Fix the cause, "
+                "then go on: `rollmill run --resume RUN`"
+            )
+        self._paused = True
+        self._retry_at = math.inf if not by_itself else self._patient_until if self._unreachable else now + RETRY_S
+        core.counters[RunCount.PAUSES_FOR_FAILURES.value] += not by_itself
+        reason = refusal or f"{why}, {newest}; fix the cause, then run `rollmill resume`"
+        if self._unreachable:
+            reason += f" (by itself once replicas hear of {', '.join(sorted(self._unreachable))} again)"
+        elif by_itself:
+            reason += f" (by itself after {RETRY_S:g} s)"
+        log.error("run.paused", reason=reason)
+        # Ahead of the pause, so that people see this reason.
+        core.dispatcher.hold(Hold.NUMERICS if refusal else Hold.ALL_FAIL if all_fail else Hold.MASKED, reason)
+        core.pause()
+
+    def _resume_by_itself(self) -> None:
+        core = self._core
+        if (self._unreachable and self._unreachable <= self._peers(silent=False)) or core.clock() >= self._retry_at:
+            log.info("run.resumed", unreachable_before=sorted(self._unreachable))
+            core.resume()
+        if core.control.paused:
+            return
+        core.ingest.failures_in_a_row = 0  # also after a user resumed the run
+        core.masked.forget()
+        self._paused = False
+        for held in PAUSED_ITSELF:
+            core.dispatcher.hold(held, "")
+
+    def _peers(self, *, silent: bool) -> frozenset[str]:
+        """Dependencies of replicas: unreachable for some of the replicas, or for all replicas that report on them."""
+        known = [peer for replica in self._core.pool for peer in replica.peers]
+        unheard = frozenset(peer.component for peer in known if peer.silent_s > 0.0)
+        return unheard if silent else frozenset(peer.component for peer in known) - unheard
