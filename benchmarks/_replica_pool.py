@@ -159,23 +159,22 @@ class SimulatedReplica:
                 pass
             self._swapped.clear()
             async with asyncio.timeout(30.0):
-                await stream.write(pool_pb2.StreamReportsRequest(report=self._report()))
+                await stream.write(self._report())
                 response = await stream.read()
             if not isinstance(response, pool_pb2.StreamReportsResponse):
                 raise SystemExit(f"the stream of reports has ended: {await stream.details()}")
-            wait_s = duration_from_proto(response.answer.next_report) or REPORT_S
+            wait_s = duration_from_proto(response.next_report) or REPORT_S
 
     def _held(self) -> list[pool_pb2.HeldVersion]:
         held = self.held
         return [pool_pb2.HeldVersion(policy=held.policy, number=held.number, digest=held.digest)]
 
-    def _report(self) -> pool_pb2.ReportReplicaRequest:
+    def _report(self) -> pool_pb2.StreamReportsRequest:
         age, busy = time.monotonic() - self._began, self.num_running
         component = f"replica/{self.name}"
-        return pool_pb2.ReportReplicaRequest(
+        return pool_pb2.StreamReportsRequest(
             replica_id=self.name,
             incarnation=self.incarnation,
-            num_free_slots=max(0, self._num_slots - busy),
             held_versions=self._held(),
             running_task_group_ids=list(self.orders),
             num_generated_tokens=self.num_tokens,

@@ -10,8 +10,7 @@ The load is the same in every arm: ``--rate`` trajectories per second of 256 tok
 orchestrator of the smallest arm carries with a third of a core, so that the orchestrator is measured and not starved:
 replicas (``_replica_pool.py``, two processes) and trainer share the two cores. Replicas end whole task groups,
 oldest of a replica first, over real gRPC, each replica with a connection and streams of its own; they report as often
-as they are asked to (every 2 s, of 1,000 every 5 s) with accounts, peers and gauges. One machine plays them all, so
-limits on how often one host may call are lifted (``_one_host.py``). The trainer takes batches of 4,096 and publishes a
+as they are asked to (every 2 s, of 1,000 every 5 s) with accounts, peers and gauges. The trainer takes batches of 4,096 and publishes a
 version, which is announced to every replica and reported by each at once. Every record is in the journal before its
 acknowledgement.
 
@@ -134,7 +133,7 @@ def _measure(arm: Arm, rate: float, warm_up_s: float, measured_s: float) -> Meas
     with tempfile.TemporaryDirectory(prefix="rollmill-bench-") as folder:
         port = free_port()
         _write_recipe(Path(folder), port)
-        process = spawn([sys.executable, str(HERE / "_one_host.py"), "--run-dir", folder])
+        process = spawn([sys.executable, "-m", "services.orchestrator", "--run-dir", folder])
         try:
             return asyncio.run(_follow(arm, process.pid, f"127.0.0.1:{port}", rate, warm_up_s, measured_s))
         finally:

@@ -256,5 +256,4 @@ def run_servicer(core: OrchestratorCore) -> RunServicer:
         progress=lambda: progress(view),
         requests=core,
         control=core.control,
-        pool=core.pool,
     )

@@ -37,7 +37,6 @@ from services.common.rpc.interceptors import (
     ContextInterceptor,
     ErrorInterceptor,
     MessageInterceptor,
-    RateInterceptor,
 )
 from services.common.rpc.limits import server_options
 from services.common.security import identity
@@ -92,7 +91,7 @@ class Server:
             interceptors=_chained(
                 (ContextInterceptor(), ErrorInterceptor()),
                 _authentication(self.identity),
-                (RateInterceptor(), *interceptors, MessageInterceptor()),
+                (*interceptors, MessageInterceptor()),
             ),
             options=[
                 *KEEPALIVE,

@@ -27,7 +27,7 @@ from services.common.errors import RollmillError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.records.types import RolloutFailure, Trajectory
 from services.common.rpc.client.channel import translated_errors
-from services.common.rpc.limits import limit_of
+from services.common.rpc.limits import REQUEST_BYTES
 from services.common.telemetry.accounts import Activity, TimeAccount
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.components import ORCHESTRATOR, records, replica
@@ -40,7 +40,7 @@ log = structlog.get_logger(__name__)
 
 MAX_UNACKNOWLEDGED = 4096
 # Room for the record's number, which is set when it is sent.
-MOST_RECORD_BYTES = limit_of("StreamTrajectories").request_bytes - 64
+MOST_RECORD_BYTES = REQUEST_BYTES["StreamTrajectories"] - 64
 MESSAGE_BYTES = 256 * 1024  # of several records in one message: a message for each costs more than its content
 LINGER_S = 0.01  # between two messages
 TOO_LARGE = "RECORD_TOO_LARGE"

@@ -23,8 +23,6 @@ from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.records.device_turn import DeviceTurn
 from services.common.records.refusals import Refusal, RefusalReason
 from services.common.records.types import FetchPlan, RolloutFailure, WeightVersion
-from services.common.rpc.interceptors import peer_of
-from services.common.rpc.limits import Rates, limit_of
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_from_proto, peer_from_proto
 from services.common.wire.refusals import refusal_reason_to_proto
@@ -177,7 +175,6 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self._api, self._gateway = replicas, gateway
         self._pool, self._ledgers, self._control = pool, ledgers, control
         self._ingest, self._metrics = ingest, metrics
-        self._rates = Rates()  # of the messages of streams; gRPC's calls are counted before they come here
         self.closing = asyncio.Event()
 
     # A coroutine that writes, not a generator: each command then passes two frames fewer.
@@ -250,11 +247,6 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         finally:
             self._gateway.left(number)
 
-    async def ReportReplica(
-        self, request: pool_pb2.ReportReplicaRequest, context: Context
-    ) -> pool_pb2.ReportReplicaResponse:
-        return self._note_report(request)
-
     async def StreamReports(  # type: ignore[override]  # a coroutine that writes, so that no write is cancelled
         self, request_iterator: AsyncIterator[pool_pb2.StreamReportsRequest], context: Context
     ) -> None:
@@ -275,14 +267,12 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def _answer_reports(
         self, requests: AsyncIterator[pool_pb2.StreamReportsRequest], context: Context, writing: asyncio.Lock
     ) -> None:
-        limited, limit = (peer_of(context), "ReportReplica"), limit_of("ReportReplica")
         async for request in requests:
-            self._rates.take(limited, limit)
-            answer = pool_pb2.StreamReportsResponse(answer=self._note_report(request.report))
+            answer = self._note_report(request)
             async with writing:
                 await context.write(answer)
 
-    def _note_report(self, request: pool_pb2.ReportReplicaRequest) -> pool_pb2.ReportReplicaResponse:
+    def _note_report(self, request: pool_pb2.StreamReportsRequest) -> pool_pb2.StreamReportsResponse:
         self._api.report(
             request.replica_id,
             request.incarnation,
@@ -294,7 +284,6 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             accounts=bounds.accounts(map(account_from_proto, request.accounts)),
             peers=bounds.peers(map(peer_from_proto, request.peers)),
             device_turn=request.device_turn,
-            num_free_slots=request.num_free_slots,
         )
         for proto in request.weight_transfers:
             transfer = bounds.transfer(weight_transfer_from_proto(proto))
@@ -349,9 +338,9 @@ def _announced(version: WeightVersion, plan: FetchPlan | None, run_id: str) -> p
 
 
 @lru_cache(16)
-def _answer_to_report(lease_s: float, report_every_s: float) -> pool_pb2.ReportReplicaResponse:
+def _answer_to_report(lease_s: float, report_every_s: float) -> pool_pb2.StreamReportsResponse:
     """One message for all replicas of a pool."""
-    return pool_pb2.ReportReplicaResponse(
+    return pool_pb2.StreamReportsResponse(
         lease=serde.duration_to_proto(lease_s), next_report=serde.duration_to_proto(report_every_s)
     )
 

@@ -17,9 +17,7 @@ from services.common.telemetry.logs import without_passwords
 from services.common.wire import records as serde
 from services.common.wire.accounts import account_to_proto
 from services.orchestrator.journal.records import EvaluationResult
-from services.orchestrator.members.pool import ReplicaPool
 from services.orchestrator.monitoring.progress import Progress
-from services.orchestrator.rpc.report_bounds import check_id
 from services.orchestrator.state.run_control import RunControl, RunState
 from services.orchestrator.state.scores import Estimate
 
@@ -46,8 +44,6 @@ class RunRequests(Protocol):
 
     def resume(self) -> None: ...
 
-    async def begin_evaluation(self, evaluation_id: str) -> None: ...
-
 
 class RunServicer(run_pb2_grpc.RunServiceServicer):
     def __init__(
@@ -59,14 +55,13 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         progress: Callable[[], Progress],
         requests: RunRequests,
         control: RunControl,
-        pool: ReplicaPool,
     ) -> None:
         """``progress`` returns the present state at every call."""
         self._run_id, self._run_dir = run_id, run_dir
         # Without passwords: a reader of the run's state need not reach its Redis. The gateway reads the file itself.
         self._config_json = orjson.dumps(without_passwords(recipe.model_dump(mode="json"))).decode()
         self._progress = progress
-        self._requests, self._control, self._pool = requests, control, pool
+        self._requests, self._control = requests, control
         self.closing = asyncio.Event()
 
     async def GetRun(self, request: run_pb2.GetRunRequest, context: Context) -> run_pb2.GetRunResponse:
@@ -105,20 +100,6 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def StopRun(self, request: run_pb2.StopRunRequest, context: Context) -> run_pb2.StopRunResponse:
         self._control.stop(request.reason or "asked to stop")
         return run_pb2.StopRunResponse()
-
-    async def DrainReplica(
-        self, request: run_pb2.DrainReplicaRequest, context: Context
-    ) -> run_pb2.DrainReplicaResponse:
-        self._pool.drain(request.replica_id, "asked to drain")
-        return run_pb2.DrainReplicaResponse()
-
-    async def StartEvaluation(
-        self, request: run_pb2.StartEvaluationRequest, context: Context
-    ) -> run_pb2.StartEvaluationResponse:
-        check_id("request_id, which names the evaluation,", request.request_id)
-        evaluation_id = f"asked-{request.request_id}"
-        await self._requests.begin_evaluation(evaluation_id)
-        return run_pb2.StartEvaluationResponse(evaluation_id=evaluation_id)
 
 
 def progress_to_proto(now: Progress) -> run_pb2.RunProgress:

@@ -49,7 +49,7 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
         self.run_dir = "/nonexistent"
         self.envgateway_address = envgateway_address
         self.joins: list[pool_pb2.JoinPoolRequest] = []
-        self.reports: list[pool_pb2.ReportReplicaRequest] = []
+        self.reports: list[pool_pb2.StreamReportsRequest] = []
         self.records: list[pool_pb2.NumberedRecord] = []  # as they came, over all streams
         self.message_sizes: list[int] = []  # records of each message
         self.senders: set[tuple[str, str]] = set()  # replica id and incarnation of each message
@@ -135,13 +135,11 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
                 raise command
             yield command
 
-    async def ReportReplica(
-        self, request: pool_pb2.ReportReplicaRequest, context: Context
-    ) -> pool_pb2.ReportReplicaResponse:
+    def _answer(self, request: pool_pb2.StreamReportsRequest) -> pool_pb2.StreamReportsResponse:
         if self.report_error is not None:
             raise self.report_error
         self.reports.append(request)
-        return pool_pb2.ReportReplicaResponse(
+        return pool_pb2.StreamReportsResponse(
             lease=duration_to_proto(5.0), next_report=duration_to_proto(self.next_report_s)
         )
 
@@ -153,7 +151,7 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
             if self.end_report_stream:
                 self.end_report_stream = False
                 return  # without an answer and without an error
-            yield pool_pb2.StreamReportsResponse(answer=await self.ReportReplica(request.report, context))
+            yield self._answer(request)
 
     async def StreamTrajectories(
         self, request_iterator: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], context: Context
