@@ -28,7 +28,7 @@ from services.common.aio import TaskOwner
 from services.common.pb import account_pb2, pool_pb2, pool_pb2_grpc, weights_pb2
 from services.common.rpc.client.channel import KEEPALIVE, MEMBER_WINDOW
 from services.common.telemetry.activities import ActivityName
-from services.common.wire.records import duration_from_proto
+from services.common.wire import duration_from_proto
 
 POLICY = "model0"
 REPORT_S = 2.0

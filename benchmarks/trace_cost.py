@@ -36,8 +36,14 @@ from benchmarks._report import median_and_spread, report
 from services.common.config.reading.loading import save_resolved, validate
 from services.common.pb import trajectory_pb2
 from services.common.records.phases import PhaseKind
-from services.common.records.types import Segment, Sequence, StopReason, Trajectory
-from services.common.wire.records import fill_trajectory, trajectory_from_proto
+from services.common.records.types import (
+    Segment,
+    Sequence,
+    StopReason,
+    Trajectory,
+)
+from services.common.wire import read as read_record
+from services.common.wire import write as write_record
 from services.inference.rollouts.timing import RolloutClock
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import TRAJECTORY
@@ -134,9 +140,9 @@ def _record_us(timing: bool) -> float:
             task_group_id="abc123-00000001", index=0, sequences=(sequence,), reward=1.0, timing=clock.timing()
         )
         sent = trajectory_pb2.Trajectory()
-        fill_trajectory(sent, made)
+        write_record(made, sent)
         wire = sent.SerializeToString()
-        read = trajectory_from_proto(trajectory_pb2.Trajectory.FromString(wire))
+        read = read_record(Trajectory, trajectory_pb2.Trajectory.FromString(wire))
         orjson.dumps(trajectory_to_json(read), option=orjson.OPT_SERIALIZE_NUMPY)
 
     number, best = 500, float("inf")

@@ -21,7 +21,7 @@ from services.common.transfer.bulk_server import BulkServer
 from services.common.transfer.sending import SendBudget
 from services.common.transfer.source import PayloadSource
 from services.common.weights.not_ready import PayloadNotReadyError
-from services.common.wire.weights import (
+from services.common.wire import (
     not_ready_to_proto,
     payload_request_from_proto,
     payload_to_proto,

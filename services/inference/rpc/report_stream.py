@@ -7,19 +7,18 @@ about twice as much as a message of a stream, and of a large pool reports are th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 
+from services.common import codec
 from services.common.aio import deadline
 from services.common.errors import InfrastructureError
 from services.common.pb import pool_pb2, pool_pb2_grpc
-from services.common.records.types import WeightTransfer, WeightVersion, by_name
+from services.common.records.types import WeightTransfer, WeightVersion
 from services.common.rpc.client.channel import REPORT_ANSWER_S, translated_errors
 from services.common.telemetry.accounts import AccountState, PeerState
-from services.common.wire.accounts import account_to_proto, peer_to_proto
-from services.common.wire.records import interval_to_proto
-from services.common.wire.weights import weight_transfer_to_proto
+from services.common.wire import interval_to_proto, write
 
 Call = grpc.aio.StreamStreamCall[pool_pb2.StreamReportsRequest, pool_pb2.StreamReportsResponse]
 
@@ -50,8 +49,7 @@ class ReplicaReport:
     device_turn: int = 0  # that it has carried out last
 
 
-def held_to_proto(version: WeightVersion) -> pool_pb2.HeldVersion:
-    return pool_pb2.HeldVersion(policy=version.policy, number=version.number, digest=version.digest)
+codec.RENAMED[ReplicaReport] = {"emission_intervals": ""}  # pairs of numbers
 
 
 def report_to_proto(
@@ -61,15 +59,12 @@ def report_to_proto(
     transfers: Iterable[WeightTransfer],
 ) -> pool_pb2.StreamReportsRequest:
     """``intervals`` and ``transfers``: those since the last answered report, instead of the report's own."""
-    converted = {
-        "held_versions": [held_to_proto(v) for v in report.held_versions],
-        "emission_intervals": [interval_to_proto(interval) for interval in intervals],
-        "weight_transfers": [weight_transfer_to_proto(transfer) for transfer in transfers],
-        "accounts": [account_to_proto(account) for account in report.accounts],
-        "peers": [peer_to_proto(peer) for peer in report.peers],
-    }
-    told = {**by_name(report), **converted}
-    return pool_pb2.StreamReportsRequest(replica_id=identity.replica_id, incarnation=identity.incarnation, **told)
+    proto = pool_pb2.StreamReportsRequest(
+        replica_id=identity.replica_id,
+        incarnation=identity.incarnation,
+        emission_intervals=[interval_to_proto(interval) for interval in intervals],
+    )
+    return write(replace(report, weight_transfers=tuple(transfers)), proto)
 
 
 class ReportStream:

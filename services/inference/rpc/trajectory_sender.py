@@ -33,8 +33,7 @@ from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.components import ORCHESTRATOR, records, replica
 from services.common.telemetry.log_events import LogEvent
 from services.common.telemetry.logs import Repeats
-from services.common.wire.records import failure_to_proto, fill_trajectory
-from services.common.wire.refusals import refusal_reason_from_proto
+from services.common.wire import REFUSAL_REASONS, write
 
 log = structlog.get_logger(__name__)
 
@@ -91,12 +90,12 @@ class TrajectorySender:
         await self._room.acquire()  # released by acknowledgements; the order's time limit bounds the wait
         numbered = Record()
         if isinstance(record, Trajectory):
-            fill_trajectory(numbered.trajectory, record)
+            write(record, numbered.trajectory)
             if (size := numbered.ByteSize()) > self._most_bytes:
                 # The orchestrator would refuse the record, and a refused record would be sent again for ever.
                 record = _too_large(record, size)
         if isinstance(record, RolloutFailure):
-            numbered.failure.CopyFrom(failure_to_proto(record))  # replaces the trajectory: the two are a oneof
+            write(record, numbered.failure)  # replaces the trajectory: the two are a oneof
         self._waiting.append(numbered)
         self._empty.clear()
         self._changed.set()
@@ -184,7 +183,7 @@ class TrajectorySender:
 
     def _note_refusal(self, ack: pool_pb2.RecordAck) -> None:
         """Count and log a record that the orchestrator refuses for good; the record is dropped."""
-        reason = refusal_reason_from_proto(ack.reason)
+        reason = REFUSAL_REASONS.get(ack.reason)
         name = "other" if reason is None else reason.value
         self.refused[name] += 1
         if (suppressed := self._repeats.tell(name)) is not None:

@@ -10,31 +10,19 @@ from typing import Any, Protocol
 import grpc
 import orjson
 
+from services.common import codec
 from services.common.config.recipe import Recipe
 from services.common.pb import run_pb2, run_pb2_grpc
-from services.common.records.types import by_name
 from services.common.telemetry.logs import without_passwords
-from services.common.wire import records as serde
-from services.common.wire.accounts import account_to_proto
-from services.orchestrator.journal.records import EvaluationResult
+from services.common.wire import write
 from services.orchestrator.monitoring.progress import Progress
 from services.orchestrator.state.run_control import RunControl, RunState
-from services.orchestrator.state.scores import Estimate
+from services.orchestrator.state.scores import DatasetScore
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 WATCH_EVERY_S = 1.0
-_AS_RECORDED = set(EvaluationResult.__slots__) - {"datasets", "difference", "elapsed_s"}
-
-_STATE = {
-    RunState.STARTING: run_pb2.RUN_STATE_STARTING,
-    RunState.EVALUATING_START: run_pb2.RUN_STATE_EVALUATING_START,
-    RunState.TRAINING: run_pb2.RUN_STATE_TRAINING,
-    RunState.PAUSED: run_pb2.RUN_STATE_PAUSED,
-    RunState.EVALUATING_END: run_pb2.RUN_STATE_EVALUATING_END,
-    RunState.FINISHED: run_pb2.RUN_STATE_FINISHED,
-    RunState.STOPPED: run_pb2.RUN_STATE_STOPPED,
-}
+_STATES, _ = codec.members(RunState, run_pb2.RunState.DESCRIPTOR)
 
 
 class RunRequests(Protocol):
@@ -68,7 +56,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         now = self._progress()
         return run_pb2.GetRunResponse(
             run_id=self._run_id,
-            state=_STATE[now.state],
+            state=_STATES[now.state],  # type: ignore[arg-type]
             config_json=self._config_json,
             progress=progress_to_proto(now),
             run_dir=str(self._run_dir.resolve()),
@@ -102,55 +90,15 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return run_pb2.StopRunResponse()
 
 
+codec.RENAMED |= {Progress: {"set_aside": ""}, DatasetScore: {"pass_at": ""}}  # pairs, which are added below
+
+
 def progress_to_proto(now: Progress) -> run_pb2.RunProgress:
-    return run_pb2.RunProgress(
-        at=serde.timestamp_to_proto(now.at),
-        state=_STATE[now.state],
-        policies=[
-            run_pb2.PolicyProgress(**{**by_name(p), "reward_mean": p.reward_mean or 0.0, "metrics": dict(p.metrics)})
-            for p in now.policies
-        ],
-        replicas=[run_pb2.ReplicaProgress(**{**by_name(r), "versions": dict(r.versions)}) for r in now.replicas],
-        tokens_per_s=now.tokens_per_s,
-        evaluations=[evaluation_to_proto(result) for result in now.evaluations],
-        counters=dict(now.counters),
-        waits=now.waits,
-        started_at=serde.timestamp_to_proto(now.started_at),
-        stalls=[
-            run_pb2.Stall(**{**by_name(stall), "since": serde.timestamp_to_proto(stall.since)}) for stall in now.stalls
-        ],
-        accounts=[account_to_proto(account) for account in now.accounts],
-        disk=None if now.disk is None else run_pb2.DiskOutlook(**by_name(now.disk)),
-        set_aside=[
-            run_pb2.SetAsideRecords(kind=kind, reason=reason.value, count=count)
-            for (kind, reason), count in sorted(now.set_aside.items())
-        ],
-        threshold=None if now.threshold is None else run_pb2.Threshold(**by_name(now.threshold)),
-    )
-
-
-def evaluation_to_proto(result: EvaluationResult) -> run_pb2.EvaluationResult:
-    return run_pb2.EvaluationResult(
-        **{name: getattr(result, name) for name in _AS_RECORDED},
-        datasets=[
-            run_pb2.DatasetScore(
-                name=found.name,
-                num_items=found.num_items,
-                samples_per_item=found.samples_per_item,
-                mean_reward=_known_to_proto(found.mean_reward),
-                pass_at=[run_pb2.PassAt(k=k, share=_estimate_to_proto(share)) for k, share in found.pass_at],
-                failed=found.failed,
-                difference=_known_to_proto(found.difference),
-            )
-            for found in result.datasets
-        ],
-        difference=_known_to_proto(result.difference),
-    )
-
-
-def _known_to_proto(found: Estimate | None) -> run_pb2.Estimate | None:
-    return None if found is None else _estimate_to_proto(found)
-
-
-def _estimate_to_proto(found: Estimate) -> run_pb2.Estimate:
-    return run_pb2.Estimate(**by_name(found))
+    proto = write(now, run_pb2.RunProgress())
+    for (kind, reason), count in sorted(now.set_aside.items()):
+        proto.set_aside.add(kind=kind, reason=reason.value, count=count)
+    for result, written in zip(now.evaluations, proto.evaluations, strict=True):
+        for score, dataset in zip(result.datasets, written.datasets, strict=True):
+            for k, share in score.pass_at:
+                write(share, dataset.pass_at.add(k=k).share)
+    return proto

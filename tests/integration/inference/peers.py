@@ -22,7 +22,7 @@ from services.common.pb import (
 )
 from services.common.records.types import TaskGroupOrder
 from services.common.rpc.interceptors import ErrorInterceptor
-from services.common.wire.records import duration_to_proto, order_to_proto
+from services.common.wire import duration_to_proto, write
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -88,7 +88,7 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
     # -- the test's controls ------------------------------------------------------------------------------------
 
     def order(self, order: TaskGroupOrder) -> None:
-        self._commands.put_nowait(pool_pb2.JoinPoolResponse(run_task_group=order_to_proto(order)))
+        self._commands.put_nowait(pool_pb2.JoinPoolResponse(run_task_group=write(order, pool_pb2.RunTaskGroup())))
 
     def cancel(self, task_group_id: str) -> None:
         command = pool_pb2.CancelTaskGroup(task_group_id=task_group_id, reason="test")

@@ -38,7 +38,7 @@ async def test_a_watcher_that_does_not_read_costs_a_window_and_then_hears_what_i
 
     monkeypatch.setattr(servicer_run, "WATCH_EVERY_S", 0.0005)
     unused = cast(Any, SimpleNamespace(model_dump=lambda mode: {}))
-    servicer = RunServicer("unit", tmp_path, unused, progress=progress, requests=unused, control=unused, pool=unused)
+    servicer = RunServicer("unit", tmp_path, unused, progress=progress, requests=unused, control=unused)
     server = Server(service="orchestrator", instance_id="o", host="127.0.0.1", port=0)
     server.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, "rollmill.v1.RunService")
     server.on_stop(servicer.closing.set)

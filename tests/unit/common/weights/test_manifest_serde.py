@@ -24,7 +24,7 @@ from services.common.weights.manifest import (
     version_digest,
 )
 from services.common.weights.not_ready import LONGEST_RETRY_S, SHORTEST_RETRY_S, PayloadNotReadyError
-from services.common.wire.weights import (
+from services.common.wire import (
     not_ready_from_proto,
     not_ready_to_proto,
     payload_from_proto,
