@@ -21,7 +21,7 @@ from services.common.aio import TaskOwner, ended
 from services.common.errors import DeadlineError, InfrastructureError, LeaseLostError, RollmillError
 from services.common.pb import pool_pb2, pool_pb2_grpc, training_pb2, training_pb2_grpc, trajectory_pb2, weights_pb2
 from services.common.rpc.client.channel import channel, translated_errors
-from services.common.wire.records import interval_to_proto
+from services.common.wire import interval_to_proto
 from services.inference.rpc.trajectory_sender import LINGER_S, take_message
 
 REPORT_EVERY_S = 0.5
@@ -255,10 +255,9 @@ class ScriptedReplica:
 
     async def _report_once(self) -> None:
         emission, self._emission = self._emission, []
-        request = pool_pb2.ReportReplicaRequest(
+        request = pool_pb2.StreamReportsRequest(
             replica_id=self.replica_id,
             incarnation=self.incarnation,
-            num_free_slots=self.num_slots - sum(self._running.values()),
             held_versions=self._held(),
             running_task_group_ids=list(self._running),
             num_generated_tokens=self.num_tokens,
@@ -266,9 +265,23 @@ class ScriptedReplica:
         )
         try:
             with translated_errors("orchestrator"):
-                await self._stub.ReportReplica(request, timeout=5.0)
+                await report_once(self._stub, request, timeout_s=5.0)
         except (LeaseLostError, InfrastructureError, DeadlineError):
             pass  # joining again is the other task's business
+
+
+async def report_once(
+    stub: pool_pb2_grpc.PoolServiceAsyncStub, request: pool_pb2.StreamReportsRequest, timeout_s: float
+) -> pool_pb2.StreamReportsResponse:
+    """The answer to one report, over a stream of its own. Raises ``grpc.RpcError``."""
+    stream = stub.StreamReports(timeout=timeout_s, wait_for_ready=True)
+    try:
+        await stream.write(request)
+        answer = await stream.read()
+        assert isinstance(answer, pool_pb2.StreamReportsResponse), "the orchestrator has ended the stream of reports"
+        return answer
+    finally:
+        stream.cancel()
 
 
 @dataclass(frozen=True, slots=True)

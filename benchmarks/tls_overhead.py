@@ -1,6 +1,6 @@
 """Measures the cost of TLS and of a token with each call: plain and secured in turn, in one run on one machine.
 
-* *control*: ``ReportReplica`` calls of a real size (2 KiB), 16 at a time, per second, to a real orchestrator whose
+* *control*: calls of ``StreamReports`` with one report of a real size (2 KiB), 16 at a time, per second, to a real orchestrator whose
   limits are set out of reach.
 * *commands*: messages of 1 KiB per second of one stream from a server without other work: the bare cost of a message,
   shown beside the others, because no run sends a thousandth as many.
@@ -32,7 +32,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer, report_once
 from benchmarks._processes import ROOT, free_port, kill
 from benchmarks._report import median_and_spread, report
 from benchmarks._secure_services import Services, prepared
@@ -41,7 +41,6 @@ from services.cli.keys.keyring import Keyring
 from services.common.config.reading.loading import save_resolved, validate
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.records.types import WeightVersion
-from services.common.rpc import limits
 from services.common.rpc.client.channel import channel
 from services.common.rpc.server import Server
 from services.common.security import identity
@@ -195,10 +194,10 @@ async def _calls(stub: Any, seconds: float) -> float:
     async def work() -> None:
         nonlocal count
         while time.perf_counter() < end:
-            await stub.ReportReplica(request, timeout=5.0)
+            await report_once(stub, request, timeout_s=5.0)
             count += 1
 
-    await stub.ReportReplica(request, timeout=20.0, wait_for_ready=True)
+    await report_once(stub, request, timeout_s=20.0)
     begin = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(AT_ONCE)))
     return count / (time.perf_counter() - begin)
@@ -216,11 +215,9 @@ async def _commands(stub: Any, seconds: float) -> float:
     return rate
 
 
-def _real_report() -> pool_pb2.ReportReplicaRequest:
+def _real_report() -> pool_pb2.StreamReportsRequest:
     """A report of a replica with a hundred rollouts."""
-    request = pool_pb2.ReportReplicaRequest(
-        replica_id="a", incarnation="1", num_free_slots=28, num_generated_tokens=10**9
-    )
+    request = pool_pb2.StreamReportsRequest(replica_id="a", incarnation="1", num_generated_tokens=10**9)
     request.held_versions.add(policy=POLICY, number=100, digest="xxh3-128:" + "0" * 32)
     request.running_task_group_ids.extend(f"0123456789abcdef-{number:08d}" for number in range(25))
     for number in range(20):
@@ -250,12 +247,11 @@ async def _serve_commands(options: argparse.Namespace) -> None:
 
 
 async def _serve_control(options: argparse.Namespace) -> None:
-    """A real orchestrator, but for its limits."""
+    """A real orchestrator."""
     from services.orchestrator.app import main as orchestrate
     from services.orchestrator.config import parse
 
     identity.configure(Role.ORCHESTRATOR)
-    limits.LIMITS["ReportReplica"] = limits.Limit(request_bytes=limits.MIB, calls_per_s=1e9, burst=1_000_000_000)
     await orchestrate(parse(["--run-dir", str(options.folder)]))
 
 

@@ -101,7 +101,6 @@ class Replica:
         gauges["requests_running"] = float(sum(h.running for h in health))
         gauges["requests_waiting"] = float(sum(h.waiting for h in health))
         return ReplicaReport(
-            num_free_slots=0 if self.drain_requested.is_set() else self._player.num_free_slots,
             held_versions=self.held_versions(),
             running_task_group_ids=self.running_task_group_ids(),
             num_generated_tokens=sum(h.generated_tokens for h in health),

@@ -54,7 +54,7 @@ from services.common.records.types import (
     TokenSource,
     Trajectory,
 )
-from services.common.rpc.limits import limit_of
+from services.common.rpc.limits import REQUEST_BYTES
 from services.common.telemetry.log_events import LogEvent
 from services.common.telemetry.logs import Repeats
 from services.orchestrator.journal import records, rollouts
@@ -380,7 +380,7 @@ MOST_TEMPERATURE = 100.0
 MOST_SEQUENCES = 1024  # of a trajectory; more where workflow.settings.max_sequences says so
 MOST_SEGMENTS = 8192  # of a sequence
 EMPTY_SEGMENTS = 16  # of them without a token
-MOST_TOKENS = limit_of("StreamTrajectories").request_bytes // 4  # of a trajectory: four bytes each in one message
+MOST_TOKENS = REQUEST_BYTES["StreamTrajectories"] // 4  # of a trajectory: four bytes each in one message
 MOST_ID = np.iinfo(np.int32).max  # where no vocabulary is known
 MOST_ATTEMPTS, MOST_THREADS = 1024, 1 << 20
 

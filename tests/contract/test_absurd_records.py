@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
+from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer, report_once
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2, pool_pb2_grpc, training_pb2, trajectory_pb2, weights_pb2
 from services.common.records.refusals import RefusalReason as Reason
 from services.common.rpc.client.channel import channel, translated_errors
-from services.common.wire.refusals import refusal_reason_from_proto, refusal_reason_to_proto
+from services.common.wire import REFUSAL_NUMBERS, REFUSAL_REASONS
 from tests.contract.absurd import ABSURD, CONTEXT, NEW_TOKENS, VOCABULARY, good
 from tests.integration.orchestrator.conftest import Orchestrator
 from tests.waiting import WAIT_S
@@ -88,7 +88,7 @@ async def send(address: str, requests: Iterable[Request]) -> list[pool_pb2.Recor
 
 
 def reasons(acks: Iterable[pool_pb2.RecordAck]) -> list[Reason | None]:
-    return [refusal_reason_from_proto(ack.reason) for ack in acks]
+    return [REFUSAL_REASONS.get(ack.reason) for ack in acks]
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ async def test_absurd_reports_are_the_callers_mistake_or_cut_and_the_run_is_as_b
                 assert await refused(stream.read()), change
             who = {"replica_id": replica.replica_id, "incarnation": replica.incarnation}
             for change in reports:
-                assert await refused(pool.ReportReplica(pool_pb2.ReportReplicaRequest(**who, **change), timeout=WAIT_S))
+                assert await refused(report_once(pool, pool_pb2.StreamReportsRequest(**who, **change), WAIT_S))
             whose = {"policy": "model0", "incarnation": trainer.incarnation}
             for change in trained:
                 request = training_pb2.ReportTrainerRequest(**whose, **change)
@@ -282,9 +282,9 @@ async def test_absurd_reports_are_the_callers_mistake_or_cut_and_the_run_is_as_b
                 announced = training_pb2.PublishVersionRequest(version=version, incarnation=trainer.incarnation)
                 assert await refused(training.PublishVersion(announced, timeout=WAIT_S)), change
             gauges = {"x" * 1000: 1.0, "nan": math.nan, "fine": 1.0} | {f"g{i}": 1.0 for i in range(20_000)}
-            huge = pool_pb2.ReportReplicaRequest(**who, held_versions=replica._held(), gauges=gauges)
+            huge = pool_pb2.StreamReportsRequest(**who, held_versions=replica._held(), gauges=gauges)
             huge.emission_intervals.add().end.seconds = 2**60
-            await pool.ReportReplica(huge, timeout=WAIT_S)
+            await report_once(pool, huge, WAIT_S)
         now = await orchestrator.progress()
         assert [found.replica_id for found in now.replicas] == ["a"]
         assert [policy.version for policy in now.policies] == [0]
@@ -296,6 +296,6 @@ async def test_absurd_reports_are_the_callers_mistake_or_cut_and_the_run_is_as_b
 
 
 def test_every_reason_has_a_number_on_the_wire_and_back() -> None:
-    assert [refusal_reason_from_proto(refusal_reason_to_proto(reason)) for reason in Reason] == list(Reason)
+    assert [REFUSAL_REASONS[REFUSAL_NUMBERS[reason]] for reason in Reason] == list(Reason)
     assert len(pool_pb2.RefusalReason.values()) == len(Reason) + 1
-    assert refusal_reason_from_proto(0) is refusal_reason_from_proto(9999) is None
+    assert REFUSAL_REASONS.get(0) is REFUSAL_REASONS.get(9999) is None

@@ -17,8 +17,12 @@ from services.common.config.training.algorithm import AlgorithmConfig
 from services.common.config.training.policy import BatchConfig
 from services.common.errors import InvalidRequestError
 from services.common.pb import trajectory_pb2
-from services.common.records.types import Sampling, Segment, Trajectory
-from services.common.wire import records as serde
+from services.common.records.types import (
+    Sampling,
+    Segment,
+    Trajectory,
+)
+from services.common.wire import read
 from services.orchestrator.buffer.assembly import Batch, assemble
 from services.orchestrator.buffer.batches import ExperiencePipeline
 from services.orchestrator.ingest import PolicyBounds, RecordBounds, RecordRefusedError
@@ -105,7 +109,7 @@ def trajectories(draw: st.DrawFn) -> trajectory_pb2.Trajectory:
 def taken(proto: trajectory_pb2.Trajectory) -> Trajectory | None:
     """The accepted record; None for a refused one, with a permitted error."""
     try:
-        record = serde.trajectory_from_proto(proto, "a")
+        record = read(Trajectory, proto, replica_id="a")
         BOUNDS.check(record, ORDER, lambda policy: 1)
     except (InvalidRequestError, RecordRefusedError):
         return None

@@ -13,8 +13,14 @@ import pytest
 import torch
 
 from services.common.pb import trajectory_pb2
-from services.common.records.types import Segment, Sequence, StopReason, TrainingSequence, Trajectory
-from services.common.wire import records as serde
+from services.common.records.types import (
+    Segment,
+    Sequence,
+    StopReason,
+    TrainingSequence,
+    Trajectory,
+)
+from services.common.wire import read, write
 from services.inference.engine.torch.engine import TorchEngine
 from services.orchestrator.journal import rollouts
 from services.trainer.step import train_step as step_module
@@ -74,13 +80,13 @@ def travelled(sequence: Sequence) -> Sequence:
     """The sequence after the wire, the journal and the wire again."""
     trajectory = Trajectory(task_group_id="g", index=0, sequences=(sequence,), reward=0.0)
     sent = trajectory_pb2.Trajectory()
-    serde.fill_trajectory(sent, trajectory)
-    received = serde.trajectory_from_proto(sent)
+    write(trajectory, sent)
+    received = read(Trajectory, sent)
     line = orjson.dumps(rollouts.trajectory_to_json(received), option=orjson.OPT_SERIALIZE_NUMPY)
     recovered = rollouts.trajectory_from_json(orjson.loads(line)).sequences[0]
     again = trajectory_pb2.Sequence()
-    serde.fill_sequence(again, recovered)
-    return serde.sequence_from_proto(again)
+    write(recovered, again)
+    return read(Sequence, again)
 
 
 Scores = list[tuple[MicroTensors, torch.Tensor]]  # log-probabilities with their gradients

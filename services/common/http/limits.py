@@ -1,7 +1,6 @@
-"""Limits of one client of an HTTP server: requests per second and at once, connections, and time to send a request.
+"""Limits of one address at an HTTP server: connections, and time to send a request.
 
-A client is the holder of a token at an address; without keys, an address. So a new connection has no new limits. All of
-loopback is one client: its limits are above the sum of the agents and judges of a machine.
+All of loopback is one address: its limit is above the sum of the agents and judges of a machine.
 
 The size of a body is the application's ``client_max_size``, that of headers aiohttp's own 8 KiB a line. aiohttp waits
 for ever for a client that has connected and sends no request, or its headers byte by byte; ``SlowClients`` does not.
@@ -18,41 +17,16 @@ from typing import Any
 import structlog
 from aiohttp import web
 
-from services.common.errors import CapacityError
-from services.common.http.origin import Handler, json_answer
+from services.common.http.origin import Handler
 from services.common.net.hosts import peer_of_host
-from services.common.rpc.limits import HANDSHAKE_S, MOST_CONNECTIONS, Limit, Rates
-from services.common.security.caller import caller
+from services.common.rpc.limits import HANDSHAKE_S, MOST_CONNECTIONS
 
 log = structlog.get_logger()
 
-# Of one client: all agent loops of a machine, or a judge's batches.
-REQUESTS = Limit(calls_per_s=5_000.0, burst=10_000, concurrent=8192)
 # Of one address, those included that wait between two requests: an agent loop for each rollout has one.
 CONNECTIONS = 8192
 BODY_S = 120.0  # for a body to come; the largest is some hundred MiB
 LOOK_S = 1.0
-
-
-def rate_limited() -> Any:
-    """A middleware: 429 with ``Retry-After`` for clients over a limit. Comes after authentication."""
-    rates = Rates()
-
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        known, peer = caller.get(), peer_of_host(request.remote or "")
-        client = f"{known.name}@{peer}" if known is not None else peer
-        try:
-            with rates.call(client, "requests", REQUESTS):
-                return await handler(request)
-        except CapacityError as error:
-            if error.metadata.get("limit", "").partition(".")[0] != "requests":
-                raise  # the application's own
-            answer = json_answer({"detail": error.message}, 429)
-            answer.headers["Retry-After"] = str(max(1, round(error.retry_after_s or 1)))
-            return answer
-
-    return middleware
 
 
 def body_in_time() -> Any:
@@ -130,7 +104,7 @@ class SlowClients:
     def _over_the_limit_of_a_peer(self, connections: list[Any]) -> list[Any]:
         """The connections of an address beyond its limit: first those without any request, then idle ones.
 
-        One with a request that runs is left: the limit on requests at once is its bound.
+        One with a request that runs is left.
         """
         if len(connections) <= self._most:
             return []

@@ -1,6 +1,6 @@
 """Listens for HTTP on one port: with keys over TLS for authorised roles, without keys on loopback only.
 
-    connection -> SlowClients -> for_programs -> authenticated (keys) -> rate_limited -> the application's own -> body_in_time
+    connection -> SlowClients -> for_programs -> authenticated (keys) -> the application's own -> body_in_time
 
 All HTTP servers of this project are ``Listener``s, so that each has the same checks.
 """
@@ -17,7 +17,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from services.common.aio import TaskOwner
 from services.common.errors import ConfigError
 from services.common.http.authentication import Shown, authenticated, authorization, plainly
-from services.common.http.limits import SlowClients, body_in_time, rate_limited
+from services.common.http.limits import SlowClients, body_in_time
 from services.common.http.origin import Refuse, allowed_hosts, closed_to_pages, for_programs
 from services.common.security import identity
 from services.common.security.identity import check_bind
@@ -56,7 +56,6 @@ class Listener:
         ``refuse`` writes the refusal as the routes write theirs. ``scheme`` is what an answer 401 asks for."""
         self._identity = identity.current()
         check_bind(name, host, self._identity)
-        application.middlewares.insert(0, rate_limited())
         if self._identity is not None:
             application.middlewares.insert(0, authenticated(self._identity, group, refuse, shown, scheme))
         application.middlewares.insert(0, for_programs(self._identity is not None, allowed_hosts(), refuse))

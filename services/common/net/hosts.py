@@ -3,7 +3,7 @@
 A host's identity tells which processes can map each other's files: two with the same identity see the same /dev/shm.
 The kernel's boot id tells machines apart, the device of /dev/shm tells containers of one machine apart.
 
-A limit applies to a peer: to an address, not a connection. Independent of gRPC and HTTP.
+A limit of HTTP applies to an address, not a connection. Independent of gRPC and HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import socket
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
-from urllib.parse import unquote
 
 from services.common.errors import ConfigError
 
@@ -130,16 +129,3 @@ def peer_of_host(host: str) -> str:
     if isinstance(address, IPv6Address):
         return f"{IPv6Address(int(address) >> _SITE_BITS << _SITE_BITS)}/{_SITE_BITS}"
     return str(address)
-
-
-@functools.lru_cache(4096)  # asked at every call
-def peer_of_grpc(connection: str) -> str:
-    """The peer of a connection, named by gRPC.
-
-    >>> peer_of_grpc("ipv4:127.0.0.1:51000"), peer_of_grpc("ipv6:%5B::1%5D:51000")
-    ('loopback', 'loopback')
-    """
-    kind, _, place = connection.partition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return kind  # a socket of this machine
-    return peer_of_host(unquote(place).rpartition(":")[0])

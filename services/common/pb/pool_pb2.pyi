@@ -615,7 +615,7 @@ class Interval(google.protobuf.message.Message):
 Global___Interval: typing_extensions.TypeAlias = Interval
 
 @typing.final
-class ReportReplicaRequest(google.protobuf.message.Message):
+class StreamReportsRequest(google.protobuf.message.Message):
     """What a replica holds and does."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -638,7 +638,6 @@ class ReportReplicaRequest(google.protobuf.message.Message):
 
     REPLICA_ID_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
-    NUM_FREE_SLOTS_FIELD_NUMBER: builtins.int
     HELD_VERSIONS_FIELD_NUMBER: builtins.int
     RUNNING_TASK_GROUP_IDS_FIELD_NUMBER: builtins.int
     NUM_GENERATED_TOKENS_FIELD_NUMBER: builtins.int
@@ -652,8 +651,6 @@ class ReportReplicaRequest(google.protobuf.message.Message):
     """The replica."""
     incarnation: builtins.str
     """Its incarnation."""
-    num_free_slots: builtins.int
-    """Rollouts that it could start now."""
     num_generated_tokens: builtins.int
     """Tokens sampled since its start."""
     device_turn: builtins.int
@@ -691,7 +688,6 @@ class ReportReplicaRequest(google.protobuf.message.Message):
         *,
         replica_id: builtins.str = ...,
         incarnation: builtins.str = ...,
-        num_free_slots: builtins.int = ...,
         held_versions: collections.abc.Iterable[Global___HeldVersion] | None = ...,
         running_task_group_ids: collections.abc.Iterable[builtins.str] | None = ...,
         num_generated_tokens: builtins.int = ...,
@@ -702,12 +698,12 @@ class ReportReplicaRequest(google.protobuf.message.Message):
         peers: collections.abc.Iterable[services.common.pb.account_pb2.PeerState] | None = ...,
         device_turn: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "device_turn", b"device_turn", "emission_intervals", b"emission_intervals", "gauges", b"gauges", "held_versions", b"held_versions", "incarnation", b"incarnation", "num_free_slots", b"num_free_slots", "num_generated_tokens", b"num_generated_tokens", "peers", b"peers", "replica_id", b"replica_id", "running_task_group_ids", b"running_task_group_ids", "weight_transfers", b"weight_transfers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accounts", b"accounts", "device_turn", b"device_turn", "emission_intervals", b"emission_intervals", "gauges", b"gauges", "held_versions", b"held_versions", "incarnation", b"incarnation", "num_generated_tokens", b"num_generated_tokens", "peers", b"peers", "replica_id", b"replica_id", "running_task_group_ids", b"running_task_group_ids", "weight_transfers", b"weight_transfers"]) -> None: ...
 
-Global___ReportReplicaRequest: typing_extensions.TypeAlias = ReportReplicaRequest
+Global___StreamReportsRequest: typing_extensions.TypeAlias = StreamReportsRequest
 
 @typing.final
-class ReportReplicaResponse(google.protobuf.message.Message):
+class StreamReportsResponse(google.protobuf.message.Message):
     """The lease is renewed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -732,48 +728,6 @@ class ReportReplicaResponse(google.protobuf.message.Message):
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lease", b"lease", "next_report", b"next_report"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["lease", b"lease", "next_report", b"next_report"]) -> None: ...
-
-Global___ReportReplicaResponse: typing_extensions.TypeAlias = ReportReplicaResponse
-
-@typing.final
-class StreamReportsRequest(google.protobuf.message.Message):
-    """The next report."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    REPORT_FIELD_NUMBER: builtins.int
-    @property
-    def report(self) -> Global___ReportReplicaRequest:
-        """What ReportReplica takes."""
-
-    def __init__(
-        self,
-        *,
-        report: Global___ReportReplicaRequest | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["report", b"report"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["report", b"report"]) -> None: ...
-
-Global___StreamReportsRequest: typing_extensions.TypeAlias = StreamReportsRequest
-
-@typing.final
-class StreamReportsResponse(google.protobuf.message.Message):
-    """The answer to the oldest report without one."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    ANSWER_FIELD_NUMBER: builtins.int
-    @property
-    def answer(self) -> Global___ReportReplicaResponse:
-        """What ReportReplica returns."""
-
-    def __init__(
-        self,
-        *,
-        answer: Global___ReportReplicaResponse | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer", b"answer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer", b"answer"]) -> None: ...
 
 Global___StreamReportsResponse: typing_extensions.TypeAlias = StreamReportsResponse
 

@@ -40,11 +40,6 @@ class PoolServiceStub:
                 request_serializer=rollmill_dot_v1_dot_pool__pb2.JoinPoolRequest.SerializeToString,
                 response_deserializer=rollmill_dot_v1_dot_pool__pb2.JoinPoolResponse.FromString,
                 _registered_method=True)
-        self.ReportReplica = channel.unary_unary(
-                '/rollmill.v1.PoolService/ReportReplica',
-                request_serializer=rollmill_dot_v1_dot_pool__pb2.ReportReplicaRequest.SerializeToString,
-                response_deserializer=rollmill_dot_v1_dot_pool__pb2.ReportReplicaResponse.FromString,
-                _registered_method=True)
         self.StreamReports = channel.stream_stream(
                 '/rollmill.v1.PoolService/StreamReports',
                 request_serializer=rollmill_dot_v1_dot_pool__pb2.StreamReportsRequest.SerializeToString,
@@ -75,18 +70,10 @@ class PoolServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReportReplica(self, request, context):
-        """Renews the lease and says what the replica holds and does; the latest report wins.
-        LEASE_LOST when the lease has run out: join again. Every 2 s, or as seldom as the answer before asks for, and at once
-        when it holds another version; deadline 5 s.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def StreamReports(self, request_iterator, context):
-        """The same over one stream: each report gets one answer, in order. A message of a stream costs the orchestrator less than
-        half of a call. The stream ends with the status that ReportReplica would return. No deadline; an answer comes in 5 s.
+        """Reports renew the lease and say what the replica holds and does; the latest report wins. Each report gets one answer,
+        in order, within 5 s. Every 2 s, or as seldom as the answer before asks for, and at once when the replica holds another
+        version. The stream ends with LEASE_LOST when the lease has run out: join again. No deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,11 +102,6 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     servicer.JoinPool,
                     request_deserializer=rollmill_dot_v1_dot_pool__pb2.JoinPoolRequest.FromString,
                     response_serializer=rollmill_dot_v1_dot_pool__pb2.JoinPoolResponse.SerializeToString,
-            ),
-            'ReportReplica': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReportReplica,
-                    request_deserializer=rollmill_dot_v1_dot_pool__pb2.ReportReplicaRequest.FromString,
-                    response_serializer=rollmill_dot_v1_dot_pool__pb2.ReportReplicaResponse.SerializeToString,
             ),
             'StreamReports': grpc.stream_stream_rpc_method_handler(
                     servicer.StreamReports,
@@ -165,33 +147,6 @@ class PoolService:
             '/rollmill.v1.PoolService/JoinPool',
             rollmill_dot_v1_dot_pool__pb2.JoinPoolRequest.SerializeToString,
             rollmill_dot_v1_dot_pool__pb2.JoinPoolResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReportReplica(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmill.v1.PoolService/ReportReplica',
-            rollmill_dot_v1_dot_pool__pb2.ReportReplicaRequest.SerializeToString,
-            rollmill_dot_v1_dot_pool__pb2.ReportReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

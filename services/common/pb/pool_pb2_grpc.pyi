@@ -41,22 +41,6 @@ _PoolServiceJoinPoolType = typing_extensions.TypeVar(
     ],
 )
 
-_PoolServiceReportReplicaType = typing_extensions.TypeVar(
-    '_PoolServiceReportReplicaType',
-    grpc.UnaryUnaryMultiCallable[
-        services.common.pb.pool_pb2.ReportReplicaRequest,
-        services.common.pb.pool_pb2.ReportReplicaResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        services.common.pb.pool_pb2.ReportReplicaRequest,
-        services.common.pb.pool_pb2.ReportReplicaResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        services.common.pb.pool_pb2.ReportReplicaRequest,
-        services.common.pb.pool_pb2.ReportReplicaResponse,
-    ],
-)
-
 _PoolServiceStreamReportsType = typing_extensions.TypeVar(
     '_PoolServiceStreamReportsType',
     grpc.StreamStreamMultiCallable[
@@ -105,7 +89,7 @@ _PoolServiceJoinGatewayType = typing_extensions.TypeVar(
     ],
 )
 
-class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceReportReplicaType, _PoolServiceStreamReportsType, _PoolServiceStreamTrajectoriesType, _PoolServiceJoinGatewayType]):
+class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceStreamReportsType, _PoolServiceStreamTrajectoriesType, _PoolServiceJoinGatewayType]):
     """Served by the orchestrator to inference replicas, which dial in."""
 
     @typing.overload
@@ -113,10 +97,6 @@ class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceRepor
         grpc.UnaryStreamMultiCallable[
             services.common.pb.pool_pb2.JoinPoolRequest,
             services.common.pb.pool_pb2.JoinPoolResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            services.common.pb.pool_pb2.ReportReplicaRequest,
-            services.common.pb.pool_pb2.ReportReplicaResponse,
         ],
         grpc.StreamStreamMultiCallable[
             services.common.pb.pool_pb2.StreamReportsRequest,
@@ -138,10 +118,6 @@ class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceRepor
             services.common.pb.pool_pb2.JoinPoolRequest,
             services.common.pb.pool_pb2.JoinPoolResponse,
         ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            services.common.pb.pool_pb2.ReportReplicaRequest,
-            services.common.pb.pool_pb2.ReportReplicaResponse,
-        ],
         grpc.aio.StreamStreamMultiCallable[
             services.common.pb.pool_pb2.StreamReportsRequest,
             services.common.pb.pool_pb2.StreamReportsResponse,
@@ -162,15 +138,10 @@ class PoolServiceStub(typing.Generic[_PoolServiceJoinPoolType, _PoolServiceRepor
     A new incarnation of the same replica id ends the older one's lease at once. No deadline.
     """
 
-    ReportReplica: _PoolServiceReportReplicaType
-    """Renews the lease and says what the replica holds and does; the latest report wins.
-    LEASE_LOST when the lease has run out: join again. Every 2 s, or as seldom as the answer before asks for, and at once
-    when it holds another version; deadline 5 s.
-    """
-
     StreamReports: _PoolServiceStreamReportsType
-    """The same over one stream: each report gets one answer, in order. A message of a stream costs the orchestrator less than
-    half of a call. The stream ends with the status that ReportReplica would return. No deadline; an answer comes in 5 s.
+    """Reports renew the lease and say what the replica holds and does; the latest report wins. Each report gets one answer,
+    in order, within 5 s. Every 2 s, or as seldom as the answer before asks for, and at once when the replica holds another
+    version. The stream ends with LEASE_LOST when the lease has run out: join again. No deadline.
     """
 
     StreamTrajectories: _PoolServiceStreamTrajectoriesType
@@ -187,10 +158,6 @@ PoolServiceAsyncStub: typing_extensions.TypeAlias = PoolServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
         services.common.pb.pool_pb2.JoinPoolRequest,
         services.common.pb.pool_pb2.JoinPoolResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        services.common.pb.pool_pb2.ReportReplicaRequest,
-        services.common.pb.pool_pb2.ReportReplicaResponse,
     ],
     grpc.aio.StreamStreamMultiCallable[
         services.common.pb.pool_pb2.StreamReportsRequest,
@@ -221,24 +188,14 @@ class PoolServiceServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
-    def ReportReplica(
-        self,
-        request: services.common.pb.pool_pb2.ReportReplicaRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[services.common.pb.pool_pb2.ReportReplicaResponse, collections.abc.Awaitable[services.common.pb.pool_pb2.ReportReplicaResponse]]:
-        """Renews the lease and says what the replica holds and does; the latest report wins.
-        LEASE_LOST when the lease has run out: join again. Every 2 s, or as seldom as the answer before asks for, and at once
-        when it holds another version; deadline 5 s.
-        """
-
-    @abc.abstractmethod
     def StreamReports(
         self,
         request_iterator: _MaybeAsyncIterator[services.common.pb.pool_pb2.StreamReportsRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[services.common.pb.pool_pb2.StreamReportsResponse], collections.abc.AsyncIterator[services.common.pb.pool_pb2.StreamReportsResponse]]:
-        """The same over one stream: each report gets one answer, in order. A message of a stream costs the orchestrator less than
-        half of a call. The stream ends with the status that ReportReplica would return. No deadline; an answer comes in 5 s.
+        """Reports renew the lease and say what the replica holds and does; the latest report wins. Each report gets one answer,
+        in order, within 5 s. Every 2 s, or as seldom as the answer before asks for, and at once when the replica holds another
+        version. The stream ends with LEASE_LOST when the lease has run out: join again. No deadline.
         """
 
     @abc.abstractmethod

@@ -60,16 +60,6 @@ class RunServiceStub:
                 request_serializer=rollmill_dot_v1_dot_run__pb2.StopRunRequest.SerializeToString,
                 response_deserializer=rollmill_dot_v1_dot_run__pb2.StopRunResponse.FromString,
                 _registered_method=True)
-        self.DrainReplica = channel.unary_unary(
-                '/rollmill.v1.RunService/DrainReplica',
-                request_serializer=rollmill_dot_v1_dot_run__pb2.DrainReplicaRequest.SerializeToString,
-                response_deserializer=rollmill_dot_v1_dot_run__pb2.DrainReplicaResponse.FromString,
-                _registered_method=True)
-        self.StartEvaluation = channel.unary_unary(
-                '/rollmill.v1.RunService/StartEvaluation',
-                request_serializer=rollmill_dot_v1_dot_run__pb2.StartEvaluationRequest.SerializeToString,
-                response_deserializer=rollmill_dot_v1_dot_run__pb2.StartEvaluationResponse.FromString,
-                _registered_method=True)
 
 
 class RunServiceServicer:
@@ -112,21 +102,6 @@ class RunServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def DrainReplica(self, request, context):
-        """A replica finishes what it plays and leaves. NOT_FOUND when it is not in the pool. Deadline 5 s.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StartEvaluation(self, request, context):
-        """Evaluates the newest version while training goes on. Repeating with the same request id is harmless.
-        Deadline 5 s.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_RunServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -154,16 +129,6 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.StopRun,
                     request_deserializer=rollmill_dot_v1_dot_run__pb2.StopRunRequest.FromString,
                     response_serializer=rollmill_dot_v1_dot_run__pb2.StopRunResponse.SerializeToString,
-            ),
-            'DrainReplica': grpc.unary_unary_rpc_method_handler(
-                    servicer.DrainReplica,
-                    request_deserializer=rollmill_dot_v1_dot_run__pb2.DrainReplicaRequest.FromString,
-                    response_serializer=rollmill_dot_v1_dot_run__pb2.DrainReplicaResponse.SerializeToString,
-            ),
-            'StartEvaluation': grpc.unary_unary_rpc_method_handler(
-                    servicer.StartEvaluation,
-                    request_deserializer=rollmill_dot_v1_dot_run__pb2.StartEvaluationRequest.FromString,
-                    response_serializer=rollmill_dot_v1_dot_run__pb2.StartEvaluationResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -302,60 +267,6 @@ class RunService:
             '/rollmill.v1.RunService/StopRun',
             rollmill_dot_v1_dot_run__pb2.StopRunRequest.SerializeToString,
             rollmill_dot_v1_dot_run__pb2.StopRunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def DrainReplica(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmill.v1.RunService/DrainReplica',
-            rollmill_dot_v1_dot_run__pb2.DrainReplicaRequest.SerializeToString,
-            rollmill_dot_v1_dot_run__pb2.DrainReplicaResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StartEvaluation(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmill.v1.RunService/StartEvaluation',
-            rollmill_dot_v1_dot_run__pb2.StartEvaluationRequest.SerializeToString,
-            rollmill_dot_v1_dot_run__pb2.StartEvaluationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -105,39 +105,7 @@ _RunServiceStopRunType = typing_extensions.TypeVar(
     ],
 )
 
-_RunServiceDrainReplicaType = typing_extensions.TypeVar(
-    '_RunServiceDrainReplicaType',
-    grpc.UnaryUnaryMultiCallable[
-        services.common.pb.run_pb2.DrainReplicaRequest,
-        services.common.pb.run_pb2.DrainReplicaResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        services.common.pb.run_pb2.DrainReplicaRequest,
-        services.common.pb.run_pb2.DrainReplicaResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        services.common.pb.run_pb2.DrainReplicaRequest,
-        services.common.pb.run_pb2.DrainReplicaResponse,
-    ],
-)
-
-_RunServiceStartEvaluationType = typing_extensions.TypeVar(
-    '_RunServiceStartEvaluationType',
-    grpc.UnaryUnaryMultiCallable[
-        services.common.pb.run_pb2.StartEvaluationRequest,
-        services.common.pb.run_pb2.StartEvaluationResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        services.common.pb.run_pb2.StartEvaluationRequest,
-        services.common.pb.run_pb2.StartEvaluationResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        services.common.pb.run_pb2.StartEvaluationRequest,
-        services.common.pb.run_pb2.StartEvaluationResponse,
-    ],
-)
-
-class RunServiceStub(typing.Generic[_RunServiceGetRunType, _RunServiceWatchRunType, _RunServicePauseRunType, _RunServiceResumeRunType, _RunServiceStopRunType, _RunServiceDrainReplicaType, _RunServiceStartEvaluationType]):
+class RunServiceStub(typing.Generic[_RunServiceGetRunType, _RunServiceWatchRunType, _RunServicePauseRunType, _RunServiceResumeRunType, _RunServiceStopRunType]):
     """Served by the orchestrator to people and tools."""
 
     @typing.overload
@@ -161,14 +129,6 @@ class RunServiceStub(typing.Generic[_RunServiceGetRunType, _RunServiceWatchRunTy
         grpc.UnaryUnaryMultiCallable[
             services.common.pb.run_pb2.StopRunRequest,
             services.common.pb.run_pb2.StopRunResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            services.common.pb.run_pb2.DrainReplicaRequest,
-            services.common.pb.run_pb2.DrainReplicaResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            services.common.pb.run_pb2.StartEvaluationRequest,
-            services.common.pb.run_pb2.StartEvaluationResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -194,14 +154,6 @@ class RunServiceStub(typing.Generic[_RunServiceGetRunType, _RunServiceWatchRunTy
             services.common.pb.run_pb2.StopRunRequest,
             services.common.pb.run_pb2.StopRunResponse,
         ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            services.common.pb.run_pb2.DrainReplicaRequest,
-            services.common.pb.run_pb2.DrainReplicaResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            services.common.pb.run_pb2.StartEvaluationRequest,
-            services.common.pb.run_pb2.StartEvaluationResponse,
-        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetRun: _RunServiceGetRunType
@@ -220,14 +172,6 @@ class RunServiceStub(typing.Generic[_RunServiceGetRunType, _RunServiceWatchRunTy
 
     StopRun: _RunServiceStopRunType
     """Ends the run: trainers write a checkpoint and leave, replicas drain. Stopping twice is fine. Deadline 5 s."""
-
-    DrainReplica: _RunServiceDrainReplicaType
-    """A replica finishes what it plays and leaves. NOT_FOUND when it is not in the pool. Deadline 5 s."""
-
-    StartEvaluation: _RunServiceStartEvaluationType
-    """Evaluates the newest version while training goes on. Repeating with the same request id is harmless.
-    Deadline 5 s.
-    """
 
 RunServiceAsyncStub: typing_extensions.TypeAlias = RunServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -249,14 +193,6 @@ RunServiceAsyncStub: typing_extensions.TypeAlias = RunServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         services.common.pb.run_pb2.StopRunRequest,
         services.common.pb.run_pb2.StopRunResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        services.common.pb.run_pb2.DrainReplicaRequest,
-        services.common.pb.run_pb2.DrainReplicaResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        services.common.pb.run_pb2.StartEvaluationRequest,
-        services.common.pb.run_pb2.StartEvaluationResponse,
     ],
 ]
 
@@ -304,23 +240,5 @@ class RunServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[services.common.pb.run_pb2.StopRunResponse, collections.abc.Awaitable[services.common.pb.run_pb2.StopRunResponse]]:
         """Ends the run: trainers write a checkpoint and leave, replicas drain. Stopping twice is fine. Deadline 5 s."""
-
-    @abc.abstractmethod
-    def DrainReplica(
-        self,
-        request: services.common.pb.run_pb2.DrainReplicaRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[services.common.pb.run_pb2.DrainReplicaResponse, collections.abc.Awaitable[services.common.pb.run_pb2.DrainReplicaResponse]]:
-        """A replica finishes what it plays and leaves. NOT_FOUND when it is not in the pool. Deadline 5 s."""
-
-    @abc.abstractmethod
-    def StartEvaluation(
-        self,
-        request: services.common.pb.run_pb2.StartEvaluationRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[services.common.pb.run_pb2.StartEvaluationResponse, collections.abc.Awaitable[services.common.pb.run_pb2.StartEvaluationResponse]]:
-        """Evaluates the newest version while training goes on. Repeating with the same request id is harmless.
-        Deadline 5 s.
-        """
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -96,4 +96,3 @@ class RunCount(enum.StrEnum):
     STALLS = "stalls"
     PAUSES_FOR_FAILURES = "pauses_for_failures"  # that a person ends: without a terminal, the launcher ends the run
     WRONG_DIGEST_HELD = "wrong_digest_held"
-    IMPOSSIBLE_FREE_SLOTS = "impossible_free_slots"

@@ -1,7 +1,7 @@
 """The records that go round the ring: segments, sequences, trajectories, task groups.
 
 Plain frozen dataclasses over numpy arrays. Independent of gRPC, protobuf and torch;
-``services.common.wire`` converts to and from the wire, in pairs.
+``services.common.codec`` converts to and from the wire.
 
 Wrong-length lists cannot be written down: a segment is a run of consecutive tokens with *one* source and
 *one* weight version, so the loss mask is ``segment.source is TokenSource.POLICY`` alone.
@@ -318,6 +318,10 @@ class FetchPlan:
 
     relays: tuple[str, ...]  # addresses of WeightServices
     own_shard: int | None = None  # of the receiving replica; None when it is no relay
+
+    def __post_init__(self) -> None:
+        if self.own_shard is not None and not 0 <= self.own_shard < len(self.relays):
+            raise ValueError(f"a fetch plan of {len(self.relays)} relays names shard {self.own_shard}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

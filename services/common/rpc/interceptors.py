@@ -8,7 +8,6 @@ need no message.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
@@ -19,11 +18,9 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from services.common.errors import InvalidRequestError, RollmillError
-from services.common.net.hosts import peer_of_grpc
 from services.common.rpc.client.channel import ids_from_metadata
-from services.common.rpc.limits import Limit, Rates, limit_of
+from services.common.rpc.limits import MOST_BYTES, REQUEST_BYTES, SMALL_BYTES
 from services.common.rpc.statuses import to_status
-from services.common.security.caller import caller
 from services.common.security.permissions import allowed
 from services.common.telemetry.accounts import TimeAccount
 from services.common.telemetry.activities import AnyActivity
@@ -35,12 +32,8 @@ log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # subscripts in stubs only
 
-_FIRST_FIELD = 0x0A  # the tag of field 1, a message
-_LONGEST_SHIFT = 63  # of the tenth byte of a number
 _UNARY_RESPONSE = ("unary_unary", "stream_unary")
 _STREAM_RESPONSE = ("unary_stream", "stream_stream")
-
-Parse = Callable[[bytes], Any]
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -209,112 +202,53 @@ class AccountInterceptor(CallInterceptor):
         self._account.beat()
 
 
-def peer_of(context: Context) -> str:
-    """The caller at its host; without keys, its host. Never its connection: each new one would have new limits."""
-    host, known = peer_of_grpc(str(context.peer())), caller.get()
-    # By host: the replicas of a run may share keys, and one machine must not use up the limit of another.
-    return host if known is None else f"{known.name}@{host}"
-
-
-class RateInterceptor(CallInterceptor):
-    """Refuses calls over the limits on calls."""
-
-    def __init__(self, rates: Rates | None = None) -> None:
-        super().__init__()
-        self._rates = rates or Rates()
-
-    def around(self, method: str, context: Context) -> AbstractContextManager[object]:
-        name = method.rpartition("/")[2]
-        return self._rates.call(peer_of(context), name, limit_of(name))
-
-
 class MessageInterceptor(CallInterceptor):
     """Parses requests and writes responses within the limits on their size. Comes last, next to the servicer."""
 
     def _wrap(self, handler: Handler, method: str) -> Handler:
         name = method.rpartition("/")[2]
-        limit = limit_of(name)
-        read = _reader(name, limit, handler.request_deserializer)
-        write = _writer(name, limit, handler.response_serializer)
-        if (behaviour := handler.unary_unary) is not None:
-            return grpc.unary_unary_rpc_method_handler(_unary(behaviour, read, write))
-        if (behaviour := handler.unary_stream) is not None:
-            return grpc.unary_stream_rpc_method_handler(_streaming(behaviour, read), response_serializer=write)
-        if (behaviour := handler.stream_unary) is not None:
-            return grpc.stream_unary_rpc_method_handler(_unary(behaviour, _each(read), write))
-        return grpc.stream_stream_rpc_method_handler(
-            _streaming(handler.stream_stream, _each(read)), response_serializer=write
-        )
+        parse, serialize = handler.request_deserializer, handler.response_serializer
+        most_bytes = REQUEST_BYTES.get(name, SMALL_BYTES)
 
+        def read(data: bytes) -> Any:
+            if len(data) > most_bytes:
+                raise InvalidRequestError(f"a message of {name} has {len(data)} bytes; at most {most_bytes} are taken")
+            try:
+                return parse(data) if parse is not None else data
+            except (DecodeError, RecursionError) as error:
+                raise InvalidRequestError(f"a message of {name} cannot be parsed: {error}") from None
 
-def _unary(behaviour: Any, read: Callable[[Any], Any], write: Callable[[Any], bytes]) -> Any:
-    async def wrapped(request: Any, context: Context) -> bytes:
-        # Serialised here and not by gRPC, so that an answer that is too large becomes a structured error.
-        return write(await behaviour(read(request), context))
-
-    return wrapped
-
-
-def _streaming(behaviour: Any, read: Callable[[Any], Any]) -> Any:
-    async def wrapped(request: Any, context: Context) -> None:
-        await written(behaviour, read(request), context)
-
-    return wrapped
-
-
-def _each(read: Callable[[bytes], Any]) -> Callable[[AsyncIterator[bytes]], AsyncIterator[Any]]:
-    async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        async for data in requests:
-            yield read(data)
-
-    return parsed
-
-
-def _reader(name: str, limit: Limit, parse: Parse | None) -> Callable[[bytes], Any]:
-    def read(data: bytes) -> Any:
-        if len(data) > limit.request_bytes:
-            raise InvalidRequestError(
-                f"a message of {name} has {len(data)} bytes; at most {limit.request_bytes} are taken",
-                limit=f"{name}.request_bytes",
-            )
-        if limit.requests is not None and num_fields(data, limit.requests) > limit.requests:
-            raise InvalidRequestError(
-                f"a message of {name} has more than {limit.requests} requests: send them in several messages",
-                limit=f"{name}.requests",
-            )
-        if parse is None:
+        def write(message: Any) -> bytes:
+            data: bytes = serialize(message) if serialize is not None else message
+            if len(data) > MOST_BYTES:
+                raise InvalidRequestError(
+                    f"the answer to {name} has {len(data)} bytes; at most {MOST_BYTES} are sent: ask for less"
+                )
             return data
-        try:
-            return parse(data)
-        except (DecodeError, RecursionError) as error:
-            raise InvalidRequestError(f"a message of {name} cannot be parsed: {error}") from None
 
-    return read
+        async def read_each(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            async for data in requests:
+                yield read(data)
 
+        def unary(behaviour: Any, read: Any) -> Any:
+            async def wrapped(request: Any, context: Context) -> bytes:
+                # Serialised here and not by gRPC, so that an answer that is too large becomes a structured error.
+                return write(await behaviour(read(request), context))
 
-def num_fields(data: bytes, most: int) -> int:
-    """The values of a message's first field, counted up to ``most`` + 1 and before any is parsed: an empty request of two
-    bytes takes hundreds when it is parsed. Another field counts as too many: these messages have one."""
-    place = count = 0
-    with contextlib.suppress(IndexError):  # cut: the parser says so
-        while place < len(data) and count <= most:
-            if data[place] != _FIRST_FIELD:
-                return most + 1
-            count, place, size, shift = count + 1, place + 1, 0, 0
-            while data[place] >= 0x80 and shift < _LONGEST_SHIFT:  # the parser refuses a longer number
-                size, place, shift = size | (data[place] & 0x7F) << shift, place + 1, shift + 7
-            place += 1 + (size | data[place] << shift)
-    return count
+            return wrapped
 
+        def streaming(behaviour: Any, read: Any) -> Any:
+            async def wrapped(request: Any, context: Context) -> None:
+                await written(behaviour, read(request), context)
 
-def _writer(name: str, limit: Limit, serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
-    def write(message: Any) -> bytes:
-        data: bytes = serialize(message) if serialize is not None else message
-        if len(data) > limit.response_bytes:
-            raise InvalidRequestError(
-                f"the answer to {name} has {len(data)} bytes; at most {limit.response_bytes} are sent: ask for less",
-                limit=f"{name}.response_bytes",
-            )
-        return data
+            return wrapped
 
-    return write
+        if (behaviour := handler.unary_unary) is not None:
+            return grpc.unary_unary_rpc_method_handler(unary(behaviour, read))
+        if (behaviour := handler.unary_stream) is not None:
+            return grpc.unary_stream_rpc_method_handler(streaming(behaviour, read), response_serializer=write)
+        if (behaviour := handler.stream_unary) is not None:
+            return grpc.stream_unary_rpc_method_handler(unary(behaviour, read_each))
+        return grpc.stream_stream_rpc_method_handler(
+            streaming(handler.stream_stream, read_each), response_serializer=write
+        )

@@ -28,7 +28,6 @@ from services.common.aio import deadline
 from services.common.errors import ConfigError
 from services.common.net import hosts
 from services.common.pb import status_pb2, status_pb2_grpc
-from services.common.records.types import by_name
 from services.common.rpc.client.channel import KEEPALIVE, fixed_window
 from services.common.rpc.credentials import server_credentials
 from services.common.rpc.interceptors import (
@@ -37,7 +36,6 @@ from services.common.rpc.interceptors import (
     ContextInterceptor,
     ErrorInterceptor,
     MessageInterceptor,
-    RateInterceptor,
 )
 from services.common.rpc.limits import server_options
 from services.common.security import identity
@@ -45,8 +43,7 @@ from services.common.security.identity import check_bind
 from services.common.telemetry.accounts import AccountState
 from services.common.telemetry.log_events import LogEvent
 from services.common.telemetry.status import ProcessStatus
-from services.common.wire.accounts import account_to_proto
-from services.common.wire.records import timestamp_to_proto
+from services.common.wire import write
 
 log = structlog.get_logger()
 
@@ -92,7 +89,7 @@ class Server:
             interceptors=_chained(
                 (ContextInterceptor(), ErrorInterceptor()),
                 _authentication(self.identity),
-                (RateInterceptor(), *interceptors, MessageInterceptor()),
+                (*interceptors, MessageInterceptor()),
             ),
             options=[
                 *KEEPALIVE,
@@ -268,10 +265,7 @@ class _StatusServicer(status_pb2_grpc.StatusServiceServicer):
     async def GetStatus(
         self, request: status_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> status_pb2.GetStatusResponse:
-        now = self.now()
-        accounts = [account_to_proto(account) for account in now.accounts]
-        told = {**by_name(now), "started_at": timestamp_to_proto(now.started_at), "accounts": accounts}
-        return status_pb2.GetStatusResponse(**told)
+        return write(self.now(), status_pb2.GetStatusResponse())
 
 
 def _chained(

@@ -14,7 +14,6 @@ _LOOKING = {Role.OPERATOR, Role.VIEWER}
 RPCS: dict[str, dict[str, Iterable[Role]]] = {
     "rollmill.v1.PoolService": {
         "JoinPool": {Role.INFERENCE},
-        "ReportReplica": {Role.INFERENCE},
         "StreamReports": {Role.INFERENCE},
         "StreamTrajectories": {Role.INFERENCE},
         "JoinGateway": {Role.ENVGATEWAY},  # which learns from it that the run has ended, and nothing else of the run
@@ -51,8 +50,6 @@ RPCS: dict[str, dict[str, Iterable[Role]]] = {
         "PauseRun": {Role.OPERATOR},
         "ResumeRun": {Role.OPERATOR},
         "StopRun": {Role.OPERATOR},
-        "DrainReplica": {Role.OPERATOR},
-        "StartEvaluation": {Role.OPERATOR},
     },
     # A replica polls the status of its gateway, a trainer that of its publisher.
     "rollmill.v1.StatusService": {"GetStatus": {*_LOOKING, Role.ORCHESTRATOR, Role.INFERENCE, Role.TRAINER}},

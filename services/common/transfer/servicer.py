@@ -20,7 +20,7 @@ from services.common.rpc.server import Server
 from services.common.transfer.bulk import BulkServer
 from services.common.transfer.source import PayloadSource, SendBudget
 from services.common.weights.snapshot import PayloadNotReadyError
-from services.common.wire.weights import (
+from services.common.wire import (
     not_ready_to_proto,
     payload_request_from_proto,
     payload_to_proto,

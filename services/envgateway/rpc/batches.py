@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import structlog
 
-from services.common.errors import RollmillError
+from services.common.errors import InvalidRequestError, RollmillError
+from services.common.rpc.limits import MOST_REQUESTS
 
 log = structlog.get_logger()
 
@@ -17,11 +18,15 @@ Response = TypeVar("Response")
 
 
 async def answered(
-    requests: Iterable[Request], answer: Callable[[Request], Awaitable[Response]]
+    requests: Sequence[Request], answer: Callable[[Request], Awaitable[Response]]
 ) -> AsyncGenerator[list[tuple[int, Response | None]], None]:
     """Places and answers, those that came together in one list; None for a call that failed, which its caller makes again
-    alone, to be told why. Leaving ends the calls that run.
+    alone, to be told why. Leaving ends the calls that run. Raises ``InvalidRequestError`` for more than ``MOST_REQUESTS``.
     """
+    if len(requests) > MOST_REQUESTS:
+        raise InvalidRequestError(
+            f"a message has {len(requests)} requests; at most {MOST_REQUESTS} are taken: send them in several messages"
+        )
     ended: asyncio.Queue[int] = asyncio.Queue()
     tasks: list[asyncio.Task[Response | None]] = []
     try:

@@ -10,7 +10,7 @@ from services.common.errors import InvalidRequestError
 from services.common.pb import environment_pb2
 from services.common.pb import judge_pb2 as pb
 from services.common.text.encodable import encodable
-from services.common.wire.records import duration_from_proto, duration_to_proto
+from services.common.wire import duration_from_proto, duration_to_proto
 from services.envgateway.judge.records import (
     AssertTests,
     CallCase,

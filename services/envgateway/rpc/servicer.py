@@ -9,11 +9,12 @@ from typing import Any
 import grpc
 import orjson
 
+from services.common.codec import json_object
 from services.common.pb import environment_pb2 as pb
 from services.common.pb import environment_pb2_grpc as pb_grpc
 from services.common.telemetry.gateway_queue import Lane
 from services.common.text.encodable import encodable
-from services.common.wire.records import duration_to_proto, json_object
+from services.common.wire import duration_to_proto
 from services.envgateway.calls import SharedCalls
 from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.queue.local import JobQueue

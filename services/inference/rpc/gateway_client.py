@@ -36,7 +36,7 @@ from services.common.security.roles import Peer
 from services.common.telemetry.accounts import TimeAccount
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.components import GATEWAY
-from services.common.wire.records import duration_to_proto
+from services.common.wire import duration_to_proto
 from services.inference.rpc.call_batches import CallBatcher
 from services.inference.workflows.base import (
     CaseOutcome,

@@ -22,19 +22,25 @@ import structlog
 from services.common.aio import backoff
 from services.common.errors import AccessError, DeadlineError, LeaseLostError, RollmillError, UserError
 from services.common.pb import pool_pb2, pool_pb2_grpc
-from services.common.records.device_turn import DeviceTurn
-from services.common.records.types import FetchPlan, WeightTransfer, WeightVersion, by_name
+from services.common.records.device_turn import (
+    DeviceTurn,
+)
+from services.common.records.types import (
+    FetchPlan,
+    TaskGroupOrder,
+    WeightTransfer,
+    WeightVersion,
+    by_name,
+)
 from services.common.rpc.client.channel import translated_errors
 from services.common.rpc.client.refusals import refusal_behind
 from services.common.rpc.client.run_client import AWAY_S
-from services.common.wire.records import device_turn_from_proto, duration_from_proto, order_from_proto
-from services.common.wire.weights import fetch_plan_from_proto, weight_version_from_proto
+from services.common.wire import duration_from_proto, read, write
 from services.inference.rollouts.player import RolloutPlayer
 from services.inference.rpc.report_stream import (
     ReplicaIdentity,
     ReplicaReport,
     ReportStream,
-    held_to_proto,
     report_to_proto,
 )
 
@@ -149,7 +155,7 @@ class PoolClient:
     async def _one_stream(self) -> None:
         request = pool_pb2.JoinPoolRequest(
             **by_name(self._identity),
-            held_versions=[held_to_proto(v) for v in self._member.held_versions()],
+            held_versions=[write(v, pool_pb2.HeldVersion()) for v in self._member.held_versions()],
             running_task_group_ids=self._member.running_task_group_ids(),
         )
         call = self._call = self._stub.JoinPool(request)
@@ -176,10 +182,10 @@ class PoolClient:
             member.cancel_task_group(response.cancel_task_group.task_group_id, response.cancel_task_group.reason)
         elif command == "new_version":
             announced = response.new_version
-            plan = fetch_plan_from_proto(announced.plan) if announced.HasField("plan") else None
-            member.new_version(weight_version_from_proto(announced.version), plan)
+            plan = read(FetchPlan, announced.plan) if announced.HasField("plan") else None
+            member.new_version(read(WeightVersion, announced.version), plan)
         elif command == "device_turn":
-            member.device_turn(device_turn_from_proto(response.device_turn))
+            member.device_turn(read(DeviceTurn, response.device_turn))
         elif command == "drain":
             self._draining = True
             member.drain(response.drain.reason)
@@ -188,7 +194,7 @@ class PoolClient:
 
     def _order(self, proto: pool_pb2.RunTaskGroup) -> None:
         try:
-            order = order_from_proto(proto)
+            order = read(TaskGroupOrder, proto)
         except RollmillError as error:  # a faulty order: its slots fail, membership and other orders go on
             log.error("pool.unreadable_order", task_group=proto.task_group_id, error=error.message)
             self._player.refuse(proto.task_group_id, tuple(proto.indices), error)

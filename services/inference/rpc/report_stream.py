@@ -7,19 +7,18 @@ about twice as much as a message of a stream, and of a large pool reports are th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 
+from services.common import codec
 from services.common.aio import deadline
 from services.common.errors import InfrastructureError
 from services.common.pb import pool_pb2, pool_pb2_grpc
-from services.common.records.types import WeightTransfer, WeightVersion, by_name
-from services.common.rpc.client.channel import DEADLINES, translated_errors
+from services.common.records.types import WeightTransfer, WeightVersion
+from services.common.rpc.client.channel import REPORT_ANSWER_S, translated_errors
 from services.common.telemetry.accounts import AccountState, PeerState
-from services.common.wire.accounts import account_to_proto, peer_to_proto
-from services.common.wire.records import interval_to_proto
-from services.common.wire.weights import weight_transfer_to_proto
+from services.common.wire import interval_to_proto, write
 
 Call = grpc.aio.StreamStreamCall[pool_pb2.StreamReportsRequest, pool_pb2.StreamReportsResponse]
 
@@ -39,7 +38,6 @@ class ReplicaIdentity:
 class ReplicaReport:
     """Versions, load and health of a replica."""
 
-    num_free_slots: int
     held_versions: tuple[WeightVersion, ...]
     running_task_group_ids: tuple[str, ...]
     num_generated_tokens: int
@@ -51,8 +49,7 @@ class ReplicaReport:
     device_turn: int = 0  # that it has carried out last
 
 
-def held_to_proto(version: WeightVersion) -> pool_pb2.HeldVersion:
-    return pool_pb2.HeldVersion(policy=version.policy, number=version.number, digest=version.digest)
+codec.RENAMED[ReplicaReport] = {"emission_intervals": ""}  # pairs of numbers
 
 
 def report_to_proto(
@@ -60,17 +57,14 @@ def report_to_proto(
     report: ReplicaReport,
     intervals: Iterable[tuple[float, float]],
     transfers: Iterable[WeightTransfer],
-) -> pool_pb2.ReportReplicaRequest:
+) -> pool_pb2.StreamReportsRequest:
     """``intervals`` and ``transfers``: those since the last answered report, instead of the report's own."""
-    converted = {
-        "held_versions": [held_to_proto(v) for v in report.held_versions],
-        "emission_intervals": [interval_to_proto(interval) for interval in intervals],
-        "weight_transfers": [weight_transfer_to_proto(transfer) for transfer in transfers],
-        "accounts": [account_to_proto(account) for account in report.accounts],
-        "peers": [peer_to_proto(peer) for peer in report.peers],
-    }
-    told = {**by_name(report), **converted}
-    return pool_pb2.ReportReplicaRequest(replica_id=identity.replica_id, incarnation=identity.incarnation, **told)
+    proto = pool_pb2.StreamReportsRequest(
+        replica_id=identity.replica_id,
+        incarnation=identity.incarnation,
+        emission_intervals=[interval_to_proto(interval) for interval in intervals],
+    )
+    return write(replace(report, weight_transfers=tuple(transfers)), proto)
 
 
 class ReportStream:
@@ -78,7 +72,7 @@ class ReportStream:
         self._stub = stub
         self._call: Call | None = None  # without an unanswered report
 
-    async def send(self, report: pool_pb2.ReportReplicaRequest) -> pool_pb2.ReportReplicaResponse:
+    async def send(self, report: pool_pb2.StreamReportsRequest) -> pool_pb2.StreamReportsResponse:
         """The answer to a report.
 
         Raises:
@@ -90,8 +84,8 @@ class ReportStream:
             call = self._stub.StreamReports(wait_for_ready=True)
         try:
             with translated_errors("orchestrator", "StreamReports"):
-                async with deadline(DEADLINES["ReportReplica"], "the orchestrator's answer to a report"):
-                    await call.write(pool_pb2.StreamReportsRequest(report=report))
+                async with deadline(REPORT_ANSWER_S, "the orchestrator's answer to a report"):
+                    await call.write(report)
                     response = await call.read()
             if not isinstance(response, pool_pb2.StreamReportsResponse):
                 raise InfrastructureError("the orchestrator has ended the stream of reports")
@@ -99,7 +93,7 @@ class ReportStream:
             call.cancel()
             raise
         self._call = call
-        return response.answer
+        return response
 
     def close(self) -> None:
         """End the stream."""

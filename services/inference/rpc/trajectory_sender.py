@@ -27,20 +27,19 @@ from services.common.errors import RollmillError
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.records.types import RolloutFailure, Trajectory
 from services.common.rpc.client.channel import translated_errors
-from services.common.rpc.limits import limit_of
+from services.common.rpc.limits import REQUEST_BYTES
 from services.common.telemetry.accounts import Activity, TimeAccount
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.components import ORCHESTRATOR, records, replica
 from services.common.telemetry.log_events import LogEvent
 from services.common.telemetry.logs import Repeats
-from services.common.wire.records import failure_to_proto, fill_trajectory
-from services.common.wire.refusals import refusal_reason_from_proto
+from services.common.wire import REFUSAL_REASONS, write
 
 log = structlog.get_logger(__name__)
 
 MAX_UNACKNOWLEDGED = 4096
 # Room for the record's number, which is set when it is sent.
-MOST_RECORD_BYTES = limit_of("StreamTrajectories").request_bytes - 64
+MOST_RECORD_BYTES = REQUEST_BYTES["StreamTrajectories"] - 64
 MESSAGE_BYTES = 256 * 1024  # of several records in one message: a message for each costs more than its content
 LINGER_S = 0.01  # between two messages
 TOO_LARGE = "RECORD_TOO_LARGE"
@@ -91,12 +90,12 @@ class TrajectorySender:
         await self._room.acquire()  # released by acknowledgements; the order's time limit bounds the wait
         numbered = Record()
         if isinstance(record, Trajectory):
-            fill_trajectory(numbered.trajectory, record)
+            write(record, numbered.trajectory)
             if (size := numbered.ByteSize()) > self._most_bytes:
                 # The orchestrator would refuse the record, and a refused record would be sent again for ever.
                 record = _too_large(record, size)
         if isinstance(record, RolloutFailure):
-            numbered.failure.CopyFrom(failure_to_proto(record))  # replaces the trajectory: the two are a oneof
+            write(record, numbered.failure)  # replaces the trajectory: the two are a oneof
         self._waiting.append(numbered)
         self._empty.clear()
         self._changed.set()
@@ -184,7 +183,7 @@ class TrajectorySender:
 
     def _note_refusal(self, ack: pool_pb2.RecordAck) -> None:
         """Count and log a record that the orchestrator refuses for good; the record is dropped."""
-        reason = refusal_reason_from_proto(ack.reason)
+        reason = REFUSAL_REASONS.get(ack.reason)
         name = "other" if reason is None else reason.value
         self.refused[name] += 1
         if (suppressed := self._repeats.tell(name)) is not None:

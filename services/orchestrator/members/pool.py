@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from services.common.errors import CapacityError, LeaseLostError, NotFoundError, SupersededError
+from services.common.errors import CapacityError, LeaseLostError, SupersededError
 from services.common.telemetry.accounts import AccountState, PeerState
 from services.orchestrator.members.commands import AnnounceVersion, LeavePool, Mailbox, ReplicaCommand
 from services.orchestrator.members.replica import Assignment, FreeSlots, Held, Hello, Replica, Shelf
@@ -188,23 +188,12 @@ class ReplicaPool:
             self._end(replica, LeaseLostError(f"replica {replica.replica_id} did not report for {self.lease_s} s"))
         return lost
 
-    def drain(self, replica_id: str, reason: str) -> None:
-        """Drain a replica; raises NotFoundError for one outside the pool."""
-        replica = self._replicas.get(replica_id)
-        if replica is None:
-            known = ", ".join(sorted(self._replicas)) or "none"
-            raise NotFoundError(f"no replica {replica_id!r} in the pool; there are: {known}")
-        self._dismiss(replica, reason)
-
     def drain_all(self, reason: str) -> None:
         """Stop all work: no replica gets orders, and every replica may leave."""
         for replica in self:
-            self._dismiss(replica, reason)
-
-    def _dismiss(self, replica: Replica, reason: str) -> None:
-        replica.draining = True
-        self._takes_other_work(replica)
-        self.send(replica, LeavePool(reason))
+            replica.draining = True
+            self._takes_other_work(replica)
+            self.send(replica, LeavePool(reason))
 
     def close(self) -> None:
         """End all streams, so that the server can stop."""

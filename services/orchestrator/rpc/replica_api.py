@@ -102,13 +102,9 @@ class ReplicaApi:
         running: Iterable[str] | None = None,
         accounts: tuple[AccountState, ...] = (),
         peers: tuple[PeerState, ...] = (),
-        num_free_slots: int = 0,
         device_turn: int = 0,
     ) -> None:
-        """Renew the lease; raises LeaseLostError for an ended lease or the lease of another incarnation.
-
-        ``num_free_slots`` has no effect: the ledger counts the slots. A difference is logged.
-        """
+        """Renew the lease; raises LeaseLostError for an ended lease or the lease of another incarnation."""
         before = self._pool.takers
         replica = self._pool.report(
             replica_id,
@@ -122,7 +118,6 @@ class ReplicaApi:
             device_turn=device_turn,
         )
         self._turns.settle()
-        self._counters[RunCount.IMPOSSIBLE_FREE_SLOTS.value] += not 0 <= num_free_slots <= replica.num_slots
         self._counters[RunCount.TOKENS_SAMPLED.value] += replica.new_tokens
         self._timeline.emitted(replica_id, emission)
         self._announcer.sync(replica)

@@ -19,7 +19,11 @@ import structlog
 
 from services.common.aio import deadline
 from services.common.errors import InvalidRequestError
-from services.common.pb import pool_pb2, pool_pb2_grpc
+from services.common.pb import (
+    pool_pb2,
+    pool_pb2_grpc,
+    weights_pb2,
+)
 from services.common.records.device_turn import DeviceTurn
 from services.common.records.refusals import Refusal, RefusalReason
 from services.common.records.types import FetchPlan, RolloutFailure, WeightVersion
@@ -30,6 +34,16 @@ from services.common.wire.accounts import account_from_proto, peer_from_proto
 from services.common.wire.refusals import refusal_reason_to_proto
 from services.common.wire.weights import fetch_plan_to_proto, weight_transfer_from_proto, weight_version_to_proto
 from services.orchestrator.ingest import INVALID_RECORD, Answer, Ingest, RecordOutcome
+from services.common.records.types import (
+    FetchPlan,
+    RolloutFailure,
+    Trajectory,
+    WeightTransfer,
+    WeightVersion,
+)
+from services.common.telemetry.accounts import AccountState, PeerState
+from services.common.wire import REFUSAL_NUMBERS, duration_to_proto, interval_from_proto, read, write
+from services.orchestrator.ingest.ingest import INVALID_RECORD, Answer, Ingest, RecordOutcome
 from services.orchestrator.members.commands import (
     AnnounceVersion,
     CancelGroup,
@@ -177,7 +191,6 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         self._api, self._gateway = replicas, gateway
         self._pool, self._ledgers, self._control = pool, ledgers, control
         self._ingest, self._metrics = ingest, metrics
-        self._rates = Rates()  # of the messages of streams; gRPC's calls are counted before they come here
         self.closing = asyncio.Event()
 
     # A coroutine that writes, not a generator: each command then passes two frames fewer.
@@ -215,7 +228,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         return pool_pb2.JoinPoolResponse(
             welcome=pool_pb2.Welcome(
                 run_id=self._run_id,
-                lease=serde.duration_to_proto(self._pool.lease_s),
+                lease=duration_to_proto(self._pool.lease_s),
                 envgateway_address=gateway,
             )
         )
@@ -223,14 +236,16 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     def _command(self, command: ReplicaCommand) -> pool_pb2.JoinPoolResponse:
         match command:
             case PlayGroup(order):
-                return pool_pb2.JoinPoolResponse(run_task_group=serde.order_to_proto(order))
+                response = pool_pb2.JoinPoolResponse()
+                write(order, response.run_task_group)
+                return response
             case CancelGroup(task_group_id, reason):
                 cancel = pool_pb2.CancelTaskGroup(task_group_id=task_group_id, reason=reason)
                 return pool_pb2.JoinPoolResponse(cancel_task_group=cancel)
             case AnnounceVersion(version, plan):
                 return _announced(version, plan, self._run_id)
             case DeviceTurn():
-                return pool_pb2.JoinPoolResponse(device_turn=serde.device_turn_to_proto(command))
+                return pool_pb2.JoinPoolResponse(device_turn=write(command, pool_pb2.DeviceTurn()))
             case LeavePool(reason):
                 return pool_pb2.JoinPoolResponse(drain=pool_pb2.Drain(reason=reason))
             case UseGateway(address):
@@ -249,11 +264,6 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
                 yield pool_pb2.JoinGatewayResponse(leave=pool_pb2.Drain(reason=reason))
         finally:
             self._gateway.left(number)
-
-    async def ReportReplica(
-        self, request: pool_pb2.ReportReplicaRequest, context: Context
-    ) -> pool_pb2.ReportReplicaResponse:
-        return self._note_report(request)
 
     async def StreamReports(  # type: ignore[override]  # a coroutine that writes, so that no write is cancelled
         self, request_iterator: AsyncIterator[pool_pb2.StreamReportsRequest], context: Context
@@ -275,29 +285,26 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     async def _answer_reports(
         self, requests: AsyncIterator[pool_pb2.StreamReportsRequest], context: Context, writing: asyncio.Lock
     ) -> None:
-        limited, limit = (peer_of(context), "ReportReplica"), limit_of("ReportReplica")
         async for request in requests:
-            self._rates.take(limited, limit)
-            answer = pool_pb2.StreamReportsResponse(answer=self._note_report(request.report))
+            answer = self._note_report(request)
             async with writing:
                 await context.write(answer)
 
-    def _note_report(self, request: pool_pb2.ReportReplicaRequest) -> pool_pb2.ReportReplicaResponse:
+    def _note_report(self, request: pool_pb2.StreamReportsRequest) -> pool_pb2.StreamReportsResponse:
         self._api.report(
             request.replica_id,
             request.incarnation,
             held=self._held(request.held_versions),
             num_tokens=bounds.check_number("num_generated_tokens", request.num_generated_tokens, 0, bounds.MOST_TOKENS),
-            emission=bounds.intervals(serde.interval_from_proto(interval) for interval in request.emission_intervals),
+            emission=bounds.intervals(interval_from_proto(interval) for interval in request.emission_intervals),
             gauges=bounds.gauges(request.gauges),
             running=request.running_task_group_ids if request.accounts else None,
-            accounts=bounds.accounts(map(account_from_proto, request.accounts)),
-            peers=bounds.peers(map(peer_from_proto, request.peers)),
+            accounts=bounds.accounts(read(AccountState, account) for account in request.accounts),
+            peers=bounds.peers(read(PeerState, peer) for peer in request.peers),
             device_turn=request.device_turn,
-            num_free_slots=request.num_free_slots,
         )
         for proto in request.weight_transfers:
-            transfer = bounds.transfer(weight_transfer_from_proto(proto))
+            transfer = bounds.transfer(read(WeightTransfer, proto))
             if transfer.policy in self._ledgers:
                 self._metrics.weight_transfer(request.replica_id, transfer)
         return _answer_to_report(self._pool.lease_s, self._pool.report_every_s)
@@ -342,17 +349,17 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
 def _announced(version: WeightVersion, plan: FetchPlan | None, run_id: str) -> pool_pb2.JoinPoolResponse:
     """One message for all replicas that get the same announcement: those that are no relay."""
     announced = pool_pb2.NewVersion(
-        version=weight_version_to_proto(version, run_id),
-        plan=fetch_plan_to_proto(plan) if plan is not None else None,
+        version=write(version, weights_pb2.WeightVersion(run_id=run_id)),
+        plan=write(plan, pool_pb2.FetchPlan()) if plan is not None else None,
     )
     return pool_pb2.JoinPoolResponse(new_version=announced)
 
 
 @lru_cache(16)
-def _answer_to_report(lease_s: float, report_every_s: float) -> pool_pb2.ReportReplicaResponse:
+def _answer_to_report(lease_s: float, report_every_s: float) -> pool_pb2.StreamReportsResponse:
     """One message for all replicas of a pool."""
-    return pool_pb2.ReportReplicaResponse(
-        lease=serde.duration_to_proto(lease_s), next_report=serde.duration_to_proto(report_every_s)
+    return pool_pb2.StreamReportsResponse(
+        lease=duration_to_proto(lease_s), next_report=duration_to_proto(report_every_s)
     )
 
 
@@ -366,7 +373,7 @@ async def _send_acks(acks: AckQueue[Answer], context: Context) -> None:
 def _ack(number: int, answer: Answer) -> pool_pb2.RecordAck:
     ack = pool_pb2.RecordAck(record_number=number, outcome=_OUTCOME[answer.outcome])
     if answer.refusal is not None:
-        ack.reason = refusal_reason_to_proto(answer.refusal.reason)
+        ack.reason = REFUSAL_NUMBERS[answer.refusal.reason]  # type: ignore[assignment]
         ack.detail = answer.refusal.detail[:MOST_DETAIL]
     return ack
 
@@ -375,11 +382,11 @@ def _record(sent: Sent, replica_id: str) -> tuple[Outcome, Refusal | None]:
     """The received records; for an unreadable one, its slot and the reason."""
     kind = sent.WhichOneof("record")
     if kind == "failure":
-        return serde.failure_from_proto(sent.failure, replica_id), None
+        return read(RolloutFailure, sent.failure, replica_id=replica_id), None
     if kind != "trajectory":
         raise InvalidRequestError(f"record {sent.record_number} holds neither a trajectory nor a failure")
     try:
-        return serde.trajectory_from_proto(sent.trajectory, replica_id), None
+        return read(Trajectory, sent.trajectory, replica_id=replica_id), None
     except InvalidRequestError as error:
         slot = RolloutFailure(
             task_group_id=sent.trajectory.task_group_id,

@@ -9,11 +9,10 @@ from typing import Any
 import grpc
 import orjson
 
-from services.common.pb import run_pb2, run_pb2_grpc
-from services.common.telemetry.logs import without_passwords
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.progress import progress
-from services.orchestrator.rpc.report_bounds import check_id
+from services.common.pb import run_pb2, run_pb2_grpc
+from services.common.telemetry.logs import without_passwords
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -64,16 +63,3 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self._core.control.stop(request.reason or "asked to stop")
         return run_pb2.StopRunResponse()
 
-    async def DrainReplica(
-        self, request: run_pb2.DrainReplicaRequest, context: Context
-    ) -> run_pb2.DrainReplicaResponse:
-        self._core.pool.drain(request.replica_id, "asked to drain")
-        return run_pb2.DrainReplicaResponse()
-
-    async def StartEvaluation(
-        self, request: run_pb2.StartEvaluationRequest, context: Context
-    ) -> run_pb2.StartEvaluationResponse:
-        check_id("request_id, which names the evaluation,", request.request_id)
-        evaluation_id = f"asked-{request.request_id}"
-        await self._core.begin_evaluation(evaluation_id)
-        return run_pb2.StartEvaluationResponse(evaluation_id=evaluation_id)

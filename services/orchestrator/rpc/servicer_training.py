@@ -14,14 +14,17 @@ import structlog
 
 from services.common.aio import called
 from services.common.errors import InvalidRequestError
-from services.common.pb import training_pb2, training_pb2_grpc
+from services.common.pb import (
+    pool_pb2,
+    training_pb2,
+    training_pb2_grpc,
+)
 from services.common.records.device_turn import DeviceTurn
 from services.common.records.types import Interval, WeightVersion
+from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.telemetry.activities import TrainerState
 from services.common.telemetry.log_events import LogEvent
-from services.common.wire import records as serde
-from services.common.wire.accounts import account_from_proto, peer_from_proto
-from services.common.wire.weights import weight_version_from_proto
+from services.common.wire import batch_chunks, duration_to_proto, interval_from_proto, read, write
 from services.orchestrator.buffer.assembly import MOST_AT_ONCE, Batch
 from services.orchestrator.buffer.batches import Batches
 from services.orchestrator.dispatch.published_versions import PublishedVersions
@@ -215,7 +218,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
                     newest_version=ledger.newest_number,
                     newest_digest="" if ledger.newest is None else ledger.newest.digest,
                     num_steps=self._num_steps,
-                    lease=serde.duration_to_proto(self._trainers.lease_s),
+                    lease=duration_to_proto(self._trainers.lease_s),
                 )
             )
             while (command := await mailbox.get()) is not None:
@@ -227,11 +230,11 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     async def ReportTrainer(
         self, request: training_pb2.ReportTrainerRequest, context: Context
     ) -> training_pb2.ReportTrainerResponse:
-        accounts = bounds.accounts(account_from_proto(account) for account in request.accounts)
+        accounts = bounds.accounts(read(AccountState, account) for account in request.accounts)
         bounds.check_number("rank", request.rank, 0, bounds.MOST_RANKS)
         if request.rank > 0:
             self._trainers.report_rank(request.policy, request.rank, accounts)
-            return training_pb2.ReportTrainerResponse(lease=serde.duration_to_proto(self._trainers.lease_s))
+            return training_pb2.ReportTrainerResponse(lease=duration_to_proto(self._trainers.lease_s))
         self._trainers.report(
             request.policy,
             request.incarnation,
@@ -241,14 +244,14 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             gauges=bounds.gauges(request.gauges),
             kept_checkpoint_steps=self._kept_steps(request.policy, request.kept_checkpoint_steps),
             accounts=accounts,
-            peers=bounds.peers(peer_from_proto(peer) for peer in request.peers),
+            peers=bounds.peers(read(PeerState, peer) for peer in request.peers),
             device_turn=request.device_turn,
             refusal=request.refusal[: bounds.MOST_REASON],
         )
         if request.state == TrainerState.FINISHED:
             self._turns.trainer_finished(request.policy)
         self._turns.settle()
-        return training_pb2.ReportTrainerResponse(lease=serde.duration_to_proto(self._trainers.lease_s))
+        return training_pb2.ReportTrainerResponse(lease=duration_to_proto(self._trainers.lease_s))
 
     def _checkpoint_step(self, policy: str, step: int) -> int:
         """The newest checkpoint, at most the newest version: retention may delete records up to a checkpoint.
@@ -289,12 +292,12 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         share = await called(batch.share, request.rank, request.num_ranks, in_thread=is_large)
         header = training_pb2.BatchHeader(
             training_step=share.training_step,
-            minibatches=[serde.totals_to_proto(totals) for totals in share.minibatches],
+            minibatches=[write(totals, training_pb2.MinibatchTotals()) for totals in share.minibatches],
             num_sequences=len(share.sequences),
             replayed=batch.replayed,
         )
         await context.write(training_pb2.PullBatchResponse(header=header))
-        for response in serde.batch_chunks(share.sequences, CHUNK_BYTES):
+        for response in batch_chunks(share.sequences, CHUNK_BYTES):
             await context.write(response)
         footer = training_pb2.BatchFooter(num_sequences=len(share.sequences))
         await context.write(training_pb2.PullBatchResponse(footer=footer))
@@ -305,10 +308,10 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         if request.version.run_id and request.version.run_id != self._run_id:
             raise InvalidRequestError(f"version of run {request.version.run_id!r}; this is run {self._run_id!r}")
         newest = await self._api.publish(
-            bounds.check_version(weight_version_from_proto(request.version)),
+            bounds.check_version(read(WeightVersion, request.version)),
             request.incarnation,
             metrics=bounds.metrics(request.metrics),
-            compute=bounds.intervals(serde.interval_from_proto(interval) for interval in request.compute_intervals),
+            compute=bounds.intervals(interval_from_proto(interval) for interval in request.compute_intervals),
             checkpoint_step=self._checkpoint_step(request.version.policy, request.checkpoint_step),
             kept_checkpoint_steps=self._kept_steps(request.version.policy, request.kept_checkpoint_steps),
         )
@@ -326,4 +329,4 @@ def _command(command: TrainerCommand) -> training_pb2.JoinTrainingResponse:
         case StopTraining(reason):
             return training_pb2.JoinTrainingResponse(stop=training_pb2.StopTraining(reason=reason))
         case DeviceTurn():
-            return training_pb2.JoinTrainingResponse(device_turn=serde.device_turn_to_proto(command))
+            return training_pb2.JoinTrainingResponse(device_turn=write(command, pool_pb2.DeviceTurn()))

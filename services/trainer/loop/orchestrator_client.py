@@ -27,23 +27,30 @@ from services.common.errors import (
     SupersededError,
     UserError,
 )
-from services.common.pb import training_pb2, training_pb2_grpc
-from services.common.records.device_turn import NO_TURN, DeviceTurn
-from services.common.records.types import Interval, RankBatch, TrainingSequence, WeightVersion, by_name
+from services.common.pb import (
+    account_pb2,
+    training_pb2,
+    training_pb2_grpc,
+    weights_pb2,
+)
+from services.common.records.device_turn import (
+    NO_TURN,
+    DeviceTurn,
+)
+from services.common.records.types import (
+    Interval,
+    MinibatchTotals,
+    RankBatch,
+    TrainingSequence,
+    WeightVersion,
+    by_name,
+)
 from services.common.rpc.client.channel import DEADLINES, call_metadata, channel, translated_errors
 from services.common.rpc.client.refusals import refusal_behind
 from services.common.security.roles import Peer
 from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.telemetry.activities import TrainerState
-from services.common.wire.accounts import account_to_proto, peer_to_proto
-from services.common.wire.records import (
-    device_turn_from_proto,
-    interval_to_proto,
-    timestamp_to_proto,
-    totals_from_proto,
-    training_sequence_from_proto,
-)
-from services.common.wire.weights import weight_version_to_proto
+from services.common.wire import interval_to_proto, read, timestamp_to_proto, write
 
 log = structlog.get_logger()
 
@@ -225,7 +232,7 @@ class OrchestratorClient:
                 case "checkpoint":
                     self.commands.checkpoint = True
                 case "device_turn":
-                    self.commands.turn = device_turn_from_proto(response.device_turn)
+                    self.commands.turn = read(DeviceTurn, response.device_turn)
                     self._turned.set()
                 case "stop":
                     self.commands.stop = True
@@ -279,8 +286,8 @@ class OrchestratorClient:
 
     async def _report(self) -> None:
         converted = {
-            "accounts": [account_to_proto(account) for account in self.report.accounts()],
-            "peers": [peer_to_proto(peer) for peer in self.report.peers()],
+            "accounts": [write(account, account_pb2.TimeAccount()) for account in self.report.accounts()],
+            "peers": [write(peer, account_pb2.PeerState()) for peer in self.report.peers()],
         }
         told = {**by_name(self.report), **converted}
         await self._stub.ReportTrainer(
@@ -348,7 +355,7 @@ class OrchestratorClient:
             SupersededError: a newer trainer of the policy has taken over.
         """
         request = training_pb2.PublishVersionRequest(
-            version=weight_version_to_proto(version, self._run_id),
+            version=write(version, weights_pb2.WeightVersion(run_id=self._run_id)),
             incarnation=self._incarnation,
             metrics=metrics,
             compute_intervals=[interval_to_proto(interval) for interval in compute_intervals],
@@ -408,7 +415,7 @@ async def _read_batch(call: Any, policy: str, training_step: int) -> RankBatch:
         if part == "header":
             header = response.header
         elif part == "chunk":
-            sequences += map(training_sequence_from_proto, response.chunk.sequences)
+            sequences += [read(TrainingSequence, proto) for proto in response.chunk.sequences]
         elif part == "footer":
             break
     if header is None or len(sequences) != header.num_sequences:
@@ -417,6 +424,6 @@ async def _read_batch(call: Any, policy: str, training_step: int) -> RankBatch:
     return RankBatch(
         policy=policy,
         training_step=training_step,
-        minibatches=tuple(totals_from_proto(totals) for totals in header.minibatches),
+        minibatches=tuple(read(MinibatchTotals, totals) for totals in header.minibatches),
         sequences=tuple(sequences),
     )

@@ -22,7 +22,7 @@ from services.common.pb import (
 )
 from services.common.records.types import TaskGroupOrder
 from services.common.rpc.interceptors import ErrorInterceptor
-from services.common.wire.records import duration_to_proto, order_to_proto
+from services.common.wire import duration_to_proto, write
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -49,7 +49,7 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
         self.run_dir = "/nonexistent"
         self.envgateway_address = envgateway_address
         self.joins: list[pool_pb2.JoinPoolRequest] = []
-        self.reports: list[pool_pb2.ReportReplicaRequest] = []
+        self.reports: list[pool_pb2.StreamReportsRequest] = []
         self.records: list[pool_pb2.NumberedRecord] = []  # as they came, over all streams
         self.message_sizes: list[int] = []  # records of each message
         self.senders: set[tuple[str, str]] = set()  # replica id and incarnation of each message
@@ -88,7 +88,7 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
     # -- the test's controls ------------------------------------------------------------------------------------
 
     def order(self, order: TaskGroupOrder) -> None:
-        self._commands.put_nowait(pool_pb2.JoinPoolResponse(run_task_group=order_to_proto(order)))
+        self._commands.put_nowait(pool_pb2.JoinPoolResponse(run_task_group=write(order, pool_pb2.RunTaskGroup())))
 
     def cancel(self, task_group_id: str) -> None:
         command = pool_pb2.CancelTaskGroup(task_group_id=task_group_id, reason="test")
@@ -135,13 +135,11 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
                 raise command
             yield command
 
-    async def ReportReplica(
-        self, request: pool_pb2.ReportReplicaRequest, context: Context
-    ) -> pool_pb2.ReportReplicaResponse:
+    def _answer(self, request: pool_pb2.StreamReportsRequest) -> pool_pb2.StreamReportsResponse:
         if self.report_error is not None:
             raise self.report_error
         self.reports.append(request)
-        return pool_pb2.ReportReplicaResponse(
+        return pool_pb2.StreamReportsResponse(
             lease=duration_to_proto(5.0), next_report=duration_to_proto(self.next_report_s)
         )
 
@@ -153,7 +151,7 @@ class FakeOrchestrator(pool_pb2_grpc.PoolServiceServicer, run_pb2_grpc.RunServic
             if self.end_report_stream:
                 self.end_report_stream = False
                 return  # without an answer and without an error
-            yield pool_pb2.StreamReportsResponse(answer=await self.ReportReplica(request.report, context))
+            yield self._answer(request)
 
     async def StreamTrajectories(
         self, request_iterator: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], context: Context

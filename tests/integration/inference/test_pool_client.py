@@ -96,7 +96,7 @@ async def test_a_replica_joins_reports_and_plays(orchestrator: FakeOrchestrator)
         orchestrator.order(make_order(indices=(0, 3)))
         await until(lambda: len(orchestrator.records) == 2)
         report = orchestrator.reports[-1]
-        assert (report.replica_id, report.incarnation, report.num_free_slots) == ("a", "i1", 8)
+        assert (report.replica_id, report.incarnation) == ("a", "i1")
         await until(lambda: orchestrator.reports[-1].num_generated_tokens > 0)
         assert any(r.emission_intervals for r in orchestrator.reports)
         slots, weights = orchestrator.reports[-1].accounts
@@ -241,7 +241,6 @@ async def test_a_cancelled_group_is_not_reported_and_frees_its_slots(orchestrato
         orchestrator.cancel("g0")
         await until(lambda: member.player.num_running == 1)
         await until(lambda: list(orchestrator.reports[-1].running_task_group_ids) == ["g1"])
-        assert orchestrator.reports[-1].num_free_slots == 7
         assert orchestrator.records == []
 
 
@@ -269,7 +268,6 @@ async def test_a_drained_replica_takes_nothing_new_and_keeps_its_lease(orchestra
         await until(lambda: member.replica.drain_requested.is_set())
         num_reports = len(orchestrator.reports)
         await until(lambda: len(orchestrator.reports) > num_reports + 2)
-        assert orchestrator.reports[-1].num_free_slots == 0
         await member.player.wait_until_idle()
         await member.sender.wait_until_acknowledged(10.0)
         member.pool.leave()

@@ -58,7 +58,6 @@ async def test_a_replica_plays_and_leaves_when_drained(
     code, output = await end_of(replica)
     assert code == 0, output
     assert sorted(indices_of(orchestrator.slots)) == [0, 1, 2]
-    assert orchestrator.reports[-1].num_free_slots == 0
 
 
 AGENT = "tests.integration.inference.test_external_agent:blocking"

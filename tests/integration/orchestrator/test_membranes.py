@@ -9,12 +9,10 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from benchmarks._peers import ScriptedReplica, ScriptedTrainer
+from benchmarks._peers import ScriptedReplica, ScriptedTrainer, report_once
 from services.common.errors import (
     InvalidRequestError,
     LeaseLostError,
-    NotFoundError,
-    StateError,
     UnknownPolicyError,
     VersionConflictError,
 )
@@ -85,13 +83,9 @@ async def test_wrong_calls_get_structured_errors(orchestrators: Make, peers: Pee
     with translated_errors("orchestrator"), pytest.raises(grpc.aio.AioRpcError):
         await trainer.pull_once(1, rank=2, num_ranks=2)
     async with channel(orchestrator.address) as connection:
-        runs, pool = run_pb2_grpc.RunServiceStub(connection), pool_pb2_grpc.PoolServiceStub(connection)
-        with pytest.raises(NotFoundError, match="no replica 'x'"), translated_errors("orchestrator"):
-            await runs.DrainReplica(run_pb2.DrainReplicaRequest(replica_id="x"), timeout=WAIT_S)
-        with pytest.raises(InvalidRequestError, match="request_id"), translated_errors("orchestrator"):
-            await runs.StartEvaluation(run_pb2.StartEvaluationRequest(), timeout=WAIT_S)
+        pool = pool_pb2_grpc.PoolServiceStub(connection)
         with pytest.raises(LeaseLostError, match="join again"), translated_errors("orchestrator"):
-            await pool.ReportReplica(pool_pb2.ReportReplicaRequest(replica_id="x", incarnation="1"), timeout=WAIT_S)
+            await report_once(pool, pool_pb2.StreamReportsRequest(replica_id="x", incarnation="1"), WAIT_S)
 
 
 async def test_each_report_of_a_stream_is_answered_and_a_refused_one_ends_the_stream(
@@ -105,7 +99,7 @@ async def test_each_report_of_a_stream_is_answered_and_a_refused_one_ends_the_st
         (LeaseLostError, "join again", {"incarnation": "another"}),
         (InvalidRequestError, "num_generated_tokens", {"num_generated_tokens": -1}),
         (InvalidRequestError, "nobody", {"held_versions": [pool_pb2.HeldVersion(policy="nobody")]}),
-        (LeaseLostError, "join again", None),  # a message without a report
+        (LeaseLostError, "join again", None),  # an empty message
     ]
     async with asyncio.timeout(WAIT_S), channel(orchestrator.address) as connection:
         pool = pool_pb2_grpc.PoolServiceStub(connection)
@@ -113,12 +107,12 @@ async def test_each_report_of_a_stream_is_answered_and_a_refused_one_ends_the_st
         for error, text, change in faulty:
             stream = pool.StreamReports()
             for tokens in (5, 6):
-                report = pool_pb2.ReportReplicaRequest(**who, num_generated_tokens=tokens)
-                await stream.write(pool_pb2.StreamReportsRequest(report=report))
+                report = pool_pb2.StreamReportsRequest(**who, num_generated_tokens=tokens)
+                await stream.write(report)
                 response = await stream.read()
-                assert (response.answer.lease.seconds, response.answer.next_report.seconds) == (2, 2)
-            report = None if change is None else pool_pb2.ReportReplicaRequest(**who | change)
-            await stream.write(pool_pb2.StreamReportsRequest(report=report))
+                assert (response.lease.seconds, response.next_report.seconds) == (2, 2)
+            report = pool_pb2.StreamReportsRequest(**({} if change is None else who | change))
+            await stream.write(report)
             with pytest.raises(error, match=text), translated_errors("orchestrator"):
                 await stream.read()
         progress = await orchestrator.progress()
@@ -133,8 +127,8 @@ async def test_the_end_of_the_orchestrator_ends_an_open_stream_of_reports_withou
     async with asyncio.timeout(WAIT_S), channel(orchestrator.address) as connection:
         await orchestrator.until(lambda now: len(now.replicas) == 1)
         stream = pool_pb2_grpc.PoolServiceStub(connection).StreamReports()
-        report = pool_pb2.ReportReplicaRequest(replica_id=replica.replica_id, incarnation=replica.incarnation)
-        await stream.write(pool_pb2.StreamReportsRequest(report=report))
+        report = pool_pb2.StreamReportsRequest(replica_id=replica.replica_id, incarnation=replica.incarnation)
+        await stream.write(report)
         assert await stream.read()
         assert orchestrator.process is not None
         orchestrator.process.terminate()
@@ -142,27 +136,7 @@ async def test_the_end_of_the_orchestrator_ends_an_open_stream_of_reports_withou
         assert await stream.code() is grpc.StatusCode.OK
 
 
-async def test_an_evaluation_can_be_asked_for_at_any_time_and_only_once(orchestrators: Make, peers: Peers) -> None:
-    orchestrator = orchestrators(**QUIET)
-    await orchestrator.start()
-    replica, trainer = ScriptedReplica(orchestrator.address), ScriptedTrainer(orchestrator.address)
-    peers += [replica, trainer]
-    async with asyncio.timeout(WAIT_S), channel(orchestrator.address) as connection:
-        runs = run_pb2_grpc.RunServiceStub(connection)
-        request = run_pb2.StartEvaluationRequest(request_id="one")
-        with pytest.raises(StateError, match="no weight version"), translated_errors("orchestrator"):
-            await runs.StartEvaluation(request, timeout=WAIT_S)
-        await trainer.join()
-        await trainer.publish(0)
-        for _ in range(2):
-            assert (await runs.StartEvaluation(request, timeout=WAIT_S)).evaluation_id == "asked-one"
-        replica.start()
-        progress = await orchestrator.until(lambda now: len(now.evaluations) > 0)
-    (result,) = progress.evaluations
-    assert (result.name, result.num_trajectories, dict(result.versions)) == ("asked-one/greedy", 5, {"model0": 0})
-
-
-async def test_pause_resume_drain_and_stop(orchestrators: Make, peers: Peers) -> None:
+async def test_pause_resume_and_stop(orchestrators: Make, peers: Peers) -> None:
     orchestrator = orchestrators(run__steps=1000, **QUIET)
     await orchestrator.start()
     replica, other = ScriptedReplica(orchestrator.address), ScriptedReplica(orchestrator.address, replica_id="other")
@@ -189,9 +163,6 @@ async def test_pause_resume_drain_and_stop(orchestrators: Make, peers: Peers) ->
         assert "dispatcher waits: the run is paused: `rollmill resume` goes on" in still.waits
         await runs.ResumeRun(run_pb2.ResumeRunRequest(), timeout=WAIT_S)
         await orchestrator.until(lambda now: now.policies[0].version > paused.policies[0].version + 2)
-        await runs.DrainReplica(run_pb2.DrainReplicaRequest(replica_id="other"), timeout=WAIT_S)
-        await other.drained.wait()
-        await orchestrator.until(lambda now: [r.replica_id for r in now.replicas] == ["a"])
         watching = runs.WatchRun(run_pb2.WatchRunRequest())
         states = [(await watching.read()).progress.state]
         await runs.StopRun(run_pb2.StopRunRequest(reason="test"), timeout=WAIT_S)
@@ -200,6 +171,7 @@ async def test_pause_resume_drain_and_stop(orchestrators: Make, peers: Peers) ->
         assert (states[0], states[-1]) == (run_pb2.RUN_STATE_TRAINING, run_pb2.RUN_STATE_STOPPED)
         await trainer.stopped.wait()
         await replica.drained.wait()
+        await other.drained.wait()
         assert await orchestrator.wait() == 0
     training.cancel()
     assert trainer.commands == ["pause", "resume", "stop"]

@@ -12,9 +12,12 @@ from types import MappingProxyType
 import pytest
 
 from benchmarks._peers import ScriptedReplica, ScriptedTrainer
-from services.common.records.types import Purpose, TaskGroupOrder
+from services.common.records.types import (
+    Purpose,
+    TaskGroupOrder,
+)
 from services.common.seeds import slot_seed
-from services.common.wire.records import order_from_proto
+from services.common.wire import read
 from tests.integration.orchestrator.conftest import Orchestrator
 
 Make = Callable[..., Orchestrator]
@@ -44,7 +47,7 @@ async def issued(
         await training
         await trainer.stopped.wait()
         assert await orchestrator.wait() == 0
-    first = {order.task_group_id: order_from_proto(order) for order in reversed(replica.orders)}
+    first = {order.task_group_id: read(TaskGroupOrder, order) for order in reversed(replica.orders)}
     return [first[name] for name in sorted(first, key=lambda name: int(name.rpartition("-")[2]))]
 
 

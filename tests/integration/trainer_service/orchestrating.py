@@ -11,10 +11,12 @@ from typing import Any
 from services.common.config.recipe import Recipe
 from services.common.errors import InfrastructureError, InvalidRequestError, LeaseLostError, VersionConflictError
 from services.common.pb import run_pb2, run_pb2_grpc, training_pb2, training_pb2_grpc
-from services.common.records.types import RankBatch
+from services.common.records.types import (
+    RankBatch,
+    WeightVersion,
+)
 from services.common.rpc.server import Server
-from services.common.wire import records as serde
-from services.common.wire.weights import weight_version_from_proto
+from services.common.wire import batch_chunks, duration_to_proto, read, write
 from tests.unit.trainer_service.building import POLICY, batch_of
 from tests.waiting import WAIT_S
 
@@ -130,7 +132,7 @@ class FakeOrchestrator(run_pb2_grpc.RunServiceServicer, training_pb2_grpc.Traini
                 newest_version=self.newest,
                 newest_digest=self.ledger.get(self.newest, ""),
                 num_steps=self.recipe.run.steps,
-                lease=serde.duration_to_proto(30.0),
+                lease=duration_to_proto(30.0),
             )
         )
         if self._is_over():
@@ -146,7 +148,7 @@ class FakeOrchestrator(run_pb2_grpc.RunServiceServicer, training_pb2_grpc.Traini
     ) -> training_pb2.ReportTrainerResponse:
         self.reports.append(request)
         await self._notify()
-        return training_pb2.ReportTrainerResponse(lease=serde.duration_to_proto(30.0))
+        return training_pb2.ReportTrainerResponse(lease=duration_to_proto(30.0))
 
     async def PullBatch(
         self, request: training_pb2.PullBatchRequest, context: Any
@@ -167,18 +169,18 @@ class FakeOrchestrator(run_pb2_grpc.RunServiceServicer, training_pb2_grpc.Traini
         yield training_pb2.PullBatchResponse(
             header=training_pb2.BatchHeader(
                 training_step=step,
-                minibatches=[serde.totals_to_proto(totals) for totals in share.minibatches],
+                minibatches=[write(totals, training_pb2.MinibatchTotals()) for totals in share.minibatches],
                 num_sequences=len(share.sequences),
             )
         )
-        for response in serde.batch_chunks(share.sequences, 64 * 1024):
+        for response in batch_chunks(share.sequences, 64 * 1024):
             yield response
         yield training_pb2.PullBatchResponse(footer=training_pb2.BatchFooter(num_sequences=len(share.sequences)))
 
     async def PublishVersion(
         self, request: training_pb2.PublishVersionRequest, context: Any
     ) -> training_pb2.PublishVersionResponse:
-        version = weight_version_from_proto(request.version)
+        version = read(WeightVersion, request.version)
         known = self.ledger.get(version.number)
         if known is not None and known != version.digest:
             self.counters["conflicts"] += 1

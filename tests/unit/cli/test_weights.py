@@ -12,9 +12,10 @@ from rich.console import Console
 from services.cli.console import format_bytes, format_seconds
 from services.cli.inspect.standing import plot_transfers, read_transfers, show, summarise
 from services.common.errors import ConfigError
+from services.common.pb import weights_pb2
 from services.common.records.types import WeightTransfer
 from services.common.telemetry.metrics import MetricsWriter
-from services.common.wire.weights import weight_transfer_from_proto, weight_transfer_to_proto
+from services.common.wire import read, write
 
 DELTA = WeightTransfer(
     policy="model0",
@@ -51,7 +52,7 @@ def _run(directory: Path, transfers: list[tuple[str, WeightTransfer]]) -> Path:
 
 @pytest.mark.parametrize("transfer", [DELTA, FULL, FAILED], ids=["delta", "full", "failed"])
 def test_a_transfer_crosses_the_wire_unchanged(transfer: WeightTransfer) -> None:
-    assert weight_transfer_from_proto(weight_transfer_to_proto(transfer)) == transfer
+    assert read(WeightTransfer, write(transfer, weights_pb2.WeightTransfer())) == transfer
 
 
 def test_transfers_are_summed_up_by_policy_and_replica(tmp_path: Path) -> None:

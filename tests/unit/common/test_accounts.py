@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.pb import account_pb2
 from services.common.telemetry.accounts import AccountState, Activity, ActivityTime, PeerState, TimeAccount, wait_shares
-from services.common.wire.accounts import account_from_proto, account_to_proto, peer_from_proto, peer_to_proto
+from services.common.wire import read, write
 
 
 class Clock:
@@ -181,8 +182,8 @@ def test_accounts_and_peers_pass_the_wire_unchanged() -> None:
         progress=9,
         cpu_s=0.5,
     )
-    assert account_from_proto(account_to_proto(account)) == account
+    assert read(AccountState, write(account, account_pb2.TimeAccount())) == account
     peer = PeerState(
         component="envgateway", address="h:1", silent_s=3.0, detail="d", gauges={"g": 1.0}, accounts=(account,)
     )
-    assert peer_from_proto(peer_to_proto(peer)) == peer
+    assert read(PeerState, write(peer, account_pb2.PeerState())) == peer

@@ -1,4 +1,4 @@
-"""HTTP clients that ask too often, send no request, or send byte by byte; over real sockets."""
+"""HTTP clients that send no request, or send byte by byte; over real sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from services.common.errors import ConfigError
 from services.common.http import limits
 from services.common.http.listener import Listener
 from services.common.http.origin import json_answer
-from services.common.rpc.limits import Limit
 from tests.waiting import WAIT_S, until
 
 JSON = {"Content-Type": "application/json"}
@@ -91,41 +90,6 @@ async def test_idle_connections_do_not_keep_others_out(listener: Listener) -> No
 
 async def test_a_body_that_is_too_large_is_refused(listener: Listener) -> None:
     assert (await ask(listener, b"x" * 2000))[0] == 413
-
-
-async def test_who_asks_too_often_is_told_when_to_come_back(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "REQUESTS", Limit(calls_per_s=0.1, burst=2))
-    found = [await ask(listener) for _ in range(3)]  # each by a connection of its own
-    assert [code for code, _ in found] == [200, 200, 429]
-    assert int(found[-1][1].headers["Retry-After"]) >= 1
-    for own in ("127.0.0.2", "127.99.0.1"):  # each loopback address is an address of this machine
-        connector = aiohttp.TCPConnector(local_addr=(own, 0))
-        async with (
-            aiohttp.ClientSession(headers=JSON, connector=connector) as session,
-            session.post(f"http://127.0.0.1:{listener.port}/echo", data=b"1") as answer,
-        ):
-            assert answer.status == 429
-
-
-async def test_requests_at_once_are_counted_over_all_connections_of_a_client(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "REQUESTS", Limit(calls_per_s=1000.0, burst=1000, concurrent=3))
-    monkeypatch.setattr(limits, "BODY_S", 20.0)
-    waiting = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(3)]
-    for _, writer in waiting:
-        writer.write(HEAD + b"Content-Length: 100\r\n\r\n")
-        await writer.drain()
-    async with asyncio.timeout(WAIT_S):
-        while (await ask(listener))[0] != 429:
-            await asyncio.sleep(0.02)
-    for reader, writer in waiting:
-        writer.write(b"x" * 100)
-        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-        await closed(writer)
-    assert (await ask(listener))[0] == 200
 
 
 async def test_connections_of_an_address_are_bounded_and_those_with_a_request_stay(

@@ -6,18 +6,21 @@ import json
 import math
 import struct
 import time
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.codec import json_object
 from services.common.errors import InvalidRequestError
-from services.common.pb import account_pb2, pool_pb2, trajectory_pb2
+from services.common.pb import account_pb2, pool_pb2, training_pb2, trajectory_pb2, weights_pb2
+from services.common.records.device_turn import DeviceTurn
 from services.common.records.types import (
+    FetchPlan,
     MinibatchTotals,
     Origin,
     Purpose,
@@ -33,12 +36,20 @@ from services.common.records.types import (
     TokenSource,
     TrainingSequence,
     Trajectory,
+    WeightTransfer,
     WeightVersion,
 )
-from services.common.wire import records as serde
-from services.common.wire.accounts import account_from_proto, peer_from_proto
-from services.common.wire.records import json_object, timestamp_to_proto, timing_from_proto
-from services.common.wire.weights import weight_version_from_proto, weight_version_to_proto
+from services.common.telemetry.accounts import AccountState, PeerState
+from services.common.wire import (
+    batch_chunks,
+    duration_from_proto,
+    duration_to_proto,
+    interval_from_proto,
+    interval_to_proto,
+    read,
+    timestamp_to_proto,
+    write,
+)
 
 INT32_MAX = 2**31 - 1
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -150,7 +161,7 @@ versions = st.builds(
 )
 
 
-TIMES = frozenset({"started_at", "finished_at", "accepted_at", "sent_at", "timeout_s"})
+TIMES = frozenset({"started_at", "finished_at", "accepted_at", "sent_at", "timeout_s", "encode_s", "pause_s"})
 
 
 def same(left: Any, right: Any, about: frozenset[str] = TIMES) -> bool:
@@ -174,106 +185,92 @@ def wire(message: Any) -> Any:
     return type(message).FromString(message.SerializeToString())
 
 
-def filled(fill: Callable[[Any, Any], None], proto: Any, record: Any) -> Any:
-    fill(proto, record)
-    return proto
-
-
 def made_segment(segment: Segment) -> trajectory_pb2.Segment:
-    sequence = Sequence(policy="p", segments=(segment,), reward=0.0, stop_reason=StopReason.STOP)
-    return filled(serde.fill_sequence, trajectory_pb2.Sequence(), sequence).segments[0]
+    return write(segment, trajectory_pb2.Segment())
 
 
-@given(segments)
-def test_segments_round_trip(segment: Segment) -> None:
-    assert same(serde.segment_from_proto(wire(made_segment(segment))), segment)
-
-
-@given(sequences)
-def test_sequences_round_trip(sequence: Sequence) -> None:
-    proto = filled(serde.fill_sequence, trajectory_pb2.Sequence(), sequence)
-    assert same(serde.sequence_from_proto(wire(proto)), sequence)
-
-
-@given(trajectories)
-def test_trajectories_round_trip(trajectory: Trajectory) -> None:
-    proto = filled(serde.fill_trajectory, trajectory_pb2.Trajectory(), trajectory)
-    read = serde.trajectory_from_proto(wire(proto), trajectory.replica_id)
-    assert same(read, trajectory)
-
-
-@given(
-    st.builds(
-        RolloutFailure,
-        task_group_id=text,
-        index=int32,
-        reason=text,
-        detail=text,
-        replica_id=text,
-        started_at=moment,
-        finished_at=moment,
-        timing=timings,
+failures = st.builds(
+    RolloutFailure,
+    task_group_id=text,
+    index=int32,
+    reason=text,
+    detail=text,
+    replica_id=text,
+    started_at=moment,
+    finished_at=moment,
+    timing=timings,
+)
+plans = st.lists(text, min_size=1, max_size=3).flatmap(
+    lambda relays: st.builds(
+        FetchPlan, relays=st.just(tuple(relays)), own_shard=st.none() | st.integers(0, len(relays) - 1)
     )
 )
-def test_failures_round_trip(failure: RolloutFailure) -> None:
-    assert same(serde.failure_from_proto(wire(serde.failure_to_proto(failure)), failure.replica_id), failure)
+transfers = st.builds(
+    WeightTransfer,
+    policy=text,
+    version=int64,
+    base_version=st.none() | int64,
+    encoding=st.sampled_from(["", "full", "delta"]),
+    transport=st.sampled_from(["", "grpc", "mapped", "bulk"]),
+    sources=st.lists(text, max_size=3).map(tuple),
+    num_changes=int64,
+    started_at=moment,
+    encode_s=st.floats(0, 1e6),
+    pause_s=st.floats(0, 1e6),
+    error=text,
+)
+totals = st.builds(MinibatchTotals, num_sequences=int64, num_trained_tokens=int64)
+turns = st.builds(DeviceTurn, number=int64, yours=st.booleans())
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        (segments, trajectory_pb2.Segment),
+        (sequences, trajectory_pb2.Sequence),
+        (trajectories, trajectory_pb2.Trajectory),
+        (failures, trajectory_pb2.RolloutFailure),
+        (tasks, trajectory_pb2.Task),
+        (samplings, trajectory_pb2.Sampling),
+        (orders, pool_pb2.RunTaskGroup),
+        (training_sequences, training_pb2.TrainingSequence),
+        (versions, weights_pb2.WeightVersion),
+        (plans, pool_pb2.FetchPlan),
+        (transfers, weights_pb2.WeightTransfer),
+        (totals, training_pb2.MinibatchTotals),
+        (turns, pool_pb2.DeviceTurn),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+@given(data=st.data())
+def test_records_round_trip(records: st.SearchStrategy[Any], message: type[Message], data: st.DataObject) -> None:
+    record = data.draw(records)
+    left_out = {"replica_id": record.replica_id} if hasattr(record, "replica_id") else {}
+    assert same(read(type(record), wire(write(record, message())), **left_out), record)
 
 
 def test_times_that_are_no_numbers_are_dropped_and_never_refused() -> None:
     timing = trajectory_pb2.RolloutTiming(phases=[trajectory_pb2.RolloutPhase(begin_s=math.nan, seconds=math.inf)])
-    (phase,) = timing_from_proto(wire(timing)).phases
+    (phase,) = read(RolloutTiming, wire(timing)).phases
     assert (phase.begin_s, phase.seconds) == (0.0, 0.0)
     activity = account_pb2.ActivityTime(activity="a", seconds=math.nan, longest_now_s=math.inf)
     account = account_pb2.TimeAccount(activities=[activity], cpu_s=math.nan)
-    (read,) = account_from_proto(wire(account)).activities
-    assert (read.seconds, read.longest_now_s) == (0.0, 0.0)
-    peer = peer_from_proto(wire(account_pb2.PeerState(silent_s=1e300, accounts=[account])))
+    (found,) = read(AccountState, wire(account)).activities
+    assert (found.seconds, found.longest_now_s) == (0.0, 0.0)
+    peer = read(PeerState, wire(account_pb2.PeerState(silent_s=1e300, accounts=[account])))
     assert timestamp_to_proto(time.time() - peer.silent_s).seconds > 0
     assert peer.accounts[0].cpu_s == 0.0
 
 
-@given(tasks)
-def test_tasks_round_trip(task: Task) -> None:
-    assert serde.task_from_proto(wire(serde.task_to_proto(task))) == task
-
-
-@given(samplings)
-def test_samplings_round_trip(sampling: Sampling) -> None:
-    assert serde.sampling_from_proto(wire(serde.sampling_to_proto(sampling))) == sampling
-
-
-@given(orders)
-def test_orders_round_trip(order: TaskGroupOrder) -> None:
-    assert same(serde.order_from_proto(wire(serde.order_to_proto(order))), order)
-
-
-@given(training_sequences)
-def test_training_sequences_round_trip(item: TrainingSequence) -> None:
-    (chunk,) = serde.batch_chunks([item], 1)
-    assert same(serde.training_sequence_from_proto(wire(chunk.chunk.sequences[0])), item)
-
-
-@given(versions)
-def test_weight_versions_round_trip(version: WeightVersion) -> None:
-    assert weight_version_from_proto(wire(weight_version_to_proto(version, "r1"))) == version
-
-
-@given(st.builds(MinibatchTotals, num_sequences=int64, num_trained_tokens=int64))
-def test_totals_round_trip(totals: MinibatchTotals) -> None:
-    assert serde.totals_from_proto(wire(serde.totals_to_proto(totals))) == totals
-
-
 @given(st.tuples(moment, moment))
 def test_intervals_round_trip_to_a_microsecond(interval: tuple[float, float]) -> None:
-    assert serde.interval_from_proto(wire(serde.interval_to_proto(interval))) == pytest.approx(
-        interval, rel=0, abs=1e-6
-    )
+    assert interval_from_proto(wire(interval_to_proto(interval))) == pytest.approx(interval, rel=0, abs=1e-6)
 
 
 @given(st.floats(-1e9, 1e9))
 def test_durations_round_trip_and_their_parts_have_one_sign(seconds: float) -> None:
-    proto = serde.duration_to_proto(seconds)
-    assert serde.duration_from_proto(proto) == pytest.approx(seconds, rel=0, abs=1e-6)
+    proto = duration_to_proto(seconds)
+    assert duration_from_proto(proto) == pytest.approx(seconds, rel=0, abs=1e-6)
     assert proto.seconds * proto.nanos >= 0
     assert abs(proto.nanos) < 1_000_000_000
 
@@ -291,16 +288,16 @@ def test_arrays_of_the_other_byte_order_are_sent_little_endian() -> None:
 
 
 def test_reading_makes_views_and_not_copies() -> None:
-    segment = serde.segment_from_proto(made_segment(Segment.policy([1, 2], [-0.5, -2.0], 3)))
+    segment = read(Segment, made_segment(Segment.policy([1, 2], [-0.5, -2.0], 3)))
     assert isinstance(segment.token_ids.base, bytes)
     assert isinstance(segment.logprobs.base, bytes)
     assert not segment.token_ids.flags.writeable
 
 
 def test_absent_sampling_fields_take_their_defaults_and_zeros_are_not_absent() -> None:
-    assert serde.sampling_from_proto(trajectory_pb2.Sampling()) == Sampling()
-    read = serde.sampling_from_proto(trajectory_pb2.Sampling(temperature=0.0, max_new_tokens=0, top_p=0.9))
-    assert read == Sampling(temperature=0.0, max_new_tokens=0, top_p=0.9)
+    assert read(Sampling, trajectory_pb2.Sampling()) == Sampling()
+    found = read(Sampling, trajectory_pb2.Sampling(temperature=0.0, max_new_tokens=0, top_p=0.9))
+    assert found == Sampling(temperature=0.0, max_new_tokens=0, top_p=0.9)
 
 
 def test_every_field_of_sampling_on_the_wire_is_one_of_the_record() -> None:
@@ -314,7 +311,7 @@ POLICY = trajectory_pb2.TOKEN_SOURCE_POLICY
 @pytest.mark.parametrize(
     ("segment", "said"),
     [
-        (trajectory_pb2.Segment(), "no source"),
+        (trajectory_pb2.Segment(), "Segment.source is missing or unknown"),
         (trajectory_pb2.Segment(source=ENVIRONMENT, token_ids=b"12345"), "whole 4-byte values"),
         (trajectory_pb2.Segment(source=POLICY, token_ids=b"1234", logprobs=b"12"), "whole 4-byte values"),
         (trajectory_pb2.Segment(source=POLICY, token_ids=b"1234"), "1 tokens but 0 log-probabilities"),
@@ -335,23 +332,23 @@ POLICY = trajectory_pb2.TOKEN_SOURCE_POLICY
 def test_what_cannot_be_a_segment_is_refused(segment: trajectory_pb2.Segment, said: str) -> None:
     sequence = trajectory_pb2.Sequence(stop_reason=trajectory_pb2.STOP_REASON_STOP, segments=[segment])
     with pytest.raises(InvalidRequestError, match=said):
-        serde.trajectory_from_proto(trajectory_pb2.Trajectory(sequences=[sequence]))
+        read(Trajectory, trajectory_pb2.Trajectory(sequences=[sequence]))
 
 
 def test_a_sequence_without_a_stop_reason_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="no stop reason"):
-        serde.sequence_from_proto(trajectory_pb2.Sequence())
+    with pytest.raises(InvalidRequestError, match=r"Sequence\.stop_reason is missing"):
+        read(Sequence, trajectory_pb2.Sequence())
 
 
 def test_an_enum_value_from_a_newer_peer_is_refused_and_not_guessed() -> None:
     proto = trajectory_pb2.Sequence.FromString(b"\x28\x63")  # field 5, value 99
     with pytest.raises(InvalidRequestError, match="99"):
-        serde.sequence_from_proto(proto)
+        read(Sequence, proto)
 
 
 def test_an_order_without_a_purpose_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="g1 has no purpose"):
-        serde.order_from_proto(pool_pb2.RunTaskGroup(task_group_id="g1"))
+    with pytest.raises(InvalidRequestError, match=r"RunTaskGroup\.purpose is missing"):
+        read(TaskGroupOrder, pool_pb2.RunTaskGroup(task_group_id="g1"))
 
 
 def test_integers_of_a_task_stay_exact_beyond_64_bits() -> None:
@@ -370,7 +367,7 @@ def test_integers_of_a_task_stay_exact_beyond_64_bits() -> None:
 @pytest.mark.parametrize(("data", "said"), [(b"{", "not JSON"), (b"[1]", "must be a JSON object, got list")])
 def test_task_data_that_is_no_json_object_is_refused(data: bytes, said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said):
-        serde.task_from_proto(trajectory_pb2.Task(task_id="t", data_json=data))
+        read(Task, trajectory_pb2.Task(task_id="t", data_json=data))
 
 
 def test_the_bytes_of_a_trajectory_do_not_change_between_releases() -> None:
@@ -401,10 +398,7 @@ def test_the_bytes_of_a_trajectory_do_not_change_between_releases() -> None:
         "3a100a057475726e7311000000000000f03f"  # metrics of the sequence
         "21000000000000e03f320808011080cab5ee013a020802"  # reward 0.5, started, finished
     )
-    assert (
-        filled(serde.fill_trajectory, trajectory_pb2.Trajectory(), trajectory).SerializeToString(deterministic=True)
-        == golden
-    )
+    assert write(trajectory, trajectory_pb2.Trajectory()).SerializeToString(deterministic=True) == golden
 
 
 @given(st.lists(st.integers(1, 400), max_size=30))
@@ -420,8 +414,8 @@ def test_chunks_hold_every_sequence_once_in_order_and_keep_the_bound(lengths: li
         )
         for position, length in enumerate(lengths)
     ]  # fmt: skip
-    chunks = [response.chunk for response in serde.batch_chunks(items, 1000)]
-    found = [serde.training_sequence_from_proto(proto) for chunk in chunks for proto in chunk.sequences]
+    chunks = [response.chunk for response in batch_chunks(items, 1000)]
+    found = [read(TrainingSequence, proto) for chunk in chunks for proto in chunk.sequences]
     assert [f.sequence_id for f in found] == [f"g/{position}/0" for position in range(len(lengths))]
     assert [f.sequence.num_tokens for f in found] == lengths
     for chunk in chunks:

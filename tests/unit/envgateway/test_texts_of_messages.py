@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from services.common.pb import account_pb2, trajectory_pb2
 from services.common.records.types import RolloutFailure, RolloutPhase, RolloutTiming
 from services.common.telemetry.accounts import AccountState, ActivityTime, PeerState
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.components import GATEWAY
-from services.common.wire.accounts import account_to_proto, peer_to_proto
-from services.common.wire.records import failure_to_proto
+from services.common.wire import write
 from services.envgateway.judge.records import CaseResult, JudgeResult
 from services.envgateway.rpc.convert import execution_to_proto, judge_result_to_proto
 from services.envgateway.sandbox.bare.statuses import RunStatus
@@ -43,13 +43,13 @@ RESPONSES: list[tuple[Callable[[Any], Any], Any]] = [
         ),
     ),
     (
-        failure_to_proto,
+        lambda record: write(record, trajectory_pb2.RolloutFailure()),
         with_odd_texts(
             RolloutFailure(task_group_id="g", index=0, reason="r", timing=RolloutTiming(phases=(PHASE,))), OF_REPLICA
         ),
     ),
-    (account_to_proto, AccountState(component=GATEWAY, activities=(ACTIVITY,))),
-    (peer_to_proto, PeerState(component=GATEWAY, detail=ODD)),
+    (lambda record: write(record, account_pb2.TimeAccount()), AccountState(component=GATEWAY, activities=(ACTIVITY,))),
+    (lambda record: write(record, account_pb2.PeerState()), PeerState(component=GATEWAY, detail=ODD)),
 ]
 
 

@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequestError
 from services.common.pb import pool_pb2
-from services.common.records.types import FetchPlan, WeightVersion
-from services.common.wire.weights import fetch_plan_from_proto, fetch_plan_to_proto
+from services.common.records.types import (
+    FetchPlan,
+    WeightVersion,
+)
+from services.common.wire import read, write
 from services.orchestrator.dispatch.published_versions import MAX_HOLDERS, FanOut, Receiver
 
 BASE = (3, "d3")
@@ -74,12 +77,12 @@ def test_the_publisher_sends_one_copy_to_each_group_that_shares_a_base(members: 
     )
 )
 def test_a_plan_crosses_the_wire_unchanged(plan: FetchPlan) -> None:
-    assert fetch_plan_from_proto(fetch_plan_to_proto(plan)) == plan
+    assert read(FetchPlan, write(plan, pool_pb2.FetchPlan())) == plan
 
 
 def test_a_plan_that_names_a_shard_it_does_not_have_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="names shard 2"):
-        fetch_plan_from_proto(pool_pb2.FetchPlan(relays=["a:1", "b:1"], own_stripe=2))
+        read(FetchPlan, pool_pb2.FetchPlan(relays=["a:1", "b:1"], own_stripe=2))
 
 
 def test_a_replica_alone_has_no_plan() -> None:

@@ -64,7 +64,7 @@ class PoolHistory(RuleBasedStateMachine):
     def lose(self, data: st.DataObject, what: str) -> None:
         replica = self.replica(data)
         if what == "drain":
-            self.pool.drain(replica.replica_id, "test")
+            self.pool.drain_all("test")
         elif what == "overflow":
             while self.pool.send(replica, CancelGroup("g", "fill")):
                 pass
@@ -109,7 +109,8 @@ class PoolHistory(RuleBasedStateMachine):
             assert replica.num_running == sum(len(a.open_slots) for a in plays)
             assert replica.num_evaluating == sum(len(a.open_slots) for a in plays if a.evaluates)
             assert replica.num_free == replica.num_slots - replica.num_running
-            assert {id(a) for a in replica.unseen(2)} == {id(a) for a in plays if a.num_unseen >= 2 and not a.seen}
+            unseen = [replica.assignments[name] for name in replica._unseen]
+            assert {id(a) for a in replica.unseen(2)} == {id(a) for a in unseen if a.num_unseen >= 2}
             for policy in ("p", "q"):
                 held, told = replica.held.get(policy), replica.announced.get(policy, (-1, 0.0))[0]
                 assert (policy in replica.moving) == (held is not None and told > held.number)

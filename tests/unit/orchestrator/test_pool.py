@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.errors import CapacityError, LeaseLostError, NotFoundError
+from services.common.errors import CapacityError, LeaseLostError
 from services.orchestrator.members.commands import CancelGroup
 from services.orchestrator.members.pool import MOST_REPORT_S, MOST_REPORTS_PER_S, REJOIN_S, REPORT_S, ReplicaPool
 from services.orchestrator.members.replica import Held, Hello
@@ -151,20 +151,18 @@ def test_free_slots_follow_what_is_resolved_whoever_played_it() -> None:
 def test_a_drained_replica_leaves_when_its_stream_ends() -> None:
     pool, _, _ = pool_with_orphans()
     replica = pool.join(hello())
-    pool.drain("a", "test")
+    pool.drain_all("test")
     assert not replica.takes_work
     assert replica.mailbox is not None
     pool.stream_ended(replica, replica.mailbox)
     assert pool.get("a") is None
-    with pytest.raises(NotFoundError, match="there are: none"):
-        pool.drain("a", "again")
 
 
 def test_a_drained_replica_that_left_early_is_gone_once_its_last_slot_is_resolved() -> None:
     pool, _, orphans = pool_with_orphans()
     replica = pool.join(hello())
     pool.assign(replica, "g", [0], {})
-    pool.drain("a", "test")
+    pool.drain_all("test")
     assert replica.mailbox is not None
     pool.stream_ended(replica, replica.mailbox)
     assert pool.get("a") is replica

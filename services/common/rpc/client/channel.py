@@ -33,8 +33,7 @@ _KEYS = {"run": "x-run-id", "request": "x-request-id"}
 DEADLINES: dict[str, float | None] = {
     "JoinPool": None,
     "JoinTraining": None,
-    "ReportReplica": 5.0,
-    "StreamReports": None,  # an answer comes in the deadline of ReportReplica
+    "StreamReports": None,  # each report is answered within ``REPORT_ANSWER_S``
     "ReportTrainer": 5.0,
     "StreamTrajectories": None,
     "JoinGateway": None,
@@ -56,14 +55,13 @@ DEADLINES: dict[str, float | None] = {
     "PauseRun": 5.0,
     "ResumeRun": 5.0,
     "StopRun": 5.0,
-    "DrainReplica": 5.0,
-    "StartEvaluation": 5.0,
 }
+
+REPORT_ANSWER_S = 5.0
 
 # Repeating these is harmless, so the channel waits for the peer (up to the call's deadline) and retries UNAVAILABLE.
 # The others are retried by their callers, which know the work done already, or not at all.
 RETRIED: dict[str, tuple[str, ...]] = {
-    "rollmill.v1.PoolService": ("ReportReplica",),
     "rollmill.v1.TrainingService": ("ReportTrainer", "PublishVersion"),
     "rollmill.v1.WeightService": ("GetManifest",),
     "rollmill.v1.EnvironmentService": ("CreateEpisode", "StepEpisode"),
@@ -71,7 +69,7 @@ RETRIED: dict[str, tuple[str, ...]] = {
     "rollmill.v1.JudgeService": ("Judge",),
     "rollmill.v1.RewardService": ("ComputeReward",),
     "rollmill.v1.StatusService": ("GetStatus",),
-    "rollmill.v1.RunService": ("GetRun", "PauseRun", "ResumeRun", "StopRun", "DrainReplica", "StartEvaluation"),
+    "rollmill.v1.RunService": ("GetRun", "PauseRun", "ResumeRun", "StopRun"),
 }
 
 KEEPALIVE: list[tuple[str, Any]] = [

@@ -19,9 +19,9 @@ import structlog
 from services.common.errors import RollmillError, UserError
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.rpc.client.channel import channel, translated_errors
-from services.common.telemetry.accounts import PeerState
+from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.telemetry.components import Component
-from services.common.wire.accounts import account_from_proto
+from services.common.wire import read
 
 log = structlog.get_logger()
 
@@ -101,5 +101,5 @@ class PeerWatch:
             component=self.component,
             address=address,
             gauges=dict(answer.gauges),
-            accounts=tuple(account_from_proto(account) for account in answer.accounts),
+            accounts=tuple(read(AccountState, account) for account in answer.accounts),
         )

@@ -22,7 +22,7 @@ from services.common.weights.snapshot import (
     lay_out,
     version_digest,
 )
-from services.common.wire.weights import (
+from services.common.wire import (
     not_ready_from_proto,
     not_ready_to_proto,
     payload_from_proto,

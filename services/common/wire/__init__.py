@@ -1,1 +1,0 @@
-"""Conversions between records and protobuf messages, in pairs."""
