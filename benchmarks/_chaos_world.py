@@ -23,9 +23,6 @@ from pathlib import Path
 
 from services.cli.plan.specs import ProcessSpec, inference_process, orchestrator_address, plan, with_free_ports
 from services.cli.run.processes import MODULES, WATCH_S, ForkServer, Processes
-from services.cli.watch.orchestrator_client import OrchestratorClient
-from services.cli.run.fork_server import MODULES, ForkServer
-from services.cli.run.processes import WATCH_S, Processes
 from services.cli.watch import OrchestratorClient
 from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.errors import InfrastructureError, RollmillError

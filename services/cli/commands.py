@@ -99,15 +99,10 @@ def run(
     Ctrl-C stops the processes that this command started. `--resume RUN` continues a run; so does `RECIPE --resume
     auto`, or the recipe's setting `run.resume: auto`.
     """
-    from services.cli.doctor.diagnosis import NOTHING_LEARNED_EXIT, examine, tell
+    from services.cli.doctor import NOTHING_LEARNED_EXIT, examine, tell
     from services.cli.run.directory import opened
     from services.cli.run.launch import headline, how_training_ended
     from services.cli.run.launch import run as run_recipe
-    from services.cli.watch.progress_view import time_table
-    from services.cli.doctor import NOTHING_LEARNED_EXIT, examine, tell
-    from services.cli.run.launch import headline, how_training_ended
-    from services.cli.run.launch import run as run_recipe
-    from services.cli.run.resume import opened
     from services.cli.watch import time_table
     from services.common import run_files
 
@@ -197,8 +192,6 @@ def evaluate(
     Failed tasks count as wrong and are listed.
     """
     from services.cli.check.recipe import check_launch, on_this_machine
-    from services.cli.console.drawing import drawn
-    from services.cli.check.launch import check_launch, on_this_machine
     from services.cli.console import drawn
     from services.cli.plan.profiles import load_with_profile
     from services.cli.run.directory import prepare
@@ -456,7 +449,7 @@ def code(
     slots: Annotated[int, typer.Option(help="Solutions that are judged at once.")] = 2,
 ) -> None:
     """Programming problems in one form, without rows whose tests judge no program or fail their own reference solution."""
-    from services.cli.check.solutions import prepare_code
+    from services.cli.check.data import prepare_code
     from services.common.config.processes.envgateway import SandboxConfig
 
     sandbox = SandboxConfig(num_slots=slots, wall_time_s=case_time_s, cpu_time_s=case_time_s)

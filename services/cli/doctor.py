@@ -23,7 +23,6 @@ from services.common.telemetry.components import trainer
 from services.common.telemetry.metrics import RowKind, StallMoment, StepKey, TrainerKey
 from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.dispatch.evaluation_pass import kind_of
-from services.orchestrator.stalls.facts import ADVICE, Cause
 from services.orchestrator.stalls import ADVICE, Cause
 
 LEAST_POINTS = 10  # with fewer there is no telling a change from noise

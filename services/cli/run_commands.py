@@ -330,7 +330,7 @@ def export(
     """
     from services.cli.console import format_bytes
     from services.cli.inspect.checkpoints import export_run
-    from services.common.checkpoints.adapters import ExportForm
+    from services.common.export import ExportForm
 
     run = chosen_run(run)
     form = ExportForm.ADAPTER if adapter else ExportForm.MERGED

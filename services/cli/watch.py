@@ -37,7 +37,7 @@ from services.cli.inspect.run_state import check_run_directory, why_silent
 from services.cli.inspect.standing import newest_run
 from services.cli.keys.process_keys import keys_there, operate
 from services.cli.plan.specs import orchestrator_address
-from services.common.checkpoints.gauges import CheckpointGauge
+from services.common.checkpoints import CheckpointGauge
 from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import AccessError, ConfigError, InfrastructureError, NotFoundError, RollmillError
@@ -58,9 +58,8 @@ from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.log_events import LogEvent
 from services.common.telemetry.metrics import StepKey, TrainerKey, sources_in
 from services.orchestrator.dispatch.evaluation_pass import played_by
-from services.orchestrator.stalls.facts import Cause
-from services.orchestrator.trackers.follower import all_sent, read_position
-from services.orchestrator.trackers.process import followed
+from services.orchestrator.stalls import Cause
+from services.orchestrator.trackers import all_sent, followed, read_position
 
 CALL_DEADLINE_S = 5.0
 

@@ -36,11 +36,8 @@ from services.orchestrator.journal import records
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader, Quarantine
 from services.orchestrator.lock import RunLock
-from services.orchestrator.monitoring.gauges import METRICS, gauges
-from services.orchestrator.monitoring.progress import waits
-from services.orchestrator.recovery import first_facts, recovered
 from services.orchestrator.progress import METRICS, gauges, waits
-from services.orchestrator.recovery.recover import recovered
+from services.orchestrator.recovery import first_facts, recovered
 from services.orchestrator.rpc.servicer_run import RunServicer
 from services.orchestrator.tasks.datasets import TaskSource, log_opened, open_source
 from services.orchestrator.tasks.prompt_length import short_prompts

@@ -9,16 +9,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import cast
 
-from services.common.checkpoints.gauges import CheckpointGauge
+from services.common.checkpoints import CheckpointGauge
 from services.common.config.data import is_training
-from services.common.pb import run_pb2
+from services.common.pb import account_pb2, run_pb2
 from services.common.prometheus import Metric
 from services.common.records.fates import FAILURES_PREFIX, RunCount
 from services.common.records.types import by_name
 from services.common.telemetry.metrics import StepKey
 from services.common.telemetry.summary import RunSummary, ThresholdSummary
-from services.common.wire import records as serde
-from services.common.wire.accounts import account_to_proto
+from services.common.wire import timestamp_to_proto, write
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.journal.records import EvaluationResult
 from services.orchestrator.metrics import DiskOutlook, evaluation_values
@@ -36,7 +35,7 @@ def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
     disk, threshold = core.disk.outlook, core.threshold
     wall_s = time.time() - core.clock()
     return run_pb2.RunProgress(
-        at=serde.timestamp_to_proto(time.time()),
+        at=timestamp_to_proto(time.time()),
         state=_state(core.control.state),
         policies=[_policy(core, policy) for policy in core.policies.values()],
         replicas=[
@@ -55,18 +54,18 @@ def progress(core: OrchestratorCore) -> run_pb2.RunProgress:
         evaluations=[evaluation_to_proto(result) for result in core.evaluations.results.values()],
         counters={**core.counters, **_of_checkpoints(core)},
         waits=waits(core),
-        started_at=serde.timestamp_to_proto(core.started_at),
+        started_at=timestamp_to_proto(core.started_at),
         stalls=[
             run_pb2.Stall(
                 component=stall.component,
                 cause=stall.cause.value,
                 detail=stall.detail,
-                since=serde.timestamp_to_proto(wall_s + stall.since),
+                since=timestamp_to_proto(wall_s + stall.since),
                 advice=stall.advice,
             )
             for stall in core.stall_state.stalls
         ],
-        accounts=[account_to_proto(account) for account in core.stall_state.book.totals()],
+        accounts=[write(account, account_pb2.TimeAccount()) for account in core.stall_state.book.totals()],
         disk=None if disk is None else run_pb2.DiskOutlook(**by_name(disk)),
         set_aside=[
             run_pb2.SetAsideRecords(kind=kind, reason=reason.value, count=count)

@@ -49,7 +49,7 @@ from services.common.telemetry.components import replica as replica_component
 from services.common.telemetry.components import trainer as trainer_component
 from services.common.telemetry.gateway_queue import QueueGauge, num_waiting
 from services.common.telemetry.log_events import LogEvent
-from services.orchestrator.ingest.ingest import Streak
+from services.orchestrator.ingest import Streak
 
 LEAST_S = 10.0  # smallest limit
 TIMES = 4.0  # the longest gap lately

@@ -7,15 +7,8 @@ from __future__ import annotations
 
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.lifecycle import RunParts
-from services.orchestrator.metrics.run_metrics import StepRows, Summary
-from services.orchestrator.monitoring.failure_pause import FailurePause
-from services.orchestrator.monitoring.progress import progress, waits
-from services.orchestrator.monitoring.stall_watch import StallWatch
-from services.orchestrator.monitoring.views import ProgressView, StallView
-from services.orchestrator.monitoring.watch import Collector, ThroughputRows, Watch
 from services.orchestrator.metrics import StepRows
 from services.orchestrator.progress import summary
-from services.orchestrator.recovery.parts import RecoveryParts
 from services.orchestrator.rpc.gateway_api import GatewayApi
 from services.orchestrator.rpc.replica_api import ReplicaApi
 from services.orchestrator.rpc.servicer_pool import PoolServicer

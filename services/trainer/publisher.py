@@ -38,14 +38,14 @@ from services.common.errors import (
     VersionConflictError,
     VersionUnavailableError,
 )
-from services.common.prometheus.serving import serve_metrics
+from services.common.prometheus import serve_metrics
 from services.common.rpc.interceptors import AccountInterceptor
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.roles import Role
 from services.common.system.child import die_with_parent_if_asked
 from services.common.system.memory import keep_freed_memory
-from services.common.system.watchdog import Watchdog
+from services.common.system.threads import Watchdog
 from services.common.telemetry.accounts import Activity, TimeAccount
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.components import publisher

@@ -8,10 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from services.cli.inspect.checkpoints import replay_step
-from services.common.checkpoints.adapters import ExportForm
-from services.common.checkpoints.directory import read_manifest
-from services.common.checkpoints.export import export_checkpoint
-from services.cli.inspect.replay import replay_step
 from services.common.checkpoints import read_manifest
 from services.common.export import ExportForm, export_checkpoint
 from tests.e2e.conftest import Run

@@ -11,9 +11,6 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.cli.inspect.checkpoints import replay_step
-from services.common.checkpoints.directory import path_of, set_aside_before, steps
-from services.common.checkpoints.export import NOTE
-from services.cli.inspect.replay import replay_step
 from services.common.checkpoints import path_of, set_aside_before, steps
 from services.common.export import NOTE
 from services.common.telemetry.log_events import LogEvent

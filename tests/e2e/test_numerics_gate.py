@@ -10,12 +10,7 @@ import pytest
 
 from benchmarks.numerics_gate import INJECTED, with_fault
 from services.cli.doctor import Failure, examine
-from services.common.checkpoints.directory import steps
-from services.cli.doctor.diagnosis import examine
-from services.cli.doctor.findings import Failure
 from services.common.checkpoints import steps
-from services.orchestrator.stalls.facts import Cause
-from services.common.checkpoints.directory import steps
 from services.orchestrator.stalls import Cause
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from services.cli.inspect.checkpoints import replay_step
-from services.orchestrator.buffer.recorded import read_batch
-from services.cli.inspect.replay import replay_step
 from services.orchestrator.buffer.assembly import read_batch
 from services.orchestrator.journal.reader import JournalReader
 from tests.e2e.conftest import Run

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.cli.inspect.replay import replay_step
-from services.cli.run.processes import ForkServer
 from services.cli.inspect.checkpoints import replay_step
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.common.config.reading.loading import load_resolved
 from services.common.records.types import TokenSource
 from services.orchestrator.buffer.assembly import read_batch

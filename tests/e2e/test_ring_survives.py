@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from services.cli.run.processes import ForkServer
-from services.cli.watch.orchestrator_client import OrchestratorClient
-from services.cli.run.fork_server import ForkServer
 from services.cli.watch import OrchestratorClient
 from services.common.system.child import module_command
 from tests.e2e.conftest import Run

@@ -17,19 +17,11 @@ from typer.testing import CliRunner
 
 from benchmarks._peers import ScriptedTrainer
 from services.cli.__main__ import app
-from services.cli.inspect.fate.facts import Fate
-from services.cli.inspect.fate.reading import read_fates
-from services.cli.inspect.trace.facts import GroupFacts
-from services.cli.inspect.trace.listing import choose, counted, read_groups
-from services.cli.inspect.trace.picture import draw
-from services.cli.inspect.trace.reading import read_group
-from services.cli.inspect.trace.stages import events, stages, status
-from services.cli.run.processes import ForkServer
 from services.cli.inspect.fate import Fate, read_fates
 from services.cli.inspect.run_model import GroupFacts
 from services.cli.inspect.trace import events, read_group, read_groups, stages, status
 from services.cli.inspect.trace_view import choose, counted, draw
-from services.cli.run.fork_server import ForkServer
+from services.cli.run.processes import ForkServer
 from services.common.errors import ConfigError
 from services.common.system.child import module_command
 from tests.integration.orchestrator.conftest import Orchestrator

@@ -18,7 +18,6 @@ from typing import Any
 
 from services.cli.check.models import file_of
 from services.cli.plan.specs import trainer_name
-from services.common.checkpoints.safetensors_files import read_object
 from services.common.config.processes.kv_cache import cache_bytes, too_small
 from services.common.config.processes.placement import Placement, engine_numbers
 from services.common.config.processes.services import InferenceConfig
@@ -26,6 +25,7 @@ from services.common.config.recipe import Recipe
 from services.common.config.training.adapter import ALL_LINEAR, AdapterConfig
 from services.common.config.training.policy import OFFLOAD_BUCKET_BYTES, PolicyConfig
 from services.common.errors import ConfigError
+from services.common.safetensors_files import read_object
 
 GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 4}  # auto: of a device that is not known yet

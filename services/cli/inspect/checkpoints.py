@@ -18,8 +18,9 @@ from rich.text import Text
 from services.cli.console import FittingTable, columns, format_bytes, say
 from services.cli.inspect.run_state import check_run_directory, read_metrics
 from services.common import run_files
-from services.common.checkpoints.adapters import ExportForm
-from services.common.checkpoints.directory import (
+from services.common.checkpoints import (
+    Manifest,
+    StoredFile,
     checkpoints_directory,
     find_damage,
     path_of,
@@ -28,14 +29,13 @@ from services.common.checkpoints.directory import (
     set_aside_before,
     steps,
 )
-from services.common.checkpoints.export import Exported, check_target, export_checkpoint, work_bytes
-from services.common.checkpoints.manifest import Manifest, StoredFile
 from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import AccessError, ConfigError, CorruptDataError, InfrastructureError, RollmillError
+from services.common.export import Exported, ExportForm, check_target, export_checkpoint, work_bytes
 from services.common.records.types import RankBatch
 from services.common.telemetry.metrics import RowKind
-from services.orchestrator.buffer.recorded import read_batch
+from services.orchestrator.buffer.assembly import read_batch
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.state.groups import split_sequence_id

@@ -19,10 +19,8 @@ from services.cli.console import FittingTable, columns, format_bytes, say
 from services.cli.inspect.run_model import open_journal
 from services.common.errors import ConfigError, CorruptDataError
 from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.quarantine import Quarantine
-from services.orchestrator.journal.reader import JournalReader
-from services.orchestrator.journal.storage.scan import Damage, DamageReason
-from services.orchestrator.journal.storage.segments import Row
+from services.orchestrator.journal.reader import JournalReader, Quarantine
+from services.orchestrator.journal.segments import Damage, DamageReason, Row
 
 _SHOWN = 20
 _ROWS = 20_000  # looked up at once

@@ -24,7 +24,6 @@ from services.common.telemetry.metrics import (
     ROLE_REWARD,
     RowKind,
     StepKey,
-    StepKey,
     ThroughputKey,
     TrainerKey,
     source_key,

@@ -26,7 +26,7 @@ from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.parsers import state_from_json
 from services.orchestrator.journal.reader import JournalReader
 from services.orchestrator.journal.records import GroupVerdict
-from services.orchestrator.journal.storage.segments import Row
+from services.orchestrator.journal.segments import Row
 from services.orchestrator.state.groups import split_sequence_id
 from services.orchestrator.state.run_control import RunState
 
@@ -275,7 +275,7 @@ class RunModel:
             group.evaluated_at = self._evaluated.get(group.evaluation, 0.0)
         if group.purpose == Purpose.TRAIN:
             self.num_positions = max(self.num_positions, record["position"] + 1)
-            policies = group.policies or tuple(records.born_from_json(record)) or tuple(self.newest)
+            policies = group.policies or tuple(self.newest)
             group.steps = {policy: max(0, self.newest.get(policy, 0)) + 1 for policy in policies}
 
     def _resolved(self, row: Row, record: Json | None) -> None:

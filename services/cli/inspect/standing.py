@@ -41,7 +41,7 @@ from services.common.errors import ConfigError
 from services.common.records.types import TRANSFER_STAGES, WeightTransfer
 from services.common.telemetry.metrics import RowKind, StepKey
 from services.common.telemetry.weight_transfers import ReportedTransfer
-from services.common.weights.manifest import Encoding
+from services.common.weights.snapshot import Encoding
 from services.orchestrator.config import Settings
 from services.orchestrator.dispatch.evaluation_pass import played_by
 from services.orchestrator.lock import RunLock

@@ -27,7 +27,7 @@ from services.common.records.phases import PhaseKind
 from services.common.records.types import RolloutFailure, Trajectory
 from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.journal import records, rollouts
-from services.orchestrator.journal.storage.segments import Row
+from services.orchestrator.journal.segments import Row
 
 OUTCOMES = {
     GroupFate.KEPT: "queued for a batch",

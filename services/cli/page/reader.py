@@ -73,7 +73,7 @@ from services.common.telemetry.metrics import RowKind
 from services.common.telemetry.weight_transfers import ReportedTransfer
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
-from services.orchestrator.journal.storage.segments import Row
+from services.orchestrator.journal.segments import Row
 from services.orchestrator.state.groups import split_sequence_id
 
 MOST_POINTS = 400  # of a line: more than a panel has pixels for

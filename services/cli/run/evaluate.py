@@ -12,13 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.check.models import check_model_name, model_instead
-from services.cli.console import drawing
-from services.cli.console.tables import Column, FittingTable
-from services.cli.console.units import format_change, format_reward
-from services.cli.inspect.checkpoints.command import export_run
-from services.cli.inspect.checkpoints.found import policies_of
-from services.cli.check.hub import check_model_name
-from services.cli.check.model_files import model_instead
 from services.cli.console import Column, FittingTable, format_change, format_reward, pyplot
 from services.cli.inspect.checkpoints import export_run, policies_of
 from services.cli.inspect.run_model import open_journal

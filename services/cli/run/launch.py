@@ -21,10 +21,6 @@ from rich.status import Status
 
 from services.cli.check.memory import loading_s
 from services.cli.check.recipe import check_worlds, missing_data
-from services.cli.console.drawing import drawn
-from services.cli.console.errors import Interrupted, StopSignal
-from services.cli.console.plain import say
-from services.cli.check.memory.host import loading_s
 from services.cli.console import Interrupted, StopSignal, drawn, say
 from services.cli.inspect.run_state import Row, check_can_go_on, ended, launcher_lock, read_rows
 from services.cli.keys.process_keys import (
@@ -62,10 +58,6 @@ from services.cli.plan.specs import (
 )
 from services.cli.run.directory import with_other_ports
 from services.cli.run.processes import WATCH_S, Processes, children_cpu_seconds
-from services.cli.watch.notices import OrchestratorLiveness, StallsAtStart, TrackersTold, show_now
-from services.cli.watch.orchestrator_client import OrchestratorClient
-from services.cli.watch.progress_view import ProgressView, StallsTold
-from services.cli.run.run_directory import with_other_ports
 from services.cli.watch import (
     OrchestratorClient,
     OrchestratorLiveness,

@@ -34,7 +34,7 @@ from redis.exceptions import ResponseError
 from services.common.aio import TaskOwner
 from services.common.config.processes.services import MetricsConfig
 from services.common.errors import InvalidRequestError, RollmillError
-from services.common.prometheus.serving import metrics_server
+from services.common.prometheus import metrics_server
 from services.common.telemetry.gateway_queue import Lane
 from services.common.telemetry.log_events import LogEvent
 from services.common.telemetry.status import ProcessStatus

@@ -21,11 +21,11 @@ from typing import Any
 
 import structlog
 
-from services.common.checkpoints.adapters import ADAPTER_WEIGHTS, PEFT_CONFIG, adapter_files
 from services.common.config.processes.servers import MASK_TOKENS
 from services.common.config.processes.services import InferenceConfig
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError, InvalidRequestError
-from services.common.weights.manifest import AdapterIdentity
+from services.common.export import ADAPTER_WEIGHTS, PEFT_CONFIG, adapter_files
+from services.common.weights.snapshot import AdapterIdentity
 from services.inference.engine import sglang_cpu
 from services.inference.engine.served.build import ServedSetup, engine_of
 from services.inference.engine.served.client import (

@@ -27,9 +27,6 @@ from services.common.security.roles import Peer
 from services.common.telemetry.log_events import LogEvent
 from services.common.transfer.bulk import KEY_BYTES
 from services.common.weights.snapshot import BaseVersion, Encoding, Payload, PayloadRequest, align
-from services.common.wire.weights import not_ready_from_proto, payload_from_proto, payload_request_to_proto
-from services.common.transfer.bulk_socket import KEY_BYTES
-from services.common.weights.manifest import BaseVersion, Encoding, Payload, PayloadRequest, ReceiverRates, align
 from services.common.wire import not_ready_from_proto, payload_from_proto, payload_request_to_proto
 from services.inference.weights.transports import (
     BulkTransport,

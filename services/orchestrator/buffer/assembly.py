@@ -26,13 +26,10 @@ from services.common.finite import finite
 from services.common.records import fates
 from services.common.records.fates import StepFact
 from services.common.records.types import MinibatchTotals, RankBatch, Sequence, TrainingSequence, Trajectory
-from services.common.telemetry.metrics import ROLE_REWARD, SourceKey, StepKey, source_key
+from services.common.telemetry.metrics import ROLE_REWARD, StepKey, source_key
 from services.orchestrator.buffer.buffer import AdvantageGroup, Member, is_timeout, mask_sequence
 from services.orchestrator.journal import records, rollouts
 from services.orchestrator.journal.reader import JournalReader
-from services.common.telemetry.metrics import ROLE_REWARD, StepKey, source_key
-from services.orchestrator.buffer.experience import AdvantageGroup
-from services.orchestrator.buffer.rewards import is_timeout
 from services.orchestrator.journal.records import BatchEntry, BatchRecord
 from services.orchestrator.state.groups import GroupBy, Outcome, group_key, split_sequence_id
 

@@ -26,14 +26,6 @@ from services.common.pb import (
 )
 from services.common.records.device_turn import DeviceTurn
 from services.common.records.refusals import Refusal, RefusalReason
-from services.common.records.types import FetchPlan, RolloutFailure, WeightVersion
-from services.common.rpc.interceptors import peer_of
-from services.common.rpc.limits import Rates, limit_of
-from services.common.wire import records as serde
-from services.common.wire.accounts import account_from_proto, peer_from_proto
-from services.common.wire.refusals import refusal_reason_to_proto
-from services.common.wire.weights import fetch_plan_to_proto, weight_transfer_from_proto, weight_version_to_proto
-from services.orchestrator.ingest import INVALID_RECORD, Answer, Ingest, RecordOutcome
 from services.common.records.types import (
     FetchPlan,
     RolloutFailure,
@@ -43,7 +35,7 @@ from services.common.records.types import (
 )
 from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.wire import REFUSAL_NUMBERS, duration_to_proto, interval_from_proto, read, write
-from services.orchestrator.ingest.ingest import INVALID_RECORD, Answer, Ingest, RecordOutcome
+from services.orchestrator.ingest import INVALID_RECORD, Answer, Ingest, RecordOutcome
 from services.orchestrator.members.commands import (
     AnnounceVersion,
     CancelGroup,

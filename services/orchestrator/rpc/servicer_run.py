@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import orjson
 
-from services.orchestrator.core import OrchestratorCore
-from services.orchestrator.progress import progress
 from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.telemetry.logs import without_passwords
+from services.orchestrator.core import OrchestratorCore
+from services.orchestrator.progress import progress
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -62,4 +62,3 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def StopRun(self, request: run_pb2.StopRunRequest, context: Context) -> run_pb2.StopRunResponse:
         self._core.control.stop(request.reason or "asked to stop")
         return run_pb2.StopRunResponse()
-

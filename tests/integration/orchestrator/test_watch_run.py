@@ -14,7 +14,7 @@ import pytest
 from benchmarks._peers import Rollouts, ScriptedReplica, ScriptedTrainer
 from services.common.pb import run_pb2, run_pb2_grpc
 from services.common.rpc.server import Server
-from services.common.wire.records import timestamp_to_proto
+from services.common.wire import timestamp_to_proto
 from services.orchestrator.rpc import servicer_run
 from services.orchestrator.rpc.servicer_run import RunServicer
 from tests.integration.orchestrator.test_scripted_run import Make, Peers

@@ -20,9 +20,6 @@ from services.common.security.roles import Peer, Role
 from services.common.telemetry.log_events import LogEvent
 from services.common.transfer.bulk import KEY_BYTES, BulkRequest, Operation, new_keys
 from services.common.weights.snapshot import PayloadRequest
-from services.common.wire.weights import payload_request_to_proto
-from services.common.transfer.bulk_socket import KEY_BYTES, BulkRequest, Operation, new_keys
-from services.common.weights.manifest import PayloadRequest
 from services.common.wire import payload_request_to_proto
 from tests.integration.weights.transfer_world import POLICY, RUN, MemorySource, Sender, fetched, sending
 from tests.keys import as_role, make_keys

@@ -26,10 +26,6 @@ from services.common.pb import run_pb2
 from services.orchestrator.journal import records
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.records import EvaluationResult, evaluation_from_json, evaluation_to_json
-from services.orchestrator.metrics.run_metrics import RunMetrics, evaluation_values
-from services.orchestrator.metrics.scalars import scalars_of
-from services.orchestrator.rpc.servicer_run import evaluation_to_proto
-from services.orchestrator.journal.writer import Journal
 from services.orchestrator.metrics import RunMetrics, evaluation_values, scalars_of
 from services.orchestrator.progress import evaluation_to_proto
 from services.orchestrator.state.scores import Estimate, overall, score

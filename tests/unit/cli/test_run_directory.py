@@ -15,12 +15,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from services.cli.inspect.run_state import processes_left
 from services.cli.run import directory as run_directory
 from services.cli.run import launch as run
-from services.cli.run.directory import prepare, processes_left, with_other_ports
-from services.cli.watch.orchestrator_client import reach
-from services.cli.run import run_directory
-from services.cli.run.run_directory import prepare, processes_left, with_other_ports
+from services.cli.run.directory import prepare, with_other_ports
 from services.cli.watch import reach
 from services.common.config.reading.loading import load_recipe, load_resolved
 from services.common.config.recipe import Recipe

@@ -22,8 +22,6 @@ from services.cli.inspect.checkpoints import checkpoints_directory
 from services.cli.inspect.run_state import launcher_lock
 from services.cli.inspect.standing import INTERRUPTED, NOT_BEGUN, RUNNING, newest_run, standing
 from services.cli.watch import ProgressView
-from services.common.checkpoints.directory import path_of
-from services.cli.watch.progress_view import ProgressView
 from services.common.checkpoints import path_of
 from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.errors import ConfigError, InfrastructureError

@@ -12,8 +12,6 @@ from typer.testing import CliRunner
 
 from services.cli.__main__ import app
 from services.cli.check.recipe import launch_problems
-from services.cli.watch.notices import LOOK_EVERY_S, TrackersTold
-from services.cli.check.launch import launch_problems
 from services.cli.watch import LOOK_EVERY_S, TrackersTold
 from services.common import run_files
 from services.common.config.processes import trackers

@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 
 from services.cli.check.models import model_problems
-from services.common.checkpoints.adapters import _open_base
-from services.common.checkpoints.safetensors_files import places, weight_files
-from services.cli.check.model_files import model_problems
 from services.common.errors import ConfigError, ModelMismatchError
 from services.common.export import _open_base
 from services.common.safetensors_files import places, weight_files

@@ -19,10 +19,7 @@ from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.reader import JournalReader, Quarantine
 from services.orchestrator.members.commands import PlayGroup
 from services.orchestrator.members.replica import Held, Hello, Replica
-from services.orchestrator.monitoring.stall_watch import StallWatch
-from services.orchestrator.monitoring.watch import Watch
 from services.orchestrator.recovery import recovered
-from services.orchestrator.recovery.recover import recovered
 from services.orchestrator.state.groups import Outcome
 from services.orchestrator.tasks.task_rows import ListRows, UsableRows
 from services.orchestrator.watch import StallWatch, Watch

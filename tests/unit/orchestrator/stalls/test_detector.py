@@ -11,7 +11,7 @@ import pytest
 
 from services.common.records.refusals import Refusal, RefusalReason
 from services.common.telemetry.accounts import AccountState, PeerState
-from services.orchestrator.ingest.ingest import Streak
+from services.orchestrator.ingest import Streak
 from services.orchestrator.stalls import ADVICE, Cause, Hold
 from tests.unit.orchestrator.stalls.runs import MadeUpRun, account, activity
 
