@@ -35,6 +35,7 @@ from services.envgateway.queue.local import JobQueue, on_behalf_of
 
 CLIENT_HEADER = "X-Client-Id"
 _KEEP_ALIVE_S = 10.0
+_LONG_BATCH_WAIT_S = 3600.0  # of one run, for a slot
 _LARGE_BODY = 1 << 20  # bytes from which reading JSON leaves the event loop
 
 Read = TypeVar("Read")
@@ -108,7 +109,7 @@ class HttpServer:
             response = web.StreamResponse(headers={"Content-Type": "application/json"})
             await response.prepare(request)
             running = asyncio.ensure_future(
-                self._submissions.run_all(batch.submissions, _lane(batch), self._config.long_batch_wait_s)
+                self._submissions.run_all(batch.submissions, _lane(batch), _LONG_BATCH_WAIT_S)
             )
             try:
                 while not (await asyncio.wait([running], timeout=_KEEP_ALIVE_S))[0]:
