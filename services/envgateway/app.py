@@ -34,8 +34,7 @@ from services.envgateway.envs.base import EnvironmentContext
 from services.envgateway.envs.episodes import EpisodeManager
 from services.envgateway.envs.registry import EnvironmentRegistry
 from services.envgateway.envs.worlds import make_worlds
-from services.envgateway.http.server import HttpServer
-from services.envgateway.http.submissions import Submissions
+from services.envgateway.http import HttpServer, Submissions
 from services.envgateway.judge.judge import Judge
 from services.envgateway.prometheus import METRICS
 from services.envgateway.queue.local import JobQueue, local_queue

@@ -31,7 +31,7 @@ from services.common.prometheus import MetricsServer
 from services.common.security import identity
 from services.common.security.roles import Role
 from services.common.telemetry.status import ProcessStatus
-from services.envgateway.http.server import HttpServer
+from services.envgateway.http import HttpServer
 from services.envgateway.taskserver.server import TaskServer
 from services.inference.endpoint.server import EndpointServer
 from tests.contract.run_servicer import RunServicer, make_server

@@ -191,6 +191,23 @@ class ToolStatus(enum.StrEnum):
     INVALID_ARGUMENTS = "invalid_arguments"  # violates the tool's schema
 
 
+# by the names that the gateway's ``RunStatus`` and the workflows' ``ProgramStatus`` share
+_OF_PROGRAMS = {
+    "OK": ToolStatus.OK,
+    "RUNTIME_ERROR": ToolStatus.PROGRAM_ERROR,
+    "COMPILE_ERROR": ToolStatus.PROGRAM_ERROR,
+    "TIME_LIMIT": ToolStatus.TIME_LIMIT,
+    "MEMORY_LIMIT": ToolStatus.MEMORY_LIMIT,
+    "OUTPUT_LIMIT": ToolStatus.OUTPUT_LIMIT,
+    "INVALID_REQUEST": ToolStatus.INVALID_ARGUMENTS,
+}
+
+
+def status_of_program(ended: enum.Enum) -> ToolStatus | None:
+    """The status of a call that ran a program. None for a failure of the machinery, which is no answer."""
+    return _OF_PROGRAMS.get(ended.name)
+
+
 STATUS_METRIC = "tool_status_"
 """Prefix of the metric with the status of an episode's last call, which the gateway writes and the replica reads."""
 

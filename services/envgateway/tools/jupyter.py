@@ -14,14 +14,14 @@ from typing import Any
 from services.common.config.processes.envgateway import EnvGatewayConfig, LiveConfig, ToolConfig
 from services.common.errors import InfrastructureError
 from services.common.records.dataset_rows import BuiltInTool
-from services.common.text.tool_calls import ToolStatus, shown_output
+from services.common.text.tool_calls import ToolStatus, shown_output, status_of_program
 from services.common.tools import AnyTool, ToolResult
 from services.envgateway.queue.local import JobQueue
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.jobs import why_unusable
 from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots
 from services.envgateway.tools.base import StateLostError
-from services.envgateway.tools.python import STATUS, PythonTool
+from services.envgateway.tools.python import PythonTool
 
 _WHY = {
     ToolStatus.TIME_LIMIT: "its time was over",
@@ -105,7 +105,7 @@ class Notebook:
             self._forget(_WHY.get(status, ended.detail or "it ended between two calls"))
 
     def _status(self, status: RunStatus, detail: str) -> ToolStatus:
-        known = STATUS.get(status)
+        known = status_of_program(status)
         if known is not None:
             return known
         self._process = None

@@ -7,24 +7,13 @@ from typing import Any
 
 from services.common.errors import InfrastructureError
 from services.common.telemetry.gateway_queue import Lane
-from services.common.text.tool_calls import ToolStatus, shown_output
+from services.common.text.tool_calls import shown_output, status_of_program
 from services.common.tools import ToolResult
 from services.envgateway.queue.local import JobQueue
-from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.records import ExecutionLimits, ExecutionRequest
 
 _QUEUE_S = 30.0  # waiting for a slot, on top of a program's own time
 _LONGEST_S = 55.0
-
-STATUS = {
-    RunStatus.OK: ToolStatus.OK,
-    RunStatus.RUNTIME_ERROR: ToolStatus.PROGRAM_ERROR,
-    RunStatus.COMPILE_ERROR: ToolStatus.PROGRAM_ERROR,
-    RunStatus.TIME_LIMIT: ToolStatus.TIME_LIMIT,
-    RunStatus.MEMORY_LIMIT: ToolStatus.MEMORY_LIMIT,
-    RunStatus.OUTPUT_LIMIT: ToolStatus.OUTPUT_LIMIT,
-    RunStatus.INVALID_REQUEST: ToolStatus.INVALID_ARGUMENTS,
-}  # the others are no answer
 
 
 class PythonTool:
@@ -53,7 +42,7 @@ class PythonTool:
         deadline_s = min(self._wall_s + _QUEUE_S, _LONGEST_S)
         # Without a key: two calls of the same program are two runs.
         result = await self._queue.run(request, lane=Lane.INTERACTIVE, request_id="", deadline_s=deadline_s)
-        status = STATUS.get(result.status)
+        status = status_of_program(result.status)
         if status is None:
             raise InfrastructureError(f"the sandbox failed: {result.detail or result.status.value}")
         stdout, stderr = (data.decode(errors="replace") for data in (result.stdout, result.stderr))

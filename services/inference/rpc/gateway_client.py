@@ -58,15 +58,11 @@ DEFAULT_RETRY_S = 0.5
 MOST_TEXT_BYTES = 3 << 20  # of an action, a program or a completion; a message may have 4 MiB
 
 _STATUS = {
-    environment_pb2.EXECUTION_STATUS_OK: ProgramStatus.OK,
-    environment_pb2.EXECUTION_STATUS_RUNTIME_ERROR: ProgramStatus.RUNTIME_ERROR,
-    environment_pb2.EXECUTION_STATUS_COMPILE_ERROR: ProgramStatus.RUNTIME_ERROR,  # the policy's text is the same
-    environment_pb2.EXECUTION_STATUS_TIME_LIMIT: ProgramStatus.TIME_LIMIT,
-    environment_pb2.EXECUTION_STATUS_MEMORY_LIMIT: ProgramStatus.MEMORY_LIMIT,
-    environment_pb2.EXECUTION_STATUS_OUTPUT_LIMIT: ProgramStatus.OUTPUT_LIMIT,
-    environment_pb2.EXECUTION_STATUS_INVALID_REQUEST: ProgramStatus.INVALID_REQUEST,
+    environment_pb2.ExecutionStatus.Value(f"EXECUTION_STATUS_{status.name}"): status
+    for status in ProgramStatus
+    if status is not ProgramStatus.WRONG_ANSWER
 }
-
+_STATUS[environment_pb2.EXECUTION_STATUS_COMPILE_ERROR] = ProgramStatus.RUNTIME_ERROR  # the policy's text is the same
 _VERDICT = {pb.Verdict.Value(f"VERDICT_{verdict.name}"): verdict for verdict in ProgramStatus}
 
 

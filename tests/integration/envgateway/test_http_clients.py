@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.common.config.processes.envgateway import EnvGatewayConfig, HttpConfig
+from services.envgateway import http
 from services.envgateway.app import Gateway
-from services.envgateway.http import server
 from services.envgateway.sandbox.pool import SandboxPool
 
 from .conftest import CONFIG
@@ -96,7 +96,7 @@ async def test_fields_that_only_some_clients_send_are_taken_or_passed_over(port:
 async def test_a_long_batch_that_takes_its_time_is_not_silent_and_still_json(
     port: int, rollout: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(http, "_KEEP_ALIVE_S", 0.05)
     slow = Submission("s", "python", "import time; time.sleep(0.4); print('é')", None, "é")
     judged, words = await asyncio.gather(
         asyncio.to_thread(GradingClient(port).judge, [slow, slow]),

@@ -154,9 +154,7 @@ class HttpConfig(Section):
     reuse_port: bool = False
     """Let other gateways on this host serve the same port; the system spreads connections over them."""
     queue_wait_s: float = Field(default=20.0, gt=0)
-    """A single run, or one of a batch, that finds no slot for this long is answered with `queue_timeout`."""
-    long_batch_wait_s: float = Field(default=3600.0, gt=0)
-    """The same for one of a long batch."""
+    """A single run, or one of a batch, that finds no slot for this long is answered with `queue_timeout`; one of a long batch after an hour."""
     body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
     """Largest request."""
 

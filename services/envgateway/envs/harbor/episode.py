@@ -31,7 +31,6 @@ from services.envgateway.envs.base import EndStatus, EpisodeLostError, Observati
 from services.envgateway.sandbox.bare.messages import SHELL
 from services.envgateway.sandbox.bare.statuses import RunStatus
 from services.envgateway.sandbox.live import CellResult, LiveProcess, LiveSlots
-from services.envgateway.tools.python import STATUS
 
 if TYPE_CHECKING:
     from services.envgateway.sandbox.pool import SandboxPool
@@ -159,7 +158,7 @@ class HarborEpisode:
             result = await self._ask(question)
             if result.status is not RunStatus.OK:
                 why = result.detail or result.error or result.stderr.decode(errors="replace")[-200:]
-                kind = NoRewardError if result.status in STATUS else EpisodeLostError
+                kind = NoRewardError if result.status.is_about_the_program else EpisodeLostError
                 raise kind(f"task {name}: the tests ended as {result.status}: {why}")
         try:
             outcome = json.loads(result.stdout)
@@ -193,7 +192,7 @@ class HarborEpisode:
 
     def _ended_by_its_command(self, result: CellResult) -> StepResult:
         """The process of the sandbox is gone. Raises ``EpisodeLostError`` where the machine is at fault."""
-        if result.status not in STATUS:
+        if not result.status.is_about_the_program:
             raise EpisodeLostError(f"task {self._task.name}: the sandbox was lost: {result.detail or result.status}")
         return StepResult(
             observation=f"(the command ended the sandbox: {result.status}: {result.detail})",

@@ -17,7 +17,7 @@ from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
 from services.common.records.types import Task
 from services.common.system.threads import DaemonThreads
-from services.common.text.tool_calls import ToolStatus, shown_output
+from services.common.text.tool_calls import ToolStatus, shown_output, status_of_program
 from services.common.text.tool_schema import problem_with
 from services.common.tools import (
     DEFAULT_TIMEOUT_S,
@@ -31,7 +31,7 @@ from services.common.tools import (
     schema_of,
 )
 from services.common.user_code import check_names, extras_of
-from services.inference.workflows.base import Execution, Gateway, ProgramStatus
+from services.inference.workflows.base import Execution, Gateway
 from services.inference.workflows.tools.gateway_tools import GatewayTool, GatewayTools
 
 
@@ -218,20 +218,10 @@ def build_tools(names: Sequence[str]) -> dict[str, AnyTool]:
     return {tool.name: tool for tool in tools}
 
 
-_STATUS = {
-    ProgramStatus.OK: ToolStatus.OK,
-    ProgramStatus.RUNTIME_ERROR: ToolStatus.PROGRAM_ERROR,
-    ProgramStatus.COMPILE_ERROR: ToolStatus.PROGRAM_ERROR,
-    ProgramStatus.TIME_LIMIT: ToolStatus.TIME_LIMIT,
-    ProgramStatus.MEMORY_LIMIT: ToolStatus.MEMORY_LIMIT,
-    ProgramStatus.OUTPUT_LIMIT: ToolStatus.OUTPUT_LIMIT,
-    ProgramStatus.INVALID_REQUEST: ToolStatus.INVALID_ARGUMENTS,
-}
-
-
 def execution_result(execution: Execution) -> ToolResult:
     """The tool result for a program: its output, then its error."""
-    status = _STATUS[execution.status]
+    status = status_of_program(execution.status)
+    assert status is not None, "an execution has no verdict on a case"
     text = shown_output(
         status, execution.stdout, execution.stderr, wall_s=execution.wall_time_s, detail=execution.detail
     )

@@ -1,1 +1,0 @@
-"""The HTTP interface that clients of Code Judge speak, beside gRPC."""
