@@ -160,7 +160,7 @@ TASK_CHARACTERS = 20_000  # of a task's row, which may hold all tests of a progr
 def conversation(
     trajectory: Trajectory, issue: Json, texts: Mapping[str, tuple[Pieces, Marks]], uses: Mapping[int, Json]
 ) -> Json:
-    """``issue``: the journal's line of the task group, or empty. ``texts`` by policy; ``uses`` by position of the sequence: its use in a batch (``advantages.uses``)."""
+    """``issue``: the journal's line of the task group, or empty. ``texts`` by policy; ``uses`` by position of the sequence: its use in a batch (``uses``)."""
     return {
         "task_group": trajectory.task_group_id,
         "slot": trajectory.index,
