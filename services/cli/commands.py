@@ -1,4 +1,7 @@
-"""The run that a command reads: the one that is named, else the newest."""
+"""Commands that start runs and talk to runs in progress, those that prepare data, and the choice of the run that a command reads.
+
+Imports stand inside the commands, so that ``--help`` and a wrong option answer at once.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,11 @@
-"""Records of a diagnosis: the learning of each policy, and the failures that were found. Compares the beginning of a series
-with its end."""
+"""``rollmill doctor``: whether a policy has learned, and which failures the rows of a run's metrics show.
+
+    rows -> PolicyRows of each policy -> RULES -> Finding, Learning -> Verdict
+
+Each rule looks at the rows of one policy and returns a finding or None. A threshold has the reason beside it. They are set so
+that ten healthy runs of the quickstarts raise none (``benchmarks/doctor.py``), and are far from the values of these runs, which
+the reasons name. Pure functions, but for ``examine`` and ``tell``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Commands that read the directory of a run: plots, the page, trajectories, weight transfers, traces, fates, the doctor.
+"""Commands that read the directory of a run: plots, the page, trajectories, weight transfers, traces, fates, the doctor, the
+journal; and checkpoints: list, export, push, replay.
 
 Imports stand inside the commands, so that ``--help`` and a wrong option answer at once.
 """

@@ -1,6 +1,10 @@
-"""The command line's view of the orchestrator: synchronous, one call each, explicit deadlines.
+"""A run in progress on a terminal: the calls to its orchestrator, warnings, the live view, and lines beside it.
 
-A command finds a run in progress by the run's directory, which has address and keys, or by an address and ROLLMILL_KEYS.
+A command finds a run in progress by the run's directory, which has address and keys, or by an address and ROLLMILL_KEYS. Calls
+are synchronous and have deadlines. The view is a live table on a terminal, and one line per step elsewhere. The launcher also
+prints, once for each change: stalls while a run starts, for with a full disk the run never becomes ready, and only the
+orchestrator knows the reason; a tracker that stops taking rows, or takes them again; a stall of the orchestrator without
+answers, which reports the stalls of all others itself.
 """
 
 from __future__ import annotations

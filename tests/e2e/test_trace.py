@@ -131,10 +131,10 @@ def group_that_is(run_dir: Path, state: str, **more: Any) -> GroupFacts:
     lines = [
         line
         for line in choose(read_groups(run_dir), state=state, last=1000)
-        if all(getattr(line, k) == v for k, v in more.items())
+        if all(line[k] == v for k, v in more.items())
     ]
     assert lines, f"no task group is {state}: {counted(read_groups(run_dir))}"
-    return read_group(run_dir, lines[-1].task_group_id)
+    return read_group(run_dir, lines[-1]["task_group_id"])
 
 
 def happened(facts: GroupFacts) -> list[str]:

@@ -1,4 +1,9 @@
-"""Lists the checkpoints of a run: whether each is whole, and whether the run can resume there. Read-only."""
+"""The checkpoints of a run: lists and verifies them, exports one, uploads it with a card, and trains a step again from one.
+
+A replay works on a run directory alone: the journal for batches and digests, the checkpoints for where to begin. On a CPU the
+arithmetic is bit-exact, so the digests are equal; on a GPU they may differ, and the metrics say how far things are. The hub of
+an upload is that of huggingface_hub: HF_ENDPOINT, and HF_TOKEN or ``hf auth login``.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +134,6 @@ class Found:
         return bool(names) and not any(name in self.damage for name in names)
 
     def as_object(self) -> dict[str, Any]:
-        manifest = self.manifest
         return {
             "policy": self.policy,
             "step": self.step,
@@ -139,10 +143,10 @@ class Found:
             "verified": self.verified,
             "can_be_exported": self.can_be_exported,
             "replay": self.replay,
-            "size_bytes": manifest.size_bytes if manifest else None,
-            "num_ranks": manifest.num_ranks if manifest else None,
-            "num_updates": manifest.num_updates if manifest else None,
-            "written_at": manifest.written_at if manifest else None,
+            **{
+                name: getattr(self.manifest, name, None)
+                for name in ("size_bytes", "num_ranks", "num_updates", "written_at")
+            },
         }
 
 

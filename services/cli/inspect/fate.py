@@ -1,4 +1,4 @@
-"""The fates of rollouts and sequences, and how they are counted."""
+"""``rollmill fate``: one fate for each task group, rollout, sequence and token that a run has issued, their sums and checks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -107,14 +107,8 @@ class Tally:
         self.issued_groups += other.issued_groups
         self.issued_rollouts += other.issued_rollouts
         self.sampled_sequences += other.sampled_sequences
-        for own, more in (
-            (self.groups, other.groups),
-            (self.rollouts, other.rollouts),
-            (self.sequences, other.sequences),
-            (self.tokens, other.tokens),
-        ):
-            own.update(more)
-        self.failures.update(other.failures)
+        for name in ("groups", "rollouts", "sequences", "tokens", "failures"):
+            getattr(self, name).update(getattr(other, name))
 
     def fates(self) -> list[Fate]:
         """Those that occur, in order."""
@@ -537,10 +531,7 @@ def as_json(found: Fates, policies: Iterable[str], step: int | None) -> dict[str
         "prompts_passed_over": found.num_passed_over,
         "records_unreadable": found.num_unreadable,
         "adds_up": not found.failed_checks,
-        "checks": [
-            {"what": check.what, "expected": check.expected, "found": check.found, "holds": check.holds}
-            for check in found.checks
-        ],
+        "checks": [{**asdict(check), "holds": check.holds} for check in found.checks],
     }
 
 
@@ -561,17 +552,15 @@ def _policy_json(found: Fates, policy: str, step: int | None) -> dict[str, Any]:
     }
 
 
+_UNITS = ("rollouts", "sequences", "tokens")
+
+
 def _tally_json(tally: Tally) -> dict[str, Any]:
     return {
         "issued": {"task_groups": tally.issued_groups, "rollouts": tally.issued_rollouts},
         "sampled": {"sequences": tally.sampled_sequences, "tokens": tally.sampled_tokens},
         "fates": {
-            fate.value: {
-                "task_groups": tally.groups[fate],
-                "rollouts": tally.rollouts[fate],
-                "sequences": tally.sequences[fate],
-                "tokens": tally.tokens[fate],
-            }
+            fate.value: {"task_groups": tally.groups[fate], **{u: getattr(tally, u)[fate] for u in _UNITS}}
             for fate in tally.fates()
         },
         "failures": dict(tally.failures),

@@ -1,4 +1,8 @@
-"""Runs of one recipe that differ in their seed alone, as one curve with a band."""
+"""``rollmill plot``: pictures of one run, or several: curves, where the time went, and the fates of rollouts.
+
+Reads ``metrics/orchestrator.jsonl`` of each run directory, during the run or later. Runs that differ in the seed alone are
+one curve with a band. For a single run it also plots where the time went and the fates of rollouts, from the journal.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Reads the state of a run from its directory alone: finished, stopped, interrupted, starting or running; and how to go on."""
+"""The state of a run from its directory alone, and how its weight versions reached the replicas (``rollmill weights``).
+
+A run is finished, stopped, interrupted, starting or running. Transfers are in ``metrics/orchestrator.jsonl``, where the
+orchestrator keeps the reports of replicas.
+"""
 
 from __future__ import annotations
 

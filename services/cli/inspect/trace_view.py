@@ -1,14 +1,11 @@
-"""Lists all task groups of a run, one line each: result and duration.
-
-Reads the journal's index and its small records, no trajectory and no log, so long runs are quick too.
-"""
+"""``rollmill trace``: a list of task groups, and the life of one on a terminal, as JSON and as a picture."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from services.cli.console import FittingTable, columns, format_seconds, pyplot, say
-from services.cli.inspect.run_model import GroupFacts, SlotFacts
+from services.cli.inspect.run_model import GroupFacts, Json, SlotFacts
 from services.cli.inspect.trace import (
     Event,
     Stage,
@@ -39,22 +36,6 @@ from services.common.records.phases import PhaseKind
 from services.common.telemetry.log_events import LogEvent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    task_group_id: str
-    task_id: str
-    status: str
-    issued_at: float
-    seconds: float  # from its issue to the last that is known of it
-    longest: str  # the stage that took longest
-    longest_s: float
-    policy: str  # that it was trained by first
-    training_step: int | None
-    num_slots: int
-    num_failed: int
-    num_reissued: int
-
-
 def choose(
     groups: Iterable[GroupFacts],
     *,
@@ -62,30 +43,50 @@ def choose(
     state: str | None = None,
     step: int | None = None,
     last: int = 20,
-) -> list[Line]:
-    """Lines of those that match: the newest last, or the slowest first."""
+) -> list[Json]:
+    """One object for each task group that matches: the newest last, or the slowest first."""
     lines = [_line(facts) for facts in groups if step is None or any(use.training_step == step for use in facts.uses)]
-    lines = [line for line in lines if state is None or line.status == state]
+    lines = [line for line in lines if state is None or line["status"] == state]
     if order == "slowest":
-        return sorted(lines, key=lambda line: line.seconds, reverse=True)[:last]
+        return sorted(lines, key=lambda line: line["seconds"], reverse=True)[:last]
     return lines[-last:]
 
 
-def show_lines(lines: Sequence[Line], console: Console) -> None:
+def _line(facts: GroupFacts) -> Json:
+    life = stages(facts)
+    longest: Stage | None = max(life, key=lambda stage: stage.seconds, default=None)
+    use = first_use(facts)
+    return {
+        "task_group_id": facts.task_group_id,
+        "task_id": facts.task_id,
+        "status": status(facts),
+        "issued_at": facts.assignments[0].at if facts.assignments else 0.0,
+        "seconds": life[-1].end - life[0].begin if life else 0.0,  # from its issue to the last that is known of it
+        "longest": longest.name if longest else "",  # the stage that took longest
+        "longest_s": longest.seconds if longest else 0.0,
+        "policy": use.policy if use else "",  # that it was trained by first
+        "training_step": use.training_step if use else None,
+        "num_slots": facts.num_slots,
+        "num_failed": facts.num_failed,
+        "num_reissued": max(0, len(facts.assignments) - 1),
+    }
+
+
+def show_lines(lines: Sequence[Json], console: Console) -> None:
     """A table."""
     table = FittingTable(
         columns("task group | task:1 | status | step:2 | >took | >longest stage:3 | >failed:4 | >issued again:5")
     )
     for line in lines:
         table.add_row(
-            line.task_group_id,
-            escape(line.task_id),
-            escape(line.status),
-            f"{line.training_step} of {line.policy}" if line.training_step is not None else "",
-            format_seconds(line.seconds),
-            f"{line.longest} {format_seconds(line.longest_s)}" if line.longest else "",
-            f"{line.num_failed} of {line.num_slots}" if line.num_failed else "",
-            str(line.num_reissued or ""),
+            line["task_group_id"],
+            escape(line["task_id"]),
+            escape(line["status"]),
+            f"{line['training_step']} of {line['policy']}" if line["training_step"] is not None else "",
+            format_seconds(line["seconds"]),
+            f"{line['longest']} {format_seconds(line['longest_s'])}" if line["longest"] else "",
+            f"{line['num_failed']} of {line['num_slots']}" if line["num_failed"] else "",
+            str(line["num_reissued"] or ""),
         )
     console.print(table)
 
@@ -93,26 +94,6 @@ def show_lines(lines: Sequence[Line], console: Console) -> None:
 def counted(groups: Iterable[GroupFacts]) -> dict[str, int]:
     """Task groups by status."""
     return dict(Counter(map(status, groups)))
-
-
-def _line(facts: GroupFacts) -> Line:
-    life = stages(facts)
-    longest: Stage | None = max(life, key=lambda stage: stage.seconds, default=None)
-    use = first_use(facts)
-    return Line(
-        task_group_id=facts.task_group_id,
-        task_id=facts.task_id,
-        status=status(facts),
-        issued_at=facts.assignments[0].at if facts.assignments else 0.0,
-        seconds=life[-1].end - life[0].begin if life else 0.0,
-        longest=longest.name if longest else "",
-        longest_s=longest.seconds if longest else 0.0,
-        policy=use.policy if use else "",
-        training_step=use.training_step if use else None,
-        num_slots=facts.num_slots,
-        num_failed=facts.num_failed,
-        num_reissued=max(0, len(facts.assignments) - 1),
-    )
 
 
 _OF_THE_MODEL = ("steps", "rows", "failures", "entries")
@@ -234,7 +215,7 @@ def list_groups(
     lines = choose(groups, order=order, state=state, step=step, last=last)
     counts = counted(groups)
     if as_json:
-        typer.echo(json.dumps({"task_groups": [asdict(line) for line in lines], "counts": counts}))
+        typer.echo(json.dumps({"task_groups": lines, "counts": counts}))
         return
     if lines:
         show_lines(lines, console)

@@ -1,8 +1,8 @@
-"""Splits the tokens of a sequence into turns with roles, as people read a conversation.
+"""``rollmill trajectories``: prints conversations of a run, with roles and the expected answer.
 
-The marks of a chat template (``<|im_start|>user`` and alike) are found by rendering a short dialogue of known texts. The marks
-split only text that the policy read; text that the policy wrote is one turn, also with imitated marks. Independent of
-terminals.
+Reads the journal, newest last, and decodes token ids with the run's tokenizer; without its files ids are shown. The marks of a
+chat template (``<|im_start|>user`` and alike) are found by rendering a short dialogue of known texts. The marks split only text
+that the policy read; text that the policy wrote is one turn, also with imitated marks.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from services.cli.inspect.fate import as_json, count_fates
 from services.cli.inspect.plot import (
     PANELS,
     THROUGHPUT,
-    Panel,
     Points,
     Runs,
     band,
@@ -80,36 +79,32 @@ MOST_POINTS = 400  # of a line: more than a panel has pixels for
 
 
 def curves(run_dirs: Sequence[Path], read: Callable[[Path], list[MetricsRow]]) -> Json:
-    """``groups``: runs that differ in the seed alone; ``panels``, each with lines, and the evaluations as points."""
+    """The panels of ``rollmill plot`` as numbers.
+
+    ``groups``: runs that differ in the seed alone; ``panels``, each with lines, and the evaluations as points.
+    """
     groups = grouped(run_dirs, read)
-    return {
-        "groups": [{"label": group.label, "seeds": len(group.rows)} for group in groups],
-        "panels": [
-            *(_panel(panel, groups) for panel in PANELS),
-            _described(
-                THROUGHPUT, [_line(n, "", "", [throughput_of(r) for r in g.rows]) for n, g in enumerate(groups)]
-            ),
-        ],
-    }
-
-
-def _described(panel: Panel, lines: list[Json], points: Sequence[Json] = ()) -> Json:
-    found = [line for line in lines if line["x"]]
-    return {
-        "title": panel.title, "x": panel.x, "y": panel.y.replace("\n", " "), "from_zero": panel.from_zero,
-        "lines": found, "points": list(points),
-    }  # fmt: skip
-
-
-def _panel(panel: Panel, groups: Sequence[Runs]) -> Json:
-    lines = [
-        _line(number, policy, line.label, found, line.style)
-        for number, group in enumerate(groups)
-        for policy, line, found in curves_of(panel, group, alone=len(groups) == 1)
-    ]
-    rewards = panel is PANELS[0]
-    points = [point for n, group in enumerate(groups) for point in _evaluations(n, group)] if rewards else []
-    return _described(panel, lines, points)
+    panels = []
+    for panel in (*PANELS, THROUGHPUT):
+        lines = [
+            _line(number, policy, line.label, found, line.style)
+            for number, group in enumerate(groups)
+            for policy, line, found in curves_of(panel, group, alone=len(groups) == 1)
+        ]
+        if panel is THROUGHPUT:
+            lines = [_line(n, "", "", [throughput_of(rows) for rows in group.rows]) for n, group in enumerate(groups)]
+        rewards = enumerate(groups) if panel is PANELS[0] else ()
+        panels.append(
+            {
+                "title": panel.title,
+                "x": panel.x,
+                "y": panel.y.replace("\n", " "),
+                "from_zero": panel.from_zero,
+                "lines": [line for line in lines if line["x"]],
+                "points": [point for number, group in rewards for point in _evaluations(number, group)],
+            }
+        )
+    return {"groups": [{"label": g.label, "seeds": len(g.rows)} for g in groups], "panels": panels}
 
 
 def _line(group: int, policy: str, label: str, curves: Sequence[Points], style: str = "-") -> Json:
@@ -165,7 +160,7 @@ TASK_CHARACTERS = 20_000  # of a task's row, which may hold all tests of a progr
 def conversation(
     trajectory: Trajectory, issue: Json, texts: Mapping[str, tuple[Pieces, Marks]], uses: Mapping[int, Json]
 ) -> Json:
-    """``issue``: the journal's line of the task group, or empty. ``texts`` by policy; ``uses`` by position of the sequence: its use in a batch (``advantages.uses``)."""
+    """``issue``: the journal's line of the task group, or empty. ``texts`` by policy; ``uses`` by position of the sequence: its use in a batch (``uses``)."""
     return {
         "task_group": trajectory.task_group_id,
         "slot": trajectory.index,
@@ -241,6 +236,9 @@ def _rounded(values: Logprobs) -> list[float]:
     return [round(value, 5) for value in values.tolist()]
 
 
+_OF_ENTRY = ("minibatch", "staleness", "group_mean", "group_std", "group_size", "trained_from")
+
+
 def uses(
     trajectory: Trajectory, batches: Iterable[BatchRecord], algorithms: Mapping[str, AlgorithmConfig]
 ) -> dict[int, Json]:
@@ -259,13 +257,8 @@ def uses(
                 advantage, why = _advantage(entry, reward, of_policy)
             found[position] = {
                 "step": batch.training_step,
-                "minibatch": entry.minibatch,
-                "staleness": entry.staleness,
+                **{key: getattr(entry, key) for key in _OF_ENTRY},
                 "trained_reward": reward,
-                "group_mean": entry.group_mean,
-                "group_std": entry.group_std,
-                "group_size": entry.group_size,
-                "trained_from": entry.trained_from,
                 "advantage": advantage,
                 "why": why,
             }

@@ -1,5 +1,4 @@
-"""Events of a run, in order of time: stalls, evaluations, thresholds, changed settings, warnings and errors of its
-processes."""
+"""What the page shows of a run's metrics, logs and orchestrator: its state, and its events in order of time."""
 
 from __future__ import annotations
 

@@ -66,13 +66,3 @@ PARSERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     records.EVALUATION_START: _evaluation_start,
     records.EVALUATION: records.evaluation_from_json,
 }
-
-
-def parser_of(kind: str) -> Callable[[dict[str, Any]], Any]:
-    """The parser of a kind's records; kinds without one only need valid JSON."""
-    others = {
-        records.GROUP: records.group_from_json,
-        records.VERDICT: records.verdicts_from_json,
-        records.STATE: state_from_json,
-    }
-    return PARSERS.get(kind) or others.get(kind) or (lambda record: record)
