@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks._race_arms import CHANGED_TRL, OURS, RECIPES, TRL
 from benchmarks._race_curves import GOAL, Chunk, windows
 from benchmarks._report import median_and_spread
-from services.cli.console import drawing
+from services.cli.console import pyplot as load_pyplot
 from services.cli.inspect.pictures.runs import _STYLE
 
 Row = Mapping[str, Any]
@@ -86,7 +86,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Two lines of panels, one per task: reward over seconds, and over CPU seconds, with the range over seeds."""
-    pyplot = drawing.pyplot()
+    pyplot = load_pyplot()
     with pyplot.rc_context(_STYLE):
         figure, axes = pyplot.subplots(len(RECIPES), 2, figsize=(12, 8), layout="constrained", squeeze=False)
         for line, task in zip(axes, RECIPES, strict=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.cli.console import drawing
+from services.cli.console import pyplot as load_pyplot
 from services.cli.inspect.pictures.runs import _STYLE
 
 Row = dict[str, Any]
@@ -144,7 +144,7 @@ def draw_losses(rows: Seq[Row], path: Path) -> None:
     """A panel per staleness with the mean curve of every loss, one with the end over staleness, and the legend."""
     cells = by_cell(rows)
     arms, ages = _axes(cells)
-    pyplot = drawing.pyplot()
+    pyplot = load_pyplot()
     with pyplot.rc_context(_STYLE):
         lines = math.ceil((len(ages) + 2) / 3)
         figure, axes = pyplot.subplots(lines, 3, figsize=(14, 3.8 * lines), layout="constrained", squeeze=False)
@@ -174,7 +174,7 @@ def draw_late(rows: Seq[Row], path: Path) -> None:
     """Per staleness: reward on long and on short tasks over versions, and on long ones over ticks."""
     cells = by_cell(rows)
     modes, ages = _axes(cells)
-    pyplot = drawing.pyplot()
+    pyplot = load_pyplot()
     with pyplot.rc_context(_STYLE):
         figure, axes = pyplot.subplots(len(ages), 3, figsize=(14, 3.8 * len(ages)), layout="constrained", squeeze=False)
         for line, staleness in zip(axes, ages, strict=True):

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.cli.console.options import console
-from services.cli.console.plain import say
+from services.cli.console import console, say
 from services.common.net.hosts import ORCHESTRATOR
 
 if TYPE_CHECKING:

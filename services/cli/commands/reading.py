@@ -13,8 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 from services.cli.commands.chosen import RunArgument, chosen_run
-from services.cli.console.options import console
-from services.cli.console.plain import say
+from services.cli.console import console, say
 
 reading_app = typer.Typer()
 

@@ -11,15 +11,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from services.cli.console.options import (
+from services.cli.console import (
     JsonOption,
     OptionalRecipeArgument,
     ProfileOption,
     RecipeArgument,
     SetOption,
     console,
+    say,
 )
-from services.cli.console.plain import say
 
 recipe_app = typer.Typer()
 
@@ -43,7 +43,7 @@ def new(
     Without options it is a demo that learns on two CPU cores in half a minute. For example
     `rollmill new mine --model Qwen/Qwen3-0.6B --data rows.csv --prompt question --answer solution`.
     """
-    from services.cli.new.command import Wanted, held_out_words, next_commands, write_new
+    from services.cli.new import Wanted, held_out_words, next_commands, write_new
 
     wanted = Wanted(model=model, data=data, prompt=prompt, answer=answer)
     for path in write_new(folder, wanted):
@@ -126,7 +126,7 @@ def check(
     """Validate a recipe and all files and modules that the recipe names. Starts processes, for a moment, for models and where
     the recipe runs programs."""
     from services.cli.check.recipe import check_recipe, describe, on_this_machine
-    from services.cli.plan.profiles import load_with_profile
+    from services.cli.profiles import load_with_profile
 
     resolved = on_this_machine(load_with_profile(recipe, set_ or (), profile))
     left_out = check_recipe(resolved, solutions)
@@ -168,8 +168,8 @@ def evaluate(
     Failed tasks count as wrong and are listed.
     """
     from services.cli.check.recipe import check_launch, on_this_machine
-    from services.cli.console.drawing import drawn
-    from services.cli.plan.profiles import load_with_profile
+    from services.cli.console import drawn
+    from services.cli.profiles import load_with_profile
     from services.cli.run.directory import prepare
     from services.cli.run.evaluate import (
         comparable,
@@ -211,8 +211,8 @@ def resolve(
     profile: ProfileOption = None,
 ) -> None:
     """Write the resolved recipe into a new run directory, for services that are started one by one."""
-    from services.cli.plan.profiles import load_with_profile
-    from services.cli.plan.specs import orchestrator_address
+    from services.cli.plan import orchestrator_address
+    from services.cli.profiles import load_with_profile
     from services.cli.run.directory import prepare
     from services.common.config.reading.loading import RESOLVED
     from services.common.errors import ConfigError
@@ -260,7 +260,7 @@ def start(
     ORCHESTRATOR_HOST_EXTERNAL to the host name of node 0, and ROLLMILL_KEYS to the keys that were copied from there;
     `rollmill run`, or the start of the orchestrator, prints the whole command.
     """
-    from services.cli.plan.profiles import load_with_profile
+    from services.cli.profiles import load_with_profile
     from services.cli.run.launch import start as start_process
 
     start_process(

@@ -13,8 +13,7 @@ import typer
 from rich.console import Console
 
 from services.cli.commands.chosen import RunArgument, chosen_run
-from services.cli.console.options import console
-from services.cli.console.plain import say
+from services.cli.console import console, say
 
 results_app = typer.Typer()
 
@@ -82,7 +81,7 @@ def export(
         rollmill export RUN --policy model0 --step 40 -o models/at-40
         rollmill export RUN --adapter
     """
-    from services.cli.console.units import format_bytes
+    from services.cli.console import format_bytes
     from services.cli.inspect.checkpoints.command import export_run
     from services.common.checkpoints.adapters import ExportForm
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from services.cli.console.plain import say
+from services.cli.console import say
 from services.cli.doctor.findings import LEAST_POINTS, Change, Learning, Verdict, change
 from services.cli.doctor.rules import RULES, PolicyRows
 from services.cli.inspect.run_state import Row, read_metrics, training_steps

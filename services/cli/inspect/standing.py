@@ -10,8 +10,7 @@ from datetime import timedelta
 from itertools import filterfalse
 from pathlib import Path
 
-from services.cli.console.source_table import source_words
-from services.cli.console.units import format_reward
+from services.cli.console import format_reward, source_words
 from services.cli.inspect.checkpoints.found import places, policies_of
 from services.cli.inspect.run_state import Row, check_run_directory, ended, launcher_lock, processes_left, read_rows
 from services.common import run_files

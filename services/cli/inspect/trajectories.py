@@ -19,7 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.console.plain import say
+from services.cli.console import say
 from services.cli.inspect.run_state import Row
 from services.cli.inspect.trace.reading import open_journal
 from services.cli.inspect.turns import POLICY, Marks, marks_of, turns

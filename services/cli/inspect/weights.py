@@ -13,10 +13,8 @@ from statistics import median
 
 from rich.console import Console
 
-from services.cli.console import drawing
-from services.cli.console.plain import say
-from services.cli.console.tables import Column, FittingTable
-from services.cli.console.units import format_bytes, format_seconds
+from services.cli.console import Column, FittingTable, format_bytes, format_seconds, say
+from services.cli.console import pyplot as load_pyplot
 from services.cli.inspect.run_state import Row, read_metrics
 from services.common.errors import ConfigError
 from services.common.records.types import TRANSFER_STAGES, WeightTransfer
@@ -103,7 +101,7 @@ def plot_transfers(rows: Sequence[Row], output: Path) -> Path:
             groups[_place(report)].append(report.transfer)
     if not groups:
         raise ConfigError("every transfer failed: nothing to draw")
-    pyplot = drawing.pyplot()
+    pyplot = load_pyplot()
     figure, (sizes, times, pauses) = pyplot.subplots(1, 3, figsize=(14, 4), layout="constrained")
     for name, members in groups.items():
         versions = [found.version for found in members]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from services.cli.console.plain import say
+from services.cli.console import say
 from services.cli.inspect.run_state import check_run_directory
-from services.cli.keys.process_keys import keys_there
+from services.cli.keys import keys_there
 from services.common.config.reading.loading import load_resolved
 from services.common.errors import ConfigError
 from services.common.installing import install

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.cli.console.units import format_reward
+from services.cli.console import format_reward
 from services.cli.inspect.run_state import Row, logged_at, parse_rows, read_rows
 from services.common import run_files
 from services.common.telemetry.metrics import RowKind, StallMoment

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.cli.console.units import format_clock
+from services.cli.console import format_clock
 from services.cli.doctor.diagnosis import as_object, diagnose
 from services.cli.inspect.pictures.time import newest_shares, segments_of
 from services.cli.inspect.run_state import Row

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.check.models import check_model_name, model_instead
-from services.cli.console import drawing
-from services.cli.console.tables import Column, FittingTable
-from services.cli.console.units import format_change, format_reward
+from services.cli.console import Column, FittingTable, format_change, format_reward
+from services.cli.console import pyplot as load_pyplot
 from services.cli.inspect.checkpoints.command import export_run
 from services.cli.inspect.checkpoints.found import policies_of
 from services.cli.inspect.run_state import check_run_directory
@@ -207,7 +206,7 @@ def failed_items(evaluations: Mapping[str, EvaluationSummary]) -> list[str]:
 def plot_scores(evaluations: Mapping[str, EvaluationSummary], title: str, output: Path) -> Path:
     """A bar for each dataset and pass, with its 95% interval, beside a panel of the compared changes."""
     names = list(dict.fromkeys(f["name"] for result in evaluations.values() for f in result["datasets"]))
-    pyplot = drawing.pyplot()
+    pyplot = load_pyplot()
     was_compared = any(result.get("compared_with") for result in evaluations.values())
     wide = max(5.0, 1.6 * len(names) + 2)
     figure, axes = pyplot.subplots(

@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 from rich.console import Console
 
-from services.cli.console.plain import say
+from services.cli.console import say
 from services.cli.watch.orchestrator_client import OrchestratorClient
 from services.cli.watch.progress_view import ProgressView, StallsTold
 from services.common.config.recipe import Recipe

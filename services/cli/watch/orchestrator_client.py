@@ -15,8 +15,8 @@ import typer
 
 from services.cli.inspect.run_state import check_run_directory, why_silent
 from services.cli.inspect.standing import newest_run
-from services.cli.keys.process_keys import keys_there, operate
-from services.cli.plan.specs import orchestrator_address
+from services.cli.keys import keys_there, operate
+from services.cli.plan import orchestrator_address
 from services.common.config.reading.loading import load_resolved
 from services.common.errors import AccessError, ConfigError, InfrastructureError, NotFoundError, RollmillError
 from services.common.net.hosts import ORCHESTRATOR, check_place, is_known

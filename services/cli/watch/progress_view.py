@@ -10,10 +10,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from services.cli.console.plain import say
-from services.cli.console.source_table import source_table
-from services.cli.console.tables import Column, FittedPanel, FittingTable, Section
-from services.cli.console.units import format_change, format_clock, format_reward
+from services.cli.console import (
+    Column,
+    FittedPanel,
+    FittingTable,
+    Section,
+    format_change,
+    format_clock,
+    format_reward,
+    say,
+    source_table,
+)
 from services.cli.watch.warnings import failed_rollouts, journal_and_disk, masked_rollouts, warnings_of
 from services.common.pb import account_pb2, run_pb2
 from services.common.records.fates import RunCount

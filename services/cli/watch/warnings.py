@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services.cli.console.units import format_bytes, format_span
+from services.cli.console import format_bytes, format_span
 from services.common.checkpoints.gauges import CheckpointGauge
 from services.common.pb import run_pb2
 from services.common.records.fates import FAILURES_PREFIX, RunCount

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.console import drawing
+from services.cli import console as drawing
 from services.common.errors import ConfigError
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from services.cli import console as drawing
 from services.cli.__main__ import app
-from services.cli.console import drawing
 from services.cli.inspect.fate.facts import Fate, Lengths
 from services.cli.inspect.fate.picture import MOST_BARS, draw_fates
 from services.cli.inspect.fate.reading import Fates, read_fates

@@ -7,8 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from services.cli.console.errors import tell
-from services.cli.console.plain import say
+from services.cli.console import say, tell
 from services.common.errors import ConfigError
 
 

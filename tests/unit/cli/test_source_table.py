@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from services.cli.console.source_table import source_words
+from services.cli.console import source_words
 from services.cli.inspect.pictures.panels import part_lines
 from services.cli.watch.progress_view import render
 from services.common.pb import run_pb2

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from services.cli.console.tables import Column, FittingTable
+from services.cli.console import Column, FittingTable
 
 
 def drawn(table: FittingTable, width: int) -> str:

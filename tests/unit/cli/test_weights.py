@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.console.units import format_bytes, format_seconds
+from services.cli.console import format_bytes, format_seconds
 from services.cli.inspect.weights import plot_transfers, read_transfers, show, summarise
 from services.common.errors import ConfigError
 from services.common.records.types import WeightTransfer

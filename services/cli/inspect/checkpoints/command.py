@@ -11,9 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from services.cli.console.plain import say
-from services.cli.console.tables import Column, FittingTable
-from services.cli.console.units import format_bytes
+from services.cli.console import Column, FittingTable, format_bytes, say
 from services.cli.inspect.checkpoints.found import Found, age, find, places, policies_of, total_bytes
 from services.common import run_files
 from services.common.checkpoints.adapters import ExportForm

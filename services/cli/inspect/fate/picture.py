@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from services.cli.console import drawing
+from services.cli.console import percent
 from services.cli.inspect.fate.facts import Band, Fate, Tally
 from services.cli.inspect.fate.reading import Fates
 
@@ -42,7 +42,7 @@ def _draw_steps(ax: Any, steps: dict[int, Tally], of: str) -> None:
     ax.set_xlabel("training step in which the rollout was issued")
     ax.set_ylabel("share of its tokens")
     ax.set_ylim(0, 1)
-    ax.yaxis.set_major_formatter(drawing.percent())
+    ax.yaxis.set_major_formatter(percent())
     bins = _binned(steps)
     if not bins:
         return
@@ -96,7 +96,7 @@ def _draw_lengths(ax: Any, bands: list[Band], means: tuple[float, float] | None)
     ax.set_xlabel("quantiles of the length, in sampled tokens")
     ax.set_ylabel("share of the sequences")
     ax.set_ylim(0, 1)
-    ax.yaxis.set_major_formatter(drawing.percent())
+    ax.yaxis.set_major_formatter(percent())
     bottom = [0.0] * len(bands)
     for fate, colour in COLOURS.items():
         shares = [band.fates[fate] / band.num_sequences for band in bands]

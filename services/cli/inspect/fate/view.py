@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from services.cli.console.plain import say
-from services.cli.console.tables import Column, FittingTable
+from services.cli.console import Column, FittingTable, say
 from services.cli.inspect.fate.facts import Band, Check, Fate, Tally
 from services.cli.inspect.fate.reading import Fates, read_fates
 from services.common.errors import ConfigError

@@ -12,9 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from services.cli.console.plain import say
-from services.cli.console.tables import Column, FittingTable
-from services.cli.console.units import format_bytes
+from services.cli.console import Column, FittingTable, format_bytes, say
 from services.cli.inspect.trace.reading import open_journal
 from services.orchestrator.journal.quarantine import Quarantine
 from services.orchestrator.journal.reader import JournalReader

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from services.cli.console.options import console
-from services.cli.console.plain import say
+from services.cli.console import console, say
 
 HELP = """\
 List, verify and repair the journal of a run.
@@ -131,7 +130,7 @@ def compact(
     Segments of which less than half is needed are rewritten. `orchestrator.retention: needed` does the same during a
     run. Refused while the run's orchestrator is alive.
     """
-    from services.cli.console.units import format_bytes
+    from services.cli.console import format_bytes
     from services.cli.inspect.journal.mending import compact_journal
 
     found = compact_journal(context.obj, dry_run=dry_run)

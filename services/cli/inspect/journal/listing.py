@@ -12,8 +12,7 @@ import orjson
 from rich.console import Console
 from rich.text import Text
 
-from services.cli.console.plain import say
-from services.cli.console.tables import Column, FittingTable
+from services.cli.console import Column, FittingTable, say
 from services.cli.inspect.trace.reading import open_journal
 from services.orchestrator.journal.quarantine import Quarantine
 from services.orchestrator.journal.reader import JournalReader

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from services.cli.console import drawing
+from services.cli.console import thousands
 from services.cli.inspect.pictures.seeds import Points, Runs, band
 from services.cli.inspect.run_state import Row, training_steps
 from services.common.telemetry.metrics import (
@@ -120,7 +120,7 @@ def _frame(ax: Any, panel: Panel) -> None:
     if panel.x != SECONDS:
         ax.xaxis.get_major_locator().set_params(integer=True)
     if panel.x == TOKENS:  # labels of six digits overlap
-        ax.xaxis.set_major_formatter(drawing.thousands())
+        ax.xaxis.set_major_formatter(thousands())
 
 
 def _draw_group(ax: Any, panel: Panel, group: Runs, number: int, alone: bool) -> None:

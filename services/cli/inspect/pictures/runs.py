@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.cli.console import drawing
+from services.cli.console import pyplot as load_pyplot
 from services.cli.inspect.fate.picture import draw_fates
 from services.cli.inspect.fate.reading import Fates, read_fates
 from services.cli.inspect.pictures.panels import draw_panels
@@ -45,7 +45,7 @@ def plot_runs(run_dirs: Sequence[Path], output: Path) -> Path | None:
         *([0.9 + 0.44 * len(shares)] if shares else []),
         *[3.2] * (0 if fates is None else len(fates.policies)),
     ]
-    pyplot = drawing.pyplot()
+    pyplot = load_pyplot()
     with pyplot.rc_context(_STYLE):
         figure = pyplot.figure(figsize=(16, sum(heights)), layout="constrained")
         # Grids of their own: the legends of fates are next to their bars, and would move the columns above apart.

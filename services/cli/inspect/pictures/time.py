@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from services.cli.console import drawing
+from services.cli.console import percent
+from services.cli.console import pyplot as load_pyplot
 from services.cli.inspect.run_state import Row, read_metrics
 from services.common.telemetry.activities import ActivityName
 from services.common.telemetry.components import is_records, is_weights
@@ -44,7 +45,7 @@ def plot_time(run_dir: Path, output: Path) -> Path | None:
     shares = newest_shares(read_metrics(run_dir))
     if not shares:
         return None
-    pyplot = drawing.pyplot()
+    pyplot = load_pyplot()
     figure, ax = pyplot.subplots(figsize=(15, 1.2 + 0.5 * len(shares)), layout="constrained")
     draw_time(ax, shares, f"{run_dir.name}: where the time went")
     figure.savefig(output, dpi=100)
@@ -74,7 +75,7 @@ def draw_time(ax: Any, shares: Shares, title: str) -> None:
     ax.set_yticks(range(len(shares)), sorted(shares, reverse=True), fontsize=8)
     ax.set_xlim(0, 1)
     ax.set_ylim(-0.5, len(shares) - 0.5)
-    ax.xaxis.set_major_formatter(drawing.percent())
+    ax.xaxis.set_major_formatter(percent())
     ax.set_xlabel(
         "share of the component's time   (green: work; orange: waits for the component behind the arrow; grey: nothing to do)"
     )

@@ -14,8 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from services.cli.console.tables import Column, FittingTable
-from services.cli.console.units import format_seconds
+from services.cli.console import Column, FittingTable, format_seconds
 from services.cli.inspect.trace.facts import GroupFacts
 from services.cli.inspect.trace.reading import issued_groups, open_journal
 from services.cli.inspect.trace.stages import Stage, first_use, stages, status

@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from services.cli.console import drawing
-from services.cli.console.units import format_seconds
+from services.cli.console import format_seconds
+from services.cli.console import pyplot as load_pyplot
 from services.cli.inspect.trace.facts import GroupFacts, SlotFacts
 from services.cli.inspect.trace.stages import Stage, StageName, first_use, headline, stages
 from services.common.errors import ConfigError
@@ -72,7 +72,7 @@ def draw(facts: GroupFacts, output: Path) -> Path:
     if not facts.slots or not life:
         raise ConfigError(f"task group {facts.task_group_id} has no finished rollout yet: nothing to draw")
     height = 1.9 + 0.34 * len(facts.slots) + 1.7
-    pyplot = drawing.pyplot()
+    pyplot = load_pyplot()
     figure, (rows, bar) = pyplot.subplots(
         2, 1, figsize=(13, height), height_ratios=[0.6 + 0.34 * len(facts.slots), 1.5], layout="constrained"
     )

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.cli.console.units import format_seconds
+from services.cli.console import format_seconds
 from services.cli.inspect.trace.facts import GroupFacts, SlotFacts, Used
 from services.common.records.fates import GroupFate
 from services.common.records.phases import PhaseKind

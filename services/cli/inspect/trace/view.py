@@ -14,9 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from services.cli.console.plain import say
-from services.cli.console.tables import Column, FittingTable
-from services.cli.console.units import format_seconds
+from services.cli.console import Column, FittingTable, format_seconds, say
 from services.cli.inspect.trace.facts import GroupFacts, SlotFacts
 from services.cli.inspect.trace.listing import choose, counted, read_groups, show_lines
 from services.cli.inspect.trace.reading import read_group

@@ -1,1 +1,0 @@
-"""Shared by all commands: options, signals, errors, tables and figures."""
