@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from services.cli.plan.specs import ProcessSpec, inference_process, orchestrator_address, plan, with_free_ports
+from services.cli.plan import ProcessSpec, inference_process, orchestrator_address, plan, with_free_ports
 from services.cli.run.processes import MODULES, WATCH_S, ForkServer, Processes
 from services.cli.watch import OrchestratorClient
 from services.common.config.reading.loading import load_recipe, save_resolved

@@ -23,7 +23,7 @@ import grpc
 from benchmarks._peers import ScriptedTrainer
 from benchmarks._processes import ROOT, free_port
 from benchmarks._weight_versions import POLICY, RUN, VersionMaker, model_specs
-from services.cli.keys.keyring import Keyring
+from services.cli.keys import Keyring
 from services.common.config.reading.loading import save_resolved, validate
 from services.common.pb import status_pb2, status_pb2_grpc
 from services.common.rpc.client.channel import channel

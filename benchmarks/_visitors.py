@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from services.cli.keys.keyring import CA_KEY, TOKEN_KEY, Keyring
+from services.cli.keys import CA_KEY, TOKEN_KEY, Keyring
 from services.common.rpc.credentials import channel_options
 from services.common.security import certificates, tokens
 from services.common.security.bundle import CA, CERTIFICATE, KEY

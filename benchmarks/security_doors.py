@@ -46,7 +46,7 @@ from benchmarks._report import report
 from benchmarks._secure_services import Services, prepared
 from benchmarks._visitors import Visitor, Visitors
 from benchmarks._weight_versions import POLICY, RUN
-from services.cli.keys.keyring import Keyring
+from services.cli.keys import Keyring
 from services.common.config.processes.envgateway import HttpConfig
 from services.common.config.processes.environments import TaskServerConfig
 from services.common.config.processes.services import EndpointConfig

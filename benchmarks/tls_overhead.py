@@ -37,7 +37,7 @@ from benchmarks._processes import ROOT, free_port, kill
 from benchmarks._report import median_and_spread, report
 from benchmarks._secure_services import Services, prepared
 from benchmarks._weight_versions import POLICY, RUN
-from services.cli.keys.keyring import Keyring
+from services.cli.keys import Keyring
 from services.common.config.reading.loading import save_resolved, validate
 from services.common.pb import pool_pb2, pool_pb2_grpc
 from services.common.records.types import WeightVersion

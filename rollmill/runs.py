@@ -38,7 +38,7 @@ def run(recipe: str | Path, *, profile: str | None = None, quiet: bool = False, 
     from rich.console import Console
 
     from services.cli.check.recipe import check_launch, check_named, on_this_machine
-    from services.cli.plan.profiles import load_with_profile
+    from services.cli.profiles import load_with_profile
     from services.cli.run.directory import prepare
     from services.cli.run.launch import run as run_recipe
 

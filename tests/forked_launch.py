@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from services.cli import __main__ as command
-from services.cli.plan.specs import ProcessSpec
+from services.cli.plan import ProcessSpec
 from services.cli.run import processes
 from services.cli.run.processes import Adopted
 from services.common.system import forking

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from services.cli.keys.keyring import Keyring
+from services.cli.keys import Keyring
 from services.common.security import bundle, identity
 from services.common.security.identity import Identity
 from services.common.security.roles import Role

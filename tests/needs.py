@@ -24,7 +24,7 @@ from typing import NoReturn
 import pytest
 
 from benchmarks import _machines
-from services.cli.plan.nodes import address_of_node_0
+from services.cli.plan import address_of_node_0
 from services.common.config.processes.envgateway import SandboxConfig
 from services.common.config.processes.trackers import Tracker, missing_packages
 from services.common.errors import ConfigError, SandboxRefusedError

@@ -70,7 +70,7 @@ def new(
     Without options it is a demo that learns on two CPU cores in half a minute. For example
     `rollmill new mine --model Qwen/Qwen3-0.6B --data rows.csv --prompt question --answer solution`.
     """
-    from services.cli.new.command import Wanted, held_out_words, next_commands, write_new
+    from services.cli.new import Wanted, held_out_words, next_commands, write_new
 
     wanted = Wanted(model=model, data=data, prompt=prompt, answer=answer)
     for path in write_new(folder, wanted):
@@ -153,7 +153,7 @@ def check(
     """Validate a recipe and all files and modules that the recipe names. Starts processes, for a moment, for models and where
     the recipe runs programs."""
     from services.cli.check.recipe import check_recipe, describe, on_this_machine
-    from services.cli.plan.profiles import load_with_profile
+    from services.cli.profiles import load_with_profile
 
     resolved = on_this_machine(load_with_profile(recipe, set_ or (), profile))
     left_out = check_recipe(resolved, solutions)
@@ -196,7 +196,7 @@ def evaluate(
     """
     from services.cli.check.recipe import check_launch, on_this_machine
     from services.cli.console import drawn
-    from services.cli.plan.profiles import load_with_profile
+    from services.cli.profiles import load_with_profile
     from services.cli.run.directory import prepare
     from services.cli.run.evaluate import (
         comparable,
@@ -238,8 +238,8 @@ def resolve(
     profile: ProfileOption = None,
 ) -> None:
     """Write the resolved recipe into a new run directory, for services that are started one by one."""
-    from services.cli.plan.profiles import load_with_profile
-    from services.cli.plan.specs import orchestrator_address
+    from services.cli.plan import orchestrator_address
+    from services.cli.profiles import load_with_profile
     from services.cli.run.directory import prepare
     from services.common.config.reading.loading import RESOLVED
     from services.common.errors import ConfigError
@@ -287,7 +287,7 @@ def start(
     ORCHESTRATOR_HOST_EXTERNAL to the host name of node 0, and ROLLMILL_KEYS to the keys that were copied from there;
     `rollmill run`, or the start of the orchestrator, prints the whole command.
     """
-    from services.cli.plan.profiles import load_with_profile
+    from services.cli.profiles import load_with_profile
     from services.cli.run.launch import start as start_process
 
     start_process(

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.box import HEAVY_HEAD, Box
@@ -17,11 +17,12 @@ from rich.segment import Segment, SegmentLines
 from rich.table import Table
 from rich.text import Text
 
-from services.common.config.reading.inherit import shipped_recipe
 from services.common.errors import ConfigError, RollmillError, UserError
-from services.common.pb import run_pb2
 from services.common.telemetry.logs import escaped
 from services.common.telemetry.metrics import StepKey, source_key, sources_in
+
+if TYPE_CHECKING:
+    from services.common.pb import run_pb2
 
 
 def say(console: Console, text: str, style: str | None = None, *, wrap: bool = False) -> None:
@@ -367,6 +368,8 @@ console = Console()
 
 def _file_of_name(recipe: Path | None) -> Path | None:
     """The file of a recipe that comes with Rollmill, where it is named and no file or directory has this name."""
+    from services.common.config.reading.inherit import shipped_recipe  # and the settings: not for `--help`
+
     return recipe if recipe is None or recipe.exists() else shipped_recipe(str(recipe)) or recipe
 
 

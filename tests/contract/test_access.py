@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
 
-from services.cli.keys.keyring import Keyring
+from services.cli.keys import Keyring
 from services.common.errors import (
     AccessError,
     ConfigError,

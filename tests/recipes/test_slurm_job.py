@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from services.cli.deploy.command import deploy
-from services.cli.plan.nodes import address_of_node_0
+from services.cli.plan import address_of_node_0
 from tests import needs
 from tests.ports import free_port
 from tests.stub_slurm import StubSlurm

@@ -36,7 +36,7 @@ from services.cli.check.models import (
     weight_names,
 )
 from services.cli.check.worlds import index_problems, mcp_problems, sandbox_problems, world_problems
-from services.cli.plan.specs import orchestrator_address, plan, ports_in_use
+from services.cli.plan import orchestrator_address, plan, ports_in_use
 from services.common.config.consistency import ONE_SEQUENCE
 from services.common.config.data import WorkflowConfig, is_training
 from services.common.config.processes.envgateway import EnvGatewayConfig

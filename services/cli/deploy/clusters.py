@@ -55,10 +55,9 @@ from services.cli.deploy.layout import (
     size_of,
     written_by,
 )
-from services.cli.keys.process_keys import role_of
-from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
-from services.cli.plan.specs import WARM_START, ProcessSpec
-from services.cli.plan.specs import WORLDS as MAKE_WORLDS
+from services.cli.keys import role_of
+from services.cli.plan import HOST_VARIABLE, NODE_HOST, WARM_START, ProcessSpec
+from services.cli.plan import WORLDS as MAKE_WORLDS
 from services.common.errors import ConfigError
 from services.common.installing import COMPLETE
 from services.common.net.hosts import host_and_port

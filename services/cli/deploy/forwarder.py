@@ -20,7 +20,7 @@ from pathlib import Path
 
 import structlog
 
-from services.cli.plan.nodes import address_of_node_0
+from services.cli.plan import address_of_node_0
 from services.common.aio import deadline
 from services.common.errors import DeadlineError, RollmillError
 from services.common.system.free_ports import LOOPBACK

@@ -22,11 +22,10 @@ from typing import Any, Literal
 import yaml
 
 from services.cli.check.memory import GIB, HostEstimate, ModelShape, host_estimates
-from services.cli.keys.process_keys import role_of
-from services.cli.plan.nodes import HOST_VARIABLE, NODE_HOST
-from services.cli.plan.profiles import load_for_any_machine
-from services.cli.plan.specs import WARM_START, ProcessSpec, plan
-from services.cli.plan.specs import WORLDS as MAKE_WORLDS
+from services.cli.keys import role_of
+from services.cli.plan import HOST_VARIABLE, NODE_HOST, WARM_START, ProcessSpec, plan
+from services.cli.plan import WORLDS as MAKE_WORLDS
+from services.cli.profiles import load_for_any_machine
 from services.common.config.reading.loading import port_variables, set_at, validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError
@@ -142,7 +141,7 @@ class Layout:
 
     def makes_worlds(self) -> bool:
         """Whether the profile finds or makes the world of the environment at the start
-        (``services.cli.plan.profiles``)."""
+        (``services.cli.profiles``)."""
         return self.profile is not None and self.environment() in ("alfworld", "webshop")
 
     def worlds(self) -> list[str]:

@@ -17,12 +17,12 @@ from rich.console import Console
 from services.cli.check.recipe import check_launch, check_named, on_this_machine
 from services.cli.console import say
 from services.cli.inspect.checkpoints import Recorded
+from services.cli.inspect.checkpoints.found import Recorded
 from services.cli.inspect.run_state import check_can_go_on, ended, launcher_lock, processes_left
 from services.cli.inspect.standing import NOT_BEGUN, Standing, newest_first, standing
-from services.cli.keys.process_keys import operate
-from services.cli.plan.nodes import other_nodes, with_addresses
-from services.cli.plan.profiles import load_with_profile
-from services.cli.plan.specs import ports_in_use, taken_ports, with_free_ports
+from services.cli.keys import operate
+from services.cli.plan import other_nodes, ports_in_use, taken_ports, with_addresses, with_free_ports
+from services.cli.profiles import load_with_profile
 from services.common import run_files
 from services.common.config.reading.loading import (
     RESOLVED,

@@ -23,7 +23,7 @@ from services.cli.check.memory import loading_s
 from services.cli.check.recipe import check_worlds, missing_data
 from services.cli.console import Interrupted, StopSignal, drawn, say
 from services.cli.inspect.run_state import Row, check_can_go_on, ended, launcher_lock, read_rows
-from services.cli.keys.process_keys import (
+from services.cli.keys import (
     act_as,
     check_dates,
     keys_of,
@@ -34,27 +34,25 @@ from services.cli.keys.process_keys import (
     with_keys,
     write_bundles,
 )
-from services.cli.plan.nodes import (
+from services.cli.plan import (
+    WARM_START,
+    WORLDS,
+    ProcessSpec,
     at_addresses_of,
     bundle_there,
     commands_for_other_nodes,
     gateway_host,
-    host_of_node_0,
-    listening_host,
-    require_port,
-    with_addresses,
-)
-from services.cli.plan.specs import (
-    WARM_START,
-    WORLDS,
-    ProcessSpec,
     gateway_process,
+    host_of_node_0,
     inference_process,
+    listening_host,
     orchestrator_address,
     plan,
+    require_port,
     trainer_name,
     trainer_process,
     warm_start_commands,
+    with_addresses,
 )
 from services.cli.run.directory import with_other_ports
 from services.cli.run.processes import WATCH_S, Processes, children_cpu_seconds
@@ -394,7 +392,7 @@ def start(
     if alone and process != "envgateway":
         raise ConfigError(f"--alone starts environments without a run: write envgateway instead of {process}")
     if process == WORLDS:
-        return  # made, where the profile wants some, when the recipe was read (services.cli.plan.profiles)
+        return  # made, where the profile wants some, when the recipe was read (services.cli.profiles)
     if process == WARM_START:
         _make_run(recipe, (run_dir or Path(recipe.run.dir) / recipe.name).resolve(), console)
     elif process == "orchestrator":

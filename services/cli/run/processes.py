@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 import structlog
 
-from services.cli.plan.specs import ProcessSpec
+from services.cli.plan import ProcessSpec
 from services.common import run_files
 from services.common.errors import DeadlineError, InfrastructureError
 from services.common.rpc.client.health import is_serving

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.keys.keyring import Keyring
+from services.cli.keys import Keyring
 from services.cli.run.launch import wait_for_orchestrator
 from services.common.errors import ConfigError, DeadlineError, InfrastructureError, UnauthenticatedError
 from services.common.rpc.server import Server

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-from services.cli.keys.keyring import Keyring
+from services.cli.keys import Keyring
 from services.common.config.processes.envgateway import EnvGatewayConfig, HttpConfig, MathRewardConfig
 from services.common.errors import ConfigError
 from services.common.security import identity

@@ -13,7 +13,7 @@ import aiohttp
 import openai
 import pytest
 
-from services.cli.keys.keyring import Keyring
+from services.cli.keys import Keyring
 from services.common.security import identity
 from services.common.security.bundle import VARIABLE
 from services.common.security.roles import Role

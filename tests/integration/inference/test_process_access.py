@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.keys.keyring import Keyring
+from services.cli.keys import Keyring
 from services.common.rpc.server import Server
 from services.common.security import identity
 from services.common.security.bundle import VARIABLE

@@ -11,7 +11,7 @@ import pytest
 import structlog
 import zmq
 
-from services.cli.keys.keyring import Keyring
+from services.cli.keys import Keyring
 from services.common.errors import PermissionDeniedError
 from services.common.pb import weights_pb2, weights_pb2_grpc
 from services.common.rpc.client.channel import channel, translated_errors

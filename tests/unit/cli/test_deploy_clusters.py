@@ -17,7 +17,7 @@ from rich.console import Console
 
 from services.cli.deploy.command import Target, deploy
 from services.cli.deploy.layout import Size, lay_out, size_of, size_of_node
-from services.cli.plan.nodes import at_addresses_of
+from services.cli.plan import at_addresses_of
 from services.cli.run.launch import find, start
 from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError

@@ -16,6 +16,9 @@ from services.cli.inspect.standing import standing
 from services.cli.page.reader import curves
 from services.cli.page.state import events, is_usable
 from services.cli.plan.specs import plan
+from services.cli.page.curves import curves
+from services.cli.page.events import events, is_usable
+from services.cli.plan import plan
 from services.cli.run.evaluate import comparable, compare, evaluation_recipe, failed_items, plot_scores, scores_table
 from services.cli.run.launch import headline
 from services.cli.watch import ProgressView, evaluations_table

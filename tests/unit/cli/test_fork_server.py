@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.plan.specs import ProcessSpec, plan
+from services.cli.plan import ProcessSpec, plan
 from services.cli.run.processes import ForkServer, Processes, reap_orphans
 from services.common.config.reading.loading import validate
 from services.common.system.child import module_command

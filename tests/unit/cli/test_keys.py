@@ -12,8 +12,7 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from services.cli.__main__ import app
-from services.cli.keys.keyring import Keyring
-from services.cli.keys.process_keys import check_dates
+from services.cli.keys import Keyring, check_dates
 from services.common.config.reading.loading import load_recipe, save_resolved
 from services.common.errors import ConfigError, UnauthenticatedError
 from services.common.security import identity

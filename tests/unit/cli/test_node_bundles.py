@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.keys.keyring import Keyring
-from services.cli.keys.process_keys import keys_of, keys_of_process, renew_in_time, with_keys, write_bundles
-from services.cli.plan.nodes import commands_for_other_nodes
-from services.cli.plan.specs import plan
+from services.cli.keys import Keyring, keys_of, keys_of_process, renew_in_time, with_keys, write_bundles
+from services.cli.plan import commands_for_other_nodes, plan
 from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError

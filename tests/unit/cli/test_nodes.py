@@ -15,15 +15,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.cli.plan import nodes
-from services.cli.plan.nodes import (
+from services.cli import plan as nodes
+from services.cli.plan import (
     address_of_node_0,
     commands_for_other_nodes,
     gateway_host,
     listening_host,
+    plan,
+    ports_in_use,
     with_addresses,
+    with_free_ports,
 )
-from services.cli.plan.specs import plan, ports_in_use, with_free_ports
 from services.cli.run import launch as start
 from services.cli.run.launch import find
 from services.common.config.reading.loading import load_recipe
@@ -45,7 +47,7 @@ def this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine called host with a name that resolves to loopback only, and with one address."""
     monkeypatch.setattr(nodes, "_addresses", lambda name: NAMES.get(name, [name] if name[0].isdigit() else []))
     for module in (nodes, start):
-        monkeypatch.setattr(module, "is_here", lambda host: host in (HERE, "127.0.0.1", "node0.example"))
+        monkeypatch.setattr(module, "is_here", lambda host: host in (HERE, "127.0.0.1", "127.0.0.2", "node0.example"))
     monkeypatch.setattr(nodes, "_outward_address", lambda: HERE)
     monkeypatch.setattr(socket, "gethostname", lambda: "host")
 
@@ -266,7 +268,7 @@ def test_a_free_port_is_never_one_that_the_recipe_names(monkeypatch: pytest.Monk
         asked.append(set(avoid))
         return free_ports(count, hosts, avoid)
 
-    monkeypatch.setattr("services.cli.plan.specs.free_ports", chosen)
+    monkeypatch.setattr("services.cli.plan.free_ports", chosen)
     assert with_free_ports(recipe).inference["b"].port
     assert asked[0] >= {policy.trainer.rendezvous_port for policy in recipe.policies.values()}
 

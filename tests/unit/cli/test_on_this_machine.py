@@ -19,7 +19,7 @@ from services.cli.__main__ import app
 from services.cli.check import recipe as launch
 from services.cli.check.memory import estimates, host_estimates, host_problems, misfits
 from services.cli.check.recipe import launch_problems, on_this_machine
-from services.cli.plan.specs import plan
+from services.cli.plan import plan
 from services.common.config.processes.placement import Placement
 from services.common.config.reading.loading import load_recipe, load_resolved, save_resolved
 from services.common.config.recipe import Recipe
@@ -335,8 +335,8 @@ def test_check_shows_the_memory_of_the_host_when_it_fits(guide: Path, monkeypatc
 def test_new_fits_the_memory_of_a_machine_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: int
 ) -> None:
-    monkeypatch.setattr("services.cli.new.command.gpus_here", list)
-    for place in ("services.cli.new.command", "services.cli.check.memory"):
+    monkeypatch.setattr("services.cli.new.gpus_here", list)
+    for place in ("services.cli.new", "services.cli.check.memory"):
         monkeypatch.setattr(f"{place}.host_memory_bytes", lambda: memory * GIB)
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"problem": "{n}?", "answer": "{n}"}}\n' for n in range(200)))
     made = rollmill(

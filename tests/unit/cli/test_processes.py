@@ -16,6 +16,7 @@ import pytest
 
 from services.cli.console import StopSignal
 from services.cli.plan.specs import ProcessSpec
+from services.cli.plan import ProcessSpec
 from services.cli.run.launch import _write_pids
 from services.cli.run.processes import Processes
 from services.common import run_files
@@ -188,7 +189,7 @@ def test_a_second_signal_kills_all_groups_at_once_and_names_them(tmp_path: Path)
 def test_children_leave_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     launcher = (
         "import sys, time, pathlib\n"
-        "from services.cli.plan.specs import ProcessSpec\n"
+        "from services.cli.plan import ProcessSpec\n"
         "from services.cli.run.processes import Processes\n"
         "code = 'from services.common.system.child import die_with_parent_if_asked as d; d(); import time; time.sleep(60)'\n"
         f"p = Processes(pathlib.Path({str(tmp_path)!r}), 0, 1.0)\n"

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from services.cli.check.worlds import index_problems, world_problems
-from services.cli.plan.profiles import load_with_profile, rows_here, world_here
+from services.cli.profiles import load_with_profile, rows_here, world_here
 from services.common.config.profiles.tiny import tiny
 from services.common.config.reading.loading import load_recipe, validate
 from services.common.errors import ConfigError, DatasetError

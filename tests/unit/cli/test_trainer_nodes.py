@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.plan.nodes import commands_for_other_nodes
-from services.cli.plan.specs import plan
+from services.cli.plan import commands_for_other_nodes, plan
 from services.cli.run.launch import find
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe

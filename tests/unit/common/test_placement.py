@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.plan.specs import plan
+from services.cli.plan import plan
 from services.common.config.reading.loading import load_recipe
 from services.common.errors import ConfigError
 

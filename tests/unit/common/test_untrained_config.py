@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.cli.plan.specs import plan
+from services.cli.plan import plan
 from services.common.config.reading.loading import validate
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError

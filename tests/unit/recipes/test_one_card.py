@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.check.memory import CONTEXT_BYTES, GIB, KEPT_BY_OTHERS, ModelShape, alone, estimates, misfits
-from services.cli.plan.specs import plan
+from services.cli.plan import plan
 from services.common.config.processes.placement import Placement
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from services.cli.keys.keyring import Keyring
+from services.cli.keys import Keyring
 from services.common.errors import ConfigError
 from services.common.security import identity
 from services.common.security.bundle import VARIABLE, without_keys

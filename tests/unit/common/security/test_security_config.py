@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from services.cli.keys.keyring import Keyring
-from services.cli.keys.process_keys import KEYS, keys_of, renew_in_time, with_keys
-from services.cli.plan.specs import plan
+from services.cli.keys import KEYS, Keyring, keys_of, renew_in_time, with_keys
+from services.cli.plan import plan
 from services.common.config.reading.loading import load_recipe
 from services.common.config.recipe import Recipe
 from services.common.errors import ConfigError

@@ -14,13 +14,13 @@ from pathlib import Path
 from services.cli.check.memory import host_estimates, host_memory_bytes
 from services.cli.check.models import positions
 from services.cli.check.recipe import gpus_here
-from services.cli.new import templates
 from services.common.config.data import DatasetConfig
 from services.common.config.reading.loading import load_recipe, validate
 from services.common.errors import ConfigError, DatasetError
 from services.common.records.dataset_rows import prompt_in
 
 REWARDS = "rewards"
+_TEMPLATES = Path(__file__).parent / "templates" / "new.txt"
 _NUM_HELD_OUT = 120  # of the demo
 _HOLD_OUT, _MOST_HELD_OUT, _LEAST_ROWS = 20, 200, 100  # every 20th row, at most 200 rows, of at least 100
 _CONTEXT = 4096  # of a model that has as many positions or does not say
@@ -78,6 +78,8 @@ def _files(folder: Path, name: str, wanted: Wanted) -> dict[str, str]:
     context = min(_CONTEXT, positions(wanted.model or "") or _CONTEXT)
     on_cpu = not demo_model and not gpus_here()
     context = min(context, _cpu_context(_from(folder, wanted.model or ""))) if on_cpu else context
+    parts = re.split(r"^=== (\w+)\n", _TEMPLATES.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    texts = {section: text.removesuffix("\n") for section, text in zip(parts[1::2], parts[2::2], strict=True)}
     values = {
         "NAME": name,
         "HERE": shlex.quote(str(folder)),
@@ -85,26 +87,39 @@ def _files(folder: Path, name: str, wanted: Wanted) -> dict[str, str]:
         "STEPS": "20" if demo_model else "50" if on_cpu else "200",
         "BATCH": str(_CPU_BATCH) if on_cpu else "128",
         "TRAINER": f"{{port: 0, token_budget: {context}}} # tokens computed at once" if on_cpu else "{port: 0}",
-        "MODEL": templates.DEMO_MODEL if demo_model else templates.OWN_MODEL,
+        "MODEL": texts["DEMO_MODEL"] if demo_model else texts["OWN_MODEL"],
         "MODEL_PATH": _quoted(_from(folder, wanted.model or "")),
         "CONTEXT": str(context),
-        "DATA": templates.DEMO_DATA if demo_rows else templates.OWN_DATA if every is None else templates.SPLIT_DATA,
+        "DATA": texts["DEMO_DATA"] if demo_rows else texts["OWN_DATA"] if every is None else texts["SPLIT_DATA"],
         "TRAIN": _train(folder, wanted, every),
         "EVERY": str(every),
         "HELD_OUT": f"every {_ordinal(every or 0)} row",
-        "EVALUATION": _evaluation(demo_rows, every),
+        "EVALUATION": (
+            "{every: 5} # training steps"
+            if demo_rows
+            else "{at_start: false, at_end: false}"
+            if every is None
+            else "{every: 20} # training steps"
+        ),
         "NEW_TOKENS": "4" if demo_model else str(min(256 if on_cpu else 1024, context // 2)),
         "INFERENCE": "{port: 0, device: cpu}" if demo_model else "{port: 0} # engine: sglang for models of 1B and more",
-        "WARM_START": templates.WARM_START if demo_model else "",
-        "ROWS": templates.DEMO_ROWS if demo_rows and demo_model else "",
+        "WARM_START": texts["WARM_START"] if demo_model else "",
+        "ROWS": texts["DEMO_ROWS"] if demo_rows and demo_model else "",
         "RUN": "about half a minute on two CPU cores" if demo_model else "Ctrl-C interrupts it",
-        "NEXT": templates.DEMO_NEXT if demo_rows else templates.OWN_NEXT if every is None else templates.SPLIT_NEXT,
+        "NEXT": texts["DEMO_NEXT"] if demo_rows else texts["OWN_NEXT"] if every is None else texts["SPLIT_NEXT"],
     }
-    files = {"recipe.yaml": templates.RECIPE, f"{REWARDS}.py": templates.REWARDS, "README.md": templates.README}
+    files = {"recipe.yaml": texts["RECIPE"], f"{REWARDS}.py": texts["REWARDS"], "README.md": texts["README"]}
     if demo_model:
-        files["demo.py"] = templates.DEMO
-    files = {file: _filled(text, values) for file, text in files.items()}
-    return files | (_rows() if demo_rows else {})
+        files["demo.py"] = texts["DEMO"]
+    for _ in range(2):  # values hold further names
+        files = {file: re.sub(r"@([A-Z_]+)@", lambda found: values[found[1]], text) for file, text in files.items()}
+    if demo_rows:
+        orders = itertools.permutations(range(10), 3)
+        rows = [{"problem": f"Largest of {' '.join(map(str, each))}?", "answer": str(max(each))} for each in orders]
+        random.Random(0).shuffle(rows)
+        for file, part in {"train.jsonl": rows[_NUM_HELD_OUT:], "held_out.jsonl": rows[:_NUM_HELD_OUT]}.items():
+            files[file] = "".join(f"{json.dumps(row)}\n" for row in part)
+    return files
 
 
 def _cpu_context(model: str) -> int:
@@ -185,12 +200,6 @@ def _ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
-def _evaluation(demo_rows: bool, every: int | None) -> str:
-    if demo_rows:
-        return "{every: 5} # training steps"
-    return "{at_start: false, at_end: false}" if every is None else "{every: 20} # training steps"
-
-
 def _train(folder: Path, wanted: Wanted, every: int | None) -> str:
     """The section of the training data, as YAML on one line; ``every``: ``hold_out``."""
     columns = _columns(wanted)
@@ -212,19 +221,3 @@ def _from(folder: Path, path: str) -> str:
 
 def _quoted(text: str) -> str:
     return text if re.fullmatch(r"[A-Za-z0-9/][\w/.-]*", text) else json.dumps(text)
-
-
-def _filled(text: str, values: dict[str, str]) -> str:
-    for _ in range(2):  # values hold further names
-        text = re.sub(r"@([A-Z_]+)@", lambda found: values[found[1]], text)
-    return text
-
-
-def _rows() -> dict[str, str]:
-    rows = [
-        {"problem": f"Largest of {' '.join(map(str, numbers))}?", "answer": str(max(numbers))}
-        for numbers in itertools.permutations(range(10), 3)
-    ]
-    random.Random(0).shuffle(rows)
-    parts = {"train.jsonl": rows[_NUM_HELD_OUT:], "held_out.jsonl": rows[:_NUM_HELD_OUT]}
-    return {name: "".join(f"{json.dumps(row)}\n" for row in part) for name, part in parts.items()}

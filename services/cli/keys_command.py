@@ -1,4 +1,4 @@
-"""``rollmill keys``: make, renew and look at a run's keys."""
+"""``rollmill keys``: make, renew and look at a run's keys. Imports for making keys stand in the commands that make them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from services.common.errors import ConfigError
 from services.common.security.bundle import DAYS
 from services.common.security.roles import WHAT_FOR, Role
 
-if TYPE_CHECKING:  # imports for making keys stand in the commands that make them
-    from services.cli.keys.keyring import Entry
+if TYPE_CHECKING:
+    from services.cli.keys import Entry
 
 HELP = """\
 Make the keys of a run. Keys identify the callers of its services, and a role has permission for certain calls.
@@ -86,7 +86,7 @@ def make(
     set_: SetOption = None,
 ) -> None:
     """Make the keys of a run (the word `make` may be left out)."""
-    from services.cli.keys.keyring import Keyring
+    from services.cli.keys import Keyring
 
     run, demanded, folder = _about(what, run_id, set_ or ())
     folder = output or folder
@@ -108,7 +108,7 @@ def make(
 @keys_app.command()
 def show(folder: FolderArgument) -> None:
     """Print role, run and validity of the keys. Prints no secret."""
-    from services.cli.keys.keyring import ABOUT, Keyring
+    from services.cli.keys import ABOUT, Keyring
 
     if (folder / ABOUT).exists():
         _print(Keyring(folder).entries(), folder)
@@ -123,7 +123,7 @@ def token(
     hours: Annotated[float, typer.Option(min=0.01, help="Until it expires.")] = 8.0,
 ) -> None:
     """Print one more token. Its bearer has the role, so treat it as a password."""
-    from services.cli.keys.keyring import Keyring
+    from services.cli.keys import Keyring
 
     sys.stdout.write(Keyring(folder).token(role, hours) + "\n")
 
@@ -134,7 +134,7 @@ def _about(what: Path, run_id: str | None, overrides: Sequence[str]) -> tuple[st
     Raises:
         ConfigError: no recipe and no run, or overrides of a run, whose settings are fixed.
     """
-    from services.cli.keys.process_keys import KEYS
+    from services.cli.keys import KEYS
     from services.common.config.reading.loading import RESOLVED, load_recipe, load_resolved
 
     if (what / RESOLVED).is_file():

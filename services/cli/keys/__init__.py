@@ -1,1 +1,0 @@
-"""Keys of a run: created, renewed and handed to processes."""

@@ -1,1 +1,0 @@
-"""``rollmill new``: writes a folder with a recipe, a reward and rows."""

@@ -1,1 +1,0 @@
-"""Processes that a recipe needs, on one node or several. Starts no process."""
