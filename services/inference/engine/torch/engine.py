@@ -49,7 +49,7 @@ class TorchEngine:
 
     ``on_tokens`` is called in the engine thread once per decoding step with the number of tokens and the time. ``alone``, with
     one slot: the same request gets the same bits, independent of other requests (see ``Core``). ``kv_bytes`` bounds the KV
-    cache; ``stepping`` beside ``eager`` needs CUDA (see ``static_step``).
+    cache; ``stepping`` beside ``eager`` needs CUDA (see ``StaticStep``).
     """
 
     takes_forced_tokens: ClassVar[bool] = False
