@@ -71,8 +71,7 @@ async def start_embedded(kind: str, kv_policy: KvPolicy) -> Subject:
         model = None
     else:
         from services.common.text.huggingface import named_weights
-        from services.inference.engine.torch.engine import TorchEngine
-        from services.inference.engine.torch.replay import ReplayEngine
+        from services.inference.engine.torch.engine import ReplayEngine, TorchEngine
 
         model = build_model(architecture)
         weights = named_weights(model)

@@ -40,7 +40,7 @@ MODULES = (
     "services.trainer.step.supervised",
     "services.trainer.warm_start",
     "services.inference.app",
-    "services.inference.engine.torch.replay",
+    "services.inference.engine.torch.engine",
     "services.inference.weights.fetcher",
     "services.inference.weights.relay",
     "services.inference.weights.updater",

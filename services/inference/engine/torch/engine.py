@@ -307,6 +307,20 @@ class TorchEngine:
                 loop.call_soon_threadsafe(_settle, outcomes)
 
 
+class ReplayEngine(TorchEngine):
+    """Emits ``forced_ids`` instead of sampling (teacher forcing), and refuses a request without them.
+
+    Continuous batching, prefix caches and swaps between two steps are the same. So versions, segments and log-probabilities
+    equal those of sampling the same tokens, and a whole system can be tried without a trained model. A request ends at its
+    first stop token, its budget, the context, or the end of ``forced_ids``. Recipes select this engine with ``engine: forced``.
+
+    The log-probability of a token is taken under the request's sampling distribution. A token that top-k or top-p leaves
+    out could never have been drawn; such a token is added to the kept tokens: p(token) / (p(kept) + p(token)).
+    """
+
+    takes_forced_tokens: ClassVar[bool] = True
+
+
 class _Waiter:
     """A future together with its event loop."""
 
