@@ -77,8 +77,7 @@ async def start_embedded(kind: str, kv_policy: KvPolicy) -> Subject:
         weights = named_weights(model)
         settings: dict[str, Any] = {"num_slots": NUM_SLOTS, "context_length": CONTEXT, "kv_policy": kv_policy}
         if kind == "forced":
-            # The replay engine over blocks, the torch engine over rows: both engines take both layouts of the KV cache.
-            engine = _with_words_to_say(ReplayEngine(build_model(architecture), layout="blocks", **settings))
+            engine = _with_words_to_say(ReplayEngine(build_model(architecture), **settings))
         else:
             engine = TorchEngine(build_model(architecture), **settings)
     await engine.start()
