@@ -1,6 +1,6 @@
 """Compares a LoRA adapter with the training of all weights, and the served log-probabilities with PEFT.
 
-Served: the torch engine generates through a swap of the adapter, in both of its layouts. ``gap_before``, ``gap_across`` and
+Served: the torch engine generates through a swap of the adapter, in torch and in compiled code. ``gap_before``, ``gap_across`` and
 ``gap_after`` are the largest distances of a served log-probability from a forward pass of PEFT (of a merged model where
 PEFT is not installed, see ``oracle``), for tokens before the swap, tokens of requests that it interrupted, and requests
 after it.

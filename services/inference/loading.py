@@ -165,8 +165,7 @@ def _load_torch(
     import torch
 
     from services.common.text.huggingface import check_model_matches, check_same_vocabulary, load_tokenizer
-    from services.inference.engine.torch.engine import TorchEngine
-    from services.inference.engine.torch.replay import ReplayEngine
+    from services.inference.engine.torch.engine import ReplayEngine, TorchEngine
 
     script = None
     if config.engine == "forced":  # before the model: a wrong setting fails within a second

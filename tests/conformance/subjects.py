@@ -71,15 +71,13 @@ async def start_embedded(kind: str, kv_policy: KvPolicy) -> Subject:
         model = None
     else:
         from services.common.text.huggingface import named_weights
-        from services.inference.engine.torch.engine import TorchEngine
-        from services.inference.engine.torch.replay import ReplayEngine
+        from services.inference.engine.torch.engine import ReplayEngine, TorchEngine
 
         model = build_model(architecture)
         weights = named_weights(model)
         settings: dict[str, Any] = {"num_slots": NUM_SLOTS, "context_length": CONTEXT, "kv_policy": kv_policy}
         if kind == "forced":
-            # The replay engine over blocks, the torch engine over rows: both engines take both layouts of the KV cache.
-            engine = _with_words_to_say(ReplayEngine(build_model(architecture), layout="blocks", **settings))
+            engine = _with_words_to_say(ReplayEngine(build_model(architecture), **settings))
         else:
             engine = TorchEngine(build_model(architecture), **settings)
     await engine.start()

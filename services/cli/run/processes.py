@@ -62,7 +62,7 @@ MODULES = (
     "services.trainer.step.supervised",
     "services.trainer.warm_start",
     "services.inference.app",
-    "services.inference.engine.torch.replay",
+    "services.inference.engine.torch.engine",
     "services.inference.weights.relay",
     "services.inference.weights.updater",
 )

@@ -146,7 +146,7 @@ class EndpointServer:
     def _answering(self, dialect: Dialect) -> _Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
             session = self._session(request)
-            asked = session.read(_text(await request.read()), dialect)
+            asked = session.read(await request.read(), dialect)
             captured, policy = session.captured, asked.turn.policy
             chat = captured.policies[policy].chat
             writer = dialect.writer(asked.fields, policy, chat, thinks=captured.thinks(policy))
@@ -163,7 +163,7 @@ class EndpointServer:
     def _counting(self, dialect: Dialect) -> _Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
             session = self._session(request)
-            asked = session.read(_text(await request.read()), dialect)
+            asked = session.read(await request.read(), dialect)
             return json_answer(dialect.counted(session.captured.count(asked.turn, asked.locate)))
 
         return handler
@@ -229,10 +229,3 @@ def _told(request: web.Request, error: web.HTTPException) -> str:
         served = ", ".join(_PREFIXES[0] + dialect.path for dialect in DIALECTS)
         return f"{request.path} is not served; there is {served} and /v1/models"
     return error.reason
-
-
-def _text(body: bytes) -> str:
-    try:
-        return body.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"the body is no UTF-8: {error}") from None

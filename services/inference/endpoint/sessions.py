@@ -11,10 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.common.errors import NotFoundError, UnknownPolicyError
 from services.common.text.chat import Message
-from services.inference.endpoint.body import KnownHead, ParsedBody, read_body
+from services.inference.endpoint.body import read_body
 from services.inference.endpoint.dialects.base import AnswerWriter, Dialect, DialectRequest, ItemLimits, validated
 from services.inference.workflows.agents.captured import CapturedSession
-from services.inference.workflows.agents.chat_messages import same_message
 from services.inference.workflows.agents.turns import DEFAULT_MODEL, CapturedTurn, Located, Thread, TurnRequest
 
 
@@ -33,7 +32,6 @@ class Asked:
 
     fields: DialectRequest
     turn: TurnRequest
-    body: ParsedBody
     preface: tuple[Message, ...]
     locate: Callable[[], Located]
 
@@ -48,56 +46,32 @@ class _Continued:
 
 
 class ServedSession:
-    """A captured session with its running requests, and the known beginnings of its threads' next bodies."""
+    """A captured session with its running requests and its answers."""
 
     def __init__(self, captured: CapturedSession, limits: ItemLimits) -> None:
         self.captured = captured
         self.running: set[asyncio.Task[Any]] = set()
         self._limits = limits
-        self._heads: dict[KnownHead, _Continued] = {}
-        self._head_of: dict[Thread, KnownHead] = {}
         self._answered: dict[str, _Continued] = {}
         self._stored: dict[str, dict[str, Any]] = {}  # bodies of answers by id
 
-    def read(self, text: str, dialect: Dialect) -> Asked:
-        body = read_body(text, dialect.items, reversed(self._head_of.values()))
-        fields = validated(dialect.request, body.fields)
+    def read(self, body: bytes, dialect: Dialect) -> Asked:
+        given, items = read_body(body, dialect.items)
+        fields = validated(dialect.request, given)
         turn = fields.ask(self._policy_of(fields.model))
         preface = tuple(fields.preface())
-        new = dialect.read_items(body.items, self._limits)
-
-        def all_messages() -> list[Message]:
-            whole = (
-                new if body.known is None else dialect.read_items(read_body(text, dialect.items).items, self._limits)
-            )
-            return [*preface, *self._messages_before(fields.previous()), *whole]
+        new = dialect.read_items(items, self._limits)
 
         def locate() -> Located:
-            known = None if body.known is None else self._heads.get(body.known)
-            if (
-                known is not None
-                and not (thread := known.thread).busy
-                and thread.num_messages == known.num_messages  # two requests with one text may come at once
-                and fields.previous() is None
-                and known.preface == preface
-                and (thread.policy, thread.tools_key) == (turn.policy, turn.tools_key())
-                and len(new) > 1
-                and same_message(thread.messages[-1], new[0])
-            ):
-                return thread, new[1:]
-            return self.captured.locate(turn, all_messages())
+            return self.captured.locate(turn, [*preface, *self._messages_before(fields.previous()), *new])
 
-        return Asked(fields=fields, turn=turn, body=body, preface=preface, locate=locate)
+        return Asked(fields=fields, turn=turn, preface=preface, locate=locate)
 
     def answered(self, answer_id: str, asked: Asked, turn: CapturedTurn) -> None:
-        """Remember an answer, and the thread that answered a body with this head."""
-        thread = turn.thread
-        if (old := self._head_of.pop(thread, None)) is not None:
-            self._heads.pop(old, None)
-        if (head := asked.body.head) is not None and asked.fields.previous() is None:
-            self._heads[head] = _Continued(thread=thread, num_messages=turn.num_messages, preface=asked.preface)
-            self._head_of[thread] = head
-        self._answered[answer_id] = _Continued(thread=thread, num_messages=turn.num_messages, preface=asked.preface)
+        """Remember an answer, which later requests may name."""
+        self._answered[answer_id] = _Continued(
+            thread=turn.thread, num_messages=turn.num_messages, preface=asked.preface
+        )
 
     def store(self, writer: AnswerWriter) -> None:
         """Keep the body of a finished answer where its dialect and its request want that."""

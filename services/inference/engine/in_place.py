@@ -8,12 +8,11 @@ Independent of requests, versions and caches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from services.common.weights.codec import ChunkChange
@@ -27,121 +26,65 @@ _SIGNED = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
-class _HostScatter:
-    """Elements of one tensor in host memory, through an array that shares the memory."""
-
-    target: npt.NDArray[np.signedinteger[Any]]  # flat
-    positions: npt.NDArray[np.intp]
-    values: npt.NDArray[np.signedinteger[Any]]
-
-    @property
-    def touched_bytes(self) -> int:
-        return SCATTERED_BYTES * len(self.positions)
-
-    def apply(self) -> None:
-        self.target[self.positions] = self.values
-
-
-@dataclass(frozen=True, slots=True)
-class _DeviceScatter:
-    """Elements of one tensor on a device, positions and values moved there already."""
-
-    target: torch.Tensor  # flat
-    positions: torch.Tensor
-    values: torch.Tensor
-
-    def apply(self) -> None:
-        self.target.index_copy_(0, self.positions, self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class _HostCopy:
-    """Consecutive elements of one tensor in host memory, or the whole tensor, through arrays that share the memory."""
-
-    target: npt.NDArray[np.signedinteger[Any]]  # flat
-    values: npt.NDArray[np.signedinteger[Any]]
-
-    @property
-    def touched_bytes(self) -> int:
-        return 2 * self.values.nbytes
-
-    def apply(self) -> None:
-        np.copyto(self.target, self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Consecutive elements of one tensor, or the whole tensor, on a device or from another type."""
-
-    target: torch.Tensor
-    values: torch.Tensor
-
-    def apply(self) -> None:
-        self.target.copy_(self.values)
-
-
-_Write = _HostScatter | _HostCopy | _DeviceScatter | _Run
-
-
-@dataclass(frozen=True, slots=True)
 class PreparedUpdate:
-    """Ready to be written."""
+    """Ready to be written. Writes to host memory may run in several threads; each of them names the bytes that it touches."""
 
     version: int
-    writes: Sequence[_Write]
+    on_host: list[tuple[Callable[[], object], int]]
+    others: list[Callable[[], object]]  # to a device, or from another type
 
     def apply(self) -> None:
-        on_host = [write for write in self.writes if isinstance(write, _HostScatter | _HostCopy)]
-        touched = sum(write.touched_bytes for write in on_host)
-        run_all([write.apply for write in on_host], touched_bytes=touched, name="engine.write")
-        for write in self.writes:
-            if not isinstance(write, _HostScatter | _HostCopy):
-                write.apply()
+        touched = sum(num_bytes for _, num_bytes in self.on_host)
+        run_all([write for write, _ in self.on_host], touched_bytes=touched, name="engine.write")
+        for write in self.others:
+            write()
 
 
 def prepare(update: WeightUpdate, weights: Mapping[str, torch.Tensor]) -> PreparedUpdate:
     """``weights`` are the model's own. ``ModelMismatchError`` for a missing or unknown name or another shape."""
     check_update(update, weights)
-    writes: list[_Write] = []
+    prepared = PreparedUpdate(update.version, on_host=[], others=[])
     for name, tensor in update.whole.items():
         values = tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor)
-        writes.append(_copy(weights[name], values))
+        _copy(prepared, weights[name], values)
     for name, changes in update.changes.items():
-        writes.extend(_writes(weights[name], changes, update.dtype))
-    return PreparedUpdate(update.version, writes)
+        _change(prepared, weights[name], changes, update.dtype)
+    return prepared
 
 
-def _writes(own: torch.Tensor, changes: Sequence[ChunkChange], dtype: str) -> list[_Write]:
+def _change(prepared: PreparedUpdate, own: torch.Tensor, changes: Sequence[ChunkChange], dtype: str) -> None:
     flat = own.view(-1)
-    runs: list[_Write] = [
-        _copy(flat[change.start : change.start + len(change.values)], _cast(change.values, dtype, own))
-        for change in changes
-        if change.positions is None
-    ]
+    for change in changes:
+        if change.positions is None:
+            target = flat[change.start : change.start + len(change.values)]
+            _copy(prepared, target, _cast(change.values, dtype, own))
     scattered = [(change, change.positions) for change in changes if change.positions is not None]
     if not scattered:
-        return runs
+        return
     if own.device.type != "cpu":  # which wants few calls
         positions = np.concatenate([positions + change.start for change, positions in scattered])
         values = _cast(np.concatenate([change.values for change, _ in scattered]), dtype, own)
-        return [*runs, _DeviceScatter(flat, torch.from_numpy(positions).to(own.device), values)]
+        prepared.others.append(partial(flat.index_copy_, 0, torch.from_numpy(positions).to(own.device), values))
+        return
     # Chunk by chunk, with the decoded positions: only a cast of the values copies data.
     signed = _SIGNED[own.element_size()]
     shared = flat.view(signed).numpy()
-    scatters = [
-        _HostScatter(shared[change.start :], positions, _cast(change.values, dtype, own).view(signed).numpy())
-        for change, positions in scattered
-    ]
-    return [*runs, *scatters]
+    for change, positions in scattered:
+        bits = _cast(change.values, dtype, own).view(signed).numpy()
+        write = partial(shared[change.start :].__setitem__, positions, bits)
+        prepared.on_host.append((write, SCATTERED_BYTES * len(positions)))
 
 
-def _copy(target: torch.Tensor, values: torch.Tensor) -> _Write:
+def _copy(prepared: PreparedUpdate, target: torch.Tensor, values: torch.Tensor) -> None:
+    """Consecutive elements of a tensor, or the whole tensor."""
     on_host = target.device.type == values.device.type == "cpu"
     alike = target.dtype == values.dtype and target.is_contiguous() and values.is_contiguous()
     signed = _SIGNED.get(target.element_size())
     if not on_host or not alike or signed is None:
-        return _Run(target, values)
-    return _HostCopy(*(tensor.detach().view(-1).view(signed).numpy() for tensor in (target, values)))
+        prepared.others.append(partial(target.copy_, values))
+        return
+    to, bits = (tensor.detach().view(-1).view(signed).numpy() for tensor in (target, values))
+    prepared.on_host.append((partial(np.copyto, to, bits), 2 * bits.nbytes))
 
 
 def _cast(bits: Bits, dtype: str, own: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,21 +54,12 @@ from services.inference.engine.served.environment import (
     spelled,
 )
 from services.inference.engine.served.process import Program, ServerCommand
-from services.inference.engine.served.stage import FILE, Stage
+from services.inference.engine.served.stage import FILE, Stage, StagedTensor
 from services.inference.engine.served.transfer import DiskTransfer, Transfer
 
 log = structlog.get_logger(__name__)
 
 _SUPPRESSED = -1e9  # added to a logit: a token that cannot be drawn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRow:
-    """An announced tensor: its name, its type in torch's notation, its shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class SglangClient(ServerClient):
@@ -139,12 +129,14 @@ class SglangClient(ServerClient):
         """Open the session for updates by a group; ``Refused`` if one is open."""
         await self._post("/begin_weight_update", {}, CONTROL_TIMEOUT_S)
 
-    async def update_from_group(self, group: str, rows: Sequence[TensorRow], version: int, *, flush: bool) -> None:
+    async def update_from_group(
+        self, group: str, tensors: Mapping[str, StagedTensor], version: int, *, flush: bool
+    ) -> None:
         """Receive these tensors, one broadcast each. After ``Refused`` the weights may have changed or not."""
         body = {
-            "names": [row.name for row in rows],
-            "dtypes": [row.dtype for row in rows],
-            "shapes": [list(row.shape) for row in rows],
+            "names": list(tensors),
+            "dtypes": [tensor.dtype for tensor in tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
             "group_name": group,
             "weight_version": str(version),
             "flush_cache": flush,

@@ -36,8 +36,8 @@ from services.common.buckets import in_buckets
 from services.common.errors import InfrastructureError
 from services.inference.engine.served.client import Refused
 from services.inference.engine.served.stage import Stage, StagedTensor
-from services.inference.engine.sglang import SglangClient, TensorRow
 
+AnyClient = Any  # a ``SglangClient``: its module chooses among the ways here, so the type is not imported
 BUCKET_BYTES = 1 << 30  # of one call: in a buffer of each device, or held by the server beside its weights
 DEVICE_PLACE = 6  # of ``storage_device`` among the arguments of ``rebuild_cuda_tensor``
 _ALIGNED = 256  # bytes between tensors of a buffer, for every type
@@ -53,7 +53,7 @@ class TensorTransfer:
         self.size_bytes = stage.size_bytes
         self._buffers: dict[str, torch.Tensor] = {}
 
-    async def load(self, client: SglangClient, version: int, *, flush: bool) -> str:
+    async def load(self, client: AnyClient, version: int, *, flush: bool) -> str:
         shapes = self._stage.shapes
         buckets = list(in_buckets(shapes, lambda name: _aligned(shapes[name].bits.nbytes), BUCKET_BYTES))
         largest = max(sum(_aligned(shapes[name].bits.nbytes) for name in names) for names in buckets)
@@ -157,9 +157,9 @@ class BroadcastTransfer:
         self._stage = stage
         self.size_bytes = stage.size_bytes * num_ranks
         self._num_ranks = num_ranks
-        self._groups: dict[SglangClient, _Group] = {}
+        self._groups: dict[AnyClient, _Group] = {}
 
-    async def load(self, client: SglangClient, version: int, *, flush: bool) -> str:
+    async def load(self, client: AnyClient, version: int, *, flush: bool) -> str:
         self._groups = {known: group for known, group in self._groups.items() if not known.closed}
         if (group := self._groups.get(client)) is None:
             group = self._groups[client] = await self._form(client)
@@ -176,7 +176,7 @@ class BroadcastTransfer:
             raise
         return ""
 
-    async def _form(self, client: SglangClient) -> _Group:
+    async def _form(self, client: AnyClient) -> _Group:
         name = f"rollmill-{next(_numbers)}"
         store = dist.TCPStore(
             "127.0.0.1", 0, self._num_ranks + 1, True, timedelta(seconds=GROUP_TIMEOUT_S), wait_for_workers=False
@@ -198,12 +198,10 @@ class BroadcastTransfer:
         except RuntimeError as error:
             raise InfrastructureError(f"the group {name} was not formed: {error}") from error
 
-    async def _send(
-        self, client: SglangClient, group: _Group, names: Sequence[str], version: int, *, flush: bool
-    ) -> None:
+    async def _send(self, client: AnyClient, group: _Group, names: Sequence[str], version: int, *, flush: bool) -> None:
         shapes = self._stage.shapes
-        rows = [TensorRow(name=name, dtype=shapes[name].dtype, shape=shapes[name].shape) for name in names]
-        received = client.update_from_group(group.name, rows, version, flush=flush)
+        tensors = {name: shapes[name] for name in names}
+        received = client.update_from_group(group.name, tensors, version, flush=flush)
         await _run_both(received, asyncio.to_thread(self._broadcast, group, names))
 
     def _broadcast(self, group: _Group, names: Sequence[str]) -> None:
@@ -231,7 +229,7 @@ async def _run_both(server: Coroutine[Any, Any, None], here: Coroutine[Any, Any,
     return done
 
 
-async def _begin_update(client: SglangClient) -> None:
+async def _begin_update(client: AnyClient) -> None:
     """Open the session of an update; one that an aborted update left open is closed before."""
     try:
         await client.begin_update()

@@ -28,7 +28,7 @@ def few_threads(name: str) -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
-def run_all(calls: Sequence[Callable[[], None]], *, touched_bytes: int, name: str) -> None:
+def run_all(calls: Sequence[Callable[[], object]], *, touched_bytes: int, name: str) -> None:
     """Run every call, in any order; on several threads if ``touched_bytes`` is large enough to pay for them.
 
     Raises the first failing call's error; the other calls may have run or not.

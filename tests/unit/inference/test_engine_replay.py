@@ -10,7 +10,7 @@ import pytest
 
 from services.common.errors import InvalidRequestError
 from services.inference.engine.base import FinishReason
-from services.inference.engine.torch.replay import ReplayEngine
+from services.inference.engine.torch.engine import ReplayEngine
 from tests.random_models import (
     TOLERANCE,
     VOCAB,

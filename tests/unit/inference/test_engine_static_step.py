@@ -13,9 +13,8 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from services.common.text.huggingface import named_weights
-from services.inference.engine.torch import static_step
-from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.torch.static_step import CudaCapture, Replay
+from services.inference.engine.torch import decoder as decoder_module
+from services.inference.engine.torch.decoder import CudaCapture, Decoder, Replay
 from services.inference.engine.weight_update import WeightUpdate
 from tests.random_models import TOLERANCE, build_model, make_prompt, max_gap
 
@@ -35,7 +34,7 @@ class EagerCapture:
 
 @pytest.mark.usefixtures("torch_decoder")
 def test_static_steps_sample_like_plain_ones_with_updates_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_step, "LEAST_WIDTH", 32)
+    monkeypatch.setattr(decoder_module, "LEAST_WIDTH", 32)
     capture = EagerCapture()
     static = Played(kv_bytes=pool_bytes(16), stepping="graph", capture=capture)
     plain = Played(kv_bytes=pool_bytes(16))

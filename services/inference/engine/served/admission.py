@@ -5,19 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InfrastructureError
-from services.inference.engine.served.balance import PrefixMap, ServerLoad, choose
+from services.inference.engine.served.balance import PrefixMap, choose
 from services.inference.engine.served.request_state import RequestState
 from services.inference.engine.served.server import Server
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    state: RequestState
-    turn: asyncio.Future[Server | None]
 
 
 class AdmissionQueue:
@@ -26,7 +19,7 @@ class AdmissionQueue:
     def __init__(self, servers: Sequence[Server]) -> None:
         self._servers = servers
         self._prefixes = PrefixMap()
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[tuple[RequestState, asyncio.Future[Server | None]]] = deque()
         self._closed: str | None = None
 
     @property
@@ -40,16 +33,17 @@ class AdmissionQueue:
         """
         if self._closed is not None:
             raise InfrastructureError(self._closed)
-        waiting = _Waiting(state, asyncio.get_running_loop().create_future())
+        turn: asyncio.Future[Server | None] = asyncio.get_running_loop().create_future()
+        waiting = (state, turn)
         self._queue.append(waiting)
         self.dispatch()
         ended = asyncio.ensure_future(state.abort_requested.wait())
-        either: set[asyncio.Future[Any]] = {waiting.turn, ended}
+        either: set[asyncio.Future[Any]] = {turn, ended}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            return waiting.turn.result() if waiting.turn.done() else None
+            return turn.result() if turn.done() else None
         except asyncio.CancelledError:
-            if waiting.turn.done() and not waiting.turn.exception() and (server := waiting.turn.result()):
+            if turn.done() and not turn.exception() and (server := turn.result()):
                 self.leave(server)
             raise
         finally:
@@ -64,17 +58,15 @@ class AdmissionQueue:
     def dispatch(self) -> None:
         """Admit requests while a server has room. Called when a server may have room."""
         while self._queue:
-            head = self._queue[0]
-            rooms = [ServerLoad(s.index, s.in_flight, s.window.size) for s in self._servers if s.has_room]
-            if not rooms:
+            free = {s.index: (s.in_flight, s.window.size) for s in self._servers if s.has_room}
+            if not free:
                 return
-            sequence = head.state.sequence
-            chosen = choose(rooms, self._prefixes.find(sequence))
-            self._queue.popleft()
-            server = self._servers[chosen]
+            state, turn = self._queue.popleft()
+            sequence = state.sequence
+            server = self._servers[choose(free, self._prefixes.find(sequence))]
             server.in_flight += 1
-            self._prefixes.note(sequence, chosen)
-            head.turn.set_result(server)
+            self._prefixes.note(sequence, server.index)
+            turn.set_result(server)
 
     def forget(self, server: Server) -> None:
         """Note that a server has lost its cache."""
@@ -84,4 +76,4 @@ class AdmissionQueue:
         """Fail all waiting and future requests with ``reason``."""
         self._closed = reason
         while self._queue:
-            self._queue.popleft().turn.set_exception(InfrastructureError(reason))
+            self._queue.popleft()[1].set_exception(InfrastructureError(reason))

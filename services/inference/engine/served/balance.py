@@ -8,7 +8,7 @@ prefix, unless that server is the busier one.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,22 +74,15 @@ class PrefixMap:
             del self._seen[block]
 
 
-@dataclass(frozen=True, slots=True)
-class ServerLoad:
-    """The load of a server and its limit."""
+def choose(free: Mapping[int, tuple[int, int]], cached: int | None) -> int:
+    """The server for a request, of those that have room. ``cached`` is the server that has cached its prefix.
 
-    server: int
-    in_flight: int
-    size: int
-
-
-def choose(free: Sequence[ServerLoad], cached: int | None) -> int:
-    """The server for a request, of those that have room. ``cached`` is the server that has cached its prefix."""
-    least = min(free, key=lambda room: room.in_flight / room.size)
-    for room in free:
-        if room.server == cached and room.in_flight - least.in_flight <= max(4, room.size // 4):
-            return room.server
-    return least.server
+    ``free``: server -> requests in flight, and their bound.
+    """
+    least = min(free, key=lambda server: free[server][0] / free[server][1])
+    if cached is not None and cached in free and free[cached][0] - free[least][0] <= max(4, free[cached][1] // 4):
+        return cached
+    return least
 
 
 def _blocks(token_ids: Sequence[int]) -> list[int]:

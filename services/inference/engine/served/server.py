@@ -82,9 +82,19 @@ class Server:
 
         None when the server was killed, because its version was unknown.
         """
+        began = time.perf_counter()
+        try:
+            if self.adapter:
+                return await self._switch_adapter(transfer, version)
+            await self._switch_weights(transfer, version, stay_paused=stay_paused)
+        except RollmillError as error:
+            log.error("engine_server.switch_failed", server=self.name, version=version, error=error.message)
+            self.end()
+            return None
+        return time.perf_counter() - began
+
+    async def _switch_weights(self, transfer: Transfer, version: int, *, stay_paused: bool) -> None:
         keep = self._kv_policy is KvPolicy.KEEP
-        if self.adapter:
-            return await self._switch_adapter(transfer, version)
         self.switches += 1
         self._switching = True
         began = time.perf_counter()
@@ -97,41 +107,30 @@ class Server:
             self.stale_prefixes = keep
             if not stay_paused:
                 await self.client.resume()
-            log.info(
-                "engine_server.switched",
-                server=self.name,
-                version=version,
-                way=transfer.way,
-                kv_policy=self._kv_policy,
-                size_bytes=transfer.size_bytes,
-                in_flight=self.in_flight,
-                pause_s=round(paused_s, 4),
-                load_s=round(loaded_s, 4),
-            )
-        except RollmillError as error:
-            log.error("engine_server.switch_failed", server=self.name, version=version, error=error.message)
-            self.end()
-            return None
         finally:
             self._switching = False
-        return time.perf_counter() - began
+        log.info(
+            "engine_server.switched",
+            server=self.name,
+            version=version,
+            way=transfer.way,
+            kv_policy=self._kv_policy,
+            size_bytes=transfer.size_bytes,
+            in_flight=self.in_flight,
+            pause_s=round(paused_s, 4),
+            load_s=round(loaded_s, 4),
+        )
 
-    async def _switch_adapter(self, transfer: Transfer, version: int) -> float | None:
+    async def _switch_adapter(self, transfer: Transfer, version: int) -> float:
         """Load an adapter beside the others, then end the running calls, which have the one before; they go on with this one.
 
         Decoding goes on during the load.
         """
+        self.adapter = await self._load_for_sure(transfer, version, flush=False)
+        self.version = version
+        self.switches += 1
         began = time.perf_counter()
-        try:
-            self.adapter = await self._load_for_sure(transfer, version, flush=False)
-            self.version = version
-            self.switches += 1
-            began = time.perf_counter()
-            await self.client.abort_all()
-        except RollmillError as error:
-            log.error("engine_server.switch_failed", server=self.name, version=version, error=error.message)
-            self.end()
-            return None
+        await self.client.abort_all()
         return time.perf_counter() - began
 
     async def _load_for_sure(self, transfer: Transfer, version: int, *, flush: bool) -> str:

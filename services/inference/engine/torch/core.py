@@ -30,8 +30,7 @@ from services.common.telemetry.log_events import LogEvent
 from services.inference.engine.base import FinishReason, Generation, GenerationRequest, KvPolicy, KvUse
 from services.inference.engine.in_place import PreparedUpdate
 from services.inference.engine.torch.decoder import Decoder
-from services.inference.engine.torch.keeper import Counters, KvKeeper
-from services.inference.engine.torch.prefill import MAX_PASS_TOKENS
+from services.inference.engine.torch.keeper import MAX_PASS_TOKENS, Counters, KvKeeper
 from services.inference.engine.torch.sampler import sample
 from services.inference.engine.torch.slots import Gathering, SlotTable, worth_sharing
 

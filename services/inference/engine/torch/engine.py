@@ -49,7 +49,7 @@ class TorchEngine:
 
     ``on_tokens`` is called in the engine thread once per decoding step with the number of tokens and the time. ``alone``, with
     one slot: the same request gets the same bits, independent of other requests (see ``Core``). ``kv_bytes`` bounds the KV
-    cache; ``stepping`` beside ``eager`` needs CUDA (see ``static_step``).
+    cache; ``stepping`` beside ``eager`` needs CUDA (see ``StaticStep``).
     """
 
     takes_forced_tokens: ClassVar[bool] = False
@@ -305,6 +305,20 @@ class TorchEngine:
         for loop, outcomes in by_loop.items():
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_settle, outcomes)
+
+
+class ReplayEngine(TorchEngine):
+    """Emits ``forced_ids`` instead of sampling (teacher forcing), and refuses a request without them.
+
+    Continuous batching, prefix caches and swaps between two steps are the same. So versions, segments and log-probabilities
+    equal those of sampling the same tokens, and a whole system can be tried without a trained model. A request ends at its
+    first stop token, its budget, the context, or the end of ``forced_ids``. Recipes select this engine with ``engine: forced``.
+
+    The log-probability of a token is taken under the request's sampling distribution. A token that top-k or top-p leaves
+    out could never have been drawn; such a token is added to the kept tokens: p(token) / (p(kept) + p(token)).
+    """
+
+    takes_forced_tokens: ClassVar[bool] = True
 
 
 class _Waiter:

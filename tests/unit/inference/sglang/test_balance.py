@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.inference.engine.served.balance import PrefixMap, ServerLoad, Window, choose
+from services.inference.engine.served.balance import PrefixMap, Window, choose
 
 
 def test_a_queue_that_stays_shrinks_the_window_to_what_runs() -> None:
@@ -42,13 +42,13 @@ def test_a_window_stays_between_one_and_its_ceiling(looks: list[tuple[int, int, 
 
 
 def test_requests_go_to_the_least_loaded_server() -> None:
-    assert choose([ServerLoad(0, 7, 8), ServerLoad(1, 3, 8), ServerLoad(2, 5, 32)], None) == 2
+    assert choose({0: (7, 8), 1: (3, 8), 2: (5, 32)}, None) == 2
 
 
 def test_what_begins_alike_goes_where_it_is_cached_unless_that_one_is_busier() -> None:
-    assert choose([ServerLoad(0, 6, 64), ServerLoad(1, 0, 64)], 0) == 0
-    assert choose([ServerLoad(0, 40, 64), ServerLoad(1, 0, 64)], 0) == 1
-    assert choose([ServerLoad(0, 7, 8), ServerLoad(1, 0, 8)], 0) == 1
+    assert choose({0: (6, 64), 1: (0, 64)}, 0) == 0
+    assert choose({0: (40, 64), 1: (0, 64)}, 0) == 1
+    assert choose({0: (7, 8), 1: (0, 8)}, 0) == 1
 
 
 def test_a_conversation_is_found_by_its_longest_known_beginning() -> None:
