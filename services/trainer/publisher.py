@@ -239,9 +239,11 @@ class PublisherStore:
                 future = self._delta(old, snapshot)
         try:
             delta = future.result(min(request.wait_s, making_deadline_s(full.size_bytes)))
-        except (TimeoutError, CancelledError):
+        except (TimeoutError, CancelledError, RuntimeError) as error:
             if self._is_closed:
-                raise InfrastructureError("this publisher is stopping") from None
+                raise InfrastructureError("this publisher is stopping") from error
+            if isinstance(error, RuntimeError):
+                raise
             raise PayloadNotReadyError(
                 f"the delta from version {base.number} to {number}",
                 started=future.running(),
@@ -297,8 +299,9 @@ class PublisherStore:
         return future
 
     def _made(self) -> list[Delta]:
-        finished = (future.result() for future in self._deltas.values() if future.done())
-        return [delta for delta in finished if delta is not None]
+        done = [future for future in self._deltas.values() if future.done() and not future.cancelled()]
+        made = [future.result() for future in done if future.exception() is None]
+        return [delta for delta in made if delta is not None]
 
     def _drop_old(self) -> None:
         """Drop the oldest versions and their deltas. A version whose delta is being coded stays: receivers wait for it."""
