@@ -64,7 +64,7 @@ SETTINGS = (
 
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # parts of a function
 DISPATCHER = "services/orchestrator/dispatch/dispatcher.py:Dispatcher"
-JOURNAL = "services/orchestrator/journal/writer.py:Journal"
+JOURNAL = "services/orchestrator/journal/journal.py:Journal"
 TORCH = "services/inference/engine/torch"
 RPC = "services/common/rpc/"
 PULL = "services/trainer/loop/grpc_link.py:GrpcLink.pull"
