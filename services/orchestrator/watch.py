@@ -336,7 +336,7 @@ def _policy(core: OrchestratorCore, policy: PolicyView) -> PolicyFacts:
         num_filtered=experience.num_filtered[policy.name],
         num_filtered_in_a_row=experience.num_filtered_in_a_row[policy.name],
         quota_full=policy.quota_full,
-        trainer_wanted=0 < core.num_steps and policy.ledger.newest_number < core.versions.last_step(policy.name),
+        trainer_wanted=core.num_steps > 0 and policy.ledger.newest_number < core.versions.last_step(policy.name),
         trainer_joined=trainer is not None,
         refusal=trainer.refusal if trainer is not None else "",
         rank_reports={0: trainer.num_reports, **trainer.rank_reports} if trainer is not None else _NO_RANKS,
