@@ -196,7 +196,7 @@ class PolicyFacts:
     num_filtered: int = 0  # sequences dropped because a group's rewards were equal
     num_filtered_in_a_row: int = 0  # sequences dropped because a group's rewards were equal, since one was kept
     quota_full: bool = False
-    trainer_wanted: bool = True  # there are steps left
+    trainer_wanted: bool = True  # the run trains, and there are steps left
     trainer_joined: bool = True
     refusal: str = ""  # why the trainer does not train its batch
     rank_reports: Mapping[int, int] = field(default_factory=dict)  # reports by rank, of a trainer that has joined

@@ -37,6 +37,7 @@ from services.orchestrator import metrics
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.dispatch.retry_limit import GoneVersions, OverdueGroups
 from services.orchestrator.journal.reader import collect
+from services.orchestrator.journal.retention import MOST_REWRITTEN, collect
 from services.orchestrator.members.pool import REPORT_S
 from services.orchestrator.members.replica import Replica
 from services.orchestrator.policy_view import PolicyView
@@ -62,6 +63,8 @@ STALLS_S = 1.0
 ACCOUNTS_S = 10.0
 STOOD_STILL_S = 5.0  # between two ticks
 STATE_S = 5.0
+OVERDUE_GRACE_S = 60.0  # beyond all attempts of a rollout
+GONE_S = 30.0  # a version that no replica holds for this long cannot be evaluated any more
 UNSEEN_REPORTS = 2  # one may cross the order on its way
 LEAST_FAILURES = 256
 FAILED_GROUPS = 16
@@ -83,10 +86,8 @@ class Watch:
         self._core = core
         self._stalls = StallWatch(core)
         self._failures = FailurePause(core)
-        self._gone_versions = GoneVersions(
-            core.ledgers, core.pool, core.dispatcher, core.evaluations, core.abandon_evaluations, core.clock
-        )
-        self._overdue = OverdueGroups(core.pool, core.retry_limit, rollout, core.counters, core.clock)
+        self._gone_since: float | None = None  # the versions of an evaluation
+        self._overdue_s = rollout.timeout_s * (rollout.infra_retries + 1) + OVERDUE_GRACE_S
         self._deletes = config.retention == "needed"
         self._collected: dict[str, int] = {}  # oldest checkpoint steps at the last complete collection
         self._due: dict[str, float] = {}
@@ -105,8 +106,8 @@ class Watch:
         if self._is_due("disk", DISK_S):
             self._hold_back(await asyncio.to_thread(core.journal.free_bytes))
             self._failures.check()
-            self._overdue.take_back()
-            self._gone_versions.check()
+            self._take_back_overdue()
+            self._end_evaluations_of_gone_versions()
             core.dispatcher.schedule()  # decisions that depend on time alone
         if self._is_due("forecast", metrics.SAMPLE_S):
             used = await asyncio.to_thread(metrics.bytes_below, core.run_dir)
@@ -141,6 +142,31 @@ class Watch:
             return False
         self._due[name] = now + every_s
         return True
+
+    def _take_back_overdue(self) -> None:
+        """Issue task groups again whose replicas live but never end a rollout."""
+        core, now = self._core, self._core.clock()
+        for replica in core.pool:
+            for name in replica.given_before(now - self._overdue_s):
+                core.counters[RunCount.TASK_GROUPS_OVERDUE.value] += 1
+                core.retry_limit.take_back(name, f"not done after {self._overdue_s:g} s")
+
+    def _end_evaluations_of_gone_versions(self) -> None:
+        """End each pass on versions that training has left behind and no replica has held for ``GONE_S``."""
+        core, now = self._core, self._core.clock()
+
+        def gone(versions: Mapping[str, int]) -> bool:
+            is_old = any(core.ledgers[policy].newest_number > number for policy, number in versions.items())
+            held = any(core.dispatcher.may_play(replica.held, versions) for replica in core.pool)
+            return is_old and len(core.pool) > 0 and not held
+
+        if not any(gone(versions) for versions in core.evaluations.pinned_versions()):
+            self._gone_since = None
+        elif self._gone_since is None:
+            self._gone_since = now
+        elif now - self._gone_since >= GONE_S:
+            core.abandon_evaluations(gone)
+            self._gone_since = None
 
     def _hold_back(self, free_bytes: int) -> None:
         least = self._core.recipe.orchestrator.min_free_bytes
@@ -308,7 +334,7 @@ def _policy(core: OrchestratorCore, policy: PolicyView) -> PolicyFacts:
         num_filtered=experience.num_filtered[policy.name],
         num_filtered_in_a_row=experience.num_filtered_in_a_row[policy.name],
         quota_full=policy.quota_full,
-        trainer_wanted=policy.ledger.newest_number < core.versions.last_step(policy.name),
+        trainer_wanted=core.num_steps > 0 and policy.ledger.newest_number < core.versions.last_step(policy.name),
         trainer_joined=trainer is not None,
         refusal=trainer.refusal if trainer is not None else "",
         rank_reports={0: trainer.num_reports, **trainer.rank_reports} if trainer is not None else _NO_RANKS,

@@ -14,12 +14,10 @@ NOBODY = Component("")  # waited for: an activity that is the component's own wo
 ORCHESTRATOR = Component("orchestrator")
 GATEWAY = Component("envgateway")
 GATEWAY_WORKERS = Component("envgateway/workers")
-GATEWAY_SANDBOX = Component("envgateway/sandbox")
 REDIS = Component("redis")
 INFERENCE = Component("inference")  # all replicas, where none is named
 PERSON = Component("person")  # a person has paused the run
 DISK = Component("disk")
-CLOCK = Component("clock")
 DATASET = Component("dataset")
 WORKFLOW = Component("workflow")
 ROLLOUTS = Component("rollouts")
@@ -82,11 +80,6 @@ def replica_id(component: str) -> str:
     return component.removeprefix(_REPLICA)
 
 
-def is_trainer(component: str) -> bool:
-    """Whether the component is the first rank of a trainer."""
-    return is_of_trainer(component) and _RANK not in component
-
-
 def is_of_trainer(component: str) -> bool:
     """Whether the component is any rank of a trainer."""
     return component.startswith(_TRAINER)
@@ -94,11 +87,6 @@ def is_of_trainer(component: str) -> bool:
 
 def is_publisher(component: str) -> bool:
     return component.startswith(_PUBLISHER)
-
-
-def is_engine(component: str) -> bool:
-    """Whether the component is an engine, as named by its own replica."""
-    return component.startswith(_ENGINE)
 
 
 def is_weights(component: str) -> bool:

@@ -1,31 +1,27 @@
-"""Re-issues lost and overdue task groups; fails them after the sixth loss; ends evaluations whose version is gone.
+"""Re-issues lost task groups; fails them after the sixth loss; ends evaluations whose version is gone.
 
 Independent of grpc; the caller chooses the moment.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 import structlog
 
-from services.common.config.processes.services import RolloutConfig
-from services.common.records.fates import TOO_OLD, VERSION_GONE, ClosedReason, RunCount
+from services.common.records.fates import TOO_OLD, VERSION_GONE, ClosedReason
 from services.common.records.masked import REPLICAS_LOST
 from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.dispatch.evaluation import Evaluations
 from services.orchestrator.ingest import Ingest
 from services.orchestrator.members.pool import ReplicaPool
+from services.orchestrator.ingest.ingest import Ingest
 from services.orchestrator.state.groups import TaskGroup
-from services.orchestrator.state.versions import VersionLedger
 
 log = structlog.get_logger()
 
 MAX_LOST = 5  # replicas that may be lost under a task group before its open slots are given up
-OVERDUE_GRACE_S = 60.0  # beyond all attempts of a rollout
-GONE_S = 30.0  # a version that no replica holds for this long cannot be evaluated any more
 
 
 class RetryLimit:
@@ -79,68 +75,3 @@ class RetryLimit:
         for group in [*running, *unissued]:
             self._dispatcher.cancel(group.id, ClosedReason.VERSION_GONE)
             self.give_up(group, VERSION_GONE, ClosedReason.VERSION_GONE)
-
-
-class OverdueGroups:
-    """Takes back task groups from replicas that live but never end a rollout."""
-
-    def __init__(
-        self,
-        pool: ReplicaPool,
-        retry_limit: RetryLimit,
-        rollout: RolloutConfig,
-        counters: Counter[str],
-        clock: Callable[[], float],
-    ) -> None:
-        self._pool = pool
-        self._retry_limit = retry_limit
-        self._limit_s = rollout.timeout_s * (rollout.infra_retries + 1) + OVERDUE_GRACE_S
-        self._counters = counters
-        self._clock = clock
-
-    def take_back(self) -> None:
-        """Issue overdue task groups again; the caller repeats this every second."""
-        now = self._clock()
-        for replica in self._pool:
-            for name in replica.given_before(now - self._limit_s):
-                self._counters[RunCount.TASK_GROUPS_OVERDUE.value] += 1
-                self._retry_limit.take_back(name, f"not done after {self._limit_s:g} s")
-
-
-class GoneVersions:
-    """Ends evaluations on versions that training has left behind and no replica holds."""
-
-    def __init__(
-        self,
-        ledgers: Mapping[str, VersionLedger],
-        pool: ReplicaPool,
-        dispatcher: Dispatcher,
-        evaluations: Evaluations,
-        abandon: Callable[[Callable[[Mapping[str, int]], bool]], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._ledgers = ledgers
-        self._pool = pool
-        self._dispatcher = dispatcher
-        self._evaluations = evaluations
-        self._abandon = abandon
-        self._clock = clock
-        self._since: float | None = None
-
-    def check(self) -> None:
-        """End each pass whose versions are gone for ``GONE_S``; the caller repeats this every second."""
-        if not any(self._gone(versions) for versions in self._evaluations.pinned_versions()):
-            self._since = None
-            return
-        now = self._clock()
-        self._since = now if self._since is None else self._since
-        if now - self._since < GONE_S:
-            return
-        self._abandon(self._gone)
-        self._since = None
-
-    def _gone(self, versions: Mapping[str, int]) -> bool:
-        is_old = any(self._ledgers[policy].newest_number > number for policy, number in versions.items())
-        if not is_old or len(self._pool) == 0:
-            return False
-        return not any(self._dispatcher.may_play(replica.held, versions) for replica in self._pool)

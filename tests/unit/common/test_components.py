@@ -29,14 +29,11 @@ def test_each_component_is_of_one_kind(replica_id: str, policy: str, rank: int) 
         whole: components.is_replica,
         components.records(whole): components.is_records,
         components.part(whole, components.weights(policy)): components.is_weights,
-        components.engine(policy): components.is_engine,
-        components.trainer(policy): components.is_trainer,
+        components.trainer(policy, rank): components.is_of_trainer,
         components.publisher(policy): components.is_publisher,
     }
     for component, kind in kinds.items():
         assert [found for found in kinds.values() if found(component)] == [kind]
-    other = components.trainer(policy, rank)
-    assert components.is_of_trainer(other) and not components.is_trainer(other)
     assert components.replica_id(whole) == replica_id
 
 

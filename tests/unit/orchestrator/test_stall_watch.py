@@ -158,3 +158,8 @@ async def test_curation_that_refuses_every_task_is_named(worlds: Callable[..., W
     orders.streams[""].curation = RefuseAll()
     orders.next_group()
     assert orders.nothing_to_play
+
+
+async def test_a_run_without_training_waits_for_no_trainer(worlds: Callable[..., World]) -> None:
+    assert [policy.trainer_wanted for policy in facts(worlds().core).policies] == [True]
+    assert [policy.trainer_wanted for policy in facts(worlds(run={"steps": 0}).core).policies] == [False]
