@@ -39,8 +39,11 @@ from services.orchestrator.journal.survey import first_facts
 from services.orchestrator.journal.writer import Journal
 from services.orchestrator.lock import RunLock
 from services.orchestrator.monitoring.gauges import METRICS, gauges
-from services.orchestrator.monitoring.progress import waits
+from services.orchestrator.monitoring.progress import progress, waits
 from services.orchestrator.recovery.recover import recovered
+from services.orchestrator.services.pool import PoolServicer
+from services.orchestrator.services.run import RunServicer
+from services.orchestrator.services.training import TrainingServicer
 from services.orchestrator.tasks.datasets import TaskSource, log_opened, open_source
 from services.orchestrator.tasks.prompt_length import short_prompts
 from services.orchestrator.tasks.requirements import requirement
@@ -139,8 +142,9 @@ def _server(core: OrchestratorCore, recipe: Recipe, settings: Settings, sources:
         port=port,
         run_id=recipe.run.id or "",
     )
-    runs, pool, training = wiring.run_servicer(core), wiring.pool_servicer(core), wiring.training_servicer(core)
     view = wiring.progress_view(core)
+    runs = RunServicer(core, progress=lambda: progress(view))
+    pool, training = PoolServicer(core), TrainingServicer(core)
     counted_before = dict(view.counters)
     server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, pool, "rollmill.v1.PoolService")
     server.add(training_pb2_grpc.add_TrainingServiceServicer_to_server, training, "rollmill.v1.TrainingService")
@@ -150,7 +154,6 @@ def _server(core: OrchestratorCore, recipe: Recipe, settings: Settings, sources:
         lambda: {"state": view.control.state.value, "waits": "; ".join(waits(view))},
     )
     server.set_accounts(lambda: [view.stall_state.account.state()])
-    server.on_stop(runs.closing.set)
     server.on_stop(pool.closing.set)
     server.on_stop(core.close)
     return server

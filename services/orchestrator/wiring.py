@@ -8,18 +8,13 @@ from __future__ import annotations
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.dispatch.retry_limit import GoneVersions, OverdueGroups
 from services.orchestrator.lifecycle import RunParts
-from services.orchestrator.metrics.run_metrics import StepRows, Summary
+from services.orchestrator.metrics.run_metrics import Summary
 from services.orchestrator.monitoring.failure_pause import FailurePause
-from services.orchestrator.monitoring.progress import progress, waits
+from services.orchestrator.monitoring.progress import waits
 from services.orchestrator.monitoring.stall_watch import StallWatch
 from services.orchestrator.monitoring.views import ProgressView, StallView
 from services.orchestrator.monitoring.watch import Collector, ThroughputRows, Watch
 from services.orchestrator.recovery.parts import RecoveryParts
-from services.orchestrator.rpc.gateway_api import GatewayApi
-from services.orchestrator.rpc.replica_api import ReplicaApi
-from services.orchestrator.rpc.servicer_pool import PoolServicer
-from services.orchestrator.rpc.servicer_run import RunServicer
-from services.orchestrator.rpc.servicer_training import TrainerApi, TrainingServicer
 
 
 def recovery_parts(core: OrchestratorCore) -> RecoveryParts:
@@ -174,86 +169,4 @@ def _failure_pause(core: OrchestratorCore) -> FailurePause:
         pause=core.pause,
         resume=core.resume,
         clock=core.clock,
-    )
-
-
-# --- rpc -------------------------------------------------------------------------------------------------------------
-
-
-def replica_api(core: OrchestratorCore) -> ReplicaApi:
-    return ReplicaApi(
-        pool=core.pool,
-        turns=core.turns,
-        dispatcher=core.dispatcher,
-        absences=core.absences,
-        control=core.control,
-        ledgers=core.ledgers,
-        with_trainer=core.batches.keys() if core.num_steps else (),
-        adopt_version=core.versions.adopt,
-        counters=core.counters,
-        timeline=core.timeline,
-    )
-
-
-def trainer_api(core: OrchestratorCore) -> TrainerApi:
-    return TrainerApi(
-        trainers=core.trainers,
-        turns=core.turns,
-        absences=core.absences,
-        control=core.control,
-        ledgers=core.ledgers,
-        versions=core.versions,
-        batches=core.batches,
-        last_batch_taken=core.last_batch_taken,
-        record_bounds=core.bounds,
-        journal=core.journal,
-        step_rows=StepRows(
-            batches=core.batches,
-            curation=core.training_orders,
-            last_metrics=core.versions.last_metrics,
-            metrics=core.metrics,
-            started_at=core.started_at,
-            write_state=core.write_state,
-        ),
-        timeline=core.timeline,
-    )
-
-
-def gateway_api(core: OrchestratorCore) -> GatewayApi:
-    return GatewayApi(core.recipe.envgateway, core.pool, core.dispatcher)
-
-
-def pool_servicer(core: OrchestratorCore) -> PoolServicer:
-    return PoolServicer(
-        core.run_id,
-        replicas=replica_api(core),
-        gateway=gateway_api(core),
-        pool=core.pool,
-        ledgers=core.ledgers,
-        control=core.control,
-        ingest=core.ingest,
-        metrics=core.metrics,
-    )
-
-
-def training_servicer(core: OrchestratorCore) -> TrainingServicer:
-    return TrainingServicer(
-        core.run_id,
-        api=trainer_api(core),
-        trainers=core.trainers,
-        turns=core.turns,
-        ledgers=core.ledgers,
-        num_steps=core.num_steps,
-    )
-
-
-def run_servicer(core: OrchestratorCore) -> RunServicer:
-    view = progress_view(core)
-    return RunServicer(
-        core.run_id,
-        core.run_dir,
-        core.recipe,
-        progress=lambda: progress(view),
-        requests=core,
-        control=core.control,
     )

@@ -23,6 +23,8 @@ from services.orchestrator.members.replica import Held, Hello, Replica
 from services.orchestrator.monitoring.stall_watch import StallWatch
 from services.orchestrator.monitoring.watch import Watch
 from services.orchestrator.recovery.recover import recovered
+from services.orchestrator.services.pool import ReplicaApi
+from services.orchestrator.services.training import TrainerApi
 from services.orchestrator.state.groups import Outcome
 from services.orchestrator.tasks.task_rows import ListRows, UsableRows
 from tests.unit.orchestrator.builders import sequence, trajectory
@@ -106,7 +108,7 @@ class World:
         reader = JournalReader(self.run_dir / "journal")
         self.core = recovered(lambda aside: self._core(recipe, aside), wiring.recovery_parts, reader)
         reader.close()
-        self.replica_api, self.trainer_api = wiring.replica_api(self.core), wiring.trainer_api(self.core)
+        self.replica_api, self.trainer_api = ReplicaApi(self.core), TrainerApi(self.core)
         self.parts = wiring.recovery_parts(self.core)
         self.turns = self.core.turns
         self.progress_view, self.stall_view = wiring.progress_view(self.core), wiring.stall_view(self.core)
