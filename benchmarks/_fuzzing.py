@@ -25,7 +25,6 @@ _SHORT_S = {
     "PullBatch": 0.1,
     "JoinPool": 0.1,
     "JoinTraining": 0.1,
-    "WatchRun": 0.1,
 }  # streams and waits that do not end
 _CALL_S = 20.0
 

@@ -119,11 +119,13 @@ def _prefix(values: Any) -> str:
     return str(values.values_by_number[0].name).removesuffix("_UNSPECIFIED")
 
 
-def _array(data: bytes, dtype: np.dtype[Any], name: str) -> Any:
-    try:
-        return np.frombuffer(data, dtype)
-    except ValueError:
-        raise InvalidRequestError(f"{name} has {len(data)} bytes; they must be whole 4-byte values") from None
+def _refusal(message: Message, arrays: list[str], error: ValueError) -> InvalidRequestError:
+    """Of a record: an array that is cut, or what the record's own checks say."""
+    for name in arrays:
+        if (num_bytes := len(getattr(message, name))) % 4:
+            what = f"{message.DESCRIPTOR.name}.{name}"
+            return InvalidRequestError(f"{what} has {num_bytes} bytes; they must be whole 4-byte values")
+    return InvalidRequestError(str(error))
 
 
 def _write_seconds(message: Any, seconds: float) -> None:
@@ -229,10 +231,11 @@ def _reader(kind: type, descriptor: Descriptor) -> Callable[[Any, Mapping[str, A
     scope: dict[str, Any] = {
         "kind": kind,
         "finite": finite,
-        "array": _array,
+        "frombuffer": np.frombuffer,
+        "arrays": [],
         "read_seconds": _read_seconds,
         "json_object": json_object,
-        "refusal": InvalidRequestError,
+        "refusal": _refusal,
     }
     parts, known = [], _fields(kind, descriptor)
     for number, field in enumerate(known):
@@ -247,7 +250,7 @@ def _reader(kind: type, descriptor: Descriptor) -> Callable[[Any, Mapping[str, A
     try:
         return kind({", ".join(parts)})
     except ValueError as error:
-        raise refusal(str(error)) from None"""
+        raise refusal(m, arrays, error) from None"""
     exec(source, scope)  # of the names of fields only
     made: Callable[[Any, Mapping[str, Any]], Any] = scope["convert"]
     return made
@@ -277,8 +280,10 @@ def _read(field: _Field, name: str, number: int, scope: dict[str, Any], kind: ty
     if wire.type == FieldDescriptor.TYPE_BYTES and field.hint is not bytes:
         if wire.name.endswith("_json"):
             return f"json_object({name}, {what!r})"
-        scope[f"t{number}"] = _dtype(field.hint)
-        return f"array({name}, t{number}, {what!r})"
+        scope["arrays"].append(wire.name)
+        scope[f"t{number}"] = dtype = _dtype(field.hint)
+        scope[f"n{number}"] = np.zeros(0, dtype)
+        return f"(frombuffer(data, t{number}) if (data := {name}) else n{number})"
     if wire.type == FieldDescriptor.TYPE_DOUBLE and kind in DISPLAYED:
         return f"finite({name})"
     return name

@@ -28,7 +28,7 @@ from services.common.security.identity import check_keys_are_there
 from services.common.system.garbage import GarbageSweeper
 from services.common.system.threads import Watchdog
 from services.common.telemetry import logs
-from services.orchestrator import lifecycle, wiring
+from services.orchestrator import lifecycle
 from services.orchestrator.config import Settings
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.disk_wait import wait_for_room
@@ -38,7 +38,9 @@ from services.orchestrator.journal.reader import JournalReader, Quarantine
 from services.orchestrator.lock import RunLock
 from services.orchestrator.progress import METRICS, gauges, waits
 from services.orchestrator.recovery import first_facts, recovered
-from services.orchestrator.rpc.servicer_run import RunServicer
+from services.orchestrator.services.pool import PoolServicer
+from services.orchestrator.services.run import RunServicer
+from services.orchestrator.services.training import TrainingServicer
 from services.orchestrator.tasks.datasets import TaskSource, log_opened, open_source
 from services.orchestrator.tasks.prompt_length import short_prompts
 from services.orchestrator.tasks.requirements import requirement
@@ -136,7 +138,7 @@ def _server(core: OrchestratorCore, recipe: Recipe, settings: Settings, sources:
         port=port,
         run_id=recipe.run.id or "",
     )
-    runs, pool, training = RunServicer(core), wiring.pool_servicer(core), wiring.training_servicer(core)
+    runs, pool, training = RunServicer(core), PoolServicer(core), TrainingServicer(core)
     counted_before = dict(core.counters)
     server.add(pool_pb2_grpc.add_PoolServiceServicer_to_server, pool, "rollmill.v1.PoolService")
     server.add(training_pb2_grpc.add_TrainingServiceServicer_to_server, training, "rollmill.v1.TrainingService")
@@ -146,7 +148,6 @@ def _server(core: OrchestratorCore, recipe: Recipe, settings: Settings, sources:
         lambda: {"state": core.control.state.value, "waits": "; ".join(waits(core))},
     )
     server.set_accounts(lambda: [core.stall_state.account.state()])
-    server.on_stop(runs.closing.set)
     server.on_stop(pool.closing.set)
     server.on_stop(core.close)
     return server
@@ -165,7 +166,7 @@ def _stop_on_bug(context: dict[str, Any], fail: Callable[[BaseException], None])
 
 
 async def _live_and_part(core: OrchestratorCore) -> None:
-    await lifecycle.live(wiring.run_parts(core))
+    await lifecycle.live(core)
     begin = time.monotonic()
     while (waited := time.monotonic() - begin) < MAX_FAREWELL_S:
         if core.all_left and waited >= MIN_FAREWELL_S:

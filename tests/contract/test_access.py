@@ -27,7 +27,7 @@ from services.common.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-from services.common.pb import run_pb2, run_pb2_grpc
+from services.common.pb import run_pb2, run_pb2_grpc, training_pb2, training_pb2_grpc
 from services.common.rpc.client.channel import channel, translated_errors
 from services.common.rpc.credentials import channel_options
 from services.common.rpc.server import Server
@@ -70,9 +70,9 @@ async def test_the_right_role_makes_calls_of_every_kind(tmp_path: Path, certific
     keys = make_keys(tmp_path / "keys", client_certificates=certificates)
     async with serving(as_role(keys, Role.ORCHESTRATOR), run_id="r1") as (servicer, server):
         servicer.release.set()
-        async with dial(server.address, as_role(keys, Role.OPERATOR)) as connection:
+        async with dial(server.address, as_role(keys, Role.TRAINER)) as connection:
             assert (await get_run(connection)).run_id == "r1"
-            assert await remaining(watch(connection)) == [0.0, 1.0, 2.0]
+            assert await remaining(watch(connection)) == [0, 1, 2]
 
 
 @MODES
@@ -160,14 +160,16 @@ async def test_a_clock_that_differs_within_the_leeway_does_no_harm(keys: Keyring
 @pytest.mark.parametrize("left_s", [-0.1, 0.3], ids=["in its first write", "while it waits"])
 async def test_a_stream_ends_when_its_token_does_and_may_come_again(keys: Keyring, left_s: float) -> None:
     who = as_role(keys, Role.ORCHESTRATOR)
-    token = keys.token(Role.VIEWER, 1)
+    token = keys.token(Role.TRAINER, 1)
     ends_at = tokens.read(token).ends_at
     who.clock = lambda: ends_at - left_s
     async with serving(who) as (servicer, server):
         credentials = grpc.ssl_channel_credentials(who.bundle.ca)
         async with grpc.aio.secure_channel(server.address, credentials) as connection:
             bearer = (("authorization", f"Bearer {token}"),)
-            call = run_pb2_grpc.RunServiceStub(connection).WatchRun(run_pb2.WatchRunRequest(), metadata=bearer)
+            call = training_pb2_grpc.TrainingServiceStub(connection).PullBatch(
+                training_pb2.PullBatchRequest(), metadata=bearer
+            )
             with pytest.raises(InfrastructureError, match="token of this call has expired"):
                 with translated_errors("orchestrator"):
                     await asyncio.wait_for(remaining(call), WAIT_S)
@@ -177,7 +179,7 @@ async def test_a_stream_ends_when_its_token_does_and_may_come_again(keys: Keyrin
 @MODES
 async def test_renewed_keys_are_taken_up_by_both_sides_without_a_restart(tmp_path: Path, certificates: bool) -> None:
     keys = make_keys(tmp_path / "keys", client_certificates=certificates)
-    server_side, client_side = as_role(keys, Role.ORCHESTRATOR), as_role(keys, Role.OPERATOR)
+    server_side, client_side = as_role(keys, Role.ORCHESTRATOR), as_role(keys, Role.TRAINER)
     async with serving(server_side) as (servicer, server), dial(server.address, client_side) as connection:
         running = watch(connection)
         await running.read()
@@ -192,7 +194,7 @@ async def test_renewed_keys_are_taken_up_by_both_sides_without_a_restart(tmp_pat
         assert (await get_run(connection)).run_id == "r1"
         server_side.clock = time.time
         servicer.release.set()
-        assert await remaining(running) == [1.0, 2.0]
+        assert await remaining(running) == [1, 2]
 
 
 REFUSALS: dict[str, Callable[[Path], tuple[Identity | None, Identity | None, Peer, str]]] = {

@@ -177,7 +177,7 @@ async def reading(served: Served) -> tuple[Any, asyncio.Future[None]]:
     """A stream that the server has begun, and the task that reads it."""
 
     async def read() -> None:
-        with translated_errors("orchestrator", "WatchRun"):
+        with translated_errors("orchestrator", "PullBatch"):
             await call.read()
             await call.read()
 
@@ -190,7 +190,7 @@ async def reading(served: Served) -> tuple[Any, asyncio.Future[None]]:
 async def test_a_stream_whose_call_was_cancelled_is_an_infrastructure_error(served: Served) -> None:
     call, reader = await reading(served)
     call.cancel()
-    with pytest.raises(InfrastructureError, match="WatchRun"):
+    with pytest.raises(InfrastructureError, match="PullBatch"):
         await reader
 
 

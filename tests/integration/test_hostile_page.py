@@ -77,19 +77,19 @@ class _NoQueue:
 def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Requests that came through to a route's handler."""
     found: list[str] = []
-    inner = listener.rate_limited  # behind the checks
+    inner = listener.body_in_time  # behind the checks
 
     def watched() -> Any:
-        limited = inner()
+        awaited = inner()
 
         @web.middleware
         async def middleware(request: web.Request, handler: origin.Handler) -> web.StreamResponse:
             found.append(f"{request.method} {request.path}")
-            return await limited(request, handler)  # type: ignore[no-any-return]
+            return await awaited(request, handler)  # type: ignore[no-any-return]
 
         return middleware
 
-    monkeypatch.setattr(listener, "rate_limited", watched)
+    monkeypatch.setattr(listener, "body_in_time", watched)
     return found
 
 

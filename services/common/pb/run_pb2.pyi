@@ -715,39 +715,6 @@ class PassAt(google.protobuf.message.Message):
 Global___PassAt: typing_extensions.TypeAlias = PassAt
 
 @typing.final
-class WatchRunRequest(google.protobuf.message.Message):
-    """Watches the run."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-
-Global___WatchRunRequest: typing_extensions.TypeAlias = WatchRunRequest
-
-@typing.final
-class WatchRunResponse(google.protobuf.message.Message):
-    """One sample."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    PROGRESS_FIELD_NUMBER: builtins.int
-    @property
-    def progress(self) -> Global___RunProgress:
-        """Where the run stands."""
-
-    def __init__(
-        self,
-        *,
-        progress: Global___RunProgress | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["progress", b"progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["progress", b"progress"]) -> None: ...
-
-Global___WatchRunResponse: typing_extensions.TypeAlias = WatchRunResponse
-
-@typing.final
 class PauseRunRequest(google.protobuf.message.Message):
     """Pauses."""
 

@@ -40,11 +40,6 @@ class RunServiceStub:
                 request_serializer=rollmill_dot_v1_dot_run__pb2.GetRunRequest.SerializeToString,
                 response_deserializer=rollmill_dot_v1_dot_run__pb2.GetRunResponse.FromString,
                 _registered_method=True)
-        self.WatchRun = channel.unary_stream(
-                '/rollmill.v1.RunService/WatchRun',
-                request_serializer=rollmill_dot_v1_dot_run__pb2.WatchRunRequest.SerializeToString,
-                response_deserializer=rollmill_dot_v1_dot_run__pb2.WatchRunResponse.FromString,
-                _registered_method=True)
         self.PauseRun = channel.unary_unary(
                 '/rollmill.v1.RunService/PauseRun',
                 request_serializer=rollmill_dot_v1_dot_run__pb2.PauseRunRequest.SerializeToString,
@@ -69,13 +64,6 @@ class RunServiceServicer:
     def GetRun(self, request, context):
         """The resolved config and the state of the run. Replicas and trainers read their settings here. Read
         only. Deadline 5 s.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WatchRun(self, request, context):
-        """Progress, about once a second, until the run ends. No deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,11 +97,6 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.GetRun,
                     request_deserializer=rollmill_dot_v1_dot_run__pb2.GetRunRequest.FromString,
                     response_serializer=rollmill_dot_v1_dot_run__pb2.GetRunResponse.SerializeToString,
-            ),
-            'WatchRun': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchRun,
-                    request_deserializer=rollmill_dot_v1_dot_run__pb2.WatchRunRequest.FromString,
-                    response_serializer=rollmill_dot_v1_dot_run__pb2.WatchRunResponse.SerializeToString,
             ),
             'PauseRun': grpc.unary_unary_rpc_method_handler(
                     servicer.PauseRun,
@@ -159,33 +142,6 @@ class RunService:
             '/rollmill.v1.RunService/GetRun',
             rollmill_dot_v1_dot_run__pb2.GetRunRequest.SerializeToString,
             rollmill_dot_v1_dot_run__pb2.GetRunResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WatchRun(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/rollmill.v1.RunService/WatchRun',
-            rollmill_dot_v1_dot_run__pb2.WatchRunRequest.SerializeToString,
-            rollmill_dot_v1_dot_run__pb2.WatchRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

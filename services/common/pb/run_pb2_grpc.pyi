@@ -41,22 +41,6 @@ _RunServiceGetRunType = typing_extensions.TypeVar(
     ],
 )
 
-_RunServiceWatchRunType = typing_extensions.TypeVar(
-    '_RunServiceWatchRunType',
-    grpc.UnaryStreamMultiCallable[
-        services.common.pb.run_pb2.WatchRunRequest,
-        services.common.pb.run_pb2.WatchRunResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
-        services.common.pb.run_pb2.WatchRunRequest,
-        services.common.pb.run_pb2.WatchRunResponse,
-    ],
-    default=grpc.UnaryStreamMultiCallable[
-        services.common.pb.run_pb2.WatchRunRequest,
-        services.common.pb.run_pb2.WatchRunResponse,
-    ],
-)
-
 _RunServicePauseRunType = typing_extensions.TypeVar(
     '_RunServicePauseRunType',
     grpc.UnaryUnaryMultiCallable[
@@ -105,7 +89,7 @@ _RunServiceStopRunType = typing_extensions.TypeVar(
     ],
 )
 
-class RunServiceStub(typing.Generic[_RunServiceGetRunType, _RunServiceWatchRunType, _RunServicePauseRunType, _RunServiceResumeRunType, _RunServiceStopRunType]):
+class RunServiceStub(typing.Generic[_RunServiceGetRunType, _RunServicePauseRunType, _RunServiceResumeRunType, _RunServiceStopRunType]):
     """Served by the orchestrator to people and tools."""
 
     @typing.overload
@@ -113,10 +97,6 @@ class RunServiceStub(typing.Generic[_RunServiceGetRunType, _RunServiceWatchRunTy
         grpc.UnaryUnaryMultiCallable[
             services.common.pb.run_pb2.GetRunRequest,
             services.common.pb.run_pb2.GetRunResponse,
-        ],
-        grpc.UnaryStreamMultiCallable[
-            services.common.pb.run_pb2.WatchRunRequest,
-            services.common.pb.run_pb2.WatchRunResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             services.common.pb.run_pb2.PauseRunRequest,
@@ -138,10 +118,6 @@ class RunServiceStub(typing.Generic[_RunServiceGetRunType, _RunServiceWatchRunTy
             services.common.pb.run_pb2.GetRunRequest,
             services.common.pb.run_pb2.GetRunResponse,
         ],
-        grpc.aio.UnaryStreamMultiCallable[
-            services.common.pb.run_pb2.WatchRunRequest,
-            services.common.pb.run_pb2.WatchRunResponse,
-        ],
         grpc.aio.UnaryUnaryMultiCallable[
             services.common.pb.run_pb2.PauseRunRequest,
             services.common.pb.run_pb2.PauseRunResponse,
@@ -161,9 +137,6 @@ class RunServiceStub(typing.Generic[_RunServiceGetRunType, _RunServiceWatchRunTy
     only. Deadline 5 s.
     """
 
-    WatchRun: _RunServiceWatchRunType
-    """Progress, about once a second, until the run ends. No deadline."""
-
     PauseRun: _RunServicePauseRunType
     """Issues no further task groups and starts no further training step. Pausing twice is fine. Deadline 5 s."""
 
@@ -177,10 +150,6 @@ RunServiceAsyncStub: typing_extensions.TypeAlias = RunServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         services.common.pb.run_pb2.GetRunRequest,
         services.common.pb.run_pb2.GetRunResponse,
-    ],
-    grpc.aio.UnaryStreamMultiCallable[
-        services.common.pb.run_pb2.WatchRunRequest,
-        services.common.pb.run_pb2.WatchRunResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         services.common.pb.run_pb2.PauseRunRequest,
@@ -208,14 +177,6 @@ class RunServiceServicer(metaclass=abc.ABCMeta):
         """The resolved config and the state of the run. Replicas and trainers read their settings here. Read
         only. Deadline 5 s.
         """
-
-    @abc.abstractmethod
-    def WatchRun(
-        self,
-        request: services.common.pb.run_pb2.WatchRunRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[services.common.pb.run_pb2.WatchRunResponse], collections.abc.AsyncIterator[services.common.pb.run_pb2.WatchRunResponse]]:
-        """Progress, about once a second, until the run ends. No deadline."""
 
     @abc.abstractmethod
     def PauseRun(

@@ -9,7 +9,6 @@ import google.protobuf.descriptor
 import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
-import google.protobuf.timestamp_pb2
 import services.common.pb.account_pb2
 import services.common.pb.pool_pb2
 import services.common.pb.trajectory_pb2
@@ -383,16 +382,11 @@ class PullBatchResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
-    SEQUENCE_FIELD_NUMBER: builtins.int
     FOOTER_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     @property
     def header(self) -> Global___BatchHeader:
         """Comes first."""
-
-    @property
-    def sequence(self) -> Global___TrainingSequence:
-        """Not sent: sequences travel in chunks."""
 
     @property
     def footer(self) -> Global___BatchFooter:
@@ -406,13 +400,12 @@ class PullBatchResponse(google.protobuf.message.Message):
         self,
         *,
         header: Global___BatchHeader | None = ...,
-        sequence: Global___TrainingSequence | None = ...,
         footer: Global___BatchFooter | None = ...,
         chunk: Global___SequenceChunk | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "footer", b"footer", "header", b"header", "part", b"part", "sequence", b"sequence"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "footer", b"footer", "header", b"header", "part", b"part", "sequence", b"sequence"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["header", "sequence", "footer", "chunk"] | None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "footer", b"footer", "header", b"header", "part", b"part"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "footer", b"footer", "header", b"header", "part", b"part"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["header", "footer", "chunk"] | None: ...
 
 Global___PullBatchResponse: typing_extensions.TypeAlias = PullBatchResponse
 
@@ -589,7 +582,6 @@ class PublishVersionRequest(google.protobuf.message.Message):
     METRICS_FIELD_NUMBER: builtins.int
     COMPUTE_INTERVALS_FIELD_NUMBER: builtins.int
     CHECKPOINT_STEP_FIELD_NUMBER: builtins.int
-    FINISHED_AT_FIELD_NUMBER: builtins.int
     KEPT_CHECKPOINT_STEPS_FIELD_NUMBER: builtins.int
     incarnation: builtins.str
     """The trainer's incarnation."""
@@ -608,10 +600,6 @@ class PublishVersionRequest(google.protobuf.message.Message):
         """Stretches in which the trainer computed."""
 
     @property
-    def finished_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """When the training step ended."""
-
-    @property
     def kept_checkpoint_steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Steps of the durable checkpoints that it can start from, ascending; none while there is none. Recorded batches after
         the oldest are kept, so that a trainer whose newest checkpoint is damaged can begin at the one before.
@@ -625,11 +613,10 @@ class PublishVersionRequest(google.protobuf.message.Message):
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         compute_intervals: collections.abc.Iterable[services.common.pb.pool_pb2.Interval] | None = ...,
         checkpoint_step: builtins.int = ...,
-        finished_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         kept_checkpoint_steps: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["finished_at", b"finished_at", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["checkpoint_step", b"checkpoint_step", "compute_intervals", b"compute_intervals", "finished_at", b"finished_at", "incarnation", b"incarnation", "kept_checkpoint_steps", b"kept_checkpoint_steps", "metrics", b"metrics", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_step", b"checkpoint_step", "compute_intervals", b"compute_intervals", "incarnation", b"incarnation", "kept_checkpoint_steps", b"kept_checkpoint_steps", "metrics", b"metrics", "version", b"version"]) -> None: ...
 
 Global___PublishVersionRequest: typing_extensions.TypeAlias = PublishVersionRequest
 

@@ -46,7 +46,6 @@ RPCS: dict[str, dict[str, Iterable[Role]]] = {
     },
     "rollmill.v1.RunService": {
         "GetRun": {Role.INFERENCE, Role.TRAINER, *_LOOKING},  # how a joining process learns its settings
-        "WatchRun": _LOOKING,
         "PauseRun": {Role.OPERATOR},
         "ResumeRun": {Role.OPERATOR},
         "StopRun": {Role.OPERATOR},

@@ -89,11 +89,9 @@ class GrpcLink:
             return NOBODY
         return ORCHESTRATOR if self._rank == 0 else trainer(self._client.policy)
 
-    def publish(
-        self, version: WeightVersion, metrics: Mapping[str, float], intervals: Sequence[Interval], finished_at: float
-    ) -> None:
+    def publish(self, version: WeightVersion, metrics: Mapping[str, float], intervals: Sequence[Interval]) -> None:
         with self._account.during(ActivityName.ANNOUNCING, on=ORCHESTRATOR):
-            self._thread.call(self._client.publish(version, metrics, intervals, finished_at))
+            self._thread.call(self._client.publish(version, metrics, intervals))
 
     def set_state(self, state: TrainerState, training_step: int) -> None:
         self._client.report.state, self._client.report.training_step = state, training_step

@@ -50,7 +50,7 @@ from services.common.rpc.client.refusals import refusal_behind
 from services.common.security.roles import Peer
 from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.telemetry.activities import TrainerState
-from services.common.wire import interval_to_proto, read, timestamp_to_proto, write
+from services.common.wire import interval_to_proto, read, write
 
 log = structlog.get_logger()
 
@@ -343,7 +343,6 @@ class OrchestratorClient:
         version: WeightVersion,
         metrics: Mapping[str, float],
         compute_intervals: Sequence[Interval],
-        finished_at: float,
     ) -> None:
         """Announce a version until the ledger has recorded the version, or until this process must leave.
 
@@ -361,7 +360,6 @@ class OrchestratorClient:
             compute_intervals=[interval_to_proto(interval) for interval in compute_intervals],
             checkpoint_step=self.report.checkpoint_step,
             kept_checkpoint_steps=self.report.kept_checkpoint_steps,
-            finished_at=timestamp_to_proto(finished_at),
         )
         for delay in backoff(0.2):
             try:

@@ -56,9 +56,7 @@ class OrchestratorLink(Protocol):
         """This rank's share; None after a bounded wait, or when a command is pending."""
         ...
 
-    def publish(
-        self, version: WeightVersion, metrics: Mapping[str, float], intervals: Sequence[Interval], finished_at: float
-    ) -> None: ...
+    def publish(self, version: WeightVersion, metrics: Mapping[str, float], intervals: Sequence[Interval]) -> None: ...
 
     def set_state(self, state: TrainerState, training_step: int) -> None: ...
 
@@ -167,7 +165,7 @@ class TrainingLoop:
             log.info(LogEvent.STEP_REPLAYED, step=training_step, newest_version=newest_version)
         done = max(checkpoint_step, newest_version, 0)
         self._link.set_state(TrainerState.PUBLISHING, done)
-        self._publish(done, {}, [], time.time())
+        self._publish(done, {}, [])
         return done
 
     def run(self, done: int) -> int:
@@ -234,16 +232,14 @@ class TrainingLoop:
             self._link.set_gauge("mfu", metrics.mfu)
         self._link.set_state(TrainerState.PUBLISHING, batch.training_step)
         flat = {name: float(value) for name, value in metrics.as_dict().items()}
-        self._publish(batch.training_step, flat, [(started, finished)], finished)
+        self._publish(batch.training_step, flat, [(started, finished)])
 
-    def _publish(
-        self, version: int, metrics: Mapping[str, float], intervals: Sequence[Interval], finished_at: float
-    ) -> None:
+    def _publish(self, version: int, metrics: Mapping[str, float], intervals: Sequence[Interval]) -> None:
         published = self._publisher.publish(version)
         if published is None:
             return
         try:
-            self._link.publish(published.version, {**metrics, **published.metrics}, intervals, finished_at)
+            self._link.publish(published.version, {**metrics, **published.metrics}, intervals)
         except VersionConflictError as error:
             # Replayed arithmetic was not bit-equal (a GPU): replicas keep the version they hold. Here that version has
             # another digest, so the publisher sends the next one in full.

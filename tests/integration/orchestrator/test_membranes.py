@@ -163,12 +163,7 @@ async def test_pause_resume_and_stop(orchestrators: Make, peers: Peers) -> None:
         assert "dispatcher waits: the run is paused: `rollmill resume` goes on" in still.waits
         await runs.ResumeRun(run_pb2.ResumeRunRequest(), timeout=WAIT_S)
         await orchestrator.until(lambda now: now.policies[0].version > paused.policies[0].version + 2)
-        watching = runs.WatchRun(run_pb2.WatchRunRequest())
-        states = [(await watching.read()).progress.state]
         await runs.StopRun(run_pb2.StopRunRequest(reason="test"), timeout=WAIT_S)
-        while (response := await watching.read()) is not grpc.aio.EOF:
-            states.append(response.progress.state)
-        assert (states[0], states[-1]) == (run_pb2.RUN_STATE_TRAINING, run_pb2.RUN_STATE_STOPPED)
         await trainer.stopped.wait()
         await replica.drained.wait()
         await other.drained.wait()

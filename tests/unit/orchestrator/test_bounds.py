@@ -45,7 +45,7 @@ from services.orchestrator.ingest import (
     bounded_failure,
 )
 from services.orchestrator.members.replica import Held
-from services.orchestrator.rpc import report_bounds
+from services.orchestrator.services import bounds as report_bounds
 from services.orchestrator.tasks.vocabulary import vocab_size
 from tests.unit.orchestrator.builders import order, sequence, trajectory
 from tests.unit.orchestrator.world import World

@@ -9,16 +9,15 @@ from collections.abc import Callable
 import pytest
 
 from services.common.errors import InvalidRequestError
-from services.orchestrator import wiring
 from services.orchestrator.members.commands import UseGateway
-from services.orchestrator.rpc.gateway_api import GatewayApi
+from services.orchestrator.services.pool import GatewayApi
 from tests.unit.orchestrator.world import World
 
 HERE, THERE = "192.0.2.2:50080", "192.0.2.3:50081"
 
 
 def gateway_of(world: World) -> GatewayApi:
-    return wiring.gateway_api(world.core)
+    return GatewayApi(world.core)
 
 
 async def test_a_gateway_of_node_0_is_where_the_recipe_says_and_nothing_waits_for_it(

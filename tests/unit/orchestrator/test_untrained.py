@@ -9,7 +9,7 @@ import pytest
 
 from services.cli.inspect.fate import read_fates
 from services.common.errors import ConfigError, UnknownPolicyError
-from services.orchestrator import wiring
+from services.orchestrator.progress import summary
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.members.replica import Held, Replica
 from services.orchestrator.progress import progress, waits
@@ -71,7 +71,7 @@ async def test_its_versions_its_steps_and_its_trainer_hold_nothing_up(worlds: Ca
             world.replica_api.report("a", "1", held=held, num_tokens=0, emission=[], gauges={})
         await asyncio.wait_for(run, WAIT_S)
     assert world.core.control.phase is RunState.FINISHED
-    assert wiring.run_parts(world.core).summary()["steps"] == {"a": world.steps}
+    assert summary(world.core)["steps"] == {"a": world.steps}
 
 
 async def test_nobody_trains_it(worlds: Callable[..., World]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from services.common.config.reading.loading import validate
 from services.common.config.recipe import Recipe
 from services.common.records.types import TaskGroupOrder, WeightVersion
-from services.orchestrator import lifecycle, wiring
+from services.orchestrator import lifecycle
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.ingest import RecordOutcome
 from services.orchestrator.journal.journal import Journal
@@ -20,6 +20,8 @@ from services.orchestrator.journal.reader import JournalReader, Quarantine
 from services.orchestrator.members.commands import PlayGroup
 from services.orchestrator.members.replica import Held, Hello, Replica
 from services.orchestrator.recovery import recovered
+from services.orchestrator.services.pool import ReplicaApi
+from services.orchestrator.services.training import TrainerApi
 from services.orchestrator.state.groups import Outcome
 from services.orchestrator.tasks.task_rows import ListRows, UsableRows
 from services.orchestrator.watch import StallWatch, Watch
@@ -104,7 +106,7 @@ class World:
         reader = JournalReader(self.run_dir / "journal")
         self.core = recovered(lambda aside: self._core(recipe, aside), reader)
         reader.close()
-        self.replica_api, self.trainer_api = wiring.replica_api(self.core), wiring.trainer_api(self.core)
+        self.replica_api, self.trainer_api = ReplicaApi(self.core), TrainerApi(self.core)
         self.turns = self.core.turns
         self.journal.start()
 
@@ -223,7 +225,7 @@ class World:
 
 @contextlib.asynccontextmanager
 async def living(world: World) -> AsyncIterator[asyncio.Task[None]]:
-    task = asyncio.ensure_future(lifecycle.live(wiring.run_parts(world.core)))
+    task = asyncio.ensure_future(lifecycle.live(world.core))
     try:
         yield task
     finally:

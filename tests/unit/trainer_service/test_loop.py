@@ -50,9 +50,7 @@ class FakeLink:
         self.before_pull(self, training_step)
         return None if self.paused or self.stopped else batch_of(training_step)
 
-    def publish(
-        self, version: WeightVersion, metrics: Mapping[str, float], intervals: Sequence[object], finished_at: float
-    ) -> None:
+    def publish(self, version: WeightVersion, metrics: Mapping[str, float], intervals: Sequence[object]) -> None:
         self.published.append(version.number)
         if self.ledger.setdefault(version.number, version.digest) != version.digest:
             raise VersionConflictError("another digest")

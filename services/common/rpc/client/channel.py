@@ -51,7 +51,6 @@ DEADLINES: dict[str, float | None] = {
     "ComputeRewards": 60.0,
     "GetStatus": 5.0,
     "GetRun": 5.0,
-    "WatchRun": None,
     "PauseRun": 5.0,
     "ResumeRun": 5.0,
     "StopRun": 5.0,

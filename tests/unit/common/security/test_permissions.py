@@ -56,7 +56,6 @@ def test_a_viewer_only_looks() -> None:
     granted = {what for what, roles in _all() if Role.VIEWER in roles}
     assert granted == {
         "/rollmill.v1.RunService/GetRun",
-        "/rollmill.v1.RunService/WatchRun",
         "/rollmill.v1.StatusService/GetStatus",
         "/grpc.health.v1.Health/Check",
         "/grpc.health.v1.Health/List",

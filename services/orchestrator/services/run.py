@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -16,15 +14,12 @@ from services.orchestrator.progress import progress
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-WATCH_EVERY_S = 1.0
-
 
 class RunServicer(run_pb2_grpc.RunServiceServicer):
     def __init__(self, core: OrchestratorCore) -> None:
         self._core = core
         # Without passwords: a reader of the run's state need not reach its Redis. The gateway reads the file itself.
         self._config_json = orjson.dumps(without_passwords(core.recipe.model_dump(mode="json"))).decode()
-        self.closing = asyncio.Event()
 
     async def GetRun(self, request: run_pb2.GetRunRequest, context: Context) -> run_pb2.GetRunResponse:
         now = progress(self._core)
@@ -35,21 +30,6 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
             progress=now,
             run_dir=str(self._core.run_dir.resolve()),
         )
-
-    async def WatchRun(
-        self, request: run_pb2.WatchRunRequest, context: Context
-    ) -> AsyncIterator[run_pb2.WatchRunResponse]:
-        # A yielded state waits for space in the peer's window, and the loop reads the next state only then: a slow
-        # reader misses states, and keeps no more of them in memory than the window holds.
-        while True:
-            now = progress(self._core)
-            yield run_pb2.WatchRunResponse(progress=now)
-            if now.state in (run_pb2.RUN_STATE_FINISHED, run_pb2.RUN_STATE_STOPPED) or self.closing.is_set():
-                return
-            try:
-                await asyncio.wait_for(self.closing.wait(), WATCH_EVERY_S)
-            except TimeoutError:
-                continue
 
     async def PauseRun(self, request: run_pb2.PauseRunRequest, context: Context) -> run_pb2.PauseRunResponse:
         self._core.pause()

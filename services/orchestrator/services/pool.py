@@ -1,4 +1,6 @@
-"""gRPC service for replicas and their gateway: converts messages and calls the parts behind it.
+"""The calls of replicas and of their gateway: membership, reports, records.
+
+``PoolServicer`` converts messages; ``ReplicaApi`` and ``GatewayApi`` handle the calls, independent of grpc.
 
 Records of a trajectory stream are acknowledged in order, up to ``MAX_ACKS`` per message, whatever the order in which they
 are durable. A single acknowledgement is sent at once; in a stream of them, partly filled messages are at least
@@ -18,24 +20,30 @@ import grpc
 import structlog
 
 from services.common.aio import deadline
-from services.common.errors import InvalidRequestError
+from services.common.errors import ConfigError, InvalidRequestError
+from services.common.net.hosts import address, check_place
 from services.common.pb import (
     pool_pb2,
     pool_pb2_grpc,
     weights_pb2,
 )
 from services.common.records.device_turn import DeviceTurn
+from services.common.records.fates import RunCount
 from services.common.records.refusals import Refusal, RefusalReason
 from services.common.records.types import (
     FetchPlan,
+    Interval,
     RolloutFailure,
     Trajectory,
     WeightTransfer,
     WeightVersion,
 )
 from services.common.telemetry.accounts import AccountState, PeerState
+from services.common.telemetry.log_events import LogEvent
 from services.common.wire import REFUSAL_NUMBERS, duration_to_proto, interval_from_proto, read, write
 from services.orchestrator.ingest import INVALID_RECORD, Answer, Ingest, RecordOutcome
+from services.orchestrator.core import OrchestratorCore
+from services.orchestrator.ingest.ingest import INVALID_RECORD, Answer, RecordOutcome
 from services.orchestrator.members.commands import (
     AnnounceVersion,
     CancelGroup,
@@ -50,9 +58,10 @@ from services.orchestrator.metrics import RunMetrics
 from services.orchestrator.rpc import report_bounds as bounds
 from services.orchestrator.rpc.gateway_api import GatewayApi
 from services.orchestrator.rpc.replica_api import ReplicaApi
+from services.orchestrator.members.replica import Held, Hello, Replica
+from services.orchestrator.services import bounds
+from services.orchestrator.stalls.facts import Hold
 from services.orchestrator.state.groups import Outcome
-from services.orchestrator.state.run_control import RunControl
-from services.orchestrator.state.versions import VersionLedger
 
 log = structlog.get_logger()
 
@@ -73,6 +82,146 @@ _OUTCOME = {
     RecordOutcome.INVALID: pool_pb2.RECORD_OUTCOME_INVALID,
     RecordOutcome.REFUSED: pool_pb2.RECORD_OUTCOME_REFUSED,
 }
+
+
+class ReplicaApi:
+    """Handles the calls of replicas: join, leave and reports. Records of rollouts go to ``ingest`` instead."""
+
+    def __init__(self, core: OrchestratorCore) -> None:
+        self._core = core
+        # Policies whose versions a trainer publishes in this run.
+        self._with_trainer = frozenset(core.batches) if core.num_steps else frozenset()
+
+    def join(self, hello: Hello) -> Replica:
+        """Add a replica to the pool, return its running work, and announce the versions that the replica should hold."""
+        before = self._core.pool.get(hello.replica_id)
+        if before is not None and before.incarnation != hello.incarnation:
+            log.warning(
+                LogEvent.REPLICA_REPLACED,
+                replica=hello.replica_id,
+                incarnation=before.incarnation,
+                by=hello.incarnation,
+            )
+        replica = self._core.pool.join(hello)
+        self._core.absences.replica_found(hello.replica_id)
+        log.info(
+            LogEvent.REPLICA_JOINED, replica=hello.replica_id, incarnation=hello.incarnation, slots=hello.num_slots
+        )
+        self._adopt_checkpoints(hello.held)
+        self._core.dispatcher.adopt(replica, hello.running)
+        self._core.dispatcher.rejoined(replica)
+        self._core.turns.replica_joined(replica)
+        if self._core.control.ended:
+            self._core.pool.send(replica, LeavePool(f"the run has {self._core.control.phase.value}"))
+        elif replica.draining:
+            self._core.pool.send(replica, LeavePool("draining"))
+        return replica
+
+    def _adopt_checkpoints(self, held: Mapping[str, Held]) -> None:
+        """Record version 0 of policies without a trainer (an untrained policy, a run that only evaluates): the first
+        replica reports its loaded digest, and every other replica must hold the same."""
+        for policy, found in held.items():
+            if policy in self._with_trainer:
+                continue
+            if policy in self._core.ledgers and self._core.ledgers[policy].newest is None and found.number == 0:
+                self._core.versions.adopt(WeightVersion(policy=policy, number=0, digest=found.digest))
+
+    def report(
+        self,
+        replica_id: str,
+        incarnation: str,
+        *,
+        held: Mapping[str, Held],
+        num_tokens: int,
+        emission: Iterable[Interval],
+        gauges: Mapping[str, float],
+        running: Iterable[str] | None = None,
+        accounts: tuple[AccountState, ...] = (),
+        peers: tuple[PeerState, ...] = (),
+        device_turn: int = 0,
+    ) -> None:
+        """Renew the lease; raises LeaseLostError for an ended lease or the lease of another incarnation."""
+        before = self._core.pool.takers
+        replica = self._core.pool.report(
+            replica_id,
+            incarnation,
+            held=held,
+            num_tokens=num_tokens,
+            gauges=gauges,
+            running=running,
+            accounts=accounts,
+            peers=peers,
+            device_turn=device_turn,
+        )
+        self._core.turns.settle()
+        self._core.counters[RunCount.TOKENS_SAMPLED.value] += replica.new_tokens
+        self._core.timeline.emitted(replica_id, emission)
+        self._core.dispatcher.announcer.sync(replica)
+        if self._core.pool.takers != before:  # otherwise its availability is unchanged, as in most reports
+            self._core.dispatcher.schedule()
+
+
+class GatewayApi:
+    """Membership of the environment gateway: tells replicas its address, and issues no tasks during its absence.
+
+    On node 0 the recipe has the address, and no task waits for the gateway. A gateway on another node reports its own
+    address; during its absence the dispatcher issues no task, because rollouts without a gateway fail.
+    """
+
+    def __init__(self, core: OrchestratorCore) -> None:
+        self._config = core.recipe.envgateway
+        self._pool = core.pool
+        self._dispatcher = core.dispatcher
+        self._is_elsewhere = self._config is not None and self._config.node != 0
+        self._joined: dict[int, str] = {}  # addresses, by the order in which they came
+        self._number = 0
+        self._known = ""  # of the gateway on another node that joined last
+        self._hold()
+
+    @property
+    def address(self) -> str:
+        """Address for replicas; empty where the run has no gateway, or before its first join."""
+        if self._config is None or self._is_elsewhere:
+            return self._known
+        return address(self._config.host, self._config.port)
+
+    def join(self, place: str) -> int:
+        """Register a gateway's stream; returns its number, for ``left``.
+
+        Raises ``InvalidRequestError`` for a run without a gateway, and for an address that cannot be dialled.
+        """
+        if self._config is None:
+            raise InvalidRequestError("this run has no environment gateway (envgateway: null)")
+        try:
+            check_place(place)
+        except ConfigError as error:
+            raise InvalidRequestError(error.message) from None
+        self._number += 1
+        self._joined[self._number] = place
+        log.info("envgateway.joined", address=place)
+        self._changed()
+        return self._number
+
+    def left(self, number: int) -> None:
+        """Remove a gateway whose stream has ended."""
+        log.info("envgateway.left", address=self._joined.pop(number))
+        self._changed()
+
+    def _changed(self) -> None:
+        if not self._is_elsewhere:
+            return
+        newest = next(reversed(self._joined.values()), self._known)
+        if newest != self._known:
+            self._known = newest
+            for replica in self._pool:
+                self._pool.send(replica, UseGateway(newest))
+        self._hold()
+
+    def _hold(self) -> None:
+        if self._config is None or not self._is_elsewhere:
+            return
+        away = f"the environment gateway of node {self._config.node} (envgateway.node) has not joined, or has left"
+        self._dispatcher.hold(Hold.GATEWAY, "" if self._joined else away)
 
 
 class _Slot(Generic[T]):
@@ -167,22 +316,9 @@ class AckQueue(Generic[T]):
 
 
 class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
-    def __init__(
-        self,
-        run_id: str,
-        *,
-        replicas: ReplicaApi,
-        gateway: GatewayApi,
-        pool: ReplicaPool,
-        ledgers: Mapping[str, VersionLedger],
-        control: RunControl,
-        ingest: Ingest,
-        metrics: RunMetrics,
-    ) -> None:
-        self._run_id = run_id
-        self._api, self._gateway = replicas, gateway
-        self._pool, self._ledgers, self._control = pool, ledgers, control
-        self._ingest, self._metrics = ingest, metrics
+    def __init__(self, core: OrchestratorCore) -> None:
+        self._core = core
+        self._replicas, self._gateway = ReplicaApi(core), GatewayApi(core)
         self.closing = asyncio.Event()
 
     # A coroutine that writes, not a generator: each command then passes two frames fewer.
@@ -191,7 +327,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     ) -> None:
         bounds.check_id("replica_id", request.replica_id)
         bounds.check_id("incarnation", request.incarnation)
-        replica = self._api.join(
+        replica = self._replicas.join(
             Hello(
                 replica_id=request.replica_id,
                 incarnation=request.incarnation,
@@ -209,18 +345,18 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
             while (command := await mailbox.get()) is not None:
                 await context.write(self._command(command))
         finally:
-            self._pool.stream_ended(replica, mailbox)
+            self._core.pool.stream_ended(replica, mailbox)
             log.info("replica.stream_ended", replica=request.replica_id)
 
     def _held(self, versions: Iterable[pool_pb2.HeldVersion]) -> dict[str, Held]:
         held = {version.policy: Held(version.number, version.digest) for version in versions}
-        return bounds.check_held(held, self._ledgers)
+        return bounds.check_held(held, self._core.ledgers)
 
     def _welcome(self, gateway: str) -> pool_pb2.JoinPoolResponse:
         return pool_pb2.JoinPoolResponse(
             welcome=pool_pb2.Welcome(
-                run_id=self._run_id,
-                lease=duration_to_proto(self._pool.lease_s),
+                run_id=self._core.run_id,
+                lease=duration_to_proto(self._core.pool.lease_s),
                 envgateway_address=gateway,
             )
         )
@@ -235,7 +371,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
                 cancel = pool_pb2.CancelTaskGroup(task_group_id=task_group_id, reason=reason)
                 return pool_pb2.JoinPoolResponse(cancel_task_group=cancel)
             case AnnounceVersion(version, plan):
-                return _announced(version, plan, self._run_id)
+                return _announced(version, plan, self._core.run_id)
             case DeviceTurn():
                 return pool_pb2.JoinPoolResponse(device_turn=write(command, pool_pb2.DeviceTurn()))
             case LeavePool(reason):
@@ -248,11 +384,11 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
     ) -> AsyncIterator[pool_pb2.JoinGatewayResponse]:
         number = self._gateway.join(request.address)
         try:
-            yield pool_pb2.JoinGatewayResponse(welcome=pool_pb2.GatewayWelcome(run_id=self._run_id))
+            yield pool_pb2.JoinGatewayResponse(welcome=pool_pb2.GatewayWelcome(run_id=self._core.run_id))
             # Without a deadline: until this process ends, when replicas, which may still call the gateway, have left.
             await self.closing.wait()
-            if self._control.ended:
-                reason = f"the run has {self._control.phase.value}"
+            if self._core.control.ended:
+                reason = f"the run has {self._core.control.phase.value}"
                 yield pool_pb2.JoinGatewayResponse(leave=pool_pb2.Drain(reason=reason))
         finally:
             self._gateway.left(number)
@@ -283,7 +419,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
                 await context.write(answer)
 
     def _note_report(self, request: pool_pb2.StreamReportsRequest) -> pool_pb2.StreamReportsResponse:
-        self._api.report(
+        self._replicas.report(
             request.replica_id,
             request.incarnation,
             held=self._held(request.held_versions),
@@ -297,9 +433,9 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
         )
         for proto in request.weight_transfers:
             transfer = bounds.transfer(read(WeightTransfer, proto))
-            if transfer.policy in self._ledgers:
-                self._metrics.weight_transfer(request.replica_id, transfer)
-        return _answer_to_report(self._pool.lease_s, self._pool.report_every_s)
+            if transfer.policy in self._core.ledgers:
+                self._core.metrics.weight_transfer(request.replica_id, transfer)
+        return _answer_to_report(self._core.pool.lease_s, self._core.pool.report_every_s)
 
     async def StreamTrajectories(  # type: ignore[override]  # a coroutine that writes acknowledgements beside reading
         self, request_iterator: AsyncIterator[pool_pb2.StreamTrajectoriesRequest], context: Context
@@ -332,7 +468,7 @@ class PoolServicer(pool_pb2_grpc.PoolServiceServicer):
                 sent_records.insert(0, request)
             for sent in sent_records:
                 record, fault = _record(sent, request.replica_id)  # one that is none has no acknowledgement to wait for
-                self._ingest.submit(record, acks.open(sent.record_number), sender, fault)
+                self._core.ingest.submit(record, acks.open(sent.record_number), sender, fault)
                 if acks.full:
                     await acks.room()
 

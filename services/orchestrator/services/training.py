@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -32,6 +32,8 @@ from services.orchestrator.ingest import RecordBounds
 from services.orchestrator.journal import records
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.members.absences import Absences
+from services.orchestrator.core import OrchestratorCore
+from services.orchestrator.journal import records
 from services.orchestrator.members.commands import (
     PauseTraining,
     ResumeTraining,
@@ -45,6 +47,9 @@ from services.orchestrator.metrics import StepRows, Timeline
 from services.orchestrator.rpc import report_bounds as bounds
 from services.orchestrator.state.run_control import RunControl
 from services.orchestrator.state.versions import VersionLedger
+from services.orchestrator.members.trainers import Trainer
+from services.orchestrator.metrics.run_metrics import StepRows
+from services.orchestrator.services import bounds
 
 log = structlog.get_logger()
 
@@ -58,36 +63,17 @@ CHUNK_BYTES = 256 * 1024  # of sequences in one message: a message for each sequ
 class TrainerApi:
     """Lease, batch of a step, and published versions of trainers."""
 
-    def __init__(
-        self,
-        *,
-        trainers: TrainerLeases,
-        absences: Absences,
-        turns: DeviceTurns,
-        control: RunControl,
-        ledgers: Mapping[str, VersionLedger],
-        versions: PublishedVersions,
-        batches: Mapping[str, Batches],
-        last_batch_taken: Callable[[], None],
-        record_bounds: RecordBounds,
-        journal: Journal,
-        step_rows: StepRows,
-        timeline: Timeline,
-    ) -> None:
-        """``last_batch_taken`` is called when a trainer has received the batch of the run's last step."""
-        self._trainers = trainers
-        self._absences = absences
-        self._turns = turns
-        self._control = control
-        self._ledgers = ledgers
-        self._versions = versions
-        self._batches = batches
-        self._last_batch_taken = last_batch_taken
-        self._record_bounds = record_bounds
-        self._journal = journal
-        self._step_rows = step_rows
-        self._timeline = timeline
-        self._publishing = {policy: asyncio.Lock() for policy in ledgers}
+    def __init__(self, core: OrchestratorCore) -> None:
+        self._core = core
+        self._step_rows = StepRows(
+            batches=core.batches,
+            curation=core.training_orders,
+            last_metrics=core.versions.last_metrics,
+            metrics=core.metrics,
+            started_at=core.started_at,
+            write_state=core.write_state,
+        )
+        self._publishing = {policy: asyncio.Lock() for policy in core.ledgers}
 
     def join(
         self,
@@ -101,22 +87,22 @@ class TrainerApi:
     ) -> Trainer:
         """Give the policy's lease to a trainer; raises UnknownPolicyError. ``vocab_size``: rows of its embedding; 0 for
         unknown."""
-        newest = self._ledgers[self._trainers.known(policy)].newest_number
+        newest = self._core.ledgers[self._core.trainers.known(policy)].newest_number
         # Retention may delete records up to a checkpoint: one ahead of the ledger belongs to another history.
         recovered = min(recovered_version, newest)
-        before = self._trainers.get(policy)
-        trainer = self._trainers.join(policy, incarnation, num_ranks, recovered, labels, kept_checkpoint_steps)
+        before = self._core.trainers.get(policy)
+        trainer = self._core.trainers.join(policy, incarnation, num_ranks, recovered, labels, kept_checkpoint_steps)
         log.info("trainer.joined", policy=policy, incarnation=incarnation, recovered_version=recovered_version)
-        self._record_bounds.learn_vocabulary(policy, vocab_size)
-        self._absences.trainer_found(policy)
+        self._core.bounds.learn_vocabulary(policy, vocab_size)
+        self._core.absences.trainer_found(policy)
         assert trainer.mailbox is not None
-        if self._control.ended:
-            trainer.mailbox.put(StopTraining(f"the run has {self._control.phase.value}"))
-        elif self._control.paused:
+        if self._core.control.ended:
+            trainer.mailbox.put(StopTraining(f"the run has {self._core.control.phase.value}"))
+        elif self._core.control.paused:
             trainer.mailbox.put(PauseTraining())
-        elif self._versions.ended_early:
+        elif self._core.versions.ended_early:
             trainer.mailbox.put(SaveCheckpoint())
-        self._turns.trainer_joined(trainer, again=trainer is before)
+        self._core.turns.trainer_joined(trainer, again=trainer is before)
         return trainer
 
     async def pull_batch(self, policy: str, training_step: int, timeout_s: float) -> Batch:
@@ -126,12 +112,12 @@ class TrainerApi:
             UnknownPolicyError, InvalidRequestError: the policy or step does not exist.
             DeadlineError: the batch is not ready.
         """
-        num_steps = self._versions.num_steps
+        num_steps = self._core.versions.num_steps
         if training_step > num_steps:
             raise InvalidRequestError(f"training step {training_step} of {policy}: the run has {num_steps} steps")
-        batch = await self._batches[self._trainers.known(policy)].get(training_step, timeout_s)
+        batch = await self._core.batches[self._core.trainers.known(policy)].get(training_step, timeout_s)
         if training_step == num_steps:
-            self._last_batch_taken()
+            self._core.last_batch_taken()
         return batch
 
     async def publish(
@@ -149,28 +135,28 @@ class TrainerApi:
         Raises:
             VersionConflictError, LeaseLostError, UnknownPolicyError, InvalidRequestError
         """
-        policy = self._trainers.known(version.policy)
-        ledger = self._ledgers[policy]
+        policy = self._core.trainers.known(version.policy)
+        ledger = self._core.ledgers[policy]
         async with self._publishing[policy]:
-            trainer = self._trainers.check(policy, incarnation)
+            trainer = self._core.trainers.check(policy, incarnation)
             if trainer is not None:
                 trainer.checkpoint_step = max(trainer.checkpoint_step, checkpoint_step)
                 trainer.kept_checkpoint_steps = tuple(sorted(kept_checkpoint_steps))
             intervals = list(compute)
-            self._timeline.computed(policy, intervals)
+            self._core.timeline.computed(policy, intervals)
             is_new = ledger.check(version)
-            if version.number > self._versions.num_steps:
+            if version.number > self._core.versions.num_steps:
                 raise InvalidRequestError(
-                    f"version {version.number} of {policy}: the run has {self._versions.num_steps} steps"
+                    f"version {version.number} of {policy}: the run has {self._core.versions.num_steps} steps"
                 )
             if is_new or ledger.get(version.number) != version:
-                await self._journal.append(
+                await self._core.journal.append(
                     records.VERSION,
                     f"{policy}/{version.number}",
                     lambda: records.version_to_json(version, checkpoint_step, metrics, intervals),
-                    apply=lambda: self._versions.apply(version, metrics),
+                    apply=lambda: self._core.versions.apply(version, metrics),
                 )
-                self._versions.announce(policy, is_new)
+                self._core.versions.announce(policy, is_new)
             if is_new:
                 log.info("version.published", policy=policy, version=version.number, digest=version.digest)
                 if version.number > 0:
@@ -181,19 +167,9 @@ class TrainerApi:
 
 
 class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
-    def __init__(
-        self,
-        run_id: str,
-        *,
-        api: TrainerApi,
-        trainers: TrainerLeases,
-        turns: DeviceTurns,
-        ledgers: Mapping[str, VersionLedger],
-        num_steps: int,
-    ) -> None:
-        self._api = api
-        self._run_id, self._num_steps = run_id, num_steps
-        self._ledgers, self._trainers, self._turns = ledgers, trainers, turns
+    def __init__(self, core: OrchestratorCore) -> None:
+        self._core = core
+        self._api = TrainerApi(core)
 
     async def JoinTraining(
         self, request: training_pb2.JoinTrainingRequest, context: Context
@@ -210,21 +186,21 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         )
         mailbox = trainer.mailbox
         assert mailbox is not None
-        ledger = self._ledgers[request.policy]
+        ledger = self._core.ledgers[request.policy]
         try:
             yield training_pb2.JoinTrainingResponse(
                 welcome=training_pb2.TrainingWelcome(
-                    run_id=self._run_id,
+                    run_id=self._core.run_id,
                     newest_version=ledger.newest_number,
                     newest_digest="" if ledger.newest is None else ledger.newest.digest,
-                    num_steps=self._num_steps,
-                    lease=duration_to_proto(self._trainers.lease_s),
+                    num_steps=self._core.num_steps,
+                    lease=duration_to_proto(self._core.trainers.lease_s),
                 )
             )
             while (command := await mailbox.get()) is not None:
                 yield _command(command)
         finally:
-            self._trainers.stream_ended(trainer, mailbox)
+            self._core.trainers.stream_ended(trainer, mailbox)
             log.info("trainer.stream_ended", policy=request.policy)
 
     async def ReportTrainer(
@@ -233,9 +209,9 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         accounts = bounds.accounts(read(AccountState, account) for account in request.accounts)
         bounds.check_number("rank", request.rank, 0, bounds.MOST_RANKS)
         if request.rank > 0:
-            self._trainers.report_rank(request.policy, request.rank, accounts)
-            return training_pb2.ReportTrainerResponse(lease=duration_to_proto(self._trainers.lease_s))
-        self._trainers.report(
+            self._core.trainers.report_rank(request.policy, request.rank, accounts)
+            return training_pb2.ReportTrainerResponse(lease=duration_to_proto(self._core.trainers.lease_s))
+        self._core.trainers.report(
             request.policy,
             request.incarnation,
             training_step=bounds.check_number("training_step", request.training_step, 0),
@@ -249,9 +225,9 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             refusal=request.refusal[: bounds.MOST_REASON],
         )
         if request.state == TrainerState.FINISHED:
-            self._turns.trainer_finished(request.policy)
-        self._turns.settle()
-        return training_pb2.ReportTrainerResponse(lease=duration_to_proto(self._trainers.lease_s))
+            self._core.turns.trainer_finished(request.policy)
+        self._core.turns.settle()
+        return training_pb2.ReportTrainerResponse(lease=duration_to_proto(self._core.trainers.lease_s))
 
     def _checkpoint_step(self, policy: str, step: int) -> int:
         """The newest checkpoint, at most the newest version: retention may delete records up to a checkpoint.
@@ -261,7 +237,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         return min(bounds.check_number(f"checkpoint_step of {policy}", step, 0), max(self._newest(policy), 0))
 
     def _newest(self, policy: str) -> int:
-        return self._ledgers[self._trainers.known(policy)].newest_number
+        return self._core.ledgers[self._core.trainers.known(policy)].newest_number
 
     def _kept_steps(self, policy: str, steps: Iterable[int]) -> tuple[int, ...]:
         """The possible ones of the kept checkpoints; an empty result keeps every record."""
@@ -305,8 +281,8 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     async def PublishVersion(
         self, request: training_pb2.PublishVersionRequest, context: Context
     ) -> training_pb2.PublishVersionResponse:
-        if request.version.run_id and request.version.run_id != self._run_id:
-            raise InvalidRequestError(f"version of run {request.version.run_id!r}; this is run {self._run_id!r}")
+        if request.version.run_id and request.version.run_id != self._core.run_id:
+            raise InvalidRequestError(f"version of run {request.version.run_id!r}; this is run {self._core.run_id!r}")
         newest = await self._api.publish(
             bounds.check_version(read(WeightVersion, request.version)),
             request.incarnation,
