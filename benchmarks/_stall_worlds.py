@@ -22,10 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.cli.plan.specs import warm_start_commands
-from services.cli.watch import OrchestratorClient
 from services.cli.plan import warm_start_commands
-from services.cli.watch.orchestrator_client import OrchestratorClient
+from services.cli.watch import OrchestratorClient
 from services.common.config.reading.loading import save_resolved, validate
 from services.common.errors import RollmillError
 from services.common.pb import run_pb2

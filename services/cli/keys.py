@@ -27,8 +27,6 @@ from pathlib import Path
 from rich.console import Console
 
 from services.cli.console import say
-from services.cli.plan.nodes import BUNDLES, HOST_VARIABLE, other_nodes
-from services.cli.plan.specs import ProcessSpec, plan
 from services.cli.plan import BUNDLES, HOST_VARIABLE, ProcessSpec, other_nodes, plan
 from services.common.config.reading.loading import save_resolved
 from services.common.config.recipe import Recipe, warm_start_dir

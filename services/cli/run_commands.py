@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 
 from services.cli.commands import RunArgument, chosen_run
-from services.cli.commands.chosen import RunArgument, chosen_run
 from services.cli.console import console, say
 
 reading_app = typer.Typer()

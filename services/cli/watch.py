@@ -39,8 +39,8 @@ from services.cli.console import (
 )
 from services.cli.inspect.run_state import check_run_directory, why_silent
 from services.cli.inspect.standing import newest_run
-from services.cli.keys.process_keys import keys_there, operate
-from services.cli.plan.specs import orchestrator_address
+from services.cli.keys import keys_there, operate
+from services.cli.plan import orchestrator_address
 from services.common.checkpoints import CheckpointGauge
 from services.common.config.reading.loading import load_resolved
 from services.common.config.recipe import Recipe

@@ -35,9 +35,7 @@ from services.common.telemetry.log_events import LogEvent
 from services.common.telemetry.metrics import StallMoment, ThroughputKey
 from services.orchestrator import metrics
 from services.orchestrator.core import OrchestratorCore
-from services.orchestrator.dispatch.retry_limit import GoneVersions, OverdueGroups
 from services.orchestrator.journal.reader import collect
-from services.orchestrator.journal.retention import MOST_REWRITTEN, collect
 from services.orchestrator.members.pool import REPORT_S
 from services.orchestrator.members.replica import Replica
 from services.orchestrator.policy_view import PolicyView

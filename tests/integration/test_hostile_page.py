@@ -18,9 +18,6 @@ from services.common.config.processes.envgateway import HttpConfig
 from services.common.config.processes.environments import ServedTaskConfig
 from services.common.http import listener, origin
 from services.common.prometheus import MetricsServer
-from services.envgateway.http.schema import Submission, SubmissionOutcome
-from services.envgateway.http.server import HttpServer
-from services.common.prometheus.exposition import MetricsServer
 from services.envgateway.http import HttpServer, Submission, SubmissionOutcome
 from tests import needs
 from tests.contract.test_http_doors import _status

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.check.models import file_of
-from services.cli.plan.specs import trainer_name
 from services.cli.plan import trainer_name
-from services.common.checkpoints.safetensors_files import read_object
 from services.common.config.processes.kv_cache import cache_bytes, too_small
 from services.common.config.processes.placement import Placement, engine_numbers
 from services.common.config.processes.services import InferenceConfig

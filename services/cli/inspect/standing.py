@@ -38,9 +38,6 @@ from services.cli.inspect.run_state import (
     read_metrics,
     read_rows,
 )
-from services.cli.console import format_reward, source_words
-from services.cli.inspect.checkpoints.found import places, policies_of
-from services.cli.inspect.run_state import Row, check_run_directory, ended, launcher_lock, processes_left, read_rows
 from services.common import run_files
 from services.common.checkpoints import path_of
 from services.common.config.reading.loading import RESOLVED, load_resolved

@@ -22,7 +22,6 @@ from services.cli.inspect.run_model import Assignment, GroupFacts, Json, Note, R
 from services.cli.inspect.run_state import logged_at, parse_rows
 from services.common import run_files
 from services.common.errors import ConfigError
-from services.cli.inspect.trace.facts import GroupFacts, SlotFacts, Used
 from services.common.records.fates import GroupFate
 from services.common.records.phases import PhaseKind
 from services.common.records.types import RolloutFailure, Trajectory

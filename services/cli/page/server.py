@@ -22,7 +22,7 @@ from rich.console import Console
 
 from services.cli.console import say
 from services.cli.inspect.run_state import Row, check_run_directory
-from services.cli.keys.process_keys import keys_there
+from services.cli.keys import keys_there
 from services.cli.page.index import number_of
 from services.cli.page.reader import RunReader, curves, guarded
 from services.common.config.reading.loading import load_resolved

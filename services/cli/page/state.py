@@ -12,10 +12,6 @@ from services.cli.doctor import as_object, diagnose
 from services.cli.inspect.plot import newest_shares, segments_of
 from services.cli.inspect.run_model import Json
 from services.cli.inspect.run_state import Row, logged_at, parse_rows, read_rows
-from services.cli.console import format_clock
-from services.cli.doctor.diagnosis import as_object, diagnose
-from services.cli.inspect.pictures.time import newest_shares, segments_of
-from services.cli.inspect.run_state import Row
 from services.cli.inspect.standing import RUNNING, Standing
 from services.cli.watch import (
     check_answers,

@@ -17,7 +17,6 @@ from rich.console import Console
 from services.cli.check.recipe import check_launch, check_named, on_this_machine
 from services.cli.console import say
 from services.cli.inspect.checkpoints import Recorded
-from services.cli.inspect.checkpoints.found import Recorded
 from services.cli.inspect.run_state import check_can_go_on, ended, launcher_lock, processes_left
 from services.cli.inspect.standing import NOT_BEGUN, Standing, newest_first, standing
 from services.cli.keys import operate

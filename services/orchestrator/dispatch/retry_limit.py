@@ -15,8 +15,6 @@ from services.common.telemetry.log_events import LogEvent
 from services.orchestrator.dispatch.dispatcher import Dispatcher
 from services.orchestrator.dispatch.evaluation import Evaluations
 from services.orchestrator.ingest import Ingest
-from services.orchestrator.members.pool import ReplicaPool
-from services.orchestrator.ingest.ingest import Ingest
 from services.orchestrator.state.groups import TaskGroup
 
 log = structlog.get_logger()

@@ -41,9 +41,8 @@ from services.common.records.types import (
 from services.common.telemetry.accounts import AccountState, PeerState
 from services.common.telemetry.log_events import LogEvent
 from services.common.wire import REFUSAL_NUMBERS, duration_to_proto, interval_from_proto, read, write
-from services.orchestrator.ingest import INVALID_RECORD, Answer, Ingest, RecordOutcome
 from services.orchestrator.core import OrchestratorCore
-from services.orchestrator.ingest.ingest import INVALID_RECORD, Answer, RecordOutcome
+from services.orchestrator.ingest import INVALID_RECORD, Answer, RecordOutcome
 from services.orchestrator.members.commands import (
     AnnounceVersion,
     CancelGroup,
@@ -52,15 +51,9 @@ from services.orchestrator.members.commands import (
     ReplicaCommand,
     UseGateway,
 )
-from services.orchestrator.members.pool import ReplicaPool
-from services.orchestrator.members.replica import Held, Hello
-from services.orchestrator.metrics import RunMetrics
-from services.orchestrator.rpc import report_bounds as bounds
-from services.orchestrator.rpc.gateway_api import GatewayApi
-from services.orchestrator.rpc.replica_api import ReplicaApi
 from services.orchestrator.members.replica import Held, Hello, Replica
 from services.orchestrator.services import bounds
-from services.orchestrator.stalls.facts import Hold
+from services.orchestrator.stalls import Hold
 from services.orchestrator.state.groups import Outcome
 
 log = structlog.get_logger()

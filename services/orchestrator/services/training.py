@@ -26,12 +26,6 @@ from services.common.telemetry.activities import TrainerState
 from services.common.telemetry.log_events import LogEvent
 from services.common.wire import batch_chunks, duration_to_proto, interval_from_proto, read, write
 from services.orchestrator.buffer.assembly import MOST_AT_ONCE, Batch
-from services.orchestrator.buffer.batches import Batches
-from services.orchestrator.dispatch.published_versions import PublishedVersions
-from services.orchestrator.ingest import RecordBounds
-from services.orchestrator.journal import records
-from services.orchestrator.journal.journal import Journal
-from services.orchestrator.members.absences import Absences
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.journal import records
 from services.orchestrator.members.commands import (
@@ -41,14 +35,8 @@ from services.orchestrator.members.commands import (
     StopTraining,
     TrainerCommand,
 )
-from services.orchestrator.members.device_turns import DeviceTurns
-from services.orchestrator.members.trainers import Trainer, TrainerLeases
-from services.orchestrator.metrics import StepRows, Timeline
-from services.orchestrator.rpc import report_bounds as bounds
-from services.orchestrator.state.run_control import RunControl
-from services.orchestrator.state.versions import VersionLedger
 from services.orchestrator.members.trainers import Trainer
-from services.orchestrator.metrics.run_metrics import StepRows
+from services.orchestrator.metrics import StepRows
 from services.orchestrator.services import bounds
 
 log = structlog.get_logger()

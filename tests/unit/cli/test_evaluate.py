@@ -15,9 +15,6 @@ from services.cli.inspect.run_state import read_metrics
 from services.cli.inspect.standing import standing
 from services.cli.page.reader import curves
 from services.cli.page.state import events, is_usable
-from services.cli.plan.specs import plan
-from services.cli.page.curves import curves
-from services.cli.page.events import events, is_usable
 from services.cli.plan import plan
 from services.cli.run.evaluate import comparable, compare, evaluation_recipe, failed_items, plot_scores, scores_table
 from services.cli.run.launch import headline
@@ -30,10 +27,6 @@ from services.orchestrator.journal import records
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.records import EvaluationResult, evaluation_from_json, evaluation_to_json
 from services.orchestrator.metrics import RunMetrics, evaluation_values, scalars_of
-from services.orchestrator.progress import evaluation_to_proto
-from services.orchestrator.journal.writer import Journal
-from services.orchestrator.metrics.run_metrics import RunMetrics, evaluation_values
-from services.orchestrator.metrics.scalars import scalars_of
 from services.orchestrator.services.run import write_evaluation
 from services.orchestrator.state.scores import Estimate, overall, score
 

@@ -16,16 +16,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from services.cli import console as drawing
 from services.cli.__main__ import app
 from services.cli.console import pyplot
 from services.cli.inspect.fate import Fate, Fates, Lengths, Played, read_fates, show
 from services.cli.inspect.plot import MOST_BARS, draw_fates, plot_runs
-from services.cli.inspect.fate.facts import Fate, Lengths
-from services.cli.inspect.fate.picture import MOST_BARS, draw_fates
-from services.cli.inspect.fate.reading import Fates, read_fates
-from services.cli.inspect.fate.view import show
-from services.cli.inspect.pictures.runs import plot_runs
 from services.common.errors import ConfigError
 from services.common.records import fates
 from services.common.records.fates import ClosedReason

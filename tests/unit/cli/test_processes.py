@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from services.cli.console import StopSignal
-from services.cli.plan.specs import ProcessSpec
 from services.cli.plan import ProcessSpec
 from services.cli.run.launch import _write_pids
 from services.cli.run.processes import Processes

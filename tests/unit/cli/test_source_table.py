@@ -7,8 +7,6 @@ from rich.console import Console
 from services.cli.console import source_words
 from services.cli.inspect.plot import part_lines
 from services.cli.watch import render
-from services.cli.inspect.pictures.panels import part_lines
-from services.cli.watch.progress_view import render
 from services.common.pb import run_pb2
 from services.common.telemetry.metrics import StepKey, source_key
 

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from services.cli.console import format_bytes, format_seconds
 from services.cli.inspect.standing import plot_transfers, read_transfers, show, summarise
-from services.cli.inspect.weights import plot_transfers, read_transfers, show, summarise
 from services.common.errors import ConfigError
 from services.common.pb import weights_pb2
 from services.common.records.types import WeightTransfer
