@@ -27,7 +27,7 @@ from services.orchestrator.journal import records
 from services.orchestrator.journal.journal import Journal
 from services.orchestrator.journal.records import EvaluationResult, evaluation_from_json, evaluation_to_json
 from services.orchestrator.metrics import RunMetrics, evaluation_values, scalars_of
-from services.orchestrator.services.run import write_evaluation
+from services.orchestrator.progress import evaluation_to_proto
 from services.orchestrator.state.scores import Estimate, overall, score
 
 ROOT = Path(__file__).parents[3]
@@ -124,7 +124,7 @@ def test_the_table_of_a_run_tells_each_change_from_the_first_evaluation_with_its
         )  # fmt: skip
 
     results = [result("start/greedy", 0, None), result("end/greedy", 9, Estimate(0.25, -0.125, 0.625))]
-    progress = run_pb2.RunProgress(evaluations=[write_evaluation(one, run_pb2.EvaluationResult()) for one in results])
+    progress = run_pb2.RunProgress(evaluations=[evaluation_to_proto(one) for one in results])
     console = Console(width=80, record=True)
     console.print(evaluations_table(progress))
     lines = console.export_text().splitlines()
@@ -144,7 +144,7 @@ def test_an_evaluation_whose_rollouts_all_failed_shows_no_number_anywhere(tmp_pa
     )  # fmt: skip
     assert evaluation_from_json(evaluation_to_json(result)) == result
     summary = evaluation_values(result)
-    progress = run_pb2.RunProgress(evaluations=[write_evaluation(result, run_pb2.EvaluationResult())])
+    progress = run_pb2.RunProgress(evaluations=[evaluation_to_proto(result)])
     out = io.StringIO()
     console = Console(file=out, width=160)
     with ProgressView(console, "run") as view:
